@@ -128,7 +128,8 @@ test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
-		--ignore tests/remote/test_engine.py
+		--ignore tests/remote/test_engine.py --ignore tests/triton
+	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
 	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
@@ -224,6 +225,11 @@ bench-chat: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## the chat of many tur
 .PHONY: bench-gpu
 bench-gpu: $(RUN_ENV) ## copies of small pieces on a GPU beside one large copy and torch's (GPU_ARGS=--quick)
 	@$(RUN_BIN)/python benches/python/gpu.py $(GPU_ARGS)
+
+.PHONY: bench-sparse
+bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse: a kernel, and whole steps of vLLM (SPARSE_ARGS=)
+	@$(RUN_BIN)/python benches/python/retrieval.py
+	@$(RUN_BIN)/python benches/python/sparse.py $(SPARSE_ARGS)
 
 .PHONY: bench-beside
 bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns (REV=<revision> BESIDE_ARGS=--quick)

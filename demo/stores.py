@@ -65,15 +65,18 @@ def share(out: pathlib.Path) -> Iterator[Place]:
     sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "trust"))
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         raise DemoError("STORE=nfs mounts a file system of the tests, which needs root and /dev/fuse")
+    from fuse import unmount  # type: ignore[import-not-found, unused-ignore]
     from nfs import NfsClient  # type: ignore[import-not-found, unused-ignore]
 
     export = (out / "store").resolve()
+    mounts = {host: out.resolve() / host for host in ("left", "right")}
     with contextlib.ExitStack() as stack:
-        for host in ("left", "right"):
-            stack.enter_context(contextlib.closing(NfsClient(export, (out / host).resolve())))
+        for mount in mounts.values():
+            unmount(mount)  # left there by a demo that was killed
+            stack.enter_context(contextlib.closing(NfsClient(export, mount)))
 
         def config(host: str) -> Mapping[str, Any]:
-            root = str((out / host).resolve() / "root")
+            root = str(mounts[host] / "root")
             # This file system is written in Python; a share answers sooner.
             patient = {"lookup_ms": 5000, "load_unknown_s": 60, "dump_s": 60, "shutdown_s": 60}
             return {"storage_backend": "nfs", "storage_path": root, "layout": "file", "deadlines": patient}

@@ -222,7 +222,7 @@ os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 
 @pytest.mark.parametrize("first", ["ucm", "torch"])
 def test_a_child_of_a_process_that_uses_a_device_is_told(memory: Any, first: str) -> None:
-    if memory.platform == "host" or first == "torch" and memory.platform != "cuda":
+    if memory.platform == "host" or (first == "torch" and memory.platform != "cuda"):
         pytest.skip("the host survives a fork; of the others only CUDA says who began")
     command = [sys.executable, "-c", FORKS, memory.library._name, first, memory.platform]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)

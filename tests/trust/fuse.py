@@ -68,11 +68,16 @@ class Fuse:
     def close(self) -> None:
         """Ends the connection and takes the mount away. Idempotent."""
         self._server.communicate()
-        subprocess.run(["umount", "-l", str(self.mount_point)], check=False, capture_output=True)
+        unmount(self.mount_point)
 
     def _line(self) -> str:
         assert self._server.stdout is not None
         return self._server.stdout.readline().strip()
+
+
+def unmount(mount_point: Path) -> None:
+    """Takes a mount away at once, whoever uses it, and though its server was killed; nothing where there is none."""
+    subprocess.run(["umount", "-l", str(mount_point)], check=False, capture_output=True)
 
 
 class Server:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from fuse import unmount
 
 #: Who is not root and owns nothing.
 NOBODY = 65534
@@ -49,11 +50,6 @@ def _can_mount() -> bool:
 def mount(*words: str | Path) -> None:
     """Runs mount; an error of it is the test's."""
     subprocess.run(["mount", *map(str, words)], check=True, capture_output=True, text=True)
-
-
-def unmount(path: Path) -> None:
-    """Takes a mount away at once, whoever uses it."""
-    subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import subprocess
 import zipfile
 from email.parser import Parser
@@ -92,6 +93,23 @@ assert not {"vllm", "torch"} & set(sys.modules)
 print(ucm.UcmError.__name__)
 """
     assert run(clean_python, clean_env, program, tmp_path) == "UcmError"
+
+
+def test_without_a_library_of_a_vendor_the_host_is_taken_and_said(
+    clean_python: Path, clean_env: dict[str, str], tmp_path: Path
+) -> None:
+    libraries = ["cuda", "amdhip64", "musart", "mcruntime", "ascendcl"]
+    if found := [name for name in libraries if ctypes.util.find_library(name)]:
+        pytest.skip(f"this machine has {', '.join(found)}")
+    program = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+from ucm import trans
+trans.Device().setup(0)
+"""
+    said = run(clean_python, clean_env, program, tmp_path)
+    assert "platform host, because: " in said and "device host" in said
+    assert all(f"lib{name}.so" in said for name in libraries)
 
 
 def test_a_block_goes_to_disk_and_comes_back(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:

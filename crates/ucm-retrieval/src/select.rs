@@ -93,7 +93,7 @@ pub fn select(
         let mut found = 0;
         let mut keep = |block: usize| {
             let id = rows.id(row, block);
-            if true {
+            if id >= 0 {
                 (table[found], logical[found]) = (id as i32, block as i32);
                 found += 1;
             }

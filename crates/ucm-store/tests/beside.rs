@@ -6,17 +6,19 @@
 mod common;
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
-use ucm_infra::{LANE_LOAD, LANE_SPACE};
+use ucm_infra::{Clock, LANE_LOAD, LANE_SPACE};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::spread::{Heat, StoragePolicy};
 
-use common::beside::{Beside, Several, roots};
+use common::beside::{Beside, Leaping, Several, roots};
 use common::shared::{RECORD, stored};
+use common::sides::{CODES, MEAN, sided, sides_in};
 use common::{Layout, Setup, directory, eventually, id, ids};
 
 /// Both layouts, whatever the run.
@@ -96,6 +98,9 @@ fn a_root_that_is_added_takes_its_share_of_what_is_new() {
     }
 }
 
+/// How long a root is left alone that does not answer.
+const OFF: Duration = Duration::from_secs(600);
+
 #[test]
 fn a_lost_root_costs_its_own_blocks_and_is_taken_back() {
     for layout in layouts() {
@@ -105,10 +110,15 @@ fn a_lost_root_costs_its_own_blocks_and_is_taken_back() {
         );
         several.setup.breaker = BreakerConfig {
             threshold: 2,
-            cool_down: Duration::from_millis(200),
+            cool_down: OFF,
             ..BreakerConfig::default()
         };
-        let store = Beside::open(dir.path(), &several);
+        let clock = Arc::new(Leaping::default());
+        let store = Beside::over(
+            roots(dir.path(), 3),
+            &several,
+            Arc::clone(&clock) as Arc<dyn Clock>,
+        );
         assert!(store.dump(&ids(60)).is_empty());
         let before = store.places(&ids(60));
         let (theirs, others): (Vec<BlockId>, Vec<BlockId>) = ids(60)
@@ -123,11 +133,12 @@ fn a_lost_root_costs_its_own_blocks_and_is_taken_back() {
         assert_eq!(store.stat("healthy"), 1, "the store goes on");
         assert!(store.load(&others).is_empty(), "the others' are hits");
         assert!(store.hits(&theirs).iter().all(|&hit| !hit), "its own are misses");
-        // What was its own is stored again beside it.
+        // What was its own is stored again beside it, whether or not it is time to try it again.
+        clock.leap(OFF);
         assert!(store.dump(&theirs).is_empty());
         store.await_all(&ids(60));
-        assert!(store.places(&theirs).iter().all(|&place| place != 1));
         store.faults[1].clear();
+        clock.leap(OFF);
         eventually("it is taken back", || {
             store.hits(&ids(60));
             store.load(&theirs[..1]);
@@ -489,4 +500,89 @@ fn reads_begin_where_a_record_belongs() {
         40,
         "each asked for once"
     );
+}
+
+/// As [`over`], with blocks that have side shards.
+fn sided_over(layout: Layout, several: Several) -> Several {
+    let several = over(layout, several);
+    Several {
+        setup: sided(several.setup.clone()),
+        ..several
+    }
+}
+
+/// Whether both side shards of each of these blocks are there, and right.
+fn have_sides(store: &Beside, blocks: &[BlockId]) -> bool {
+    let there = |name| sides_in(&store.engine, blocks, name).iter().all(|&found| found);
+    there(MEAN) && there(CODES)
+}
+
+#[test]
+fn side_shards_lie_with_their_blocks_or_in_the_root_that_their_own_record_belongs_to() {
+    for policy in [
+        StoragePolicy::RoundRobin,
+        StoragePolicy::Random,
+        StoragePolicy::Tiered,
+    ] {
+        for layout in layouts() {
+            let (dir, several) = (directory(), sided_over(layout, Several::new(policy, 3)));
+            let store = Beside::open(dir.path(), &several);
+            let (with, without): (Vec<BlockId>, Vec<BlockId>) = (ids(30), (100..130).map(id).collect());
+            assert!(store.dump(&with).is_empty());
+            without
+                .chunks(4)
+                .for_each(|some| store.dump_alone(some, &[MEAN, CODES]));
+            let written = |number| store.tier(number, "blocks_written");
+            assert_eq!((0..3).map(written).sum::<u64>(), 90, "one copy of each record");
+            if policy == StoragePolicy::RoundRobin {
+                assert!(
+                    (0..3).all(|number| written(number) > 10),
+                    "spread by their own ids"
+                );
+            }
+            assert!(
+                have_sides(&store, &with) && have_sides(&store, &without),
+                "{policy:?} {layout:?}"
+            );
+            assert!(store.hits(&without).iter().all(|&hit| !hit), "they are no blocks");
+            drop(store);
+            let other = Beside::open(dir.path(), &several);
+            eventually("another process finds them", || {
+                have_sides(&other, &with) && have_sides(&other, &without)
+            });
+            other.await_all(&with);
+        }
+    }
+}
+
+#[test]
+fn side_shards_go_down_and_up_with_their_blocks() {
+    for layout in layouts() {
+        // Of whole records: header, KV, and a page and two of side shards.
+        let (dir, mut several) = (directory(), sided_over(layout, Several::tiered(&[96, 8000])));
+        several.promotion.hits = 1;
+        let store = Beside::open(dir.path(), &several);
+        store.dump_alone(&[id(200)], &[MEAN, CODES]); // the oldest, which go first
+        let all = fill_until(&store, 0, || store.tier(1, "demotions") >= 10);
+        // One that goes down while it is looked for is missing for the moment.
+        eventually("those that went down took theirs along", || {
+            have_sides(&store, &all)
+        });
+        eventually("those that lie alone went down too", || {
+            have_sides(&store, &[id(200)])
+        });
+        let below: Vec<BlockId> = all
+            .iter()
+            .copied()
+            .filter(|&id| store.places(&[id]) == [1])
+            .collect();
+        drop(store);
+        // With room above: what is read comes up, as it is.
+        several.capacities[0] *= 20;
+        let store = Beside::open(dir.path(), &several);
+        store.await_all(&below[..2]);
+        eventually("two are up", || store.places(&below[..2]) == [0, 0]);
+        assert!(have_sides(&store, &below[..2]));
+        assert!(store.tier(0, "sides_read") >= 4, "and theirs are read there");
+    }
 }

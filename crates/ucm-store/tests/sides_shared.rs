@@ -86,8 +86,8 @@ fn a_store_without_side_shards_reads_the_blocks_of_one_that_has_them() {
         let other = Store::open(&root, other);
         assert!(loads(&other, &ids(4)), "{:?} {:?}", setup.layout, setup.above);
         assert_eq!(sides(&other, &ids(4), CODES), [true; 4], "where the header says");
-        let task = begin(&other, &ids(4), "other");
-        assert_eq!(come(&other, &task, 4), [None, None, None, None]);
+        let task = begin(&other.engine, &ids(4), "other");
+        assert_eq!(come(&other.engine, &task, 4), [None, None, None, None]);
         dump(&other, &ids(4));
         assert_eq!(other.stat("blocks_present"), 4);
         let after: Vec<_> = ids(4).into_iter().map(|block| writer.record(block)).collect();
@@ -113,8 +113,8 @@ fn the_same_name_in_another_length_is_another_side_shard() {
         ..Setup::default()
     };
     let longer = Store::open(dir.path(), longer);
-    let task = begin(&longer, &ids(2), MEAN);
-    assert_eq!(come(&longer, &task, 2), [None, None]);
+    let task = begin(&longer.engine, &ids(2), MEAN);
+    assert_eq!(come(&longer.engine, &task, 2), [None, None]);
     assert!(loads(&longer, &ids(2)));
 }
 

@@ -84,10 +84,13 @@ fn a_dump_reads_nothing_before_its_event_is_recorded() {
         let target = Device::blank(&setup, &ids(1));
         store.load(&target, &ids(1)).unwrap();
         assert!(target.is_right(id(0)));
-        // One that is done costs nothing.
-        let task = store.engine.dump(after(&event, source.rows(&ids(1)))).unwrap();
+        // One that is done holds nothing up.
+        let source = Device::filled(&setup, &[id(1)]);
+        let task = store.engine.dump(after(&event, source.rows(&[id(1)]))).unwrap();
         store.outcome(&task).unwrap();
-        assert!(waiting.try_recv().is_err());
+        let target = Device::blank(&setup, &[id(1)]);
+        store.load(&target, &[id(1)]).unwrap();
+        assert!(target.is_right(id(1)));
     }
 }
 

@@ -1,6 +1,6 @@
 """From the queries of a layer to the blocks that its rows choose: scores, heads and ranks joined, the best taken.
 
-Every choice is a function of its row alone. On a CPU kernels do it for all rows at once (:meth:`Chooser.now`, and the
+Every choice is a function of its row alone. Kernels do it for all rows at once (:meth:`Chooser.now`, and the
 scores of :meth:`Chooser.find`); torch does it row by row where there is none, and is what they are held against.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ucm.sparse import retrieval
+from ucm.sparse.kernels import kernels_for
 from ucm.sparse.policy import Policy
 from ucm.sparse.rep_store import RepStore
+from ucm.sparse.retrieval import Kept
 from ucm.sparse.retriever import Middle, Rows
 from ucm.sparse.selection import Selection, choose
 from ucm.sparse.selector import Combine, Selector
@@ -40,12 +41,13 @@ class Chooser:
     def now(self, layer: int, step: Step, query: Tensor) -> Selection | None:
         """The blocks that the choosing rows of a step keep, for their queries ``[s, heads, d]``; None: no kernel does
         it for these tensors, or for this policy."""
-        if not self.fixed or not query.is_cpu:
+        kernels = kernels_for(query)
+        if not self.fixed or kernels is None:
             return None
         scores = self._fused(layer, query, step.reps, step.lengths)
         if scores is None:
             return None
-        kept = retrieval.select_blocks(
+        kept: Kept = kernels.select_blocks(
             scores,
             step.table,
             step.tokens,
@@ -61,7 +63,12 @@ class Chooser:
         init, local = self._policy.init, self._policy.local
         fused = None
         if self._selector.queries == 1:
-            fused = self._fused(layer, rows.query[:, -1], rows.table, torch.tensor(rows.blocks, dtype=torch.int32))
+            fused = self._fused(
+                layer,
+                rows.query[:, -1],
+                rows.table,
+                torch.tensor(rows.blocks, dtype=torch.int32, device=rows.table.device),
+            )
         scores = []
         for i, n in enumerate(rows.blocks):
             if fused is not None:

@@ -86,8 +86,8 @@ class RepStore:
         if self.selector.token_wise:
             if plan.tokens.numel():
                 tokens = plan.tokens.to(keys.device)
-                codes = self.selector.encode(layer, keys[tokens][:, None])[:, 0]
-                reps[plan.blocks.to(self.device), plan.places.to(self.device)] = codes.to(self.device)
+                blocks, places = plan.blocks.to(self.device), plan.places.to(self.device)
+                self.selector.encode_tokens(layer, keys[tokens], reps, blocks, places)
             return
         for ids, whole in self._open.completed(layer, keys, plan):
             reps[ids.to(self.device)] = self.selector.encode(layer, whole).to(self.device)

@@ -80,6 +80,11 @@ class Selector(Protocol):
         others."""
         ...
 
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
+        """Encode single tokens ``keys [t, h, d]`` into ``reps [n, *rep]``, where :attr:`token_wise`: into place
+        ``places [t]`` of block ``blocks [t]``, on the device of ``reps``."""
+        ...
+
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """How much each block of one request matters, ``[h, n]`` (float32, or int32 where exact): higher is better.
 
@@ -138,6 +143,14 @@ class BlockSelector:
         """Settings that shape the bytes of a representation."""
         return {}
 
+    def encode(self, layer: int, keys: Tensor) -> Tensor:
+        """A subclass defines it."""
+        raise NotImplementedError
+
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
+        """As blocks of one token."""
+        reps[blocks, places] = self.encode(layer, keys[:, None])[:, 0].to(reps.device)
+
     def weights(self, scores: Tensor) -> Tensor:
         """Softmax over the blocks: scores are taken for logits."""
         return torch.softmax(scores.double(), dim=-1)
@@ -167,14 +180,6 @@ class BlockSelector:
                 f"a query of {heads} heads of size {dim} does not fit {kv} KV heads of size {self.geometry.head_dim}"
             )
         return query.float().view(w, kv, heads // kv, dim)
-
-
-def on_cpu(*tensors: Tensor) -> bool:
-    """Whether kernels of the CPU read these tensors: they lie in the host's memory, in a type that kernels know."""
-    return all(tensor.is_cpu and tensor.dtype in _KERNEL_TYPES for tensor in tensors)
-
-
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 
 
 def rep_bytes(selector: Selector) -> int:

@@ -108,7 +108,7 @@ pub(crate) fn check(state: &mut State, function: &str) -> Outcome {
         let rest = function.strip_prefix(*prefix);
         rest.is_some_and(|rest| UNSAFE.contains(&rest))
     };
-    if state.captures == 0 || !PREFIXES.iter().any(|prefix| is_unsafe(prefix)) {
+    if state.captures == 0 || !PREFIXES.iter().any(is_unsafe) {
         return Ok(());
     }
     let (own, here) = (MODE.get(), std::thread::current().id());

@@ -121,16 +121,30 @@ impl Tiers {
         self.write_to(number, write, on, Box::new(written));
     }
 
-    /// The member of a level that a dump goes to.
+    /// The member of a level that a dump goes to. A root that is in doubt is not tried out by it while another beside it is
+    /// well: it could answer from its index that it has the record, and then not give it. It is looked at in the background.
     fn taker_of_dump(
         self: &Arc<Self>,
         level: &Level,
         write: &TierWrite,
         now: MonotonicTime,
     ) -> Option<usize> {
-        self.taker(level, write.id, write.options.len, |number| {
-            self.admits(number, write.request.number, now)
-        })
+        let (id, len, request) = (write.id, write.options.len, write.request.number);
+        if level.is_spread() {
+            let in_doubt = |number: &usize| {
+                let tier = &self.tiers[*number];
+                !tier.is_well() && tier.may(request, now)
+            };
+            level
+                .members()
+                .filter(in_doubt)
+                .for_each(|number| self.look_later(number));
+            let well = |number: usize| self.tiers[number].is_well() && self.admits(number, request, now);
+            if let Some(number) = self.taker(level, id, len, well) {
+                return Some(number);
+            }
+        }
+        self.taker(level, id, len, |number| self.admits(number, request, now))
     }
 
     /// Writes a record to one tier; `done` hears exactly once, by the deadline.

@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ucm_core::{BlockId, DType, Error};
-use ucm_infra::{Clock, SystemClock, log};
+use ucm_infra::{Clock, MonotonicTime, Notify, SystemClock, log};
 use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool, PsyncEngine};
 use ucm_store::engine::{Engine, EngineConfig, Until};
 use ucm_store::tiers::{LevelConfig, TierConfig, WritePolicy};
@@ -17,6 +18,7 @@ use ucm_tier::side_by_side::{self, RootSetup};
 use ucm_tier::spread::{Heat, Promotion, RootFacts, Spread, StoragePolicy};
 
 use super::media::{posix_config, shape};
+use super::sides::begin_alone;
 use super::{Device, Layout, Setup, eventually, identity};
 
 /// How a test wants several roots.
@@ -64,6 +66,41 @@ impl Several {
                 .collect(),
             ..Self::new(StoragePolicy::Tiered, capacities.len())
         }
+    }
+}
+
+/// The real clock, and on from there by leaps.
+#[derive(Debug, Default)]
+pub(crate) struct Leaping(AtomicU64);
+
+impl Leaping {
+    /// So much later, at once.
+    pub(crate) fn leap(&self, span: Duration) {
+        let span = u64::try_from(span.as_nanos()).unwrap();
+        self.0.fetch_add(span, Ordering::AcqRel);
+    }
+
+    fn leapt(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Acquire))
+    }
+}
+
+impl Clock for Leaping {
+    fn now(&self) -> MonotonicTime {
+        SystemClock.now().after(self.leapt())
+    }
+
+    fn wall_ns(&self) -> u64 {
+        SystemClock.wall_ns()
+    }
+
+    fn sleep(&self, notify: &Notify, seen: u64, until: Option<MonotonicTime>) {
+        let never = |until: &MonotonicTime| *until != MonotonicTime::NEVER;
+        let until = until.filter(never).map(|until| {
+            let left = until.since(self.now());
+            SystemClock.now().after(left)
+        });
+        SystemClock.sleep(notify, seen, until);
     }
 }
 
@@ -166,7 +203,7 @@ impl Beside {
             deadlines: setup.deadlines,
             breaker: setup.breaker,
             writer,
-            sides: Vec::new(),
+            sides: setup.side_specs(),
             paranoid: setup.paranoid,
         };
         let device = super::device::of_this_run(setup.transfer, &clock).unwrap();
@@ -193,6 +230,13 @@ impl Beside {
             failed.extend(task.failures().into_iter().map(|(_, error)| (block, error)));
         }
         failed
+    }
+
+    /// Stores side shards of these blocks, each alone, and waits.
+    pub(crate) fn dump_alone(&self, blocks: &[BlockId], names: &[&'static str]) {
+        let task = begin_alone(&self.engine, &self.setup, blocks, names);
+        assert!(task.wait(self.engine.clock(), Until::Published, None));
+        assert!(task.failures().is_empty(), "{:?}", task.failures());
     }
 
     /// Loads these blocks; which failed. What did not is right.

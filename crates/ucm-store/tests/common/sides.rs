@@ -2,7 +2,7 @@
 
 use ucm_core::{BlockId, IdMask};
 use ucm_record::Algorithm;
-use ucm_store::engine::{SidesTask, Until};
+use ucm_store::engine::{Engine, SidesTask, Task, Until};
 use ucm_store::tiers::WritePolicy;
 
 use super::device::side_content;
@@ -37,13 +37,13 @@ pub(crate) fn alone(block: BlockId, name: &str) -> BlockId {
     block.xor(IdMask::of_side(name, 1))
 }
 
-pub(crate) fn begin(store: &Store, blocks: &[BlockId], name: &str) -> SidesTask {
-    store.engine.load_sides(blocks.to_vec(), name, None).unwrap()
+pub(crate) fn begin(engine: &Engine, blocks: &[BlockId], name: &str) -> SidesTask {
+    engine.load_sides(blocks.to_vec(), name, None).unwrap()
 }
 
 /// Waits for side shards: those that are there.
-pub(crate) fn come(store: &Store, task: &SidesTask, count: usize) -> Vec<Option<Vec<u8>>> {
-    assert!(task.task.wait(store.engine.clock(), Until::Published, None));
+pub(crate) fn come(engine: &Engine, task: &SidesTask, count: usize) -> Vec<Option<Vec<u8>>> {
+    assert!(task.task.wait(engine.clock(), Until::Published, None));
     let bytes = task.bytes();
     let each = bytes.chunks_exact(bytes.len() / count).enumerate();
     each.map(|(row, side)| match task.task.shard_done(row) {
@@ -58,7 +58,12 @@ pub(crate) fn come(store: &Store, task: &SidesTask, count: usize) -> Vec<Option<
 
 /// Which of these side shards are there; those that are must be right.
 pub(crate) fn sides(store: &Store, blocks: &[BlockId], name: &str) -> Vec<bool> {
-    let found = come(store, &begin(store, blocks, name), blocks.len());
+    sides_in(&store.engine, blocks, name)
+}
+
+/// The same of an engine.
+pub(crate) fn sides_in(engine: &Engine, blocks: &[BlockId], name: &str) -> Vec<bool> {
+    let found = come(engine, &begin(engine, blocks, name), blocks.len());
     let declared = default().sides;
     let number = declared.iter().position(|(side, _)| *side == name).unwrap();
     let right = |(&block, side): (&BlockId, Option<Vec<u8>>)| {
@@ -94,7 +99,18 @@ pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
 
 /// Side shards of blocks made again, and stored alone.
 pub(crate) fn dump_alone(store: &Store, blocks: &[BlockId], names: &[&'static str]) {
-    let declared = &store.setup.sides;
+    let task = begin_alone(&store.engine, &store.setup, blocks, names);
+    store.outcome(&task).unwrap();
+}
+
+/// The same begun in an engine.
+pub(crate) fn begin_alone(
+    engine: &Engine,
+    setup: &Setup,
+    blocks: &[BlockId],
+    names: &[&'static str],
+) -> Task {
+    let declared = &setup.sides;
     let bytes = |name: &&'static str| {
         let number = declared.iter().position(|(side, _)| side == name).unwrap();
         let of = |&block: &BlockId| side_content(block, number, declared[number].1);
@@ -106,8 +122,7 @@ pub(crate) fn dump_alone(store: &Store, blocks: &[BlockId], names: &[&'static st
         .zip(&bytes)
         .map(|(name, bytes)| (*name, &bytes[..]))
         .collect();
-    let task = store.engine.dump_sides(blocks, &sides).unwrap();
-    store.outcome(&task).unwrap();
+    engine.dump_sides(blocks, &sides).unwrap()
 }
 
 pub(crate) fn each_way(setup: &Setup) -> [Setup; 2] {

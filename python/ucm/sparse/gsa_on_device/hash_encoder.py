@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
-from ucm.sparse.selectors.codes import made_code
+from ucm.sparse.kernels import kernels_for
+from ucm.sparse.selectors.codes import code, made_code
 from ucm.sparse.selectors.haar import directions
 
 
@@ -50,21 +51,26 @@ def torch_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = 
     """Codes ``[n, bits/8]`` of ``x [n, d]`` by directions ``[d, bits]``, little-endian; ``bit_masks`` are the powers of
     2."""
     del bit_masks
-    return made_code(x[:, None], hash_weights)[:, 0]
+    return code(x, hash_weights)
 
 
 def triton_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = None) -> Tensor:
-    """:func:`torch_hash_code` for tensors of an accelerator."""
-    return torch_hash_code(x, hash_weights, bit_masks)
+    """:func:`torch_hash_code` by the kernel of the device where ``x`` lies: Triton's on a GPU, that of the CPU there,
+    torch where neither runs. The same bits, but where ``x·W`` is as small as its rounding."""
+    del bit_masks
+    return made_code(x[:, None], hash_weights)[:, 0]
 
 
 def reshape_and_cache_khash_triton(
     k_hash_compute: Tensor, slot_mapping: Tensor, k_hash: Tensor, block_size: int = 128
 ) -> Tensor:
     """Write codes ``[t, h, bytes]`` into the slots ``slot_mapping [t]`` of ``k_hash [blocks, b, h, bytes]``, in place;
-    slots that are negative or beyond the cache are left out. Returns ``k_hash``."""
+    slots that are negative or beyond the cache are left out. Returns ``k_hash``. By Triton on a GPU, else by torch."""
     if k_hash.shape[1] != block_size:
         raise InvalidInputError(f"the cache has blocks of {k_hash.shape[1]} tokens, not {block_size}")
+    if k_hash.is_cuda and (kernels := kernels_for(k_hash, k_hash_compute)) is not None:
+        kernels.scatter_codes(k_hash_compute, slot_mapping, k_hash)
+        return k_hash
     there = (slot_mapping >= 0) & (slot_mapping < k_hash.shape[0] * block_size)
     slots = slot_mapping[there].long()
     k_hash[slots // block_size, slots % block_size] = k_hash_compute[there]

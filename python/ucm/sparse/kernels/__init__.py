@@ -1,16 +1,19 @@
 """Kernels of sparse attention, and which of them read the tensors at hand.
 
 Two sets do the same: :mod:`ucm.sparse.retrieval` (Rust) for tensors in the host's memory, :mod:`ucm.sparse.kernels.gpu`
-(Triton) for those of a GPU that torch calls CUDA, which HIP's are too. Functions of one name take the same tensors and
-mean the same. Where there is none, torch does the work: the selectors' own methods are that, and what both sets are held
+(Triton) for those of a GPU that torch calls CUDA, which AMD's are too. Functions of one name take the same tensors and
+mean the same. Where neither runs, torch does the work: the selectors' own methods are that, and what both sets are held
 against.
 
-Triton is imported when the first tensor of a GPU comes, so this package needs none.
+Triton is imported when the first tensor of a GPU comes, so this package needs none. Before the kernels of a GPU are
+used they compute a small example, which torch computes as well (:mod:`ucm.sparse.kernels.trial`): a machine on which
+Triton cannot compile, or computes something else, uses torch and says so in the log.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -25,8 +28,9 @@ _log = logging.getLogger("ucm.sparse")
 #: Types of elements that kernels read.
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 
-_gpu: ModuleType | None = None
-_asked = False
+#: The kernels of each GPU; None: torch is used there.
+_tried: dict[torch.device, ModuleType | None] = {}
+_lock = threading.Lock()
 
 
 def kernels_for(*tensors: Tensor) -> ModuleType | None:
@@ -35,24 +39,28 @@ def kernels_for(*tensors: Tensor) -> ModuleType | None:
         return None
     if all(tensor.is_cpu for tensor in tensors):
         return retrieval
-    if all(tensor.is_cuda for tensor in tensors):
-        return _triton_kernels()
+    device = tensors[0].device
+    if all(tensor.is_cuda and tensor.device == device for tensor in tensors):
+        return triton_kernels(device)
     return None
 
 
-def switch_off(reason: str) -> None:
-    """Use no kernels of a GPU in this process any more, and say why in the log."""
-    global _gpu, _asked
-    _gpu, _asked = None, True
-    _log.warning("sparse attention computes with torch instead of Triton on this GPU: %s", reason)
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """Those of a GPU, once they have been tried there; None: they do not run."""
+    with _lock:
+        if device not in _tried:
+            _tried[device], reason = _try(device)
+            if reason:
+                _log.warning("sparse attention computes with torch instead of Triton on %s: %s", device, reason)
+        return _tried[device]
 
 
-def _triton_kernels() -> ModuleType | None:
-    global _gpu, _asked
-    if not _asked:
-        _asked = True
-        if find_spec("triton") is None:
-            switch_off("triton is not installed")
-        else:
-            _gpu = import_module("ucm.sparse.kernels.gpu")
-    return _gpu
+def _try(device: torch.device) -> tuple[ModuleType | None, str]:
+    if find_spec("triton") is None:
+        return None, "triton is not installed"
+    try:
+        with torch.cuda.device(device):
+            import_module("ucm.sparse.kernels.trial").run(device)
+        return import_module("ucm.sparse.kernels.gpu"), ""
+    except Exception as error:  # whatever a compiler or a driver raises
+        return None, f"{type(error).__name__}: {error}"

@@ -1,9 +1,12 @@
 """Hash codes on a GPU: vectors times directions, the signs of that packed and written to their slots.
 
-One program keeps the directions of a head in shared memory and passes over the tokens, so keys are read once and codes
-written once, and nothing lies in memory between. A tile has the same shape however many tokens there are: the code of a
-vector does not depend on what came with it. Products are those of single precision: on tensor cores in three passes
-(``tf32x3``), by the multiplier's own instruction on AMD (``ieee``).
+A program keeps the directions of a head and passes over the tokens, so keys are read once, codes are written once, and
+no product lies in memory between. Directions of more than 128 channels (latent attention) do not fit: those are read
+again for every tile, from the GPU's cache. A tile has the same shape however many tokens there are: the code of a
+vector does not depend on what came with it.
+
+Products are as exact as those of single precision, on any matrix unit that multiplies bf16: a number is the sum of up
+to three of bf16, products of two of these are exact in float32, and the least of them are left out.
 """
 
 from __future__ import annotations
@@ -16,11 +19,38 @@ from torch import Tensor
 from ucm.errors import InvalidInputError
 from ucm.sparse.kernels.words import as_words
 
-#: Tokens, channels and bits of a tile.
-TOKENS, CHANNELS, BITS = 64, 128, 128
+#: Tokens, channels and bits of a tile, where the directions of a head are kept and where they are too many for that,
+#: and the warps of a program. AMD's hold fewer bits. Where a code has more bits than a tile, a vector is read once for
+#: each tile of bits: from memory, and then from the GPU's cache.
+NVIDIA = ((32, 128, 128), (64, 32, 128), 8)
+AMD = ((32, 128, 32), (64, 32, 64), 4)
 #: Programs of a launch: two for each multiprocessor of an H100.
 PROGRAMS = 264
-WARPS = 4
+
+
+@triton.jit
+def in_parts(x):
+    """A float32 tensor as the sum of three of bf16, the largest first."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def exact_dot(x, high, middle, low, total, parts: tl.constexpr):
+    """``total + x @ (high + middle + low)``, the smallest products first. ``parts``: of how many numbers of bf16 each
+    of ``x`` is the sum."""
+    first, second, third = in_parts(x)
+    if parts > 2:
+        total = tl.dot(third, high, total)
+    if parts > 1:
+        total = tl.dot(second, middle, total)
+    total = tl.dot(first, low, total)
+    if parts > 1:
+        total = tl.dot(second, high, total)
+    total = tl.dot(first, middle, total)
+    return tl.dot(first, high, total)
 
 
 @triton.jit(do_not_specialize=["tokens", "slot_count"])
@@ -34,21 +64,20 @@ def encode_write(
     x_token,
     code_block,
     x_head: tl.constexpr,
-    x_member: tl.constexpr,
     code_slot: tl.constexpr,
     code_head: tl.constexpr,
     block_size: tl.constexpr,
-    members: tl.constexpr,
     size: tl.constexpr,
     bits: tl.constexpr,
     unit: tl.constexpr,
     by_slot: tl.constexpr,
-    precision: tl.constexpr,
+    parts: tl.constexpr,
+    keep: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Codes of the means over ``members`` of ``x [tokens, heads, members, size]`` by ``weights [size, bits]``, into
+    """Codes of ``x [tokens, heads, size]`` by ``weights [size, bits]``, into
     ``codes [blocks, block_size, heads, bits / unit]`` at ``slots [tokens]``, or at the token's own number.
 
     Programs: (some of the tiles of tokens, a tile of bits, a head).
@@ -59,22 +88,24 @@ def encode_write(
     word = tl.program_id(1) * (BITS // unit) + tl.arange(0, BITS // unit)
     powers = (tl.full((unit,), 1, tl.uint32) << tl.arange(0, unit).to(tl.uint32))[None, None, :]
     at = weights + channel[:, None] * bits + bit[None, :]
-    if size <= CHANNELS:
-        seen = tl.load(at, mask=(channel[:, None] < size) & (bit[None, :] < bits), other=0.0)
+    if keep:
+        wanted = (channel[:, None] < size) & (bit[None, :] < bits)
+        high, middle, low = in_parts(tl.load(at, mask=wanted, other=0.0).to(tl.float32))
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         rows = x + token.to(tl.int64)[:, None] * x_token + head * x_head
         product = tl.zeros((TOKENS, BITS), tl.float32)
-        for first in tl.static_range(0, size, CHANNELS):
-            there = (token[:, None] < tokens) & (first + channel[None, :] < size)
-            mean = tl.zeros((TOKENS, CHANNELS), tl.float32)
-            for member in tl.static_range(members):
-                part = rows + member * x_member + first + channel[None, :]
-                mean += tl.load(part, mask=there, other=0.0).to(tl.float32)
-            if size > CHANNELS:
-                more = (first + channel[:, None] < size) & (bit[None, :] < bits)
-                seen = tl.load(at + first * bits, mask=more, other=0.0)
-            product = tl.dot(mean / members, seen, product, input_precision=precision)
+        if keep:
+            seen = (token[:, None] < tokens) & (channel[None, :] < size)
+            vectors = tl.load(rows + channel[None, :], mask=seen, other=0.0).to(tl.float32)
+            product = exact_dot(vectors, high, middle, low, product, parts)
+        else:
+            for first in range(0, size, CHANNELS):
+                seen = (token[:, None] < tokens) & (first + channel[None, :] < size)
+                vectors = tl.load(rows + first + channel[None, :], mask=seen, other=0.0).to(tl.float32)
+                wanted = (first + channel[:, None] < size) & (bit[None, :] < bits)
+                high, middle, low = in_parts(tl.load(at + first * bits, mask=wanted, other=0.0).to(tl.float32))
+                product = exact_dot(vectors, high, middle, low, product, parts)
         signs = tl.reshape((product > 0).to(tl.uint32), (TOKENS, BITS // unit, unit))
         packed = tl.sum(signs * powers, axis=2)
         slot = token.to(tl.int64)
@@ -91,22 +122,9 @@ def encode_write(
 
 def hash_encode(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
     """:func:`ucm.sparse.retrieval.hash_encode`, for one set of directions ``[d, bits]``: codes of ``vectors [t, h, d]``
-    into ``codes [n, b, h, bits / 8]`` by slot, or as ``[t, h, bits / 8]``. Slots behind the last one are left out
-    too."""
-    return encode_means(vectors[:, :, None], weights, codes, slots)
-
-
-def hash_encode_query(query: Tensor, weights: Tensor, kv_heads: int) -> Tensor:
-    """:func:`ucm.sparse.retrieval.hash_encode_query`: codes of the mean of the query heads that share a KV head."""
-    return encode_means(query.unflatten(1, (kv_heads, -1)), weights)
-
-
-def encode_means(
-    vectors: Tensor, weights: Tensor, codes: Tensor | None = None, slots: Tensor | None = None
-) -> Tensor:
-    """Codes of the means over ``g`` of ``vectors [t, h, g, d]``, where :func:`hash_encode` writes them. ``codes`` may be
-    a part of the bytes of longer codes, and lie in any order of blocks, slots and heads."""
-    tokens, heads, members, size = vectors.shape
+    into ``codes [n, b, h, bits / 8]`` by slot, or as ``[t, h, bits / 8]``. Slots behind the last one are left out too;
+    ``codes`` may be a part of the bytes of longer codes, and lie in any order of blocks, slots and heads."""
+    tokens, heads, size = vectors.shape
     bits = weights.shape[-1]
     if weights.shape != (size, bits) or bits % 8:
         raise InvalidInputError(
@@ -122,13 +140,18 @@ def encode_means(
         raise InvalidInputError("codes are written by slot, and the slots are missing")
     if codes.shape[2:] != (heads, bits // 8) or codes.stride(3) != 1:
         raise InvalidInputError("codes have another shape", context={"codes": tuple(codes.shape), "heads": heads})
-    if vectors.stride(3) != 1:
+    if vectors.stride(2) != 1:
         vectors = vectors.contiguous()
     [words] = as_words(codes)
     if tokens:
-        tiles = triton.cdiv(bits, BITS)
-        wide = triton.next_power_of_2(bits)
-        encode_write[(min(triton.cdiv(tokens, TOKENS), max(1, PROGRAMS // (heads * tiles))), tiles, heads)](
+        kept, passed, warps = AMD if torch.version.hip else NVIDIA
+        keep = size <= kept[1]
+        tile, channels, wide = kept if keep else passed
+        parts = {torch.bfloat16: 1, torch.float16: 2}.get(vectors.dtype, 3)
+        tile = tile if parts == 1 else tile // 2
+        wide = min(wide, max(32, triton.next_power_of_2(bits)))
+        tiles = triton.cdiv(bits, wide)
+        encode_write[(min(triton.cdiv(tokens, tile), max(1, PROGRAMS // (heads * tiles))), tiles, heads)](
             vectors,
             weights.contiguous(),
             words,
@@ -138,26 +161,45 @@ def encode_means(
             vectors.stride(0),
             words.stride(0),
             x_head=vectors.stride(1),
-            x_member=vectors.stride(2),
             code_slot=words.stride(1),
             code_head=words.stride(2),
             block_size=codes.shape[1],
-            members=members,
             size=size,
             bits=bits,
             unit=8 * words.element_size(),
             by_slot=slots is not None,
-            precision="ieee" if torch.version.hip else "tf32x3",
-            TOKENS=TOKENS,
-            CHANNELS=min(CHANNELS, max(16, triton.next_power_of_2(size))),
-            BITS=min(BITS, max(16, wide)),
-            num_warps=WARPS,
+            parts=parts,
+            keep=keep,
+            TOKENS=tile,
+            CHANNELS=min(channels, max(16, triton.next_power_of_2(size))),
+            BITS=wide,
+            num_warps=warps,
+            num_stages=2 if parts == 1 else 1,
         )
     return codes if made is None else made
 
 
+def hash_encode_query(query: Tensor, weights: Tensor, kv_heads: int) -> Tensor:
+    """:func:`ucm.sparse.retrieval.hash_encode_query`: codes of the mean of the query heads that share a KV head."""
+    return hash_encode(query.float().unflatten(1, (kv_heads, -1)).mean(dim=2), weights)
+
+
 @triton.jit(do_not_specialize=["slot_count"])
-def scatter(codes, slots, cache, slot_count, block_size, elements, code_token, code_head, cache_block, cache_slot, cache_head, WORDS: tl.constexpr, ELEMENTS: tl.constexpr):
+def scatter(
+    codes,
+    slots,
+    cache,
+    slot_count,
+    block_size,
+    elements,
+    code_token,
+    code_head,
+    cache_block,
+    cache_slot,
+    cache_head,
+    WORDS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
     """Codes of one token, ``[heads, WORDS]``, into its slot. Programs: (a token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)

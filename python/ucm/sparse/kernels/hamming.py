@@ -4,7 +4,8 @@ A program takes some blocks of a row, reads their codes once, and keeps the leas
 registers. Distances are whole numbers of 32 bits.
 
 Where the distances of many queries to one key add up (latent attention: 64 heads and more, one latent), the sum depends
-only on how many queries have each bit set. With ``c_j`` of ``Q`` queries having bit ``j``, and ``k`` the code of a key::
+only on how many queries have each bit set. With ``c_j`` of ``Q`` queries having bit ``j``, and ``k`` the code of a
+key::
 
     Σ_q popcount(q xor k) = Σ_j c_j + Q popcount(k) - 2 Σ_j c_j k_j
                           = Σ_j c_j + Q popcount(k) - 2 Σ_s 2^s popcount(k & slice_s)
@@ -62,10 +63,10 @@ def hamming_block(
     place = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     length = tl.load(tokens + row).to(tl.int32)
     blocks = tl.minimum((length + block_size - 1) // block_size, places)
-    id = tl.load(table + row * table_row + place, mask=place < blocks, other=-1).to(tl.int64)
+    block_id = tl.load(table + row * table_row + place, mask=place < blocks, other=-1).to(tl.int64)
     end = tl.maximum(blocks - local, 0)
     window = (place < tl.minimum(init, end)) | (place >= end)
-    wanted = (id >= 0) & ~window
+    wanted = (block_id >= 0) & ~window
 
     head = tl.arange(0, HEADS)[:, None]
     word = tl.arange(0, WORDS)[None, :]
@@ -77,7 +78,7 @@ def hamming_block(
     for first in range(0, block_size, SLOTS):
         slot = first + tl.arange(0, SLOTS)
         there = wanted[:, None] & (slot < block_size)[None, :] & (place[:, None] * block_size + slot[None, :] < length)
-        at = codes + id[:, None] * code_block + slot[None, :] * code_slot
+        at = codes + block_id[:, None] * code_block + slot[None, :] * code_slot
         at = at[:, :, None, None] + (head * code_head + word)[None, None, :, :]
         key = tl.load(at, mask=there[:, :, None, None] & real[None, None, :, :], other=0).to(tl.uint32)
         if slices == 0:
@@ -93,17 +94,19 @@ def hamming_block(
 
     if apart:
         score = tl.where(wanted[:, None], -nearest, -2147483648)
-        score = tl.where((window & (place < blocks) & (id >= 0))[:, None], 2147483647, score)
+        score = tl.where((window & (place < blocks) & (block_id >= 0))[:, None], 2147483647, score)
         to = out + row * (heads * places) + tl.arange(0, HEADS)[None, :] * places + place[:, None]
         tl.store(to, score, mask=(place < places)[:, None] & (tl.arange(0, HEADS) < heads)[None, :])
     else:
         score = tl.where(wanted, -tl.min(nearest, axis=1), -2147483648)
-        score = tl.where(window & (place < blocks) & (id >= 0), 2147483647, score)
+        score = tl.where(window & (place < blocks) & (block_id >= 0), 2147483647, score)
         tl.store(out + row * places + place, score, mask=place < places)
 
 
 @triton.jit
-def count_bits(queries, out, count, words, slices: tl.constexpr, BITS: tl.constexpr, QUERIES: tl.constexpr, WORDS: tl.constexpr):
+def count_bits(
+    queries, out, count, words, slices: tl.constexpr, BITS: tl.constexpr, QUERIES: tl.constexpr, WORDS: tl.constexpr
+):
     """Slices ``out [rows, slices, words]`` of how many of ``queries [rows, count, words]`` have each bit set. ``BITS``
     are those of a word. Programs: (a row)."""
     row = tl.program_id(0).to(tl.int64)

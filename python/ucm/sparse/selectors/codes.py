@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ucm.sparse import retrieval
-from ucm.sparse.selector import on_cpu
+from ucm.sparse.kernels import kernels_for
 
 
 def made_code(x: Tensor, weights: Tensor) -> Tensor:
     """:func:`code` by a kernel, where there is one: the same bits, but where ``x·W`` is as small as its rounding."""
-    if not on_cpu(x) or x.dim() < 2 or not x.numel():
+    kernels = kernels_for(x, weights)
+    if kernels is None or x.dim() < 2 or not x.numel():
         return code(x, weights)
-    return retrieval.hash_encode(x.reshape(-1, *x.shape[-2:]), weights).view(*x.shape[:-1], -1)
+    made: Tensor = kernels.hash_encode(x.reshape(-1, *x.shape[-2:]), weights).view(*x.shape[:-1], -1)
+    return made
 
 
 def code(x: Tensor, weights: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ucm.errors import ConfigError
-from ucm.sparse import retrieval
-from ucm.sparse.selector import BlockSelector, Combine, Geometry, on_cpu
+from ucm.sparse.kernels import kernels_for
+from ucm.sparse.selector import BlockSelector, Combine, Geometry
 from ucm.sparse.selectors.codes import distance, made_code
 from ucm.sparse.selectors.haar import directions, load_directions
 
@@ -100,6 +100,18 @@ class Hash(BlockSelector):
         found = [made_code(x, w) for x, w in zip(parts, weights, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
+        """On a GPU by one kernel for each part of a key, which writes codes where they belong."""
+        kernels = kernels_for(keys, reps) if reps.is_cuda else None
+        if kernels is None:
+            super().encode_tokens(layer, keys, reps, blocks, places)
+            return
+        slots, start, byte = blocks * self.geometry.block_size + places, 0, 0
+        for (size, bits), weights in zip(self.parts, self.weights_of(layer, keys.device), strict=True):
+            part, of = keys[..., start : start + size], reps[..., byte : byte + bits // 8]
+            kernels.hash_encode(part, weights, of, slots)
+            start, byte = start + size, byte + bits // 8
+
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """Minus the least distance in each block."""
         codes = self._query_codes(layer, query[-1:])[0]
@@ -121,12 +133,14 @@ class Hash(BlockSelector):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """The CPU's kernel."""
-        if not on_cpu(query, reps):
+        """The kernel."""
+        kernels = kernels_for(query, reps)
+        if kernels is None:
             return None
         codes = self._query_codes(layer, query)
         tokens = blocks * self.geometry.block_size
-        return retrieval.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+        found: Tensor = kernels.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+        return found
 
     def _query_codes(self, layer: int, query: Tensor) -> Tensor:
         """Codes of queries ``[r, h*g, d]``: ``[r, h, bytes]``, with latent attention ``[r, 1, heads, bytes]``."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ucm.sparse import retrieval
-from ucm.sparse.selector import BlockSelector, Geometry, on_cpu
+from ucm.sparse.kernels import kernels_for
+from ucm.sparse.selector import BlockSelector, Geometry
 
 
 class InfLLM(BlockSelector):
@@ -60,11 +60,12 @@ class InfLLM(BlockSelector):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """The CPU's kernel."""
+        """The kernel."""
         del layer
-        if not on_cpu(query, reps):
+        kernels = kernels_for(query, reps)
+        if kernels is None:
             return None
-        return retrieval.dot_scores(
+        found: Tensor = kernels.dot_scores(
             query,
             reps,
             table,
@@ -74,6 +75,7 @@ class InfLLM(BlockSelector):
             init=init,
             local=local,
         )
+        return found
 
     def weights(self, scores: Tensor) -> Tensor:
         """Softmax of the mean dot product at attention's scale."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ucm.sparse import retrieval
-from ucm.sparse.selector import BlockSelector, Combine, Geometry, on_cpu
+from ucm.sparse.kernels import kernels_for
+from ucm.sparse.selector import BlockSelector, Combine, Geometry
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 #: Bytes of the scale behind a vector of int8.
@@ -88,16 +88,16 @@ class MeanK(BlockSelector):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """The CPU's kernel, for all but ``dot_max``, and int8 keys of single tokens."""
+        """The kernel, for all but ``dot_max``, and int8 keys of single tokens."""
         del layer
-        scales = None
-        if self.how == "dot_max" or not on_cpu(query, reps):
+        scales, kernels = None, kernels_for(query, reps)
+        if self.how == "dot_max" or kernels is None:
             return None
         if self.rep_dtype == "int8":
             if self.token_wise or self.geometry.head_dim % _SCALE:
                 return None
             reps, scales = self._parts(reps)
-        return retrieval.dot_scores(
+        found: Tensor = kernels.dot_scores(
             query,
             reps,
             table,
@@ -108,6 +108,7 @@ class MeanK(BlockSelector):
             init=init,
             local=local,
         )
+        return found
 
     def _narrow(self, wide: Tensor) -> Tensor:
         if self.rep_dtype != "int8":

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ucm.sparse import retrieval
-from ucm.sparse.selector import BlockSelector, on_cpu
+from ucm.sparse.kernels import kernels_for
+from ucm.sparse.selector import BlockSelector
 
 
 class Quest(BlockSelector):
@@ -49,13 +49,15 @@ class Quest(BlockSelector):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """The CPU's kernel."""
+        """The kernel."""
         del layer
-        if not on_cpu(query, reps):
+        kernels = kernels_for(query, reps)
+        if kernels is None:
             return None
-        return retrieval.quest_scores(
+        found: Tensor = kernels.quest_scores(
             query, reps, table, blocks, over_heads="apart" if apart else "sum", init=init, local=local
         )
+        return found
 
     def weights(self, scores: Tensor) -> Tensor:
         """Softmax of the bounds at attention's scale."""

@@ -1,0 +1,127 @@
+"""A long prompt without computing it: a model with the shape of a large one's attention, and a store that makes KV up.
+
+:class:`PlantedStore` says of every block that it is stored and, asked for one, fills the pages with numbers that depend
+on the block alone: bell-shaped keys and values, and every :data:`HEAVY`-th block three times as large, so that scores
+differ as those of real prompts do. An engine over it has the KV of 128 K tokens in seconds, and decodes over it as over
+any other; what it answers means nothing. Named to ucm as ``ucm_connector_module_path``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
+
+LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, FFN, VOCAB = 8, 32, 8, 128, 1024, 1024, 512
+#: Tokens of a block.
+BLOCK = 128
+#: Bytes of the KV of one block of one layer, in bfloat16.
+PAGE = 2 * KV_HEADS * BLOCK * DIM * 2
+#: One block in so many is heavy.
+HEAVY = 61
+
+
+class PlantedStore(UcmKVStoreBaseV1):
+    """Has every block, and keeps none."""
+
+    #: Different pages to fill blocks with. A power of two above the size of a cache.
+    PAGES = 64
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        drawn = np.random.default_rng(0).standard_normal((self.PAGES, PAGE // 2), dtype=np.float32)
+        self._usual, self._heavy = _bfloat16(drawn), _bfloat16(drawn[:4] * 3)
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        return [True] * len(block_ids)
+
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
+    ) -> Task:
+        del shard_index
+        for block_id, row in zip(block_ids, addrs, strict=True):
+            number = int.from_bytes(block_id[:8], "little")
+            pages = self._heavy if number % HEAVY == 0 else self._usual
+            for layer, address in enumerate(row):
+                page = pages[(number + layer) % len(pages)]
+                ctypes.memmove(int(address), page.ctypes.data, PAGE)
+        return Task(None)
+
+    def dump_data(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        prerequisite_handle: int = 0,
+    ) -> Task:
+        del block_ids, shard_index, addrs, prerequisite_handle
+        return Task(None)
+
+    def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
+        del task, timeout, until
+
+    def check(self, task: Any, until: Until = "published") -> bool:
+        del task, until
+        return True
+
+
+def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    return np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16))
+
+
+def write_model(folder: Path, tokens: int) -> Path:
+    """A Llama of random weights for prompts of so many tokens, with grouped-query attention as models of 8 B have it."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": tokens,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    source = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=source) / columns**0.5).bfloat16()
+
+    weights = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "model.norm.weight": torch.ones(HIDDEN).bfloat16()}
+    for layer in range(LAYERS):
+        base = f"model.layers.{layer}."
+        for name, rows, columns in (
+            ("self_attn.q_proj", HEADS * DIM, HIDDEN),
+            ("self_attn.k_proj", KV_HEADS * DIM, HIDDEN),
+            ("self_attn.v_proj", KV_HEADS * DIM, HIDDEN),
+            ("self_attn.o_proj", HIDDEN, HEADS * DIM),
+            ("mlp.gate_proj", FFN, HIDDEN),
+            ("mlp.up_proj", FFN, HIDDEN),
+            ("mlp.down_proj", HIDDEN, FFN),
+        ):
+            weights[f"{base}{name}.weight"] = matrix(rows, columns)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{base}{name}.weight"] = torch.ones(HIDDEN).bfloat16()
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder

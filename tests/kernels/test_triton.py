@@ -1,0 +1,150 @@
+"""Sparse attention's Triton kernels, compiled for devices that are not here.
+
+The functions that launch them are called with tensors of the host; where Triton would launch, it compiles for the device
+that a driver in name announces. So what is compiled is what a GPU would be given for these shapes: PTX, which Triton's
+own ptxas assembles without spills, and AMD's machine code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from torch import Tensor  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+from ucm.sparse.kernels import gpu  # noqa: E402
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+#: Most shared memory of a program: an A100's, an H100's, an MI300's.
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
+
+
+class Named:
+    """A driver of a device that is not here."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def half(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def code(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def every_kernel() -> None:
+    """Heads of 128 channels, 8 of them and 4 queries each, blocks of 128 tokens; a latent of 512 and 64 channels."""
+    table, blocks = torch.zeros((2, 256), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    slots, query = torch.zeros(64, dtype=torch.int64), half(2, 32, 128)
+    gpu.hash_encode(half(64, 8, 128), torch.zeros(128, 128), code(32, 128, 8, 16), slots)
+    gpu.hash_encode(half(64, 1, 512), torch.zeros(512, 512), code(32, 128, 1, 72)[..., :64], slots)
+    gpu.hash_encode_query(query, torch.zeros(128, 128), 8)
+    gpu.scatter_codes(code(64, 8, 16), slots, code(32, 128, 8, 16))
+    gpu.hamming_scores(code(2, 8, 16), code(32, 128, 8, 16), table, blocks)
+    gpu.hamming_scores(code(2, 1, 64, 72), code(32, 128, 1, 72), table, blocks)
+    gpu.dot_scores(query, half(32, 8, 128), table, blocks)
+    gpu.quest_scores(query, half(32, 2, 8, 128), table, blocks)
+    gpu.select_blocks(torch.zeros((2, 1, 256), dtype=torch.int32), table, blocks, 128, [8, 8])
+    gpu.select_blocks(torch.zeros((2, 1, 256)), table, blocks, 128, [8, 8])
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], list[Any]]]:
+    """Compiles every kernel for a target."""
+    made: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        self.device_caches.clear()
+        made.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return made[-1]
+
+    def compile_for(name: str) -> list[Any]:
+        driver.set_active(Named(TARGETS[name]))
+        monkeypatch.setattr(torch.version, "hip", "6" if name == "gfx942" else None)
+        every_kernel()
+        return made
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    yield compile_for
+    driver.reset_active()
+
+
+def assembled(ptx: str, arch: str, to: Path) -> str:
+    """What Triton's ptxas says of a kernel."""
+    source = to / "kernel.ptx"
+    source.write_text(ptx, encoding="utf-8")
+    # Hopper's own instructions have a name of their own.
+    arch = "sm_90a" if arch == "sm_90" else arch
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    done = subprocess.run(
+        [program, "-v", f"-arch={arch}", source, "-o", to / "kernel.cubin"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+NAMES = {"encode_write", "scatter", "count_bits", "hamming_block", "dot_block", "select_row"}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_they_assemble_for_nvidia_without_spills(arch: str, compiled: Any, tmp_path: Path) -> None:
+    kernels = compiled(arch)
+    assert {kernel.metadata.name for kernel in kernels} == NAMES
+    for kernel in kernels:
+        said = assembled(kernel.asm["ptx"], arch, tmp_path)
+        assert "0 bytes spill stores, 0 bytes spill loads" in said, f"{kernel.metadata.name}: {said}"
+        assert kernel.metadata.shared <= SHARED[arch]
+
+
+def test_they_compile_for_amd_without_scratch(compiled: Any) -> None:
+    kernels = compiled("gfx942")
+    assert {kernel.metadata.name for kernel in kernels} == NAMES
+    for kernel in kernels:
+        said = kernel.asm["amdgcn"]
+        numbers = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", said)}
+        assert (numbers["vgpr_spill_count"], numbers["private_segment_fixed_size"]) == (0, 0), kernel.metadata.name
+        assert kernel.metadata.shared <= SHARED["gfx942"]
+        assert kernel.asm["hsaco"][:4] == b"\x7fELF"
+
+
+def test_wide_loads(compiled: Any) -> None:
+    """Codes and vectors are read 16 bytes at a time."""
+    for kernel in compiled("sm_90"):
+        if kernel.metadata.name in ("hamming_block", "dot_block"):
+            assert re.search(r"ld\.global[\w.]*\.v4\.b32", kernel.asm["ptx"]), kernel.metadata.name
