@@ -15,7 +15,7 @@ impl Store {
             Medium::Kind("redis") => match self.redis(&[b"GET", self.key(id).as_bytes()]) {
                 Reply::Bytes(bytes) => Some(bytes),
                 Reply::Nil => None,
-                other => panic!("{other:?}"),
+                other => unreachable!("{other:?}"),
             },
             _ => std::fs::read(self.file(id)).ok(),
         }
@@ -90,6 +90,6 @@ pub(crate) fn ask(server: &str, words: &[&[u8]]) -> Reply {
             answer.read_exact(&mut bytes).unwrap();
             Reply::Bytes(bytes)
         }
-        _ => panic!("no answer that is known here: {line}"),
+        _ => unreachable!("no answer that is known here: {line}"),
     }
 }
