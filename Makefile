@@ -120,11 +120,13 @@ loom: ## every interleaving of what was written here with atomics
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines beside them
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
+test-py: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build/test-engines.log "$(MAKE) test-without-engines" "$(MAKE) test-engines"
 
 .PHONY: test-without-engines
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
@@ -162,6 +164,8 @@ test-long: $(RUN_ENV) servers-long ## the trust matrix, long (its table goes to 
 	@UCM_TEST_LONG=1 $(STAGE) "stores of the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
+	@UCM_TEST_LONG=1 $(STAGE) "offload on both runners, and examples" $(RUN_BIN)/python -m pytest \
+		tests/vllm/test_offload.py tests/vllm/test_examples.py
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
@@ -190,7 +194,7 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "without codecs" cargo check --locked --quiet -p ucm-store --no-default-features --lib
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
-	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py
+	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py examples/*.py
 	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:tests/gpu:benches/peers:benches/python \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness import EngineHost
 
 #: Most starts of engines in one run.
-ENGINE_LIMIT = 41
+ENGINE_LIMIT = 46
 _hosts: list[EngineHost] = []
 
 

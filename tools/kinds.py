@@ -17,7 +17,7 @@ from typing import Any
 
 from ucm.config.fields import Schema, choices, json_type
 from ucm.config.sizes import show_size
-from ucm.config.stores import KINDS, PIPELINE, STORES, Kind
+from ucm.config.stores import COMMON, KINDS, PIPELINE, STORES, Kind, own_keys
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 TABLE = re.compile(r"(<!-- (?P<name>[^:>]+): made by tools/kinds\.py -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
@@ -45,7 +45,7 @@ def keys(kind: Kind, section: str = "") -> Iterator[str]:
     """The table of a kind's keys, or of one section of them."""
     yield "| key | default | unit | meaning |"
     yield "|---|---|---|---|"
-    schemas, defaults = kind.options, kind.defaults
+    schemas, defaults = kind.options, keys_of(kind)
     if section:
         schemas, defaults = schemas[section]["properties"], defaults[section]
     for key, default in defaults.items():
@@ -55,6 +55,11 @@ def keys(kind: Kind, section: str = "") -> Iterator[str]:
         shown = "none, required" if key in kind.required else default_of(schema, default)
         name = f"{section}.{key}" if section else key
         yield f"| `{name}` | {shown} | {unit_of(schema)} | {meaning_of(schema)} |"
+
+
+def keys_of(kind: Kind) -> dict[str, Any]:
+    """The keys of a kind with their defaults, but for those of every store."""
+    return dict(kind.defaults) if kind is COMMON else own_keys(kind)
 
 
 def default_of(schema: Schema, default: Any) -> str:
@@ -98,10 +103,11 @@ def tables() -> dict[str, str]:
     """Every table by its name."""
     made = {"stores": stores()}
     for kind in KINDS:
-        if any(json_type(schema) != "object" for schema in kind.options.values()):
+        types = {key: json_type(kind.options[key]) for key in keys_of(kind)}
+        if any(found != "object" for found in types.values()):
             made[f"keys of {kind.word}"] = keys(kind)
-        for key, schema in kind.options.items():
-            if json_type(schema) == "object":
+        for key, found in types.items():
+            if found == "object":
                 made[f"keys of {kind.word}.{key}"] = keys(kind, key)
     return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
 

@@ -42,9 +42,7 @@ class PlantedStore(UcmKVStoreBaseV1):
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return [True] * len(block_ids)
 
-    def load_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
-    ) -> Task:
+    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]) -> Task:
         del shard_index
         for block_id, row in zip(block_ids, addrs, strict=True):
             number = int.from_bytes(block_id[:8], "little")
@@ -77,7 +75,7 @@ def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def write_model(folder: Path, tokens: int) -> Path:
-    """A Llama of random weights for prompts of so many tokens, with grouped-query attention as models of 8 B have it."""
+    """A Llama of random weights for prompts of so many tokens, with the attention that models of 8 B have."""
     import torch
     from safetensors.torch import save_file
 

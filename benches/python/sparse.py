@@ -1,4 +1,4 @@
-"""Time of a decode step, dense and sparse, in vLLM on a CPU: ``python benches/python/sparse.py`` (``make bench-sparse``).
+"""Time of a decode step, dense and sparse, in vLLM on a CPU: ``python benches/python/sparse.py``.
 
 The prompt of each case is loaded from a store that makes its KV up (``planted.py``), so a step over 128 K tokens is
 measured without computing a prompt of 128 K. Engines take turns, one for each method and round; a step is the time from
@@ -21,8 +21,7 @@ from typing import Any
 
 from planted import BLOCK, LAYERS, PAGE, VOCAB, write_model
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "vllm"))
 
 from harness import Engine
 from specs import Ask, EngineSpec, StoreSpec, prompt

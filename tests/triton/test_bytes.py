@@ -86,11 +86,12 @@ def test_codes_are_read_once(traffic: Traffic) -> None:
 
 def test_codes_of_a_latent_are_read_once_for_all_heads(traffic: Traffic) -> None:
     """72 bytes a token, whether 1 or 128 heads ask."""
-    table, blocks = rows()
-    codes = torch.zeros((2 * N, BLOCK, 1, 72), dtype=torch.uint8)
+    blocks = 6
+    codes, table = torch.zeros((8, BLOCK, 1, 72), dtype=torch.uint8), torch.randperm(8)[:blocks].int()[None]
     traffic.watch(codes=codes)
-    gpu.hamming_scores(torch.zeros((1, 1, 128, 72), dtype=torch.uint8), codes, table, blocks * BLOCK)
-    assert traffic.loaded["codes"] == N * BLOCK * 72
+    tokens = torch.tensor([blocks * BLOCK])
+    gpu.hamming_scores(torch.zeros((1, 1, 128, 72), dtype=torch.uint8), codes, table, tokens)
+    assert traffic.loaded["codes"] == blocks * BLOCK * 72
 
 
 @pytest.mark.parametrize(("vectors", "each"), [(1, 2048), (2, 4096)])

@@ -109,8 +109,7 @@ def test_made_codes_are_copied_to_their_slots() -> None:
 
 def hamming_oracle(queries: Tensor, codes: Tensor, table: Tensor, tokens: Tensor, apart: bool) -> Tensor:
     """``[r, h or 1, N]`` without windows: minus the least distance, of several queries in a head added up."""
-    rows, places = table.shape
-    size = codes.shape[1]
+    places, size = table.shape[1], codes.shape[1]
     own = codes[table.long().clamp(min=0)]  # [r, N, b, h, bytes]
     if queries.dim() == 3:
         queries = queries[:, :, None]
@@ -140,7 +139,7 @@ def test_hamming_scores(apart: bool, heads: int, size: int, width: int, order: s
         assert torch.equal(found, framed(expected, table, blocks, init, local, HIGHEST, LOWEST).int())
 
 
-@pytest.mark.parametrize("count", [2, 64, 128])
+@pytest.mark.parametrize("count", [2, 128])
 def test_distances_of_latent_heads_are_added_up_as_integers(count: int) -> None:
     """72 bytes a code; of 128 heads the sum passes 36,864, where fp16 counts in steps of 32."""
     table, tokens = pool(count, [70, 33], 16, 8)
@@ -172,11 +171,12 @@ def joined(each: Tensor, over_heads: str) -> Tensor:
     return (each if over_heads == "apart" else OVER[over_heads](each, 2)[..., None]).transpose(1, 2).float()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 @pytest.mark.parametrize("metric", ["dot", "l2"])
 def test_products_and_distances(dtype: torch.dtype, metric: str) -> None:
-    for number, (over_heads, over_reps) in enumerate(itertools.product(["sum", "mean", "max", "apart"], OVER)):
-        count, heads = (1 if number % 2 else 3), 3
+    ways = [("sum", "max", 1), ("mean", "mean", 3), ("max", "sum", 2), ("apart", "max", 3)]
+    for number, (over_heads, over_reps, count) in enumerate(ways):
+        heads = 3
         table, blocks = pool(number, [9, 1, 12], 1, 20)
         table[2, 4] = -1
         reps, scales = torch.randn(20, count, heads, 40), None

@@ -52,6 +52,7 @@ CORE = [
     "ucm.store.pipeline.connector.UcmPipelineStore",
     "ucm.store.nfs.connector.UcmNfsStore",
     "ucm.store.nfsstore.nfsstore_connector.UcmNfsStore",
+    "ucm.store.ds3fs.connector.UcmDs3fsStore",
     "ucm.store.pc.connector.UcmPcStore",
     "ucm.store.pcstore.pcstore_connector_v1.UcmPcStore",
     "ucm.store.empty.connector.UcmEmptyStore",

@@ -7,6 +7,7 @@ import math
 from cases import Case
 from harness import Engine, wait_until
 from lives import Disk
+from sparse_reference import Answer
 from specs import Result
 
 
@@ -44,3 +45,9 @@ def assert_stored(disk: Disk, before: int, blocks: int) -> None:
     """Exactly so many blocks more are published than before."""
     wait_until(lambda: len(disk.files()) >= before + blocks, f"{blocks} more blocks than {before} on the disk", 60)
     assert len(disk.files()) == before + blocks
+
+
+def assert_as_computed(result: Result, answer: Answer) -> None:
+    """What torch answers: the same tokens, and log-probabilities as close as two ways of adding up are."""
+    assert result.tokens == answer.tokens
+    assert max(abs(a - b) for a, b in zip(result.logprobs, answer.logprobs, strict=True)) < 1e-2

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from software_driver import IN_USE
 from specs import EngineSpec, Result, StoreSpec
+
 from stores import Faults
 
 #: Of the tiny Llama that all engines but one run.

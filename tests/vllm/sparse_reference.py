@@ -22,6 +22,8 @@ from ucm.sparse.selector import Geometry
 
 #: ``(layer, query [heads, d], keys [tokens, kv heads, d]) -> blocks``: logical ids, ascending; None: all.
 Keep = Callable[[int, Tensor, Tensor], Tensor | None]
+#: A prompt is computed in parts of so many tokens, to bound memory.
+CHUNK = 1024
 
 
 @dataclass
@@ -44,9 +46,16 @@ class Llama:
         self.heads, self.kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         self.size = self.config["head_dim"]
 
-    def answer(self, prompt: Sequence[int], length: int, keep: Keep | None, dense_tokens: int = 0) -> Answer:
-        """``length`` tokens after ``prompt``, each the likeliest; ``keep`` is asked once a sequence is longer than
-        ``dense_tokens``."""
+    def answer(
+        self,
+        prompt: Sequence[int],
+        length: int,
+        keep: Keep | None,
+        dense_tokens: int = 0,
+        forced: Sequence[int] | None = None,
+    ) -> Answer:
+        """``length`` tokens after ``prompt``, each the likeliest, or those of ``forced``; ``keep`` is asked once a
+        sequence is longer than ``dense_tokens``."""
         answer = Answer()
         cache: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self.config["num_hidden_layers"]
         tokens = list(prompt)
@@ -55,9 +64,13 @@ class Llama:
             for _ in range(length):
                 at = len(prompt) + len(answer.tokens) - len(tokens)
                 asked = keep if answer.tokens and len(tokens) + at > dense_tokens else None
-                logits = torch.log_softmax(self._run(torch.tensor(tokens), at, cache, asked, answer), dim=-1)
+                for chunk in torch.tensor(tokens).split(CHUNK):
+                    raw = self._run(chunk, at, cache, asked, answer)
+                    at += len(chunk)
+                logits = torch.log_softmax(raw, dim=-1)
                 end = self.config["eos_token_id"]  # engines of these tests never end an answer
-                tokens = [int(logits.index_fill(0, torch.tensor([end]), -torch.inf).argmax())]
+                likeliest = int(logits.index_fill(0, torch.tensor([end]), -torch.inf).argmax())
+                tokens = [likeliest if forced is None else forced[len(answer.tokens)]]
                 answer.tokens += tokens
                 answer.logprobs.append(float(logits[tokens[0]]))
         return answer

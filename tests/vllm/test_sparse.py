@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cases import STORED, Case
-from checks import assert_reused, assert_same, assert_stored
+from checks import assert_as_computed, assert_reused, assert_same, assert_stored
 from harness import Engine, EngineHost
 from lives import Life
 from models import HEAD_SIZE, KV_HEADS
@@ -67,12 +67,6 @@ def sparse(cold: Life, host: EngineHost) -> Engine:
     engine = host.get(spec_of(cold))
     engine.reset()
     return engine
-
-
-def assert_as_computed(result: Result, answer: Answer) -> None:
-    """The same tokens, and log-probabilities as close as two ways of adding up are."""
-    assert result.tokens == answer.tokens
-    assert max(abs(a - b) for a, b in zip(result.logprobs, answer.logprobs, strict=True)) < 1e-2
 
 
 def test_the_reference_selects(answers: Callable[[str], Answer], reference: dict[str, Result]) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from stores import Addresses, Faults
-
 from ucm.errors import BusyError, DeadlineError, TaskError
 from ucm.store.posix import UcmPosixStore
 from ucm.store.ucmstore_v1 import Task, Until

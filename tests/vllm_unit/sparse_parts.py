@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ucm.integration.vllm.attention.host import SparseHost, set_active_host
+from ucm.integration.vllm.attention.impls import derive_impl
+from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.sparse.base import UcmSparseBase
+from ucm.sparse.batch import SparseRow
+from ucm.sparse.method import BlockSparse
+from ucm.sparse.selector import Geometry
+
 BLOCK, HEADS, KV_HEADS, SIZE = 32, 4, 2, 32
 
 
@@ -120,3 +128,103 @@ class Layer:
 def context_of(layers: dict[str, Layer], metadata: Any) -> Any:
     """A forward context in which every layer has the same metadata."""
     return SimpleNamespace(attn_metadata=dict.fromkeys(layers, metadata), no_compile_layers=layers)
+
+
+NAMES = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+
+
+class Rig:
+    """Two layers over one set of sequences, and the step that computes their last tokens."""
+
+    def __init__(self, config: Any, method: UcmSparseBase | None, rows: Rows, spare: int = 0) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        self.rows = rows
+        kind = derive_impl(CPUAttentionBackendImpl, latent=False)
+        self.layers: dict[str, Layer] = {}
+        for name in NAMES:
+            with set_current_vllm_config(config):
+                impl = kind(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
+            self.layers[name] = Layer(name, impl, torch.zeros(rows.blocks, KV_HEADS, BLOCK, 2 * SIZE))
+        if isinstance(method, BlockSparse):
+            geometry = Geometry(BLOCK, KV_HEADS, SIZE)
+            method.setup(geometry, list(self.layers), rows.blocks, per_head=True, spare_blocks=spare)
+        self.host = None if method is None else SparseHost(method, self.layers)
+        self.metadata = self._metadata()
+        self._fill()
+
+    def _metadata(self) -> Any:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+        rows = self.rows
+        lens = torch.tensor(rows.lengths, dtype=torch.int32)
+        made = CPUAttentionMetadata(
+            num_actual_tokens=sum(rows.counts),
+            max_query_len=max(rows.counts),
+            query_start_loc=rows.starts(),
+            max_seq_len=max(rows.lengths),
+            seq_lens=lens,
+            block_table=rows.table.clone(),
+            slot_mapping=rows.step()[3],
+            scheduler_metadata=None,
+            causal=True,
+        )
+        made.scheduler_metadata = plan_of(made)
+        return made
+
+    def _fill(self) -> None:
+        """Everything before the step: written as a step of a prompt, which is where keys are encoded."""
+        set_active_host(self.host)
+        rows = self.rows
+        slots = torch.cat([rows.slots(row) for row in range(len(rows.lengths))])
+        keys, values = torch.cat(rows.keys), torch.cat(rows.values)
+        if self.host is not None:
+            self.host.begin_step(SparsePlan(BLOCK, 0), context_of(self.layers, self.metadata))
+        for layer in self.layers.values():
+            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+        if self.host is not None:
+            self.host.end_step()
+
+    def plan(self, prefilled: Sequence[int] | None = None) -> SparsePlan:
+        """The step as the scheduler half tells it, its requests in another order than the rows."""
+        plan = SparsePlan(BLOCK, 0)
+        for row in reversed(range(len(self.rows.lengths))):
+            tokens, count = self.rows.lengths[row], self.rows.counts[row]
+            before = tokens - 1 if count == 1 else tokens
+            prefill = before if prefilled is None else prefilled[row]
+            plan.rows.append(SparseRow(f"r{row}", tokens, prefill, prefill, count))
+            plan.last_blocks.append(int(self.rows.table[row, (tokens - 1) // BLOCK]))
+        return plan
+
+    def attend(self, plan: SparsePlan | None = None, name: str = NAMES[0]) -> Tensor:
+        """A layer of the step."""
+        query, keys, values, slots = self.rows.step()
+        layer = self.layers[name]
+        output = torch.zeros_like(query)
+        if self.host is not None:
+            self.host.begin_step(plan or self.plan(), context_of(self.layers, self.metadata))
+        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+        layer.impl.forward(layer, query, keys, values, layer.kv_cache, self.metadata, output)
+        if self.host is not None:
+            self.host.end_step()
+        return output
+
+
+def plan_of(metadata: Any) -> Tensor:
+    """What vLLM's kernel computes ahead."""
+    from vllm import _custom_ops as ops
+
+    return ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(metadata.seq_lens),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        seq_lens=metadata.seq_lens,
+        dtype=torch.float32,
+        query_start_loc=metadata.query_start_loc,
+        causal=True,
+        sliding_window_size=-1,
+        isa="vec",
+        enable_kv_split=True,
+    )

@@ -109,9 +109,9 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.origin.here() {
-            // SAFETY: the mapping is ours, and whoever holds a range of it holds the arena, so no one is left. In a forked
-            // child it is not mapped, and something else may be there.
-            // An error is not possible for an existing mapping, and there would be nobody to tell.
+            // SAFETY: the mapping is ours, and whoever holds a range of it holds the arena, so no one is left. In a
+            // forked child it is not mapped, and something else may be there. An error is not possible for an existing
+            // mapping, and there would be nobody to tell.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         }
     }

@@ -72,16 +72,17 @@ pub trait Device: Send + Sync {
     /// An event that is done once somebody [records](Event::record) it.
     fn make_event(&self) -> Result<Arc<dyn Event>>;
 
-    /// An event of the device's runtime by its handle (torch: `event.cuda_event`), which a caller recorded and keeps until
-    /// all work that waits for it has ended, or the deadline of the wait has passed: shortly before that a wait ends.
-    /// `Unsupported` where the device has none.
+    /// An event of the device's runtime by its handle (torch: `event.cuda_event`), which a caller recorded and keeps
+    /// until all work that waits for it has ended, or the deadline of the wait has passed: shortly before that a wait
+    /// ends. `Unsupported` where the device has none.
     fn event_of(&self, handle: u64) -> Result<Arc<dyn Event>> {
         let none = "this device has no events: pass 0 once the source is written";
         Err(Error::new(ErrorKind::Unsupported, none).with("handle", handle))
     }
 }
 
-/// A point in time on a device: of a stream, done when everything submitted before it has ended, or of whoever records it.
+/// A point in time on a device: of a stream, done when everything submitted before it has ended, or of whoever records
+/// it.
 pub trait Event: Any + Send + Sync {
     /// Whether it is done. Never waits.
     fn done(&self) -> bool;
@@ -106,9 +107,9 @@ pub trait Stream: Send {
     fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()>;
 
     /// Many device pieces into one host buffer, each at its own offset; the bytes between them are left alone. All
-    /// pieces of a block come in one call, so that neighbours can be moved at once and small pieces by way of one staged
-    /// transfer. Where it has them in order while others are still to come, the device says so to `landed`, as often as it
-    /// sees fit: what is made of them (a checksum) is made while they are in the processor's caches.
+    /// pieces of a block come in one call, so that neighbours can be moved at once and small pieces by way of one
+    /// staged transfer. Where it has them in order while others are still to come, the device says so to `landed`, as
+    /// often as it sees fit: what is made of them (a checksum) is made while they are in the processor's caches.
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()>;
 
     /// One host buffer into many device pieces, each from its own offset; in one call as for [`Stream::gather`].
@@ -127,7 +128,8 @@ pub trait Stream: Send {
         done: CopyDone,
     ) -> Result<()>;
 
-    /// As [`Stream::copy`], without waiting. `done` is called exactly once, with `Busy` when the stream's queue is full.
+    /// As [`Stream::copy`], without waiting. `done` is called exactly once, with `Busy` when the stream's queue is
+    /// full.
     fn copy_async(&mut self, src: DeviceSpan, dst: DeviceSpan, done: CopyDone) {
         self.batch_async(vec![(src, dst)], done);
     }
@@ -149,9 +151,9 @@ pub trait Stream: Send {
     /// An event at this point of the stream. `Busy` when the queue is full.
     fn record(&mut self) -> Result<Arc<dyn Event>>;
 
-    /// Lets everything submitted later start only when `event` is done; never waits itself. Where the event is not done by
-    /// `deadline`, no later copy moves a byte: each fails with `Timeout`. `Busy` when the queue is full, `Unsupported` for
-    /// an event of a device this one cannot wait for.
+    /// Lets everything submitted later start only when `event` is done; never waits itself. Where the event is not done
+    /// by `deadline`, no later copy moves a byte: each fails with `Timeout`. `Busy` when the queue is full,
+    /// `Unsupported` for an event of a device this one cannot wait for.
     fn wait_event(&mut self, event: Arc<dyn Event>, deadline: MonotonicTime) -> Result<()>;
 
     /// Waits until everything submitted has ended; `Timeout` when `deadline` comes first (`None`: for ever).

@@ -1,17 +1,17 @@
 //! What a fork does: the child has no region, no arena and no device of its parent's.
 //!
-//! Their memory is not mapped in a child, where something else may lie at its addresses, a lock of theirs may be held by a
-//! thread that the child does not have, and a vendor's library does not work there. So a fork handler raises a number by
-//! which whatever keeps an [`Origin`] sees that it belongs to another process.
+//! Their memory is not mapped in a child, where something else may lie at its addresses, a lock of theirs may be held
+//! by a thread that the child does not have, and a vendor's library does not work there. So a fork handler raises a
+//! number by which whatever keeps an [`Origin`] sees that it belongs to another process.
 //!
 //! A child would also inherit the descriptor that holds the lock of a registry file, and keep the lock after its parent
 //! was killed. So the handler closes the descriptors registered here. Files that are kept open are closed in the same
 //! way: a child that lives on would hold their space when they are removed.
 //!
-//! Between the making of a descriptor or a mapping and the moment at which the handler knows of it, or the kernel that no
-//! child is to have it, a fork would slip through. So forks of this process wait while something is made or closed
-//! ([`hold_forks`]); where that takes calls on a file system, which may hang, it is asked afterwards whether there was a
-//! fork ([`forks`]), and made anew. Files that are kept open hold up no fork: their closing may hang, and what slips
+//! Between the making of a descriptor or a mapping and the moment at which the handler knows of it, or the kernel that
+//! no child is to have it, a fork would slip through. So forks of this process wait while something is made or closed
+//! ([`hold_forks`]); where that takes calls on a file system, which may hang, it is asked afterwards whether there was
+//! a fork ([`forks`]), and made anew. Files that are kept open hold up no fork: their closing may hang, and what slips
 //! through costs a child one descriptor.
 #![allow(
     unsafe_code,
@@ -165,8 +165,8 @@ pub struct OwnFd {
 }
 
 impl OwnFd {
-    /// Puts the descriptor of a file that is kept open on the list. `Busy` when the process has too many on it, `Io` when
-    /// the system refuses the handlers; it is closed then.
+    /// Puts the descriptor of a file that is kept open on the list. `Busy` when the process has too many on it, `Io`
+    /// when the system refuses the handlers; it is closed then.
     pub fn of_file(fd: OwnedFd) -> Result<Self> {
         Self::listed(fd, false)
     }
@@ -221,7 +221,8 @@ impl Drop for OwnFd {
 pub(crate) mod tests {
     use super::*;
 
-    /// Runs this in a forked child; 0 where it was true, otherwise what waitpid(2) says. It may use memory, and no thread.
+    /// Runs this in a forked child; 0 where it was true, otherwise what waitpid(2) says. It may use memory, and no
+    /// thread.
     pub(crate) fn in_child(test: impl FnOnce() -> bool) -> i32 {
         // SAFETY: the child runs the test, and ends without what a process does at its end.
         let child = unsafe { libc::fork() };

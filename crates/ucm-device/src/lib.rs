@@ -1,7 +1,8 @@
 //! Where KV lives: devices, streams, the host arena and its slots.
 //!
 //! `Device` hands out streams and arenas; a `Stream` moves bytes between device pieces ([`DeviceSpan`]) and slots of
-//! host memory. A [`SharedRegion`] is memory that other processes read. [`HostDevice`] is the platform of vLLM on a CPU, a real one and not a mock.
+//! host memory. A [`SharedRegion`] is memory that other processes read. [`HostDevice`] is the platform of vLLM on a
+//! CPU, a real one and not a mock.
 
 mod accelerator;
 mod arena;

@@ -205,8 +205,8 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     assert_eq!(device.event_of(0).err().unwrap().kind(), ErrorKind::InvalidInput);
 }
 
-/// Each call that a copy makes fails once, the first and later ones: the copy fails or is right, the next one is right, and
-/// nothing is left behind.
+/// Each call that a copy makes fails once, the first and later ones: the copy fails or is right, the next one is right,
+/// and nothing is left behind.
 #[test]
 fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     const FAILING: [&str; 11] = [

@@ -1,4 +1,5 @@
-//! What else the process does with its devices: it captures graphs, and its threads have devices and contexts of their own.
+//! What else the process does with its devices: it captures graphs, and its threads have devices and contexts of their
+//! own.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
@@ -91,8 +92,8 @@ fn use_device(name: &str) {
     copy_on(&*device);
 }
 
-/// A thread of the caller's keeps its device. One of ours does not go back to the first device, which nobody asked for: on
-/// some runtimes that takes memory there.
+/// A thread of the caller's keeps its device. One of ours does not go back to the first device, which nobody asked for:
+/// on some runtimes that takes memory there.
 #[test]
 fn threads_of_the_caller_keep_their_device_and_ours_take_no_other() {
     type Get = (&'static CStr, &'static CStr, &'static str);

@@ -1,5 +1,5 @@
-//! A context that is broken for good: every later call is an error at once, and everything can be closed. In a process of
-//! its own, whose contexts stay broken.
+//! A context that is broken for good: every later call is an error at once, and everything can be closed. In a process
+//! of its own, whose contexts stay broken.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory that is not there")]
 

@@ -1,5 +1,5 @@
-//! When work is over: nothing that the device may still read or write is given back before, whatever the driver answers, and
-//! no wait that has a deadline is longer.
+//! When work is over: nothing that the device may still read or write is given back before, whatever the driver
+//! answers, and no wait that has a deadline is longer.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -43,8 +43,8 @@ fn whole(memory: &Memory) -> [Piece; 1] {
     }]
 }
 
-/// Gathers while no stream goes on, with the calls that fail; lets them go on once `asked` was called often. The gather has
-/// not returned before, and what it gave is told.
+/// Gathers while no stream goes on, with the calls that fail; lets them go on once `asked` was called often. The gather
+/// has not returned before, and what it gave is told.
 fn gather_held(driver: &Driver, name: &str, asked: &str, fails: impl FnOnce()) -> Result<()> {
     let memory = driver.memory(4096);
     memory.fill(&[1; 4096]);

@@ -44,8 +44,8 @@ const FAILING: [&str; 18] = [
 /// What a failing call answers: out of memory, not while a graph is captured, something unknown.
 const ANSWERS: [i32; 3] = [2, 900, 999];
 
-/// Of calls that say nothing of whether work is over, an illegal address too. Of those that do it would be a lie: with it
-/// all work of a context has ended.
+/// Of calls that say nothing of whether work is over, an illegal address too. Of those that do it would be a lie: with
+/// it all work of a context has ended.
 const ILLEGAL_ADDRESS: i32 = 700;
 const SAY_WHAT_IS_OVER: [&str; 3] = [
     "cuCtxPushCurrent_v2",

@@ -53,7 +53,7 @@ impl Files {
                 .with("len", len));
         }
         let fail = |e| failed(e, "cannot write the file", path);
-        let mut file = open_for_write(path).map_err(fail)?;
+        let mut file = self.with_ring(open_for_write(path).map_err(fail)?);
         let fits = on_a_page(bytes) && offset.is_multiple_of(PAGE) && len.is_multiple_of(SECTOR);
         let mut through_cache = true;
         let written = if self.direct {

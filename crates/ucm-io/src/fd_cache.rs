@@ -5,6 +5,7 @@
 //! finds it gone says so, and what nobody uses for a while is closed. No lock is held over a system call, children of a
 //! fork have none of them, and a process that runs out of descriptors gives them up.
 
+use std::io::IoSliceMut;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,6 +14,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_device::OwnFd;
+
+use crate::usrbio::RingFile;
 
 /// Most descriptors that one engine keeps.
 pub(crate) const MOST: usize = 128;
@@ -25,6 +28,8 @@ static IN_ALL: AtomicUsize = AtomicUsize::new(0);
 /// An open file that is only read, shared by the threads that read it; closed when the last lets it go.
 #[derive(Debug)]
 pub(crate) struct KeptFile {
+    /// What is read through rings; before the descriptor, for it ends first.
+    ring: Option<RingFile>,
     fd: OwnFd,
     /// Whether it is read past the page cache; never changed, for others may be reading.
     pub(crate) direct: bool,
@@ -32,13 +37,13 @@ pub(crate) struct KeptFile {
 
 impl KeptFile {
     /// Keeps an open file; `None` where there are too many already, and it is closed.
-    pub(crate) fn new(fd: OwnedFd, direct: bool) -> Option<Arc<Self>> {
+    pub(crate) fn new(ring: Option<RingFile>, fd: OwnedFd, direct: bool) -> Option<Arc<Self>> {
         if IN_ALL.fetch_add(1, Ordering::Relaxed) >= MOST_IN_ALL {
             IN_ALL.fetch_sub(1, Ordering::Relaxed);
             return None;
         }
         match OwnFd::of_file(fd) {
-            Ok(fd) => Some(Arc::new(Self { fd, direct })),
+            Ok(fd) => Some(Arc::new(Self { ring, fd, direct })),
             Err(_) => {
                 IN_ALL.fetch_sub(1, Ordering::Relaxed);
                 None
@@ -49,6 +54,14 @@ impl KeptFile {
     /// The descriptor.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+
+    /// As preadv(2).
+    pub(crate) fn read(&self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
+        match self.ring.as_ref().and_then(|ring| ring.read(bufs, at)) {
+            Some(read) => read,
+            None => rustix::io::preadv(self.fd(), bufs, at),
+        }
     }
 }
 
@@ -153,7 +166,7 @@ mod tests {
     use super::*;
 
     fn open() -> Arc<KeptFile> {
-        KeptFile::new(std::fs::File::open("/dev/null").unwrap().into(), false).unwrap()
+        KeptFile::new(None, std::fs::File::open("/dev/null").unwrap().into(), false).unwrap()
     }
 
     fn name(n: usize) -> PathBuf {

@@ -1,6 +1,7 @@
 //! Reading and publishing files: open, the bytes, close with its error seen, rename.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
@@ -15,6 +16,7 @@ use crate::op::StillWanted;
 use crate::op::{FileMeta, Publish, Read, ReadMode};
 use crate::probe::{Stated, stated_align};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
+use crate::usrbio::Rings;
 use crate::writeback::WritebackThrottle;
 
 /// How a file is opened for reading, and how one is created.
@@ -45,6 +47,8 @@ pub(crate) struct Files {
     /// Devices where that was found not to work, so that it is not tried again for every file.
     refusing: Mutex<Vec<u64>>,
     fallbacks: AtomicU64,
+    /// What slots go through where they lie on 3FS.
+    pub(crate) rings: Option<Arc<Rings>>,
     pub(crate) dirty: WritebackThrottle,
     pub(crate) kept: FdCache,
 }
@@ -55,6 +59,12 @@ impl Files {
             direct,
             ..Self::default()
         }
+    }
+
+    /// An open file, through rings where they can be used.
+    pub(crate) fn with_ring(&self, file: File) -> File {
+        let ring = self.rings.as_ref().and_then(|rings| rings.register(file.fd()));
+        file.through(ring)
     }
 
     /// How often direct I/O was wanted and the page cache was used.
@@ -75,7 +85,8 @@ impl Files {
         let fresh = mode == ReadMode::FreshDirect;
         let fits = fits_direct_read(buf, len, offset);
         let fail = |e| failed(e, CANNOT_READ, path);
-        let mut file = open_for_read(path, fresh || (self.direct && fits)).map_err(fail)?;
+        let file = open_for_read(path, fresh || (self.direct && fits)).map_err(fail)?;
+        let mut file = self.with_ring(file);
         let stat = retry(|| rustix::fs::fstat(file.fd())).map_err(fail)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(not_regular(path));
@@ -110,7 +121,7 @@ impl Files {
         // If this fails, whatever has that name is not ours and stays.
         let fd = retry(|| rustix::fs::open(job.private, CREATE_FLAGS, Mode::from_raw_mode(job.mode)))
             .map_err(|e| failed(e, CANNOT_CREATE, job.private))?;
-        let filled = self.fill(File::new(fd, false), job);
+        let filled = self.fill(self.with_ring(File::new(fd, false)), job);
         let named = filled.and_then(|()| self.name(job, wanted));
         if !matches!(named, Ok(Some(_))) {
             // Best effort: a private file that stays is swept later by its age.

@@ -1,6 +1,7 @@
 //! How bytes reach files: the engine that does operations, the threads that it works on, its fault-injecting twin.
 //!
-//! [`IoEngine`] does one operation on the thread that calls; [`PsyncEngine`] with plain system calls. [`IoPool`]
+//! [`IoEngine`] does one operation on the thread that calls; [`PsyncEngine`] with plain system calls, or what
+//! moves slots through the rings of 3FS. [`IoPool`]
 //! has the threads, and bounds how long anybody waits for them: a job is straight-line code there, which does to files what
 //! its [`IoJob`] has a method for. With the feature `test-utils` there is a `FaultyEngine` too, which stands
 //! before an engine in tests and makes it fail, stall, tear and lie by script.
@@ -22,6 +23,7 @@ mod process;
 mod psync;
 mod quiet;
 mod sys;
+mod usrbio;
 mod vectored;
 mod writeback;
 
@@ -39,3 +41,4 @@ pub use probe::{DirectAlign, FsType, Probe};
 pub use process::Process;
 pub use psync::PsyncEngine;
 pub use quiet::QuietSha256;
+pub use usrbio::UsrbioOptions;

@@ -1,8 +1,10 @@
 //! What a file system is and what it can do, asked once per root: its type, and whether files can be read and written
 //! past the page cache and with which alignment.
 
+use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
@@ -12,6 +14,7 @@ use ucm_core::{PAGE, Result};
 use crate::bounce_buffer::page_slots;
 use crate::meta::{failed, to_meta};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
+use crate::usrbio::Rings;
 
 /// Type of a file system, by the number that statfs gives.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -77,7 +80,7 @@ impl DirectAlign {
 }
 
 /// What a probe found.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Probe {
     /// Type of the file system.
     pub fs: FsType,
@@ -85,6 +88,8 @@ pub struct Probe {
     pub dev: u64,
     /// Alignment of direct I/O; `None` where it does not work.
     pub direct: Option<DirectAlign>,
+    /// Whether slots go through the rings of 3FS, or why not, where that was asked for.
+    pub rings: Option<Result<(), String>>,
 }
 
 /// What the kernel says about direct I/O on an open file.
@@ -119,7 +124,7 @@ pub(crate) fn stated(x: &Statx) -> Stated {
 
 /// Looks at the file system of `dir`: writes one page to a private file there, past the page cache where possible,
 /// reads it back and removes it. Errors say that the directory cannot be written.
-pub(crate) fn probe(dir: &Path) -> Result<Probe> {
+pub(crate) fn probe(dir: &Path, rings: Option<&Arc<Rings>>) -> Result<Probe> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let name = format!(
         ".ucm-probe-{}-{}",
@@ -137,6 +142,11 @@ pub(crate) fn probe(dir: &Path) -> Result<Probe> {
     let stat = retry(|| rustix::fs::fstat(&fd)).map_err(fail)?;
     let mut file = File::new(fd, false);
     let direct = trial(&mut file)?.map_err(fail)?;
+    let mut rings_work = None;
+    if let Some(rings) = rings {
+        let (found, tried) = try_rings(rings, dir, file);
+        (rings_work, file) = (Some(found), tried);
+    }
     // Network file systems report a failed write only here.
     file.close().map_err(fail)?;
     Ok(Probe {
@@ -144,7 +154,35 @@ pub(crate) fn probe(dir: &Path) -> Result<Probe> {
         fs: FsType(fs.f_type as u64 & 0xFFFF_FFFF),
         dev: to_meta(&stat).dev,
         direct,
+        rings: rings_work,
     })
+}
+
+/// Whether rings can be used on the file system of an open file of this directory: they have to bring back what they wrote.
+fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<(), String>, File) {
+    let (_, fd) = file.into_parts();
+    if let Err(why) = rings.look(dir, &fd) {
+        return (Err(why), File::new(fd, false));
+    }
+    let Some(ring) = rings.register(&fd) else {
+        rings.give_up();
+        let why = "3FS's library takes no file of it";
+        return (Err(why.to_owned()), File::new(fd, false));
+    };
+    let (written, mut back) = ([0x5A; SECTOR], [0; SECTOR]);
+    let tried = match ring.write(&written, 0) {
+        Some(Ok(_)) => ring.read(&mut [IoSliceMut::new(&mut back)], 0),
+        other => other,
+    };
+    let works = match tried {
+        Some(Ok(_)) if back == written => Ok(()),
+        Some(Err(errno)) => Err(format!("a page could not be written and read by a ring: {errno}")),
+        Some(Ok(_)) | None => Err("a page that a ring wrote did not come back".to_owned()),
+    };
+    if works.is_err() {
+        rings.give_up();
+    }
+    (works, File::new(fd, false).through(Some(ring)))
 }
 
 /// Writes and reads one page, direct if the file system takes it. The outer error is ours (memory), the inner one the

@@ -12,8 +12,9 @@ use crate::file::Files;
 use crate::meta;
 use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
 use crate::probe::{Probe, probe};
+use crate::usrbio::{Rings, UsrbioOptions};
 
-/// Plain system calls.
+/// Plain system calls, and rings for slots on 3FS.
 pub struct PsyncEngine {
     files: Files,
 }
@@ -24,6 +25,13 @@ impl PsyncEngine {
         Arc::new(Self {
             files: Files::new(direct),
         })
+    }
+
+    /// The same with slots through the rings of 3FS, where a probe finds that the directory lies there.
+    pub fn over_3fs(direct: bool, options: UsrbioOptions) -> Arc<Self> {
+        let mut files = Files::new(direct);
+        files.rings = Some(Rings::new(options));
+        Arc::new(Self { files })
     }
 
     /// How many operations wanted direct I/O and went through the page cache.
@@ -120,7 +128,7 @@ impl IoEngine for PsyncEngine {
     }
 
     fn probe(&self, _by: &Caller<'_>, dir: &Path) -> Result<Probe> {
-        probe(dir)
+        probe(dir, self.files.rings.as_ref())
     }
 
     fn close(&self, which: Close<'_>) -> Closed {

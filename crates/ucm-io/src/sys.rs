@@ -7,6 +7,8 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use ucm_core::PAGE;
 
+use crate::usrbio::RingFile;
+
 /// Unit of offsets and lengths of direct I/O; a file system that asks for more is read and written buffered.
 pub(crate) const SECTOR: usize = PAGE as usize;
 
@@ -132,19 +134,31 @@ pub(crate) fn write_full(port: &mut impl Port, buf: &[u8], offset: u64) -> rusti
 
 /// An open file, read and written past the page cache where that was turned on and until it is refused.
 pub(crate) struct File {
+    /// What goes through rings instead of system calls; before the descriptor, for it ends first.
+    ring: Option<RingFile>,
     fd: OwnedFd,
     direct: bool,
     refused: bool,
+    /// Something was written through a ring.
+    unsettled: bool,
 }
 
 impl File {
     /// `direct`: whether the descriptor was opened with O_DIRECT.
     pub(crate) fn new(fd: OwnedFd, direct: bool) -> Self {
         Self {
+            ring: None,
             fd,
             direct,
             refused: false,
+            unsettled: false,
         }
+    }
+
+    /// The same, read and written through rings where there is one.
+    pub(crate) fn through(mut self, ring: Option<RingFile>) -> Self {
+        self.ring = ring;
+        self
     }
 
     /// The descriptor.
@@ -188,25 +202,44 @@ impl File {
         set.is_ok()
     }
 
-    /// The descriptor, to be closed by the caller.
-    pub(crate) fn into_fd(self) -> OwnedFd {
-        self.fd
+    /// The descriptor, to be closed by the caller, after what rings know of it.
+    pub(crate) fn into_parts(self) -> (Option<RingFile>, OwnedFd) {
+        (self.ring, self.fd)
     }
 
     /// Closes and tells what close said: network file systems report failed writes there. An interrupted close has
     /// released the descriptor all the same on Linux, but nobody knows what became of the data: that is an error too.
     pub(crate) fn close(self) -> rustix::io::Result<()> {
-        close(self.fd)
+        // What a ring wrote is known to the file's length when it was synced.
+        let settled = match self.unsettled {
+            true => retry(|| rustix::fs::fsync(&self.fd)),
+            false => Ok(()),
+        };
+        drop(self.ring);
+        close(self.fd).and(settled)
     }
 }
 
 impl Port for File {
     fn read(&mut self, buf: &mut [u8], at: u64) -> rustix::io::Result<usize> {
-        rustix::io::pread(&self.fd, buf, at)
+        match self
+            .ring
+            .as_ref()
+            .and_then(|ring| ring.read(&mut [IoSliceMut::new(buf)], at))
+        {
+            Some(read) => read,
+            None => rustix::io::pread(&self.fd, buf, at),
+        }
     }
 
     fn write(&mut self, buf: &[u8], at: u64) -> rustix::io::Result<usize> {
-        rustix::io::pwrite(&self.fd, buf, at)
+        match self.ring.as_ref().and_then(|ring| ring.write(buf, at)) {
+            Some(written) => {
+                self.unsettled = true;
+                written
+            }
+            None => rustix::io::pwrite(&self.fd, buf, at),
+        }
     }
 
     fn give_up_direct(&mut self, why: GiveUp) -> bool {
@@ -220,7 +253,10 @@ impl Port for File {
 
 impl PortInto for File {
     fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
-        rustix::io::preadv(&self.fd, bufs, at)
+        match self.ring.as_ref().and_then(|ring| ring.read(bufs, at)) {
+            Some(read) => read,
+            None => rustix::io::preadv(&self.fd, bufs, at),
+        }
     }
 
     fn give_up_direct(&mut self, why: GiveUp) -> bool {

@@ -127,7 +127,8 @@ impl Files {
     /// Keeps a file open that has been read.
     fn keep(&self, path: &Path, file: File) {
         let direct = file.is_direct();
-        if let Some(file) = KeptFile::new(file.into_fd(), direct) {
+        let (ring, fd) = file.into_parts();
+        if let Some(file) = KeptFile::new(ring, fd, direct) {
             self.kept.put(path, file);
         }
     }
@@ -138,7 +139,9 @@ impl Files {
             Err(Errno::MFILE | Errno::NFILE) if self.kept.give_up() => open_for_read(stretch.path, direct),
             opened => opened,
         };
-        opened.map_err(|e| stretch.failed(e))
+        opened
+            .map(|file| self.with_ring(file))
+            .map_err(|e| stretch.failed(e))
     }
 }
 
@@ -237,7 +240,7 @@ fn read_each(
 
 impl PortInto for &KeptFile {
     fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
-        rustix::io::preadv(self.fd(), bufs, at)
+        self.read(bufs, at)
     }
 
     /// Others read it at the same time: an open file of its own is for what it does not take.

@@ -271,7 +271,7 @@ impl Shared {
     /// The root, the engine and the file system in words.
     pub(crate) fn words(&self) -> String {
         let (root, io) = (self.layout.root().display(), self.io.width(LANE_LOAD));
-        let Some(probe) = self.root.lock().probed else {
+        let Some(probe) = self.root.lock().probed.clone() else {
             return format!("{root}, {io} I/O threads");
         };
         let fs = probe.fs.name();
@@ -281,8 +281,13 @@ impl Shared {
             (false, Some(_)) => "buffered I/O (io_direct would be possible)",
             (false, None) => "buffered I/O",
         };
+        let rings = match &probe.rings {
+            None => String::new(),
+            Some(Ok(())) => ", records through the rings of 3FS".to_owned(),
+            Some(Err(why)) => format!(", no rings of 3FS ({why})"),
+        };
         let limit = self.space.usage().capacity;
-        format!("{root} on {fs}, {io} I/O threads, {direct}, at most {limit} bytes stored")
+        format!("{root} on {fs}, {io} I/O threads, {direct}{rings}, at most {limit} bytes stored")
     }
 
     pub(crate) fn read_marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {

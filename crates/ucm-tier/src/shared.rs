@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tracing::warn;
 use ucm_core::{Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_infra::Clock;
 use ucm_io::{FileMeta, IoPool, Probe, Process};
@@ -182,7 +183,17 @@ impl Shared {
         let direct = self.config.direct && probe.direct.is_some();
         let cached = !direct && !probe.fs.maybe_shared();
         self.writes_cached.store(cached, Ordering::Release);
-        self.root.lock().probed = Some(probe);
+        let root = self.layout.root().display();
+        let mut known = self.root.lock();
+        let said = known.probed.as_ref().map(|before| &before.rings) == Some(&probe.rings);
+        if let (Some(Err(why)), false) = (&probe.rings, said) {
+            warn!(
+                store = self.config.writer,
+                root = %root,
+                "{root} is read and written without the rings of 3FS: {why}"
+            );
+        }
+        known.probed = Some(probe);
     }
 
     /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is

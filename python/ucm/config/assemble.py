@@ -119,9 +119,9 @@ def _choose_by_address(values: Values) -> None:
 def _ignore_useless(values: Values, section: str, ignored: Layer) -> None:
     """Keys of the chosen algorithm that do nothing without another one, which is not written."""
     for key, needed in NEEDS.items():
-        entry, other = values.get(f"{section}.{key}"), values.get(f"{section}.{needed}")
-        if entry is not None and (other is None or other.value in (False, 0, "false", "0")):
-            ignored.ignore(WHY[needed], entry.written)
+        entry, others = values.get(f"{section}.{key}"), [values.get(f"{section}.{other}") for other in needed]
+        if entry is not None and all(other is None or other.value in (False, 0, "false", "0") for other in others):
+            ignored.ignore(WHY[needed[0]], entry.written)
 
 
 def _ignore_unused(values: Values, ignored: Layer) -> None:

@@ -62,16 +62,16 @@ MEANINGLESS: dict[str, str] = {
 }
 
 
-#: Key that does nothing without another one -> that one.
-NEEDS: dict[str, str] = {
-    "eviction": "offload",
-    "prefetch_enabled": "offload",
-    "prefetch_ahead": "offload",
-    "prefetch_workers": "offload",
-    "max_pending_prefetch": "offload",
-    "prefetch_cache_size": "offload",
-    "retrieval_threads": "lag",
-    "retrieval_ms": "lag",
+#: Key that does nothing without another one -> that one, or several of which one is enough.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "eviction": ("offload",),
+    "prefetch_enabled": ("offload",),
+    "prefetch_ahead": ("offload",),
+    "prefetch_workers": ("offload",),
+    "max_pending_prefetch": ("offload",),
+    "prefetch_cache_size": ("offload",),
+    "retrieval_threads": ("lag",),
+    "retrieval_ms": ("lag", "offload"),
 }
 
 #: Why the other one is needed.

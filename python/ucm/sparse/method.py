@@ -25,6 +25,7 @@ from ucm.sparse.batch import SparseBatch
 from ucm.sparse.chooser import Chooser, Reduce
 from ucm.sparse.config import Method, method_of, policy_of, resolve_auto, settings_of
 from ucm.sparse.factory import config_of
+from ucm.sparse.kernels import kernels_for
 from ucm.sparse.open_blocks import WritePlan
 from ucm.sparse.policy import Policy
 from ucm.sparse.recall import RecallProbe
@@ -140,6 +141,7 @@ class BlockSparse(UcmSparseBase):
             open_blocks=2 * max_sequences,
             key_dtype=key_dtype,
         )
+        kernels_for(torch.empty(0, device=device))  # a GPU's are tried now, not in the first step
         self.chooser = Chooser(policy, method.selector, self.store, reduce)
         self.retriever: Retriever = make_retriever(
             policy,

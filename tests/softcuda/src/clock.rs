@@ -1,7 +1,7 @@
 //! The virtual clock: one time for the host, one for each stream, and the DMA engines' books of when they are busy.
 //!
-//! Each call takes the host some time. Whether work in streams takes time too is switched by the cost model. Nothing here
-//! looks at a real clock: figures are the same on every machine.
+//! Each call takes the host some time. Whether work in streams takes time too is switched by the cost model. Nothing
+//! here looks at a real clock: figures are the same on every machine.
 
 use std::collections::BTreeMap;
 
@@ -86,8 +86,8 @@ impl Clock {
     }
 }
 
-/// What does one thing at a time: its busy intervals (begin, end). Operations take the first gap that holds them, so that the
-/// order in which threads happen to report them does not matter.
+/// What does one thing at a time: its busy intervals (begin, end). Operations take the first gap that holds them, so
+/// that the order in which threads happen to report them does not matter.
 struct Engine {
     busy: BTreeMap<u64, u64>,
 }

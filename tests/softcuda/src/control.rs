@@ -1,7 +1,7 @@
 //! What a test asks of the driver and does to it: the functions whose names begin with `softcuda_`.
 //!
-//! They work from every thread, with or without a context, and take no virtual time. A name or a stream that does not exist
-//! ends the process: a misspelt test must not pass.
+//! They work from every thread, with or without a context, and take no virtual time. A name or a stream that does not
+//! exist ends the process: a misspelt test must not pass.
 #![allow(unsafe_code, reason = "the C ABI, and the memory that tests name")]
 
 use std::ffi::{CStr, c_char};
@@ -88,8 +88,8 @@ impl Control {
     }
 }
 
-/// Lets a call fail: the `nth` one of `function` from now on (the next is 1) answers `result` and does nothing else. May be
-/// asked for several calls.
+/// Lets a call fail: the `nth` one of `function` from now on (the next is 1) answers `result` and does nothing else.
+/// May be asked for several calls.
 ///
 /// # Safety
 /// `function` is a name with its zero byte.
@@ -123,8 +123,8 @@ pub unsafe extern "C" fn softcuda_block(function: *const c_char) {
     ENDED.notify_all();
 }
 
-/// Breaks the primary context of a device, if it has one: every later call in it answers `result`, and what its streams still
-/// had to do is dropped.
+/// Breaks the primary context of a device, if it has one: every later call in it answers `result`, and what its streams
+/// still had to do is dropped.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_break(device: i32, result: CUresult) {
     let mut state = lock();
@@ -257,8 +257,8 @@ pub extern "C" fn softcuda_model(on: u32) {
     lock().clock.model = on != 0;
 }
 
-/// What exists now: 0 allocations (of devices and of pinned host memory), 1 registrations, 2 streams, 3 events, 4 modules,
-/// 5 contexts.
+/// What exists now: 0 allocations (of devices and of pinned host memory), 1 registrations, 2 streams, 3 events, 4
+/// modules, 5 contexts.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_live(kind: u32) -> u64 {
     let state = lock();

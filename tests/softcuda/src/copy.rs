@@ -1,7 +1,7 @@
 //! Copies and fills.
 //!
-//! Pinned host memory is copied when the stream comes to it. Other host memory is copied as CUDA documents it: to the device,
-//! the bytes are taken before the call returns; from the device, the call returns once they are there.
+//! Pinned host memory is copied when the stream comes to it. Other host memory is copied as CUDA documents it: to the
+//! device, the bytes are taken before the call returns; from the device, the call returns once they are there.
 #![allow(unsafe_code, reason = "takes bytes from the memory that callers name")]
 
 use std::ptr::with_exposed_provenance;
@@ -122,8 +122,9 @@ pub(crate) fn fill(
     Ok(())
 }
 
-/// `cuMemcpyHtoD_v2`, which waits for the streams that are not made `NON_BLOCKING`, as the legacy stream does. From memory that
-/// is not pinned it returns once the bytes were taken: they come to the device as work of the default stream.
+/// `cuMemcpyHtoD_v2`, which waits for the streams that are not made `NON_BLOCKING`, as the legacy stream does. From
+/// memory that is not pinned it returns once the bytes were taken: they come to the device as work of the default
+/// stream.
 ///
 /// # Safety
 /// `len` bytes can be read at `from`.

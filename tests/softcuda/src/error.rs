@@ -53,7 +53,7 @@ codes! {
     CUDA_ERROR_SYSTEM_NOT_READY = 802 "system not yet initialized";
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900 "operation not permitted when stream is capturing";
     CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901 "operation failed due to a previous error during capture";
-    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908 "attempt to terminate a thread-local capture sequence from another thread";
+    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908 "a capture is ended by the thread that began it";
     CUDA_ERROR_UNKNOWN = 999 "unknown error";
 }
 

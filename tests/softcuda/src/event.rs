@@ -1,7 +1,7 @@
 //! Events.
 //!
-//! Each recording of an event makes a [`Mark`], which the stream sets. Those who wait hold the mark, so that recording the
-//! event anew or destroying it changes nothing for them.
+//! Each recording of an event makes a [`Mark`], which the stream sets. Those who wait hold the mark, so that recording
+//! the event anew or destroying it changes nothing for them.
 
 use std::sync::{Arc, OnceLock};
 

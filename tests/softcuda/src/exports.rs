@@ -1,4 +1,5 @@
-//! The functions that the library exports under the driver's names, each in one line; [`crate::call`] has what they share.
+//! The functions that the library exports under the driver's names, each in one line; [`crate::call`] has what they
+//! share.
 #![allow(unsafe_code, reason = "the driver's C ABI")]
 #![allow(non_snake_case, non_upper_case_globals, reason = "the driver's names")]
 

@@ -1,19 +1,20 @@
 //! A software CUDA driver for tests.
 //!
-//! A shared library that the code under test opens by its path, in the place of the driver. It has the driver's functions with
-//! their C ABI, two devices, and the rules that matter:
+//! A shared library that the code under test opens by its path, in the place of the driver. It has the driver's
+//! functions with their C ABI, two devices, and the rules that matter:
 //!
-//! * device memory faults when the host touches it, and is never at the same address twice; registered host memory has a
-//!   device address of its own,
-//! * each stream is a queue with a thread: work runs later than the call, in order, and is ordered with other streams by events
-//!   only,
+//! * device memory faults when the host touches it, and is never at the same address twice; registered host memory has
+//!   a device address of its own,
+//! * each stream is a queue with a thread: work runs later than the call, in order, and is ordered with other streams
+//!   by events only,
 //! * contexts, handles and address ranges are checked; a kernel that leaves its memory breaks its context for good,
-//! * a copy without a stream, from memory that is not pinned to the device, returns before its bytes are there: the default
-//!   stream may be waited for, and given to no other call,
+//! * a copy without a stream, from memory that is not pinned to the device, returns before its bytes are there: the
+//!   default stream may be waited for, and given to no other call,
 //! * while a thread captures a graph, calls that disturb it are refused and spoil it ([`capture`]),
 //! * kernels are PTX, and run ([`ptx`]),
-//! * mistakes that real hardware answers with corrupt data or a hang end the process with a line on standard error: freeing
-//!   memory that queued work uses, the legacy stream, `cuCtxSynchronize`, a call of the driver from inside a callback,
+//! * mistakes that real hardware answers with corrupt data or a hang end the process with a line on standard error:
+//!   freeing memory that queued work uses, the legacy stream, `cuCtxSynchronize`, a call of the driver from inside a
+//!   callback,
 //! * in a process forked after `cuInit`, calls answer `CUDA_ERROR_NOT_INITIALIZED`.
 //!
 //! The same driver is the runtime of other vendors under their names ([`VENDOR_NAMES`]): `hip*`, `musa*` and `mc*`,
@@ -36,16 +37,17 @@
 //! | [`softcuda_accept`]`(start, len)`, [`softcuda_forget`]`(start)` | host memory that counts as device memory |
 //! | [`softcuda_read`]`(address, into, len)`, [`softcuda_write`]`(address, from, len)` | device memory, at once |
 //! | [`softcuda_calls`]`(name)` | how often a function was called |
-//! | [`softcuda_bytes`]`(kind)` | bytes moved: 0 H2D, 1 D2H, 2 D2D, 3 host memory by kernels, 4 device memory by kernels |
-//! | [`softcuda_live`]`(kind)` | what exists: 0 allocations, 1 registrations, 2 streams, 3 events, 4 modules, 5 contexts |
+//! | [`softcuda_bytes`]`(kind)` | bytes moved: 0 H2D, 1 D2H, 2 D2D, by kernels 3 of the host and 4 of the device |
+//! | [`softcuda_live`]`(kind)` | live: 0 allocations, 1 registrations, 2 streams, 3 events, 4 modules, 5 contexts |
 //! | [`softcuda_now_ns`]`()` | the host's time on the virtual clock |
 //! | [`softcuda_model`]`(on)` | whether work in streams takes virtual time |
 //!
 //! # The virtual clock
-//! A call in a context takes the host 2.3 µs, a launch 5 µs. With the cost model on, copies between host and device take a DMA
-//! engine (one for each direction) at 55 GB/s, kernels read and write mapped host memory at 35 GB/s and device memory at
-//! 3 TB/s. An operation begins when its stream has come to it, it was submitted, and its engine is free for long enough.
-//! Events carry the time they were reached at; waiting for one, on the host or in a stream, takes the waiter there.
+//! A call in a context takes the host 2.3 µs, a launch 5 µs. With the cost model on, copies between host and device
+//! take a DMA engine (one for each direction) at 55 GB/s, kernels read and write mapped host memory at 35 GB/s and
+//! device memory at 3 TB/s. An operation begins when its stream has come to it, it was submitted, and its engine is
+//! free for long enough. Events carry the time they were reached at; waiting for one, on the host or in a stream, takes
+//! the waiter there.
 
 mod call;
 mod capture;

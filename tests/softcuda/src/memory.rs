@@ -1,8 +1,9 @@
-//! Memory that copies and kernels reach: allocations, registered host memory, and foreign memory that a test had accepted.
+//! Memory that copies and kernels reach: allocations, registered host memory, and foreign memory that a test had
+//! accepted.
 //!
-//! A device address is one thing, the pages behind it another. The addresses of allocations and of registered memory are
-//! reservations that fault when the host touches them; they are never given out twice. Allocations begin 512 bytes into a
-//! page, so that nobody comes to rely on more alignment than the driver promises.
+//! A device address is one thing, the pages behind it another. The addresses of allocations and of registered memory
+//! are reservations that fault when the host touches them; they are never given out twice. Allocations begin 512 bytes
+//! into a page, so that nobody comes to rely on more alignment than the driver promises.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -189,8 +190,8 @@ impl Memory {
         Ok(Place::new(region.ok_or(CUDA_ERROR_INVALID_VALUE)?, address))
     }
 
-    /// The end of a copy at a host address, where that is pinned memory. A range that is pinned in part, or that is memory of
-    /// a device, is refused.
+    /// The end of a copy at a host address, where that is pinned memory. A range that is pinned in part, or that is
+    /// memory of a device, is refused.
     pub(crate) fn pinned_place(&self, address: usize, len: usize, context: Handle) -> Outcome<Option<Place>> {
         let at = address as u64;
         let device = overlapping(&self.regions, at, len);

@@ -15,8 +15,8 @@ use crate::memory::Memory;
 use crate::module::{Function, Module};
 use crate::stream::Stream;
 
-/// A context, stream, event, module or function: an opaque pointer to the caller, a key here. It is no address that could be
-/// read, and it is never used twice, so that a handle kept too long is found out.
+/// A context, stream, event, module or function: an opaque pointer to the caller, a key here. It is no address that
+/// could be read, and it is never used twice, so that a handle kept too long is found out.
 pub type Handle = usize;
 
 /// The locked state.

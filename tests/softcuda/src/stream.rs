@@ -170,8 +170,8 @@ fn asked(state: &mut State, context: Handle, stream: Handle) -> Outcome<Handle> 
     }
 }
 
-/// Checks that a stream exists and is of this context. The legacy stream ends the process: it waits for every other stream
-/// of the device, which is a mistake wherever it is used.
+/// Checks that a stream exists and is of this context. The legacy stream ends the process: it waits for every other
+/// stream of the device, which is a mistake wherever it is used.
 pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
     if LEGACY.contains(&stream) {
         abort("the legacy stream was given to a call that takes a stream");
@@ -182,7 +182,8 @@ pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
     }
 }
 
-/// Puts an operation at the end of a checked stream; returns its number, to wait for. A stream that captures does not do it.
+/// Puts an operation at the end of a checked stream; returns its number, to wait for. A stream that captures does not
+/// do it.
 pub(crate) fn submit(state: &mut State, stream: Handle, work: Work) -> u64 {
     let at = state.clock.now();
     let Some(stream) = state.streams.get_mut(&stream) else {
@@ -339,8 +340,8 @@ fn perform(state: &mut Locked, handle: Handle, context: Handle) {
 fn move_or_call(work: &Work, wrong: bool) -> Cost {
     match work {
         Work::Copy { from, to, len, cost } => {
-            // SAFETY: places of regions are checked and in use until this ends, staged bytes are owned, and a caller whose
-            // memory this is waits.
+            // SAFETY: places of regions are checked and in use until this ends, staged bytes are owned, and a caller
+            // whose memory this is waits.
             unsafe {
                 move_bytes(from.address(), to.address(), *len);
                 if wrong {

@@ -12,7 +12,7 @@ use ucm_core::{Error, ErrorKind, PAGE, Result};
 use ucm_infra::is_own_thread;
 
 use super::library::{self, Places, functions};
-use super::runtime::{Failed, RawEvent, RawStream, Runtime};
+use super::runtime::{Failed, RawEvent, RawStream, Runtime, insist};
 use crate::fork::Origin;
 
 const VENDOR: &str = "ascend";
@@ -215,8 +215,8 @@ impl Ascend {
         Ok(device)
     }
 
-    /// Makes the device current on this thread, by the context that it has by itself, and calls of this thread no trouble to
-    /// a graph that some thread captures, until what is given ends.
+    /// Makes the device current on this thread, by the context that it has by itself, and calls of this thread no
+    /// trouble to a graph that some thread captures, until what is given ends.
     fn bind(&self) -> Result<Bound<'_>, Failed> {
         self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
         let mut bound = Bound {
@@ -281,8 +281,8 @@ impl Ascend {
     }
 }
 
-/// When this ends, the context that a thread of the caller's had is its current one again: torch's threads keep theirs. A
-/// thread that had none keeps ours: ACL has no call that takes it away.
+/// When this ends, the context that a thread of the caller's had is its current one again: torch's threads keep theirs.
+/// A thread that had none keeps ours: ACL has no call that takes it away.
 #[must_use]
 struct Bound<'a> {
     device: &'a Ascend,
@@ -327,7 +327,7 @@ impl Runtime for Ascend {
     }
 
     fn end_stream(&self, stream: RawStream) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: a stream of ours that nobody uses any more.
             let _ = unsafe { call!(self.calls, rtDestroyStream(handle(stream.0))) };
         }
@@ -356,7 +356,7 @@ impl Runtime for Ascend {
     }
 
     fn end_event(&self, event: RawEvent) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: an event of ours that nobody uses any more.
             let _ = unsafe { call!(self.calls, rtDestroyEvent(handle(event.0))) };
         }
@@ -399,7 +399,7 @@ impl Runtime for Ascend {
     }
 
     fn free(&self, address: u64) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: allocated above, and the caller says that nothing uses it any more.
             let _ = unsafe { call!(self.calls, rtFree(handle(address))) };
         }
@@ -452,7 +452,7 @@ impl Runtime for Ascend {
 
     fn unregister(&self, start: *mut u8) -> Result<()> {
         let pins = self.pins.as_ref().map_err(Clone::clone)?;
-        let _bound = self.bind()?;
+        let _bound = insist(|| self.bind())?;
         // SAFETY: registered above, and the caller says that nothing uses it any more.
         Ok(unsafe { call!(pins, rtHostUnregister(start.cast())) }?)
     }

@@ -21,8 +21,8 @@ const POISON: u8 = 0xa5;
 /// What is copied: lengths with all alignments, a tail, and more than one tile.
 const LENGTHS: [usize; 10] = [16, 4096, 1, 40 << 10, 7, 8, 12, 1000, 16 << 10, 33];
 
-/// A host buffer and a device buffer of the same size, with a lane between them: all that a device is tried with when it is
-/// opened. Fields are dropped in their order: when the lane is, nothing uses the buffers any more.
+/// A host buffer and a device buffer of the same size, with a lane between them: all that a device is tried with when
+/// it is opened. Fields are dropped in their order: when the lane is, nothing uses the buffers any more.
 pub(super) struct Bench<'a> {
     lanes: &'a Lanes,
     pub(super) lane: Lane,

@@ -13,13 +13,14 @@ use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::library::{self, Places, functions};
-use super::runtime::{Failed, Kernel, RawEvent, RawStream, Runtime, ends_context};
+use super::runtime::{Failed, Kernel, RawEvent, RawStream, Runtime, ends_context, insist};
 use crate::fork::Origin;
 use crate::numa;
 
 const VENDOR: &str = "cuda";
 
-/// The number is the driver's. The name without it may be a library that programs are linked with and that does nothing.
+/// The number is the driver's. The name without it may be a library that programs are linked with and that does
+/// nothing.
 const LIBRARY: Places = Places {
     vendor: VENDOR,
     known_by: None, // a tool that watches calls of the driver may have some of them too
@@ -280,8 +281,8 @@ impl Cuda {
         Ok(Kernels { module, functions })
     }
 
-    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread captures,
-    /// until what is given ends.
+    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread
+    /// captures, until what is given ends.
     fn bind(&self) -> Result<Bound, Failed> {
         self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -299,8 +300,8 @@ impl Cuda {
     }
 }
 
-/// When this ends, what the thread had current is current again, or nothing if it had nothing: torch takes the device of
-/// what is current.
+/// When this ends, what the thread had current is current again, or nothing if it had nothing: torch takes the device
+/// of what is current.
 #[must_use]
 struct Bound {
     driver: &'static Driver,
@@ -324,7 +325,7 @@ impl Drop for Bound {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             if let Some(kernels) = &self.kernels {
                 // SAFETY: loaded in `open`; what launched its kernels has ended. The answer would help nobody.
                 let _ = unsafe { call!(self.driver, cuModuleUnload(kernels.module)) };
@@ -372,7 +373,7 @@ impl Runtime for Cuda {
     }
 
     fn end_stream(&self, stream: RawStream) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: a stream of ours that nobody uses any more; the driver ends it after its work.
             let _ = unsafe { call!(self.driver, cuStreamDestroy_v2(stream_of(stream))) };
         }
@@ -400,7 +401,7 @@ impl Runtime for Cuda {
     }
 
     fn end_event(&self, event: RawEvent) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: an event of ours that nobody uses any more.
             let _ = unsafe { call!(self.driver, cuEventDestroy_v2(event_of(event))) };
         }
@@ -441,7 +442,7 @@ impl Runtime for Cuda {
     }
 
     fn free(&self, address: u64) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: allocated above, and the caller says that nothing uses it any more.
             let _ = unsafe { call!(self.driver, cuMemFree_v2(address)) };
         }
@@ -509,7 +510,7 @@ impl Runtime for Cuda {
     }
 
     fn unregister(&self, start: *mut u8) -> Result<()> {
-        let _bound = self.bind()?;
+        let _bound = insist(|| self.bind())?;
         // SAFETY: registered above, and the caller says that nothing uses it any more.
         Ok(unsafe { call!(self.driver, cuMemHostUnregister(start.cast())) }?)
     }
@@ -536,8 +537,8 @@ impl Runtime for Cuda {
             (&raw mut count).cast(),
             (&raw mut base).cast(),
         ];
-        // SAFETY: the function is that of a loaded module, which takes two or three words; the driver reads them during the
-        // call. The caller vouches for what they name.
+        // SAFETY: the function is that of a loaded module, which takes two or three words; the driver reads them during
+        // the call. The caller vouches for what they name.
         unsafe {
             Ok(call!(
                 self.driver,

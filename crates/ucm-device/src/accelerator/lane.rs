@@ -1,5 +1,5 @@
-//! The way of copies through a device: its streams, the buffer on the device through which small pieces go, and the memory
-//! that descriptors come from. A lane makes one transfer at a time.
+//! The way of copies through a device: its streams, the buffer on the device through which small pieces go, and the
+//! memory that descriptors come from. A lane makes one transfer at a time.
 #![allow(
     unsafe_code,
     reason = "begins copies of ranges that their makers vouched for, and waits for them"
@@ -205,8 +205,8 @@ impl Lane {
     /// Begins to move runs; where there are more than one round of descriptors, waits for all rounds but the last.
     ///
     /// # Safety
-    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of every run, and the host's side is readable (and for
-    /// [`Direction::ToHost`] writable, by nobody else) until [`Lane::wait`] has returned.
+    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of every run, and the host's side is readable (and
+    /// for [`Direction::ToHost`] writable, by nobody else) until [`Lane::wait`] has returned.
     pub(super) unsafe fn begin(
         &mut self,
         method: Method,
@@ -314,8 +314,8 @@ impl Lane {
             let some = &runs[chunk.first..chunk.first + chunk.offsets.len()];
             let (first, count) = (descriptors + (chunk.first * DESCRIPTOR) as u64, some.len() as u64);
             let grid = grid(some, BLOCKS[0]);
-            // SAFETY: as the caller vouches; the buffer is the lane's own, and what is done with it is done in the order of
-            // one stream.
+            // SAFETY: as the caller vouches; the buffer is the lane's own, and what is done with it is done in the
+            // order of one stream.
             unsafe {
                 if direction == Direction::ToHost {
                     self.runtime
@@ -344,8 +344,8 @@ impl Lane {
         unsafe { self.runtime.on_device(to, from, len, stream) }
     }
 
-    /// Copies between places on the device: several by one kernel, where `kernel` says that it is right, one by the driver,
-    /// where `copies` says so of its copies.
+    /// Copies between places on the device: several by one kernel, where `kernel` says that it is right, one by the
+    /// driver, where `copies` says so of its copies.
     ///
     /// # Safety
     /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of all; no pair writes what another reads or writes.
@@ -395,8 +395,8 @@ impl Lane {
         let room = self.room()?;
         let (to, from) = (room.memory + STAGED as u64, room.descriptors.at(0));
         debug_assert!(descriptors.len() <= DESCRIPTORS);
-        // SAFETY: the arena is the lane's own, of room for so many, and nothing on the device reads it now; the range on
-        // the device is the lane's too.
+        // SAFETY: the arena is the lane's own, of room for so many, and nothing on the device reads it now; the range
+        // on the device is the lane's too.
         unsafe {
             let words = from.cast::<u64>();
             std::ptr::copy_nonoverlapping(descriptors.as_ptr().cast(), words, 3 * descriptors.len());
@@ -419,8 +419,8 @@ impl Drop for Lane {
     }
 }
 
-/// Runs in the order of the host buffer, as many as fit into the buffer at a time; neighbours in the one are neighbours in
-/// the other. None is longer than the buffer.
+/// Runs in the order of the host buffer, as many as fit into the buffer at a time; neighbours in the one are neighbours
+/// in the other. None is longer than the buffer.
 fn chunks(runs: &[Run]) -> Vec<Chunk> {
     let mut chunks: Vec<Chunk> = Vec::new();
     let mut end = 0_usize; // of what is in the last chunk, and in the host buffer

@@ -1,11 +1,11 @@
 //! Accelerators: one way of copies for all of them, over the few calls that a vendor's library makes for it.
 //!
-//! Small pieces of a block are gathered on the device into one buffer that crosses the bus in one copy, and scattered from
-//! one; large ones are copied as they are. Which way is cheaper is computed from what was measured of the device when it
-//! was opened, and a way that gave wrong bytes then is not used ([`check`]).
+//! Small pieces of a block are gathered on the device into one buffer that crosses the bus in one copy, and scattered
+//! from one; large ones are copied as they are. Which way is cheaper is computed from what was measured of the device
+//! when it was opened, and a way that gave wrong bytes then is not used ([`check`]).
 //!
-//! **No copy outlives its call.** A copy that failed, or whose beginning failed half-way, has ended when the call returns,
-//! because the call waits until the driver says so ([`runtime::wait_until_over`]).
+//! **No copy outlives its call.** A copy that failed, or whose beginning failed half-way, has ended when the call
+//! returns, because the call waits until the driver says so ([`runtime::wait_until_over`]).
 #![allow(unsafe_code, reason = "begins copies of ranges that their makers vouched for")]
 
 mod ascend;
@@ -104,8 +104,8 @@ impl Accelerator {
         Self::over(format!("ascend:{ordinal}"), open, transfer, clock)
     }
 
-    /// Opens a device on a thread of its own, which a driver that does not answer keeps with all that it holds; `Timeout`
-    /// then.
+    /// Opens a device on a thread of its own, which a driver that does not answer keeps with all that it holds;
+    /// `Timeout` then.
     fn over(
         name: String,
         open: impl FnOnce() -> Result<Arc<dyn Runtime>> + Send + 'static,
@@ -288,8 +288,8 @@ struct CallersEvent {
 /// How often the driver is asked about an event, first and last.
 const ASKED: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
-/// So long before a deadline the driver is asked for the last time: at the deadline a task is over, and its caller may drop
-/// the event.
+/// So long before a deadline the driver is asked for the last time: at the deadline a task is over, and its caller may
+/// drop the event.
 const MARGIN: Duration = Duration::from_millis(50);
 
 impl Event for CallersEvent {
@@ -362,8 +362,8 @@ impl AcceleratorCopier {
             pinned: pinned.as_deref(),
         };
         self.shared.with_lane(direction, |lane| {
-            // SAFETY: the pieces' makers vouched for them until this call returns, and it returns when the lane's work is
-            // over; so for the buffer, as the caller says.
+            // SAFETY: the pieces' makers vouched for them until this call returns, and it returns when the lane's work
+            // is over; so for the buffer, as the caller says.
             unsafe { self.shared.begin(lane, self.wanted, direction, runs, host) }
         })
     }

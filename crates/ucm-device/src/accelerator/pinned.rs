@@ -45,8 +45,8 @@ impl Pinned {
         self.start <= address && address + len <= self.end
     }
 
-    /// Pins the parts that hold `len` bytes at `address`, those that are not yet, until the driver refuses one. There is at
-    /// least one byte.
+    /// Pins the parts that hold `len` bytes at `address`, those that are not yet, until the driver refuses one. There
+    /// is at least one byte.
     fn pin(&self, address: usize, len: usize) {
         let mut parts = self.parts.lock();
         for number in self.part(address)..=self.part(address + len - 1) {
@@ -89,9 +89,9 @@ impl Pinned {
         self.start + (self.part(address) + 1) * self.part
     }
 
-    /// Nothing of it is pinned any more, now and later, whoever still holds it; an error where the driver did not let go.
-    /// In a forked child there is nothing to do: the memory is not mapped, and a thread that the child does not have may
-    /// hold the lock.
+    /// Nothing of it is pinned any more, now and later, whoever still holds it; an error where the driver did not let
+    /// go. In a forked child there is nothing to do: the memory is not mapped, and a thread that the child does not
+    /// have may hold the lock.
     fn let_go(&self) -> Result<()> {
         if !self.origin.here() {
             return Ok(());
@@ -219,8 +219,8 @@ impl Arenas {
         Some(pinned)
     }
 
-    /// Pieces of a buffer that begins at the address zero: those in each known memory, with their bytes pinned, and those
-    /// in none.
+    /// Pieces of a buffer that begins at the address zero: those in each known memory, with their bytes pinned, and
+    /// those in none.
     pub(super) fn split(&self, pairs: &[(DeviceSpan, HostSpan)]) -> Vec<(Option<Arc<Pinned>>, Vec<Piece>)> {
         let mut parts: Vec<(Option<Arc<Pinned>>, Vec<Piece>)> = Vec::new();
         for &(span, host) in pairs.iter().filter(|(_, host)| !host.is_empty()) {

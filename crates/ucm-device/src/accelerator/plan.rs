@@ -39,8 +39,9 @@ impl Method {
     }
 }
 
-/// Pieces as runs in the order of the host buffer, neighbours on both sides joined. Where the buffer lies in memory that was
-/// pinned in parts, no run crosses the border of two: `next_border` tells, of an offset, where the next one is.
+/// Pieces as runs in the order of the host buffer, neighbours on both sides joined. Where the buffer lies in memory
+/// that was pinned in parts, no run crosses the border of two: `next_border` tells, of an offset, where the next one
+/// is.
 pub(super) fn runs(pieces: &[Piece], next_border: impl Fn(usize) -> usize) -> Vec<Run> {
     let mut sorted: Vec<&Piece> = pieces.iter().filter(|piece| !piece.span.is_empty()).collect();
     if !sorted.is_sorted_by_key(|piece| piece.at) {

@@ -1,4 +1,5 @@
-//! What an accelerator's runtime does for us: the one seam between the copies of this crate and the libraries of vendors.
+//! What an accelerator's runtime does for us: the one seam between the copies of this crate and the libraries of
+//! vendors.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -62,13 +63,28 @@ pub(super) fn ends_context(answer: impl Into<i64>) -> bool {
     CONTEXT_ENDED.contains(&answer.into())
 }
 
-/// Waits until all work of a stream is over, failed or not. Every wait for work is this one: what the work uses is free when
-/// it returns, and never if it does not.
+/// How often what ends something is tried.
+const TRIES: usize = 8;
+
+/// Makes a device current for what ends something, which nobody does again: where that fails it is tried a few times.
+pub(super) fn insist<T>(bind: impl Fn() -> Result<T, Failed>) -> Result<T, Failed> {
+    let mut bound = bind();
+    for _ in 1..TRIES {
+        if bound.is_ok() {
+            break;
+        }
+        bound = bind();
+    }
+    bound
+}
+
+/// Waits until all work of a stream is over, failed or not. Every wait for work is this one: what the work uses is free
+/// when it returns, and never if it does not.
 ///
-/// An error of the runtime's own wait says nothing of the work: it may be of the call alone (one that HIP refuses while some
-/// thread captures a graph), and the stream goes on. So the stream is asked until it says that it has done all, or that its
-/// context does nothing any more. Where it never does, this thread waits for ever, is written off by the watch of its pool,
-/// and keeps what it holds: memory that may still be written.
+/// An error of the runtime's own wait says nothing of the work: it may be of the call alone (one that HIP refuses while
+/// some thread captures a graph), and the stream goes on. So the stream is asked until it says that it has done all, or
+/// that its context does nothing any more. Where it never does, this thread waits for ever, is written off by the watch
+/// of its pool, and keeps what it holds: memory that may still be written.
 pub(super) fn wait_until_over(runtime: &dyn Runtime, stream: RawStream) -> Result<()> {
     let Err(failed) = runtime.synchronize(stream) else {
         return Ok(());
@@ -91,8 +107,8 @@ pub(super) fn wait_until_over(runtime: &dyn Runtime, stream: RawStream) -> Resul
 /// How often a stream is asked whether it is over, first and last.
 const ASKED: [Duration; 2] = [Duration::from_micros(16), Duration::from_micros(16 << 10)];
 
-/// One device through its vendor's library. Every call may be made by any thread: it makes the device current on the thread
-/// while it lasts, and is no trouble to a graph that some thread captures. Calls that begin work return at once;
+/// One device through its vendor's library. Every call may be made by any thread: it makes the device current on the
+/// thread while it lasts, and is no trouble to a graph that some thread captures. Calls that begin work return at once;
 /// [`wait_until_over`] waits.
 pub(super) trait Runtime: Send + Sync {
     /// What the device and its driver are, for logs and for what was measured of them.
@@ -138,8 +154,8 @@ pub(super) trait Runtime: Send + Sync {
     /// Begins a copy from the host to the device.
     ///
     /// # Safety
-    /// Both ranges stay as they are until the stream's work is over; see [`DeviceSpan::new`](crate::DeviceSpan::new) for the
-    /// device's.
+    /// Both ranges stay as they are until the stream's work is over; see [`DeviceSpan::new`](crate::DeviceSpan::new)
+    /// for the device's.
     unsafe fn to_device(&self, to: u64, from: *const u8, len: usize, stream: RawStream) -> Result<()>;
 
     /// Begins a copy from the device to the host.

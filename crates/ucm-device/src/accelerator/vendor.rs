@@ -9,7 +9,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::is_own_thread;
 
 use super::library::{self, Places, functions};
-use super::runtime::{Direction, Failed, RawEvent, RawStream, Runtime, ends_context};
+use super::runtime::{Direction, Failed, RawEvent, RawStream, Runtime, ends_context, insist};
 use crate::fork::Origin;
 use crate::numa;
 
@@ -102,8 +102,8 @@ functions! {
 }
 
 functions! {
-    /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime without it captures none,
-    /// or refuses such calls while one does.
+    /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime without it captures
+    /// none, or refuses such calls while one does.
     Captures {
         ThreadExchangeStreamCaptureMode(*mut c_int) -> c_int;
     }
@@ -242,8 +242,8 @@ impl Device {
         })
     }
 
-    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread captures,
-    /// until what is given ends.
+    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread
+    /// captures, until what is given ends.
     fn bind(&self) -> Result<Bound<'_>, Failed> {
         self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
         let mut bound = Bound {
@@ -357,7 +357,7 @@ impl Runtime for Device {
     }
 
     fn end_stream(&self, stream: RawStream) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: a stream of ours that nobody uses any more; the runtime ends it after its work.
             let _ = unsafe { call!(self, StreamDestroy(handle(stream.0))) };
         }
@@ -385,7 +385,7 @@ impl Runtime for Device {
     }
 
     fn end_event(&self, event: RawEvent) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: an event of ours that nobody uses any more.
             let _ = unsafe { call!(self, EventDestroy(handle(event.0))) };
         }
@@ -426,7 +426,7 @@ impl Runtime for Device {
     }
 
     fn free(&self, address: u64) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: allocated above, and the caller says that nothing uses it any more.
             let _ = unsafe { call!(self, Free(handle(address))) };
         }
@@ -469,7 +469,7 @@ impl Runtime for Device {
     }
 
     fn unregister(&self, start: *mut u8) -> Result<()> {
-        let _bound = self.bind()?;
+        let _bound = insist(|| self.bind())?;
         // SAFETY: registered above, and the caller says that nothing uses it any more.
         Ok(unsafe { call!(self, HostUnregister(start.cast())) }?)
     }

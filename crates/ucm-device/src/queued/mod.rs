@@ -1,6 +1,6 @@
-//! Streams over whatever copies: synchronous copies run on the caller's thread, and a stream's first asynchronous operation
-//! starts a thread of its own, fed by a bounded ring, which makes the same copies one after the other. So a device says only
-//! how it copies; queues, order, callbacks and events are the same for all.
+//! Streams over whatever copies: synchronous copies run on the caller's thread, and a stream's first asynchronous
+//! operation starts a thread of its own, fed by a bounded ring, which makes the same copies one after the other. So a
+//! device says only how it copies; queues, order, callbacks and events are the same for all.
 
 mod event;
 mod thread;

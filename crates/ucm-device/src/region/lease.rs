@@ -1,7 +1,7 @@
 //! What the region lends: slots to fill, and records to read where they are.
 //!
-//! Only a [`WriteLease`] writes to the words of a slot, and a slot that is pinned is not handed out as one: so the bytes
-//! behind a [`Pinned`] stand still.
+//! Only a [`WriteLease`] writes to the words of a slot, and a slot that is pinned is not handed out as one: so the
+//! bytes behind a [`Pinned`] stand still.
 #![allow(unsafe_code, reason = "lends the bytes of pinned slots, which nobody writes")]
 
 use std::fmt;
@@ -88,7 +88,8 @@ impl Deref for Pinned {
 
     /// The record; nothing in a forked child.
     fn deref(&self) -> &[u8] {
-        // SAFETY: only a `WriteLease` stores into the words of a slot, and no slot is handed out as one while it is pinned.
+        // SAFETY: only a `WriteLease` stores into the words of a slot, and no slot is handed out as one while it is
+        // pinned.
         let bytes = unsafe { self.region.mapping.bytes(self.region.shape.record(self.slot)) };
         bytes.get(..self.len).unwrap_or_default()
     }

@@ -1,7 +1,8 @@
 //! The memory of a region: a memfd that can neither grow nor shrink nor be written by others, mapped as atomic words.
 //!
-//! All that is unsafe about shared memory is here. Sealed against shrinking, no access to the mapping can fault for want
-//! of a file; for want of memory it could only where the system commits strictly, and there every page is taken at once.
+//! All that is unsafe about shared memory is here. Sealed against shrinking, no access to the mapping can fault for
+//! want of a file; for want of memory it could only where the system commits strictly, and there every page is taken at
+//! once.
 #![allow(unsafe_code, reason = "maps shared memory and hands it out as atomic words")]
 
 use std::ops::Range;

@@ -1,7 +1,7 @@
 //! The region this process writes: slots handed out blank, filled, published under an id, pinned while in use.
 //!
-//! A slot is written only between [`SharedRegion::reserve`] and [`WriteLease::publish`], and is handed out again only when
-//! it has no name and nobody in this process pins it (`lease.rs`).
+//! A slot is written only between [`SharedRegion::reserve`] and [`WriteLease::publish`], and is handed out again only
+//! when it has no name and nobody in this process pins it (`lease.rs`).
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd};

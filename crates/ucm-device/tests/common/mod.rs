@@ -188,8 +188,8 @@ impl Driver {
         }
     }
 
-    /// Begins the capture of a graph by this thread, in the primary context of the first device, in the way that forbids
-    /// most to others. The stream.
+    /// Begins the capture of a graph by this thread, in the primary context of the first device, in the way that
+    /// forbids most to others. The stream.
     pub(crate) fn begin_capture(&self) -> usize {
         let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = self.function(c"cuStreamCreate");
         let begin: unsafe extern "C" fn(usize, u32) -> c_int = self.function(c"cuStreamBeginCapture_v2");

@@ -1,5 +1,6 @@
 //! What the tests of the kernels share: instruction sets of this machine, numbers, and batches of rows.
 #![allow(dead_code, reason = "each test uses a part of it")]
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use proptest::prelude::*;
 use ucm_retrieval::{Element, Isa, Team};
@@ -73,7 +74,7 @@ pub(crate) fn table(
     let ids = (0..lengths.len() * stride).map(|_| {
         number(&mut state);
         let drawn = (state >> 33) as usize;
-        if absent && drawn % 10 == 0 {
+        if absent && drawn.is_multiple_of(10) {
             -1
         } else {
             (drawn / 10 % pool) as i32

@@ -64,9 +64,22 @@ pub(crate) fn sample(kind: &TierKind, root: &Path) -> Map<String, Value> {
             let told = shared_s3().map(S3::options).unwrap_or_default();
             options.extend(told.into_iter().map(|(key, value)| (key.to_owned(), value)));
         }
+        "ds3fs" => {
+            std::fs::create_dir_all(root.join("3fs-virt")).unwrap(); // by which its library knows 3FS
+            options.insert("hf3fs_library".into(), soft3fs().into());
+        }
         _ => {}
     }
     options
+}
+
+/// 3FS's client library in software, where cargo puts it: beside or one above the test's own program.
+pub(crate) fn soft3fs() -> String {
+    let program = std::env::current_exe().unwrap();
+    let dirs = program.ancestors().skip(1).take(2);
+    let mut found = dirs.map(|dir| dir.join("libsoft3fs.so"));
+    let path = found.find(|path| path.exists()).unwrap();
+    path.into_os_string().into_string().unwrap()
 }
 
 /// A backend as the registry makes it.

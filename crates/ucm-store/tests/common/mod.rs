@@ -45,7 +45,7 @@ pub(crate) use setup::{Above, Layout, Setup};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use device::{Device, SlowDevice, SoftCuda, content};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
-pub(crate) use media::{Medium, is_here, media, memory_config, on, sample, shape};
+pub(crate) use media::{Medium, is_here, media, memory_config, on, sample, shape, soft3fs};
 
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {

@@ -11,31 +11,6 @@ use crate::kind::{Size, StoreName, TierKind};
 const A_DIRECTORY: &str = "use UcmPosixStore (storage_backend: posix) on a directory";
 const SUMMARY: &str = "not built yet";
 
-/// Options of the 3FS store.
-#[derive(Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-struct Ds3fsOptions {
-    /// entries of a ring
-    #[schemars(range(min = 1))]
-    ior_entries: u32,
-    /// entries that are handed over together
-    #[schemars(range(min = 1))]
-    ior_depth: u32,
-    /// node of memory and threads; -1: any
-    #[schemars(range(min = -1))]
-    numa_id: i32,
-}
-
-impl Default for Ds3fsOptions {
-    fn default() -> Self {
-        Self {
-            ior_entries: 1024,
-            ior_depth: 32,
-            numa_id: 0,
-        }
-    }
-}
-
 /// Options of the Mooncake store.
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -70,11 +45,6 @@ impl Default for MooncakeOptions {
             local_buffer_size: Size(1 << 30),
         }
     }
-}
-
-pub(super) fn ds3fs() -> TierKind {
-    let instead = "use UcmPosixStore (storage_backend: posix) on the mount point of 3FS";
-    TierKind::declared::<Ds3fsOptions>(StoreName::new("ds3fs", "UcmDs3fsStore", SUMMARY), instead)
 }
 
 pub(super) fn mooncake() -> TierKind {

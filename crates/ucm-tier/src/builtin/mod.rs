@@ -4,6 +4,7 @@
 
 mod compress;
 mod declared;
+mod ds3fs;
 mod memory;
 mod object;
 mod posix;
@@ -20,7 +21,7 @@ pub(crate) fn built_in() -> Vec<TierKind> {
         posix::kind(),
         memory::kind(),
         compress::kind(),
-        declared::ds3fs(),
+        ds3fs::kind(),
         declared::mooncake(),
         object::kind(),
         redis::kind(),

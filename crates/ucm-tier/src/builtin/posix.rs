@@ -9,7 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_io::Process;
+use ucm_io::{IoEngine, Process, PsyncEngine};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
@@ -28,7 +28,7 @@ use crate::spread::{Heat, MAX_ROOTS, Promotion, RootFacts, Spread, StoragePolicy
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("required" = ["storage_backends"]))]
-struct PosixOptions {
+pub(super) struct PosixOptions {
     /// the directory blocks are kept in, or several, `a:b:c` or a list: see [stores.md](stores.md#several-roots)
     #[schemars(extend(
         "aliases" = ["storage_path", "path"], "env" = ["UCM_STORAGE_PATH"], "unset" = "none given", "unit" = "path"
@@ -175,6 +175,15 @@ pub(super) fn kind() -> TierKind {
 }
 
 fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltLevel> {
+    make_over(context, &options, PsyncEngine::new)
+}
+
+/// The same over an engine of I/O for each directory; what that is told is whether it goes past the page cache.
+pub(super) fn make_over<E: IoEngine + 'static>(
+    context: &BuildContext<'_>,
+    options: &PosixOptions,
+    engine: impl Fn(bool) -> Arc<E>,
+) -> Result<BuiltLevel> {
     let directories = &options.storage_backends.0;
     if directories.is_empty() || directories.len() > MAX_ROOTS {
         let wrong = Error::new(
@@ -196,7 +205,7 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltLevel>
         options.posix_data_trans_concurrency
     } as usize;
     let facts: Vec<Arc<RootFacts>> = directories.iter().map(|_| Arc::default()).collect();
-    let spread = Arc::new(spread(&options, &facts)?);
+    let spread = Arc::new(spread(options, &facts)?);
     let (mut roots, mut pools) = (Vec::new(), Vec::new());
     for (number, directory) in directories.iter().enumerate() {
         let place = Place {
@@ -204,13 +213,13 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltLevel>
             measured: spread.wants_room() && directories.len() > 1 && options.heat(directory).is_none(),
             facts: Arc::clone(&facts[number]),
         };
-        let io = context.pool("ucm-io", threads, options.io_direct)?;
+        let io = context.pool_over(engine(options.io_direct), "ucm-io", threads)?;
         pools.push(Arc::clone(&io));
         roots.push(RootSetup {
-            config: config(context, &options, directory.clone(), place)?,
+            config: config(context, options, directory.clone(), place)?,
             // Compressed records live in segments only.
             layout: options.layout.or(codec.map(|_| LayoutKind::Segment)),
-            segments: segments(&options)?,
+            segments: segments(options)?,
             io,
         });
     }

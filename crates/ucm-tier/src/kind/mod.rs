@@ -15,7 +15,7 @@ use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_infra::Clock;
-use ucm_io::{IoOptions, IoPool};
+use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
 use ucm_record::{Algorithm, RecordLayout};
 
 use crate::backend::Backend;
@@ -61,6 +61,16 @@ impl BuildContext<'_> {
     /// Threads on which a medium is asked, so many for loads. A block that has a slot has a place in their queue too, so that
     /// an accepted dump is never refused later. `direct`: past the page cache, where they work on files.
     pub fn pool(&self, name: &'static str, threads: usize, direct: bool) -> Result<Arc<IoPool>> {
+        self.pool_over(PsyncEngine::new(direct), name, threads)
+    }
+
+    /// The same over another engine of I/O.
+    pub fn pool_over(
+        &self,
+        engine: Arc<dyn IoEngine>,
+        name: &'static str,
+        threads: usize,
+    ) -> Result<Arc<IoPool>> {
         let mut options = IoOptions {
             name,
             clock: Arc::clone(&self.clock),
@@ -69,7 +79,7 @@ impl BuildContext<'_> {
         for lane in &mut options.lanes {
             lane.capacity = lane.capacity.max(self.slots.min(ucm_infra::MAX_QUEUE));
         }
-        IoPool::psync(direct, &options)
+        IoPool::new(engine, &options)
     }
 }
 

@@ -7,17 +7,37 @@ of a CPU are no arguments here.
 
 from __future__ import annotations
 
-from ucm.sparse.kernels.dot import dot_scores, quest_scores
-from ucm.sparse.kernels.encode import hash_encode, hash_encode_query, scatter_codes
-from ucm.sparse.kernels.hamming import hamming_scores
-from ucm.sparse.kernels.select import select_blocks
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
-__all__ = [
-    "dot_scores",
-    "hamming_scores",
-    "hash_encode",
-    "hash_encode_query",
-    "quest_scores",
-    "scatter_codes",
-    "select_blocks",
-]
+import torch
+from torch import Tensor
+
+from ucm.sparse.kernels import dot, encode, hamming, select
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _launched(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
+    """The same on the GPU of its first tensor: Triton launches on the current one, which a thread that chooses beside
+    the model has not set."""
+
+    @wraps(function)
+    def there(first: Tensor, /, *rest: _P.args, **named: _P.kwargs) -> _R:
+        if first.device.type != "cuda":  # interpreted, or compiled ahead of time
+            return function(first, *rest, **named)
+        with torch.cuda.device(first.device):
+            return function(first, *rest, **named)
+
+    return there
+
+
+dot_scores = _launched(dot.dot_scores)
+hamming_scores = _launched(hamming.hamming_scores)
+hash_encode = _launched(encode.hash_encode)
+hash_encode_query = _launched(encode.hash_encode_query)
+quest_scores = _launched(dot.quest_scores)
+scatter_codes = _launched(encode.scatter_codes)
+select_blocks = _launched(select.select_blocks)

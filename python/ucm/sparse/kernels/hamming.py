@@ -105,21 +105,28 @@ def hamming_block(
 
 @triton.jit
 def count_bits(
-    queries, out, count, words, slices: tl.constexpr, BITS: tl.constexpr, QUERIES: tl.constexpr, WORDS: tl.constexpr
+    queries,
+    out,
+    count,
+    words,
+    slices,
+    BITS: tl.constexpr,
+    SLICES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Slices ``out [rows, slices, words]`` of how many of ``queries [rows, count, words]`` have each bit set. ``BITS``
     are those of a word. Programs: (a row)."""
     row = tl.program_id(0).to(tl.int64)
-    query, word = tl.arange(0, QUERIES)[:, None], tl.arange(0, WORDS)[None, :]
-    codes = tl.load(queries + (row * count + query) * words + word, mask=(query < count) & (word < words), other=0)
-    codes = codes.to(tl.uint32)
-    for number in tl.static_range(slices):
-        made = tl.zeros((WORDS,), tl.uint32)
-        for bit in range(BITS):
-            ones = tl.sum(((codes >> bit) & 1).to(tl.int32), axis=0)
-            made |= ((ones >> number) & 1).to(tl.uint32) << bit
-        to = out + (row * slices + number) * words + tl.arange(0, WORDS)
-        tl.store(to, made.to(out.dtype.element_ty), mask=tl.arange(0, WORDS) < words)
+    query, number, word = tl.arange(0, QUERIES)[:, None], tl.arange(0, SLICES)[:, None], tl.arange(0, WORDS)
+    asked = queries + (row * count + query) * words + word[None, :]
+    codes = tl.load(asked, mask=(query < count) & (word < words)[None, :], other=0).to(tl.uint32)
+    made = tl.zeros((SLICES, WORDS), tl.uint32)
+    for bit in range(BITS):
+        ones = tl.sum(((codes >> bit) & 1).to(tl.int32), axis=0)
+        made |= ((ones[None, :] >> number) & 1).to(tl.uint32) << bit
+    to = out + (row * slices + number) * words + word[None, :]
+    tl.store(to, made.to(out.dtype.element_ty), mask=(number < slices) & (word < words)[None, :])
 
 
 def hamming_scores(
@@ -190,8 +197,9 @@ def _slices(queries: Tensor, slices: int) -> Tensor:
         out,
         count,
         words,
-        slices=slices,
+        slices,
         BITS=8 * queries.element_size(),
+        SLICES=triton.next_power_of_2(slices),
         QUERIES=triton.next_power_of_2(count),
         WORDS=triton.next_power_of_2(words),
         num_warps=WARPS,

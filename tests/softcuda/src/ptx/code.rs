@@ -248,7 +248,8 @@ impl Kernel {
         &self.params
     }
 
-    /// Most threads of a block, if the kernel says so. A driver refuses to launch more; [`run`](Self::run) does not ask.
+    /// Most threads of a block, if the kernel says so. A driver refuses to launch more; [`run`](Self::run) does not
+    /// ask.
     pub fn max_threads(&self) -> Option<u32> {
         self.max_threads
     }

@@ -1,8 +1,8 @@
 //! Executes PTX: the part of it that the copy kernels (`kernels/copy.ptx`) are written in, and its near neighbours.
 //!
-//! A [`Module`] is parsed once; whatever is not understood is an error that names the line. Each [`Kernel`] in it is then
-//! a list of instructions over numbered slots, which [`Kernel::run`] executes thread by thread: every thread of a grid
-//! runs to its end before the next begins. There are no barriers and no shared memory.
+//! A [`Module`] is parsed once; whatever is not understood is an error that names the line. Each [`Kernel`] in it is
+//! then a list of instructions over numbered slots, which [`Kernel::run`] executes thread by thread: every thread of a
+//! grid runs to its end before the next begins. There are no barriers and no shared memory.
 //!
 //! Integers are what the PTX manual says of them: every operation has the width and the sign of its type, shifts clamp,
 //! and a misaligned access is a [`Fault`], as it is on a device. Memory is whatever the caller says it is: [`Memory`].

@@ -20,7 +20,7 @@ from torch import Tensor
 from ucm.integration.vllm.attention.offload import Offload
 from ucm.integration.vllm.attention.per_head import HeadRows, metadata_of
 from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of, cpu_plan
-from ucm.integration.vllm.attention.rows import SparsePlan, in_order
+from ucm.integration.vllm.attention.rows import SparsePlan, by_last_block, in_order
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.base import UcmSparseBase
 from ucm.sparse.batch import SparseBatch, SparseRow
@@ -65,6 +65,7 @@ class LayerCall:
     made: Any  # the copy of the metadata
     context: _Context
     keys: tuple[Tensor, Tensor] | None = None  # latent keys of the step
+    placed: bool = False  # blocks of its rows are elsewhere than the original says
 
 
 class SparseHost:
@@ -78,7 +79,7 @@ class SparseHost:
         self._rewriter = Rewriter()
         #: Where blocks may be elsewhere than vLLM put them.
         self.offload: Offload | None = None
-        self._rows: Sequence[SparseRow] = ()
+        self._rows: Sequence[SparseRow | None] = ()
         self._context: Any = None
         self._phase: str | None = None
         self._latent: dict[str, tuple[Tensor, Tensor]] = {}
@@ -96,13 +97,12 @@ class SparseHost:
     def begin_step(self, plan: SparsePlan, context: Any) -> None:
         """The model is about to run, with vLLM's forward context of the step; an empty step has no metadata in it."""
         self._rewriter.begin_step()
-        self._latent = {}
+        self._latent, self._rows = {}, ()
         if self.offload is not None:
             self.offload.begin_step(plan.offloaded, [*plan.given_back, *plan.finished])
         for request_id in plan.finished:
             self._call("request_finished_in_worker", None, request_id)
         batch = self._batch(plan, context)
-        self._rows = batch.rows if isinstance(batch, SparseBatch) else ()
         if self.blocks is not None:
             self.blocks.break_even_tokens = plan.break_even
         self._call("bind_sparse_metadata", None, batch)
@@ -133,6 +133,8 @@ class SparseHost:
             first = next((metadata[name] for name in self._layers if name in metadata), None) if metadata else None
             if first is not None and plan.rows:
                 rows = in_order(plan, first)
+                if self.offload is not None:  # what has left is not read, whatever becomes of the other rows
+                    self._rows = by_last_block(plan, first)
                 if rows is None:
                     throttle.warning("rows", "the rows of a step could not be told apart: it is dense")
                 batch.rows = rows or []
@@ -192,6 +194,7 @@ class SparseHost:
         dense layer: what has left is not where vLLM's table says."""
         assert self.blocks is not None
         assert self.offload is not None
+        call.placed = True
         table, lens = part.block_table, part.seq_lens
         selection = None
         try:
@@ -243,6 +246,8 @@ class SparseHost:
                 impl, call.layer, call.made, call.original, call.phase, deep=not self.selects_only
             )
         except Exception as error:
+            if call.placed:  # the original names blocks that are somebody else's by now
+                raise
             throttle.warning("metadata", "changed metadata could not be used, a layer is dense: %r", error)
         return run(metadata)
 

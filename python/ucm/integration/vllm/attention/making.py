@@ -8,6 +8,7 @@ from typing import Any
 from ucm.config import UcmConfig
 from ucm.config.sparse import ALGORITHMS, AlgorithmConfig
 from ucm.errors import ConfigError
+from ucm.integration.vllm.attention.offload import SPARE
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.config import method_of
 from ucm.sparse.factory import UcmSparseFactory
@@ -65,12 +66,14 @@ def geometry_of(spec: Any, vllm_config: Any, scale: float | None = None) -> Geom
 
 
 def bytes_beside(config: UcmConfig, spec: Any, vllm_config: Any) -> int:
-    """Bytes of one block's representation in one layer that selects."""
+    """Bytes that one block of the device costs in one layer that selects, beside its KV: its representation, and with
+    offload those of the blocks that have left."""
     kind = method_class(config)
     if not issubclass(kind, BlockSparse):
         return 0
-    method = method_of(settings_for(kind, config), geometry_of(spec, vllm_config), str(vllm_config.model_config.model))
-    return bytes_per_block(method.selector, 1)
+    settings = settings_for(kind, config)
+    method = method_of(settings, geometry_of(spec, vllm_config), str(vllm_config.model_config.model))
+    return bytes_per_block(method.selector, 1) * (1 + SPARE if settings.offload else 1)
 
 
 def set_up(

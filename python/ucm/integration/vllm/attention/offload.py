@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ucm.errors import DeadlineError, TaskError
+from ucm.errors import BusyError, DeadlineError, TaskError
 from ucm.integration.vllm.attention.rows import OffloadChange
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.batch import SparseRow
@@ -52,6 +52,31 @@ class _Request:
     def end(self) -> int:
         """The first behind them, which is where vLLM put it."""
         return self.begin + len(self.ids)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """What a row of the step is to attend to in one layer."""
+
+    place: int  # in the batch
+    request: _Request
+    residency: Residency
+    kept: list[int]  # logical blocks, ascending
+    last_tokens: int  # of the last one
+
+    @property
+    def middle(self) -> list[int]:
+        """Those that have left."""
+        return [block for block in self.kept if self.request.begin <= block < self.request.end]
+
+    def found(self, table: Tensor) -> Tensor:
+        """Device blocks of what is kept and there, in the order of the tokens; ``table`` is the row's of vLLM."""
+        request, there = self.request, self.residency.resident
+        usable = self.residency.usable(self.middle)
+        before = [block for block in self.kept if block < request.begin]
+        behind = [block for block in self.kept if block >= request.end]
+        hot = torch.tensor([request.hot[there[block]] for block in usable], dtype=table.dtype, device=table.device)
+        return torch.cat([table[before], hot, table[behind]])
 
 
 @dataclass(slots=True)
@@ -91,13 +116,26 @@ class Offload:
 
     def begin_step(self, changes: Sequence[OffloadChange], ended: Sequence[str]) -> None:
         """Blocks have left, or are about to be written to by others: before anything of the step is computed."""
+        given_back: set[int] = set()  # layers of requests that have ended, by identity
         for request_id in ended:
-            if self._requests.pop(request_id, None) is not None:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
                 self._method.request_finished_in_worker(request_id)
+                given_back.update(map(id, request.layers.values()))
+        self._deadline = self._clock() + self._bound_s
+        self._late = [each for each in self._late if not self._ended(each, given_back)]
         for change in changes:
             self._change(change)
-        self._deadline = self._clock() + self._bound_s
-        self._late = [each for each in self._late if not self._settle(each, 0.0)]
+
+    def _ended(self, loading: _Loading, given_back: set[int]) -> bool:
+        """Whether a late load has ended. Where it writes into blocks that are given to others in this step it is waited
+        for: its time is over, so no more than a copy can be under way."""
+        if not any(id(residency) in given_back for residency, _ in loading.wanted):
+            return self._settle(loading, 0.0)
+        if self._settle(loading, self._bound_s):
+            return True
+        throttle.warning("late", "a load did not end in its time, and its blocks are given to other requests")
+        return False
 
     def _change(self, change: OffloadChange) -> None:
         request = self._requests.setdefault(change.request, _Request(change.begin))
@@ -110,16 +148,16 @@ class Offload:
         for residency in request.layers.values():
             residency.capacity = len(request.hot)
 
-    def has_any(self, rows: Sequence[SparseRow]) -> bool:
+    def has_any(self, rows: Sequence[SparseRow | None]) -> bool:
         """Whether blocks of any of these have left."""
-        return bool(self._requests) and any(row.request_id in self._requests for row in rows)
+        return bool(self._requests) and any(row is not None and row.request_id in self._requests for row in rows)
 
     # Layers -----------------------------------------------------------------------------------------------------
 
     def place(
         self,
         layer: int,
-        rows: Sequence[SparseRow],
+        rows: Sequence[SparseRow | None],
         selection: Selection | None,
         original: Tensor,
         table: Tensor,
@@ -127,28 +165,29 @@ class Offload:
     ) -> None:
         """Write into ``table`` and ``lens``, which are the caller's own, what rows attend to whose blocks have left.
 
-        ``selection``: what was chosen of their blocks; a row that is not in it keeps its windows and what is there.
+        ``selection``: what was chosen of their blocks; a row that is not in it, or that it has keep all (its choice is
+        late), keeps its windows and what is there. ``rows``: None for one that no request is known of.
         ``original [rows, N]`` is vLLM's block table, which is right outside of what has left.
         """
         size = self._method.selector.geometry.block_size
         chosen = {} if selection is None else {int(row): i for i, row in enumerate(selection.rows.tolist())}
-        wanted: dict[int, list[int]] = {}
+        wanted: list[_Wanted] = []
         for place, row in enumerate(rows[: len(original)]):
-            request = self._requests.get(row.request_id)
-            if request is None:
+            request = None if row is None else self._requests.get(row.request_id)
+            if row is None or request is None:
                 continue
             blocks = -(-row.tokens // size)
+            residency = self._resident(request, layer)
             number = chosen.get(place)
-            if number is None or selection is None:
-                kept = [*range(request.begin), *self._resident(request, layer).resident, *range(request.end, blocks)]
-            else:
-                kept = selection.kept(number).tolist()
-            wanted[place] = sorted(kept)
-        self._bring(layer, rows, wanted)
-        for place, kept in wanted.items():
-            found = self._found(layer, rows[place], kept, original[place])
-            table[place, : len(found)] = found
-            lens[place] = (len(found) - 1) * size + (rows[place].tokens - 1) % size + 1
+            kept = [] if number is None or selection is None else selection.kept(number).tolist()
+            if not 0 < len(kept) < blocks:
+                kept = sorted([*range(request.begin), *residency.resident, *range(request.end, blocks)])
+            wanted.append(_Wanted(place, request, residency, kept, (row.tokens - 1) % size + 1))
+        self._bring(layer, wanted)
+        for each in wanted:
+            found = each.found(original[each.place])
+            table[each.place, : len(found)] = found
+            lens[each.place] = (len(found) - 1) * size + each.last_tokens
 
     def _resident(self, request: _Request, layer: int) -> Residency:
         if layer not in request.layers:
@@ -157,34 +196,36 @@ class Offload:
             request.predictors[layer] = Predictor(stats=self._method.stats)
         return request.layers[layer]
 
-    def _bring(self, layer: int, rows: Sequence[SparseRow], wanted: Mapping[int, list[int]]) -> None:
-        """Load what is wanted and not there, of all rows at once, and wait for it."""
+    def _bring(self, layer: int, wanted: Sequence[_Wanted]) -> None:
+        """Load what is wanted and not there, of all rows at once, and wait for it. What does not come before the step's
+        time is over is left out, and so is what had no time at all."""
         ids: list[bytes] = []
         targets: list[int] = []
         loads: list[tuple[Residency, int]] = []
-        for place, kept in wanted.items():
-            request = self._requests[rows[place].request_id]
-            middle = [block for block in kept if request.begin <= block < request.end]
-            residency = self._resident(request, layer)
+        for each in wanted:
+            request, middle = each.request, each.middle
             request.predictors[layer].record(middle)
-            for block, slot in residency.want(middle):
+            for block, slot in each.residency.want(middle):
                 ids.append(request.ids[block - request.begin])
                 targets.append(request.hot[slot])
-                loads.append((residency, block))
+                loads.append((each.residency, block))
         if not loads:
             return
-        store = self._store()
-        try:
-            task = store.load_layer(self._places[layer], ids, np.array(targets, dtype=np.int64), self._bound_s)
-        except Exception as error:
-            throttle.warning("hot blocks", "blocks could not be loaded, and are left out: %r", error)
+        store, left = self._store(), self._deadline - self._clock()
+        task = None
+        if store is not None and left > 0:
+            try:
+                task = store.load_layer(self._places[layer], ids, np.array(targets, dtype=np.int64), left)
+            except Exception as error:
+                throttle.warning("hot blocks", "blocks could not be loaded, and are left out: %r", error)
+        if task is None:
             for residency, block in loads:
                 residency.failed(block)
             return
         loading = _Loading(task, store, loads)
-        if not self._settle(loading, max(0.0, self._deadline - self._clock())):
+        if not self._settle(loading, left):
             self._late.append(loading)
-        self._foresee(store, layer, rows, wanted)
+        self._foresee(store, layer, wanted)
 
     def _settle(self, loading: _Loading, seconds: float) -> bool:
         """Wait so long for a load, and note what it brought; False: it has not ended."""
@@ -193,10 +234,10 @@ class Offload:
             if seconds <= 0 and not loading.store.check(loading.task):
                 return False
             loading.store.wait(loading.task, max(seconds, 0.001))
-        except DeadlineError:
-            return False
         except TaskError as error:
             failed = set(error.failures) or set(range(len(loading.wanted)))
+        except (DeadlineError, BusyError):  # it has not ended
+            return False
         except Exception as error:
             throttle.warning("hot blocks", "blocks could not be loaded, and are left out: %r", error)
             failed = set(range(len(loading.wanted)))
@@ -207,30 +248,18 @@ class Offload:
                 residency.arrived(block)
         return True
 
-    def _foresee(self, store: Any, layer: int, rows: Sequence[SparseRow], wanted: Mapping[int, list[int]]) -> None:
+    def _foresee(self, store: Any, layer: int, wanted: Sequence[_Wanted]) -> None:
         """Have the store bring up what will likely be chosen next: a hint."""
         if not self._method.settings.prefetch_enabled:
             return
-        for place in wanted:
-            request = self._requests[rows[place].request_id]
-            there = request.layers[layer].resident
+        for each in wanted:
+            request, there = each.request, each.residency.resident
             likely = [block for block in request.predictors[layer].predict() if block not in there]
             if likely:
                 try:
                     store.prefetch([request.ids[block - request.begin] for block in likely], "next_batch")
                 except Exception as error:
                     throttle.warning("hints", "the store could not be told what will be used: %r", error)
-
-    def _found(self, layer: int, row: SparseRow, kept: list[int], table: Tensor) -> Tensor:
-        """Device blocks of what is kept and there, in the order of the tokens."""
-        request = self._requests[row.request_id]
-        residency = request.layers[layer]
-        there = residency.resident
-        usable = residency.usable([block for block in kept if request.begin <= block < request.end])
-        before = [block for block in kept if block < request.begin]
-        behind = [block for block in kept if block >= request.end]
-        hot = torch.tensor([request.hot[there[block]] for block in usable], dtype=table.dtype, device=table.device)
-        return torch.cat([table[before], hot, table[behind]])
 
     def held(self) -> dict[str, int]:
         """Hot blocks of each request."""

@@ -53,10 +53,14 @@ class SparsePlan:
 
 def in_order(plan: SparsePlan, metadata: Any) -> list[SparseRow] | None:
     """The rows of a step in the order of its attention metadata; None where a row has no request of the plan."""
+    found = [row for row in by_last_block(plan, metadata) if row is not None]
+    return found if len(found) == len(plan.rows) == len(set(plan.last_blocks)) else None
+
+
+def by_last_block(plan: SparsePlan, metadata: Any) -> list[SparseRow | None]:
+    """The row of each place of the batch, None where it has no request of the plan."""
     known = dict(zip(plan.last_blocks, plan.rows, strict=True))
-    rows = [known.get(block) for block in last_blocks(metadata, plan.block_tokens, len(plan.rows))]
-    found = [row for row in rows if row is not None]
-    return found if len(found) == len(plan.rows) == len(known) else None
+    return [known.get(block) for block in last_blocks(metadata, plan.block_tokens, len(plan.rows))]
 
 
 def last_blocks(metadata: Any, block_tokens: int, rows: int) -> Sequence[int]:

@@ -117,15 +117,15 @@ class SparseManager(FullAttentionManager):
         blocks[leaving.start : leaving.stop] = [self._null_block] * len(leaving)
         self.block_pool.free_blocks(reversed(gone))
 
-    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Blocks for new tokens, and hot ones that are still to be given."""
-        needed: int = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
-        return needed + self._hot_missing(request_id)
+        needed: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        return needed + self._hot_missing(request_id, num_tokens)
 
-    def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """Blocks for new tokens; hot ones are not among them, for the workers' block tables do not have them."""
-        new: list[KVCacheBlock] = super().allocate_new_blocks(request_id, *args, **kwargs)
-        missing = self._hot_missing(request_id)
+        new: list[KVCacheBlock] = super().allocate_new_blocks(request_id, num_tokens, *args, **kwargs)
+        missing = self._hot_missing(request_id, num_tokens)
         if missing > 0 and self.offload is not None:
             hot = self.block_pool.get_new_blocks(missing)
             self._hot.setdefault(request_id, []).extend(hot)
@@ -139,10 +139,10 @@ class SparseManager(FullAttentionManager):
             self.offload.gave_back(request_id)
         return [*self._hot.pop(request_id, ()), *blocks]
 
-    def _hot_missing(self, request_id: str) -> int:
+    def _hot_missing(self, request_id: str, num_tokens: int) -> int:
         if self.offload is None:
             return 0
-        return max(0, self.offload.hot(request_id) - len(self._hot.get(request_id, ())))
+        return max(0, self.offload.hot(request_id, num_tokens) - len(self._hot.get(request_id, ())))
 
 
 KVCacheSpecRegistry._ensure_registered()  # it registers vLLM's own only where nothing is registered yet

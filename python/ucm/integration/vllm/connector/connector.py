@@ -61,6 +61,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its keys."""
 
     _exports_metrics = True
+    # Sparse attention, where it is configured.
+    _sparse_scheduler: SparseScheduler | None = None
+    _sparse_worker: SparseWorker | None = None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Reads the configuration; raises :class:`~ucm.errors.ConfigError` when it is wrong."""
@@ -72,8 +75,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._exports_metrics = config.metrics.enabled
         self._scheduler: UCMConnectorScheduler | None = None
         self._worker: UCMConnectorWorker | None = None
-        self._sparse_scheduler: SparseScheduler | None = None
-        self._sparse_worker: SparseWorker | None = None
         if config.enabled and config.sparse.enabled:
             self._make_sparse(config, vllm_config, role, kv_cache_config)
         self._off: MissReason | None = None

@@ -16,8 +16,8 @@ fn run(body: &str, params: [u64; 3], block: [u32; 3], memory: Vec<u8>) -> Result
     Ok(ram.bytes.into_inner().unwrap())
 }
 
-/// The result of one instruction. It reads `%rd1` to `%rd3`, or the low bits of the same numbers in `%r1`, `%rs1` and so
-/// on, or in `%p1` to `%p3` whether they are not zero, and writes register 0 of some kind.
+/// The result of one instruction. It reads `%rd1` to `%rd3`, or the low bits of the same numbers in `%r1`, `%rs1` and
+/// so on, or in `%p1` to `%p3` whether they are not zero, and writes register 0 of some kind.
 fn value(instruction: &str, inputs: [u64; 3]) -> u64 {
     let mut body = String::new();
     for (i, input) in (1..).zip(inputs) {

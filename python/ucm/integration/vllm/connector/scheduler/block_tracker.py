@@ -40,7 +40,8 @@ class BlockTracker:
 
     def is_stored(self, key: bytes) -> bool:
         """Whether every rank has this block in the store, as far as is known, and none refused it."""
-        return key in self._present and key not in self._refused and key not in self._newer
+        there = key in self._present and key not in self._refused and key not in self._newer
+        return there and key not in self._writing  # what is written again is still to be read from the device
 
     def is_writing(self, key: bytes) -> bool:
         """Whether a job is writing this block."""

@@ -56,6 +56,8 @@ class OffloadPlanner:
         self._free = spare
         policy = method.policy_of_blocks(block_tokens)
         self._init, self._local, self._budget = policy.init, policy.local, policy.budget
+        # What was in the last window when a choice was made is kept until the next one is used.
+        self._local_until_chosen = policy.local + -(-(policy.stride - 1 + policy.lag) // block_tokens)
         self._states: dict[str, _State] = {}
         self._changes: dict[str, OffloadChange] = {}
         self._given_back: list[str] = []
@@ -79,7 +81,7 @@ class OffloadPlanner:
             return nothing
         begin = self._init if state is None else state.end
         blocks = -(-(processed + 1) // size)
-        upto = min(blocks - self._local, held - self._local)
+        upto = min(blocks, held) - self._local_until_chosen
         if upto <= begin:
             return nothing
         keys = self.stored(request)
@@ -100,15 +102,13 @@ class OffloadPlanner:
         change.blocks = np.concatenate([change.blocks, np.array(blocks, dtype=np.int64)])
         change.keys += join_keys(self.stored(request)[leaving.start : leaving.stop])
 
-    def hot(self, request_id: str) -> int:
-        """How many hot blocks a request is to have by now."""
+    def hot(self, request_id: str, tokens: int) -> int:
+        """How many hot blocks a request is to have in a step after which it has so many tokens."""
         state = self._states.get(request_id)
         if state is None:
             return 0
-        request = self._requests.get(request_id)
-        if request is not None:
-            wanted = self._budget(-(-request.num_tokens // self._block_tokens))
-            state.hot = max(state.hot, min(wanted, state.end - self._init))
+        wanted = self._budget(-(-tokens // self._block_tokens))
+        state.hot = max(state.hot, min(wanted, state.end - self._init))
         return state.hot
 
     def given(self, request_id: str, blocks: Sequence[int]) -> None:

@@ -45,7 +45,6 @@ class RequestTracker:
         "lookup",
         "preemptions",
         "private_at",
-        "private_salt",
         "ran_from",
         "reason",
         "request",
@@ -66,7 +65,6 @@ class RequestTracker:
         self.cursor = 0  # blocks before it were offered, or are in the store
         self.stored = 0  # blocks before it are in the store, on every rank
         self.private_at: int | None = None  # ordinal of the first key that no other request can have
-        self.private_salt = os.urandom(16)
         #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
         self.confirming: tuple[int, float] | None = None
         self.audit_decided = False  # whether this hit is audited was decided
@@ -159,12 +157,11 @@ class RequestTracker:
         return min(upto, len(self.keys))
 
     def _parents(self, private_from: int | None) -> list[bytes]:
-        """The keys that further ones are chained to; where these begin to be private, to one that is nobody's."""
+        """The keys that further ones are chained to; where these begin to be private, the last is drawn by lot."""
         if private_from is None or len(self.keys) != private_from or not self.keys:
             return self.keys
         self.private_at = private_from
-        salted = bytes(a ^ b for a, b in zip(self.keys[-1], self.private_salt, strict=True))
-        return [*self.keys[:-1], salted]
+        return [*self.keys[:-1], os.urandom(len(self.keys[-1]))]
 
     def stored_keys(self, block_tracker: BlockTracker) -> Sequence[bytes]:
         """Keys of its first blocks that every rank has stored."""

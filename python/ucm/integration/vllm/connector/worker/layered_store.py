@@ -1,4 +1,4 @@
-"""A store whose blocks are moved one layer at a time, for whoever needs a block in one layer and not in the others.
+"""A store whose blocks are moved one layer at a time, for offload, which loads a block in one layer and not in others.
 
 It is opened with one shard for each layer. Blocks are dumped and loaded whole as before, their layers as rows of one
 task; what is written is the same record. Besides, one layer of some blocks can be loaded alone, which reads no others.
@@ -32,6 +32,11 @@ class LayeredStore:
     """Stands before a store that was opened with ``shard_size`` of one layer; everything else is that store's."""
 
     def __init__(self, store: UcmKVStoreBaseV1, layout: KVLayout) -> None:
+        """Raises :class:`~ucm.errors.UnsupportedError` for a store whose loads cannot be bounded by a step."""
+        if not store.takes_load_timeout:
+            raise UnsupportedError(
+                "offload needs a store whose loads end within a time that it is given (takes_load_timeout)"
+            )
         self._store, self._layout = store, layout
         self._count = len(layout.layers)
 
@@ -79,7 +84,7 @@ class LayeredStore:
 
     def _load(self, rows: Sequence[bytes], shards: Sequence[int], addresses: Any, timeout: float | None) -> _Task:
         addresses = np.ascontiguousarray(addresses)
-        if timeout is not None and self._store.takes_load_timeout:
+        if timeout is not None:
             task: Task = self._store.load_data(rows, shards, addresses, timeout=timeout)  # type: ignore[call-arg]
         else:
             task = self._store.load_data(rows, shards, addresses)

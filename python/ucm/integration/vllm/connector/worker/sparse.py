@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 #: Backends whose pages can be read with a block table for each KV head: a page is one head after the other.
 _PER_HEAD = ("CPU_ATTN",)
 
+#: Keys of ucm.sparse.prefetch.PrefetchEngine, for engines of a user's own.
+_OF_OWN_ENGINES = {"prefetch_ahead", "prefetch_workers", "max_pending_prefetch", "prefetch_cache_size"}
+
 
 class SparseWorker:
     """One rank's method and what it needs."""
@@ -117,8 +120,18 @@ class SparseWorker:
                 f"offload: {len(dense)} layers attend to all blocks ({dense[0]}, ...), so none can leave the device; "
                 "write `dense_layers: []`, or leave `offload` out"
             )
-        if method.policy.heads == "kv" or method.policy.min_concurrency > 1:
-            raise ConfigError("offload needs `heads: shared` and `min_concurrency: 1`")
+        if method.policy.heads == "kv" or method.policy.min_concurrency > 1 or method.settings.measure_recall:
+            raise ConfigError("offload needs `heads: shared`, `min_concurrency: 1` and `measure_recall: false`")
+        if not type(method).attention_begin.__module__.startswith("ucm.sparse."):
+            raise ConfigError(
+                f"offload: {type(method).__name__} has an attention_begin of its own, which would be given blocks that "
+                "have left the device; leave `offload` out"
+            )
+        if idle := sorted(_OF_OWN_ENGINES & method.settings.model_fields_set):
+            logger.warning(
+                "sparse attention: %s do nothing under vLLM: the store's own queue brings up what is foreseen",
+                ", ".join(idle),
+            )
         layout = KVLayout(caches, names)
         layer_bytes(layout)
         places = {method.layer_number(name): place for place, name in enumerate(layout.names)}

@@ -190,6 +190,8 @@ class UCMConnectorWorker:
                 store = make(config)
                 try:
                     store.register_kv(layout)
+                    # It does all that a store does, as far as this half asks for it.
+                    served: Any = LayeredStore(store, layout) if by_layer else store
                 except BaseException:
                     store.close()
                     raise
@@ -203,8 +205,7 @@ class UCMConnectorWorker:
                 self._unavailable = (attempt, why)
                 store.close()
                 return
-            # It does all that a store does, as far as this half asks for it.
-            self._opened = (attempt, LayeredStore(store, layout) if by_layer else store)  # type: ignore[assignment]
+            self._opened = (attempt, served)
             if self._closed or attempt != self._attempt:
                 store.close()
 

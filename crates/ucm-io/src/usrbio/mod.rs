@@ -1,0 +1,260 @@
+//! Slots to and from 3FS by USRBIO, its way past FUSE: operations go in batches through rings in memory that its daemon
+//! shares, and the bytes by RDMA into registered memory.
+//!
+//! 3FS's client library is loaded when a root is probed, and only what lies on 3FS goes this way: file names, lengths and
+//! everything else stay system calls on its mount. Where there is no such library, no 3FS or no ring, reads and writes are
+//! plain ones, and the probe says why ([`Probe::rings`](crate::Probe)).
+//!
+//! A thread that waits for a ring is like one in a system call: it comes back when all of its operations have ended, however
+//! long that takes, and is written off meanwhile by those who keep the time. So no late byte meets memory that is somebody
+//! else's.
+
+mod abi;
+mod ring;
+
+use std::ffi::{CStr, CString, OsString};
+use std::fmt;
+use std::io::IoSliceMut;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::OnceLock;
+
+use parking_lot::Mutex;
+use rustix::io::Errno;
+
+use abi::Library;
+use ring::Ring;
+
+/// Most rings for reads, and as many for writes; a thread that finds none free makes a plain system call.
+const MOST_RINGS: usize = 32;
+
+/// How 3FS is used.
+#[derive(Debug, Clone)]
+pub struct UsrbioOptions {
+    /// 3FS's client library, by its name or path.
+    pub library: OsString,
+    /// Entries of a ring, at least 1.
+    pub entries: u32,
+    /// Operations that 3FS's daemon begins together at most, whatever the sign; 0: as many as there are. The library
+    /// takes a positive number for batches of exactly so many, which a smaller one would wait for without end, so it is
+    /// handed over with a minus.
+    pub depth: i32,
+    /// The node that the memory is taken from; negative: any.
+    pub numa: i32,
+}
+
+impl Default for UsrbioOptions {
+    fn default() -> Self {
+        Self {
+            library: "libhf3fs_api_shared.so".into(),
+            entries: 1024,
+            depth: -32,
+            numa: 0,
+        }
+    }
+}
+
+/// The rings of one engine.
+pub(crate) struct Rings {
+    options: UsrbioOptions,
+    library: OnceLock<Arc<Library>>,
+    /// The mount point, once a probe found that rings work there.
+    mount: Mutex<Option<Arc<CStr>>>,
+    /// For writes and for reads.
+    pools: [Pool; 2],
+}
+
+/// Rings that go one way.
+#[derive(Default)]
+struct Pool {
+    state: Mutex<PoolState>,
+}
+
+#[derive(Default)]
+struct PoolState {
+    free: Vec<Ring>,
+    /// Those that there are, in use or not, and those that are broken.
+    count: usize,
+}
+
+impl fmt::Debug for Rings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rings")
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Rings {
+    pub(crate) fn new(options: UsrbioOptions) -> Arc<Self> {
+        Arc::new(Self {
+            options,
+            library: OnceLock::new(),
+            mount: Mutex::default(),
+            pools: Default::default(),
+        })
+    }
+
+    /// Whether rings can be used on the file system of this open file, which lies in this directory: why not, in words. It
+    /// counts from then on.
+    pub(crate) fn look(&self, dir: &Path, fd: &OwnedFd) -> Result<(), String> {
+        self.give_up();
+        let library = self.load()?;
+        if !library.is_on_3fs(fd.as_raw_fd()) {
+            return Err("this is no mount of 3FS".to_owned());
+        }
+        let path = CString::new(dir.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
+        let mount = library
+            .mount_point(&path)
+            .ok_or("3FS's library finds no mount point above it")?;
+        let mount: Arc<CStr> = mount.into();
+        for for_read in [false, true] {
+            let ring = Ring::new(&library, &mount, &self.options, for_read);
+            let ring = ring.map_err(|errno| format!("no ring could be made: {errno}"))?;
+            self.pools[usize::from(for_read)].add(ring);
+        }
+        *self.mount.lock() = Some(mount);
+        Ok(())
+    }
+
+    /// Uses no ring from now on.
+    pub(crate) fn give_up(&self) {
+        *self.mount.lock() = None;
+        for pool in &self.pools {
+            let free = {
+                let mut state = pool.state.lock();
+                state.count -= state.free.len();
+                std::mem::take(&mut state.free)
+            };
+            drop(free); // with no lock held
+        }
+    }
+
+    /// Whether this is the mount that counts now, and no earlier one at the same place.
+    fn is_current(&self, mount: &Arc<CStr>) -> bool {
+        self.mount
+            .lock()
+            .as_ref()
+            .is_some_and(|now| Arc::ptr_eq(now, mount))
+    }
+
+    fn load(&self) -> Result<Arc<Library>, String> {
+        if let Some(library) = self.library.get() {
+            return Ok(Arc::clone(library));
+        }
+        let loaded = Arc::new(Library::load(&self.options.library)?);
+        Ok(Arc::clone(self.library.get_or_init(|| loaded)))
+    }
+
+    /// Lets rings use an open file; none where it is read and written by plain calls.
+    pub(crate) fn register(self: &Arc<Self>, fd: &OwnedFd) -> Option<RingFile> {
+        let mount = self.mount.lock().clone()?;
+        let library = self.library.get()?;
+        let fd = fd.as_raw_fd();
+        library.register(fd).then(|| RingFile {
+            rings: Arc::clone(self),
+            library: Arc::clone(library),
+            mount,
+            fd,
+        })
+    }
+
+    /// Does something with a ring of this kind; none where there is none to be had.
+    fn with_ring<T>(
+        &self,
+        library: &Arc<Library>,
+        mount: &Arc<CStr>,
+        for_read: bool,
+        work: impl FnOnce(&mut Ring) -> rustix::io::Result<T>,
+    ) -> Option<rustix::io::Result<T>> {
+        let pool = &self.pools[usize::from(for_read)];
+        if !self.is_current(mount) {
+            return None;
+        }
+        let mut ring = match pool.take()? {
+            Some(ring) => ring,
+            None => match Ring::new(library, mount, &self.options, for_read) {
+                Ok(ring) => ring,
+                Err(_) => {
+                    pool.state.lock().count -= 1;
+                    return None;
+                }
+            },
+        };
+        let result = work(&mut ring);
+        // One that is broken is dropped, which leaves its memory alone, and goes on counting.
+        if !ring.is_broken() {
+            let mut state = pool.state.lock();
+            if self.is_current(mount) {
+                state.free.push(ring);
+            } else {
+                state.count -= 1; // of a mount that was left meanwhile
+            }
+        }
+        Some(result)
+    }
+}
+
+impl Pool {
+    fn add(&self, ring: Ring) {
+        let mut state = self.state.lock();
+        if state.count < MOST_RINGS {
+            state.count += 1;
+            state.free.push(ring);
+        }
+    }
+
+    /// A ring, or leave to make one; none where there are too many.
+    fn take(&self) -> Option<Option<Ring>> {
+        let mut state = self.state.lock();
+        if let Some(ring) = state.free.pop() {
+            return Some(Some(ring));
+        }
+        (state.count < MOST_RINGS).then(|| {
+            state.count += 1;
+            None
+        })
+    }
+}
+
+/// An open file that rings may use. It goes before the file is closed: the library knows files by their numbers, and takes no
+/// other of the same number until then.
+pub(crate) struct RingFile {
+    rings: Arc<Rings>,
+    library: Arc<Library>,
+    mount: Arc<CStr>,
+    fd: RawFd,
+}
+
+impl fmt::Debug for RingFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RingFile")
+            .field("fd", &self.fd)
+            .finish_non_exhaustive()
+    }
+}
+
+impl RingFile {
+    /// As preadv(2); none where a plain call has to do.
+    pub(crate) fn read(&self, bufs: &mut [IoSliceMut<'_>], at: u64) -> Option<rustix::io::Result<usize>> {
+        let read = |ring: &mut Ring| ring.read(self.fd, bufs, at);
+        self.rings.with_ring(&self.library, &self.mount, true, read)
+    }
+
+    /// As pwrite(2); none where a plain call has to do.
+    pub(crate) fn write(&self, bytes: &[u8], at: u64) -> Option<rustix::io::Result<usize>> {
+        if at > i64::MAX as u64 {
+            return Some(Err(Errno::INVAL));
+        }
+        let write = |ring: &mut Ring| ring.write(self.fd, bytes, at);
+        self.rings.with_ring(&self.library, &self.mount, false, write)
+    }
+}
+
+impl Drop for RingFile {
+    fn drop(&mut self) {
+        self.library.deregister(self.fd);
+    }
+}

@@ -1,0 +1,101 @@
+"""The store on 3FS, over its client library in software (``tests/soft3fs``)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blocks import BLOCK, PIECES, Memory, ids
+
+from ucm.config import load
+from ucm.errors import ConfigError
+from ucm.store import UcmConnectorFactoryV1
+from ucm.store.ds3fs.connector import UcmDs3fsStore
+from ucm.store.posix import UcmPosixStore
+
+Open = Callable[..., UcmPosixStore]
+COUNT = 4
+
+
+@pytest.fixture
+def library() -> str:
+    """Where the library is, which ``make`` builds."""
+    path = os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libsoft3fs.so")
+    if not os.path.exists(path):
+        pytest.fail(f"{path} is missing: cargo build -p soft3fs")
+    return os.path.abspath(path)
+
+
+@pytest.fixture
+def opened(common: dict[str, Any], tmp_path: Path, library: str) -> Iterator[Open]:
+    """Opens a store on a directory that counts as 3FS; closes what the test left open."""
+    stores: list[UcmPosixStore] = []
+    (tmp_path / "mount" / "3fs-virt").mkdir(parents=True)
+
+    def make(name: str = "UcmDs3fsStore", **keys: Any) -> UcmPosixStore:
+        root = str(tmp_path / "mount" / "root")
+        written = {"ucm_connector_name": name, "storage_backends": root, "hf3fs_library": library, **keys}
+        config = load(written, {})
+        shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "identity": str(tmp_path)}
+        told = config.store_config() | shape | {"deadlines": common["deadlines"]}
+        store = UcmConnectorFactoryV1.create_connector(config.ucm_connector_name, told)
+        assert isinstance(store, UcmPosixStore)
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def operations(library: str) -> int:
+    """Reads and writes that went through rings in this process."""
+    calls = ctypes.CDLL(library).soft3fs_calls
+    calls.restype = ctypes.c_uint64
+    return int(calls(b"read")) + int(calls(b"write"))
+
+
+def check(store: UcmPosixStore) -> None:
+    source, target = Memory(COUNT), Memory(COUNT, fill=0)
+    store.wait(store.dump_data(ids(COUNT), [0] * COUNT, source.rows(*range(COUNT))))
+    assert store.lookup(ids(COUNT)) == [True] * COUNT
+    store.wait(store.load_data(ids(COUNT), [0] * COUNT, target.rows(*range(COUNT))))
+    assert all(source.equals(target, block) for block in range(COUNT))
+
+
+@pytest.mark.parametrize("layout", ["file", "segment"])
+def test_blocks_go_through_rings(opened: Open, library: str, layout: str) -> None:
+    store = opened(layout=layout)
+    assert isinstance(store, UcmDs3fsStore)
+    before = operations(library)
+    check(store)
+    assert operations(library) >= before + 2
+
+
+def test_a_pipeline_over_it(opened: Open, library: str) -> None:
+    before = operations(library)
+    check(opened("UcmPipelineStore", store_pipeline="Cache|Ds3fs", cache_size="1MiB"))
+    assert operations(library) > before
+
+
+def test_without_3fs_blocks_go_through_the_mount_and_that_is_said_once(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ucm.store.posix"):
+        check(opened(hf3fs_library="/no/such/library.so"))
+    said = [record.getMessage() for record in caplog.records if "without the rings of 3FS" in record.getMessage()]
+    assert len(said) == 1 and "/no/such/library.so cannot be" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [({"ior_entries": 0}, "ior_entries"), ({"ior_dept": 4}, "ior_depth"), ({"numa_id": -2}, "numa_id")],
+)
+def test_refusals(opened: Open, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        opened(**keys)
