@@ -182,7 +182,7 @@ def table(runs: list[Figures]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     lines = ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  " + "-" * (len(lines[0]) - 2))
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 if __name__ == "__main__":
