@@ -125,8 +125,8 @@ loom: ## every interleaving of what was written here with atomics
 
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
-test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines beside them
 test-py: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
+test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines beside them
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build/test-engines.log "$(MAKE) test-without-engines" "$(MAKE) test-engines"
 
