@@ -15,7 +15,7 @@ WHEEL ?=
 
 # Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
 DEVICE ?= host
-# What its blocks are kept in: posix, a directory, or nfs, a share that two hosts mount.
+# What its blocks are kept in: posix, a directory, nfs, a share that two hosts mount, redis, a Redis server, or s3, a bucket.
 STORE ?= posix
 # An algorithm of sparse attention to show instead: gsa_on_device, esa, gsa, kvstar, quest, infllm.
 SPARSE ?=
@@ -67,7 +67,7 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, or SPARSE=NAME)
+demo: $(RUN_ENV) $(if $(filter redis,$(STORE)),servers) $(if $(filter s3,$(STORE)),servers-long) ## one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, or SPARSE=NAME)
 ifneq ($(SPARSE),)
 	@$(RUN_BIN)/python demo/sparse.py $(SPARSE)
 else
@@ -105,7 +105,7 @@ COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segmen
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 comma := ,
 
-test-rust: ## unit, property and documentation tests of the crates
+test-rust: servers ## unit, property and documentation tests of the crates
 ifneq ($(NEXTEST),)
 	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
 	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=zstd UCM_TEST_LAYOUT=segment \
@@ -126,7 +126,7 @@ loom: ## every interleaving of what was written here with atomics
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-py: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
-test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines beside them
+test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines beside them
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build/test-engines.log "$(MAKE) test-without-engines" "$(MAKE) test-engines"
 
@@ -136,7 +136,7 @@ test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
-		--ignore tests/triton --ignore tests/mooncake
+		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
 	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
@@ -146,7 +146,8 @@ test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine o
 .PHONY: test-engines
 test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that do, one at a time
-	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
+	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py \
+		tests/remote/test_engine.py
 
 # Mooncake's client brings threads and a runtime of its own into the process that loads it, so these have one to themselves.
 .PHONY: test-mooncake
@@ -161,7 +162,7 @@ test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core bu
 		$(STAGE) "pytest kinds" $(BIN)/python -m pytest --quiet tests/kinds
 
 .PHONY: test-long
-test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.md), and the store over all columns
+test-long: $(RUN_ENV) servers-long ## the trust matrix, long (its table goes to build/trust.md), and the store over all columns
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
 	@$(call over_device,cuda,segment$(comma)none); $(call over_device,cuda,file$(comma)memory)
@@ -170,6 +171,9 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 		--test policy --test properties
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
+	@UCM_TEST_LONG=1 $(STAGE) "the store over objects" cargo test --locked --quiet -p ucm-store \
+		--test object --test rules --test model
+	@UCM_TEST_LONG=1 $(STAGE) "stores of the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
 	@UCM_TEST_LONG=1 $(STAGE) "offload on both runners, and examples" $(RUN_BIN)/python -m pytest \
@@ -273,6 +277,26 @@ $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 	@VIRTUAL_ENV=$(abspath $(VENV)) PATH="$(abspath .tools/bin):$$PATH" \
 		$(STAGE) "build ucm._core" $(COMMIT) $(BIN)/maturin develop --quiet --uv --release --locked
 	@touch $@
+
+# --- servers -------------------------------------------------------------------------------------------------------
+
+# What stores of the network are tested on and shown with. redis-server and openssl are packages of Debian, installed
+# where that is allowed; moto is among what testing needs in Python. s3s-fs, which keeps what it has over a restart, is built
+# once, apart from everything of ours; that takes minutes, so that only make test-long and make demo STORE=s3 do it.
+S3S_FS := .tools/bin/s3s-fs
+.PHONY: servers servers-long
+servers-long: servers $(S3S_FS) ## those, and the S3 server that make test-long needs besides
+servers: ## the servers that stores of the network are tested on
+	@for program in redis-server openssl; do command -v $$program > /dev/null || missing="$${missing:-} $$program"; done; \
+	if [ -z "$${missing:-}" ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    $(STAGE) "install$$missing" env DEBIAN_FRONTEND=noninteractive bash -c \
+	        "apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends $$missing"; \
+	else echo "not there:$$missing; tests that need it are skipped (apt-get install$$missing)"; fi
+
+$(S3S_FS): | .tools/.stamp-uv
+	@$(STAGE) "build s3s-fs" env CARGO_TARGET_DIR=target/servers CARGO_PROFILE_DEV_OPT_LEVEL=1 \
+		cargo install --quiet --debug --locked --root .tools s3s-fs@0.14.1 --features binary
 
 # --- environments --------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@
 2. warm: a new process finds the blocks and loads them instead of computing.
 3. one byte of one stored block is flipped; the blocks before it are loaded, it is refused, computed again and replaced.
 
-With ``--store nfs`` the store is a share that two hosts mount, each over a client of the tests. With ``--device
+With ``--store nfs`` the store is a share that two hosts mount, each over a client of the tests. With ``--store redis``
+or ``s3`` it is on a server that the demo starts, and the third engine comes after that was killed and started again
+instead: what it kept is loaded. With ``--device
 softcuda`` the KV counts as the memory of a GPU, and every block goes there and back through the software driver of the
 tests: its streams, its events and the kernels that it interprets.
 
@@ -19,6 +21,7 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 from typing import Any
 
@@ -26,7 +29,7 @@ import model
 import report
 from process import DemoError, Progress, run_engine
 from store_files import StoreFiles, flip_byte, verdict
-from stores import STORES, Place
+from stores import STORES, Place, Service
 
 BLOCK_SIZE = 32
 PROMPT_TOKENS = 125 * BLOCK_SIZE + 5
@@ -50,7 +53,8 @@ def main() -> int:
         shutil.rmtree(out / "store", ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         with STORES[options.store](out) as place:
-            runs, checks = demo(out, place, device(options.driver if options.device == "softcuda" else None))
+            where = device(options.driver if options.device == "softcuda" else None)
+            runs, checks = over_server(out, place, where) if isinstance(place, Service) else demo(out, place, where)
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
@@ -59,7 +63,7 @@ def main() -> int:
     print(f"\n{report.table(runs)}\n")
     for text, kept in checks:
         print(f"  [{'ok' if kept else 'BROKEN'}] {text}")
-    print(f"\n  timings: {picture}    block files: {out / 'store'}    logs: {out}/*.log")
+    print(f"\n  timings: {picture}    store: {out / 'store'}    logs: {out}/*.log")
     return 0 if all(kept for _, kept in checks) else 1
 
 
@@ -79,21 +83,8 @@ def device(driver: pathlib.Path | None) -> dict[str, Any]:
 
 def demo(out: pathlib.Path, place: Place, device: dict[str, Any]) -> tuple[list[report.Run], list[tuple[str, bool]]]:
     """The three runs and what must hold of them."""
-    progress = Progress()
-    print(f"ucm {importlib.metadata.version('ucm-kv')}, vLLM {_vllm_version()}, {_model_line()}")
     root = place.files
-    progress.line("store", place.words)
-    size = model.write(out / "model")
-    progress.line("model", f"{size / 1e6:.0f} MB of random weights in {out / 'model'}")
-    job = {
-        "model": str((out / "model").resolve()),
-        "block_size": BLOCK_SIZE,
-        "prompt": model.prompt(PROMPT_TOKENS),
-        "warm_up": model.prompt(BLOCK_SIZE // 4),
-        "max_tokens": OUTPUT_TOKENS,
-        "device": device,
-    }
-
+    progress, job = begin(out, place, device)
     empty = StoreFiles(root)
     cold_answer = run_engine("cold", job | {"store": place.config["cold"]}, out, progress)
     after_cold = StoreFiles(root)
@@ -139,6 +130,82 @@ def demo(out: pathlib.Path, place: Place, device: dict[str, Any]) -> tuple[list[
         ),
         ("all three outputs are identical", report.identical(runs)),
     ]
+
+
+def begin(out: pathlib.Path, place: Place | Service, device: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
+    """What all runs have in common: what shows where they are, and the job of each but for its store."""
+    progress = Progress()
+    print(f"ucm {importlib.metadata.version('ucm-kv')}, vLLM {_vllm_version()}, {_model_line()}")
+    progress.line("store", place.words)
+    size = model.write(out / "model")
+    progress.line("model", f"{size / 1e6:.0f} MB of random weights in {out / 'model'}")
+    return progress, {
+        "model": str((out / "model").resolve()),
+        "block_size": BLOCK_SIZE,
+        "prompt": model.prompt(PROMPT_TOKENS),
+        "warm_up": model.prompt(BLOCK_SIZE // 4),
+        "max_tokens": OUTPUT_TOKENS,
+        "device": device,
+    }
+
+
+def over_server(
+    out: pathlib.Path, place: Service, device: dict[str, Any]
+) -> tuple[list[report.Run], list[tuple[str, bool]]]:
+    """The same over a server, which is killed and started again before the third engine; what must hold then."""
+    device = device | {"environment": {**device["environment"], **place.environment}}
+    progress, job = begin(out, place, device)
+    runs: list[report.Run] = []
+    counts = [0]
+    for title in ("cold", "warm", "server restarted"):
+        if title == "server restarted":
+            place.server.restart()
+            progress.line("server", "killed, and started again")
+        answer = run_engine(title.replace(" ", "-"), job | {"store": place.config}, out, progress)
+        blocks, all_bytes = _stored(place)
+        block_bytes = all_bytes // max(blocks, 1)
+        progress.line("store", f"{blocks} blocks, {all_bytes / 1e6:.1f} MB")
+        runs.append(
+            report.Run(
+                title=title,
+                prompt_tokens=PROMPT_TOKENS,
+                reused_tokens=answer["reused"],
+                first_token_s=answer["first_token_s"],
+                stored_bytes=(blocks - counts[-1]) * block_bytes,
+                loaded_bytes=answer["reused"] // BLOCK_SIZE * block_bytes,
+                output=tuple(answer["output"]),
+            )
+        )
+        counts.append(blocks)
+    (out / "result.json").write_text(json.dumps([run.__dict__ for run in runs], indent=2) + "\n")
+    (cold, warm, again), stored, enough = runs, counts[1], 0.95 * FULL_BLOCKS * BLOCK_SIZE
+    return runs, [
+        ("cold: nothing was there to reuse", cold.reused_tokens == 0),
+        (f"cold: {stored} of {FULL_BLOCKS} full blocks of the prompt were stored", stored >= 0.95 * FULL_BLOCKS),
+        (
+            f"warm: {warm.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} full blocks were loaded instead of computed",
+            warm.reused_tokens >= enough,
+        ),
+        ("warm: the first token came sooner", warm.first_token_s < cold.first_token_s),
+        ("nothing was written twice", warm.stored_bytes == again.stored_bytes == 0),
+        (
+            f"after the server's restart: {again.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} were loaded",
+            again.reused_tokens >= enough,
+        ),
+        ("all three outputs are identical", report.identical(runs)),
+    ]
+
+
+def _stored(place: Service) -> tuple[int, int]:
+    """Blocks on the server and their bytes, as ``ucm inspect`` says it."""
+    keys = [(key, value) for key, value in place.config.items() if key != "storage_backends"]
+    told = [text for key, value in keys for text in ("-o", f"{key}={value}")]
+    command = [str(pathlib.Path(sys.executable).with_name("ucm")), "inspect", "--json", *told, place.address]
+    said = subprocess.run(command, capture_output=True, text=True, env=os.environ | place.environment, check=False)
+    if said.returncode:
+        raise DemoError(f"ucm inspect {place.address}: {said.stderr.strip()}")
+    (root,) = json.loads(said.stdout)["roots"]
+    return root["records"] + root["segment_records"], root["record_bytes"] + root["segment_bytes"]
 
 
 def _figures(title: str, answer: dict[str, Any], before: StoreFiles, after: StoreFiles) -> report.Run:

@@ -11,9 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from process import DemoError
+from servers import BUCKET, KEYS, MissingError, Server, redis_server, s3_server
 
 #: The names of the runs, each an engine of its own.
 RUNS = ("cold", "warm", "damaged")
+
+
+@dataclass(frozen=True)
+class Service:
+    """A store on a server of its own, which keeps what it has over a restart."""
+
+    #: One line about it.
+    words: str
+    #: The keys of the configuration.
+    config: Mapping[str, Any]
+    #: What an engine and a tool need in their environment.
+    environment: Mapping[str, str]
+    server: Server
+
+    @property
+    def address(self) -> str:
+        """Where the blocks are, as the tools are told."""
+        return str(self.config["storage_backends"])
 
 
 @dataclass(frozen=True)
@@ -67,8 +86,38 @@ def share(out: pathlib.Path) -> Iterator[Place]:
         yield Place(where, {run: config(host) for run, host in hosts.items()}, export / "root")
 
 
+@contextlib.contextmanager
+def redis(out: pathlib.Path) -> Iterator[Service]:
+    """A Redis server that writes what it has to a file."""
+    try:
+        server = redis_server((out / "store").resolve(), keeps=True)
+    except MissingError as missing:
+        raise DemoError(str(missing)) from None
+    with server:
+        config = {"storage_backends": f"redis://{server.at}"}
+        yield Service(f"a redis-server on {server.at}", config, {}, server)
+
+
+@contextlib.contextmanager
+def s3(out: pathlib.Path) -> Iterator[Service]:
+    """An S3 server over a directory."""
+    try:
+        server = s3_server((out / "store").resolve())
+    except MissingError as missing:
+        raise DemoError(str(missing)) from None
+    with server:
+        config = {
+            "storage_backends": f"s3://{BUCKET}/demo",
+            "object_endpoint": f"http://{server.at}",
+            "object_region": "us-east-1",
+        }
+        yield Service(f"an S3 server (s3s-fs) on {server.at}", config, KEYS, server)
+
+
 #: Word of ``STORE`` -> what makes it ready, below a directory for what it leaves.
-STORES: Mapping[str, Callable[[pathlib.Path], contextlib.AbstractContextManager[Place]]] = {
+STORES: Mapping[str, Callable[[pathlib.Path], contextlib.AbstractContextManager[Place | Service]]] = {
     "posix": directory,
     "nfs": share,
+    "redis": redis,
+    "s3": s3,
 }

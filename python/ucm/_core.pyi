@@ -10,6 +10,7 @@ from typing_extensions import Buffer
 __all__ = [
     "Asked",
     "BlockHasher",
+    "Place",
     "QuietSha256",
     "Sides",
     "Store",
@@ -88,6 +89,26 @@ def record_ids(keys: Sequence[bytes] | bytes, mask: bytes) -> list[bytes]:
 
 def tier_kinds() -> str:
     """Every kind of tier as a JSON text: names, role, the schema of its options and their defaults in order."""
+
+@final
+class Place:
+    """A server or a bucket, as the command line sees it."""
+
+    def __new__(cls, kind: str, options: str) -> Place:
+        """``kind``: the word of a kind of tier; ``options``: its options as a JSON text."""
+
+    def room(self) -> tuple[int, int, str]:
+        """Most bytes that it takes, bytes that it has (0: it does not say), what it is in words."""
+
+    def list(self) -> list[tuple[str, str, int, int, str]]:
+        """Everything that lies there: where it would lie below a root (empty: not ours), its name on the server, its
+        length, when it was last used (ns since 1970), its version."""
+
+    def read(self, name: str, start: int, length: int) -> bytes | None:
+        """Bytes of what has this name, fewer where it ends before; ``None`` where there is nothing."""
+
+    def remove(self, item: tuple[str, str, int, int, str]) -> bool:
+        """Removes something of ours, as it was listed; false where it is gone, or was used or replaced since."""
 
 def run_threads_on(processors: Sequence[int]) -> None:
     """Let the threads that the core begins from now on run on these processors, whatever the one that begins them is

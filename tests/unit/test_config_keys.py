@@ -82,8 +82,6 @@ def test_there_is_one_way_of_reading_and_writing_files(key: str) -> None:
         ({}, {"VLLM_USE_REROPE": "1"}, "ReRoPE is not built yet"),
         ({}, {"UCM_SPARSE_TYPE": "blend"}, "sparse attention (Blend) is not built yet"),
         ({"sparse": {"enabled": True}}, {}, "sparse.enabled: true names no algorithm"),
-        ({}, {"UCM_STORAGE_BACKEND": "redis"}, "UcmRedisStore is not built yet"),
-        ({"storage_backend": "object"}, {}, "UcmObjectStore is not built yet"),
     ],
 )
 def test_what_is_not_built_parses_and_then_says_so(
@@ -186,7 +184,6 @@ def test_values(extra: dict[str, Any], key: str, value: object) -> None:
         ({"metrics": {"port": 70000}}, "less than or equal to 65535"),
         ({"storage_backends": []}, "names no directory"),
         ({"storage_backends": 7}, "is not a directory"),
-        ({"storage_backends": "s3://bucket/prefix"}, "object stores are not built yet"),
         ({"storage_backends": "server:/export"}, "mount it"),
         ({"storage_backends": ["server:/export"]}, "mount it"),
         ({"ucm_connectors": []}, "a list of one to 8"),

@@ -128,7 +128,12 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
             {"store_pipeline": [{"type": "compress", "write_policy": "never"}, "pc"], "path": "/d"},
             "write_policy of Compress",
         ),
-        ({"store_pipeline": "Cache|Redis", "path": "/d"}, "UcmRedisStore as a stage of a pipeline is not built yet"),
+        ({"store_pipeline": "Cache|Redis", "path": "/d"}, "/d is no place for UcmRedisStore; give redis://"),
+        ({"store_pipeline": "Cache|Posix", "path": "redis://h"}, "redis://h is no place for UcmPosixStore"),
+        (
+            {"store_pipeline": "Cache|Mooncake", "path": "/d"},
+            "UcmMooncakeStore as a stage of a pipeline",
+        ),
         ({"store_pipeline": "Posix|Cache", "path": "/d"}, "write it first: Cache|Posix"),
         ({"store_pipeline": "Cache|Cache|Posix", "path": "/d"}, "two Cache stages"),
         ({"store_pipeline": "Cache"}, "Cache|Empty"),
@@ -164,7 +169,7 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
         ({"store_pipeline": "Cache|Posix", "path": "/d", "cache_size": "101%"}, "cache_size"),
         ({"store_pipeline": "Cache|Posix", "path": "/d", "cache_size": 0}, "cache_size"),
         ({"store_pipeline": []}, "from top to bottom"),
-        ({"store_pipeline": "Cache|Posix|Redis", "path": "/d"}, "UcmRedisStore"),
+        ({"store_pipeline": "Cache|Posix|Redis", "path": "/d"}, "Posix, Redis"),
     ],
 )
 def test_nonsense_is_refused_with_a_reason(extra: Extra, words: str) -> None:

@@ -151,9 +151,41 @@ impl fmt::Display for Part {
     }
 }
 
+impl FromStr for Part {
+    type Err = Error;
+
+    /// From the form in which it is shown, exactly.
+    fn from_str(text: &str) -> Result<Self> {
+        let numbers = || {
+            let (group, rest) = text.strip_prefix('g')?.split_once('p')?;
+            let (pipeline, tensor) = rest.split_once('t')?;
+            Some(Self {
+                group: group.parse().ok()?,
+                pipeline_rank: pipeline.parse().ok()?,
+                tensor_rank: tensor.parse().ok()?,
+            })
+        };
+        let bad = || Error::invalid("a part in text is g0p0t0").with("text", text);
+        numbers().filter(|part| part.to_string() == text).ok_or_else(bad)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_part_is_read_as_it_is_shown() {
+        let part = Part {
+            group: 1,
+            pipeline_rank: 20,
+            tensor_rank: 3,
+        };
+        assert_eq!(part.to_string().parse::<Part>().unwrap(), part);
+        for bad in ["", "g1p2", "g01p2t3", "g1p2t3 ", "g1p2t+3", "x1p2t3"] {
+            assert!(bad.parse::<Part>().is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn hex_round_trip_and_exact_pattern() {

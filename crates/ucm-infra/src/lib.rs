@@ -9,6 +9,7 @@
 //! * [`SpscRing`]: a bounded ring between two threads, whose ends spin, yield, then park;
 //! * [`IdSet`]: a concurrent set;
 //! * [`log`]: what the core logs, until somebody takes it to the log;
+//! * `Runtime` (feature `runtime`): the one tokio runtime of the process, and how threads wait for what runs there;
 //! * [`random_u64`]: a number that no other process has;
 //! * [`seqlock`]: bytes that one process writes while others read them, without a lock;
 //! * [`LoadState`]: the states of the blocks of one load, so that no byte arrives late and the end is told once.
@@ -38,10 +39,14 @@ mod load_state;
 pub mod log;
 mod notify;
 #[cfg(not(loom))]
+mod per_process;
+#[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
 mod random;
 mod ring;
+#[cfg(all(feature = "runtime", not(loom)))]
+mod runtime;
 pub mod seqlock;
 mod sync;
 #[cfg(not(loom))]
@@ -62,6 +67,8 @@ pub use pool::{
 #[cfg(not(loom))]
 pub use random::random_u64;
 pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};
+#[cfg(all(feature = "runtime", not(loom)))]
+pub use runtime::Runtime;
 #[cfg(not(loom))]
 pub use threads::{begin_thread, is_own_thread, run_threads_on, threads_begin_with};
 pub use ticket::Ticket;

@@ -18,6 +18,7 @@ use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id};
 use tracing::{Event, Metadata, Subscriber};
 
+use crate::per_process::PerProcess;
 use crate::{Clock, MonotonicTime, SystemClock};
 
 /// Most records of one part of the code in one window of time.
@@ -77,40 +78,21 @@ impl Said {
     }
 }
 
-/// The lists of one process. A forked child has lists of its own: a thread that it does not have may hold the lock of its
-/// parent's for ever.
-struct Lists {
-    pid: u32,
-    stores: Mutex<HashMap<u64, Said>>,
-    of_child: OnceLock<Box<Lists>>,
-}
+/// The lists of a process by store.
+type Lists = Mutex<HashMap<u64, Said>>;
 
-static LISTS: OnceLock<Lists> = OnceLock::new();
+static LISTS: OnceLock<PerProcess<Lists>> = OnceLock::new();
 
-impl Lists {
-    fn new() -> Self {
-        Self {
-            pid: std::process::id(),
-            stores: Mutex::default(),
-            of_child: OnceLock::new(),
-        }
-    }
-
-    /// Those of this process.
-    fn here() -> &'static Self {
-        let (pid, mut lists) = (std::process::id(), LISTS.get_or_init(Self::new));
-        while lists.pid != pid {
-            lists = lists.of_child.get_or_init(|| Box::new(Self::new()));
-        }
-        lists
-    }
+/// Those of this process.
+fn lists() -> &'static Lists {
+    LISTS.get_or_init(PerProcess::new).here()
 }
 
 /// Keeps what this process logs from now on, unless it has another subscriber already.
 pub fn keep() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        Lists::here(); // made now, while no other thread can fork
+        lists(); // made now, while no other thread can fork
         let _ = tracing::subscriber::set_global_default(Collector);
     });
 }
@@ -118,14 +100,14 @@ pub fn keep() {
 /// What was logged for a store since the last call, oldest first, behind what was logged for none; a last record of each
 /// tells how many were dropped.
 pub fn take(store: u64) -> Vec<Record> {
-    let mut stores = Lists::here().stores.lock();
+    let mut stores = lists().lock();
     let said = [NOBODY, store].map(|of| stores.get_mut(&of).map(Said::take).unwrap_or_default());
     said.concat()
 }
 
 /// This store has ended: nobody will take its records.
 pub fn forget(store: u64) {
-    Lists::here().stores.lock().remove(&store);
+    lists().lock().remove(&store);
 }
 
 /// Puts the events of our own crates into the lists. It knows no spans.
@@ -150,7 +132,7 @@ impl Subscriber for Collector {
             fields: read.fields,
         };
         let (part, now) = (event.metadata().target(), SystemClock.now());
-        let mut stores = Lists::here().stores.lock();
+        let mut stores = lists().lock();
         stores.entry(store).or_default().push(part, record, now);
     }
 

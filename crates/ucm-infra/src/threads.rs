@@ -65,17 +65,22 @@ pub fn begin_thread<T: Send + 'static>(
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
     std::thread::Builder::new().name(name.into()).spawn(move || {
-        IS_OWN.set(true);
-        let told = *PROCESSORS.lock();
-        // What the user took away since, or a container does not have: it stays where it was born.
-        if let Some(set) = told {
-            let _ = rustix::thread::sched_setaffinity(None, &set);
-        }
-        if let Some(first) = FIRST.get() {
-            first();
-        }
+        start_thread();
         body()
     })
+}
+
+/// What every thread of ucm begins with.
+pub(crate) fn start_thread() {
+    IS_OWN.set(true);
+    let told = *PROCESSORS.lock();
+    // What the user took away since, or a container does not have: it stays where it was born.
+    if let Some(set) = told {
+        let _ = rustix::thread::sched_setaffinity(None, &set);
+    }
+    if let Some(first) = FIRST.get() {
+        first();
+    }
 }
 
 #[cfg(test)]

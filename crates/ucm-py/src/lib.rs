@@ -10,6 +10,7 @@ mod ffi;
 mod hasher;
 mod kinds;
 mod mooncake;
+mod places;
 mod quiet;
 mod retrieval;
 mod store;
@@ -28,6 +29,8 @@ mod _core {
     use super::hasher::{BlockHasher, part_mask, record_ids};
     #[pymodule_export]
     use super::kinds::tier_kinds;
+    #[pymodule_export]
+    use super::places::Place;
     #[pymodule_export]
     use super::quiet::QuietSha256;
     #[pymodule_export]

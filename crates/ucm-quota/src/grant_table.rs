@@ -43,7 +43,7 @@ impl Account {
 
 /// What was known of the writers when a count began.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Snapshot(BTreeMap<u64, (u64, bool)>);
+pub struct Snapshot(BTreeMap<u64, (u64, bool)>);
 
 /// See the module.
 #[derive(Debug, Clone, Default)]

@@ -10,6 +10,8 @@
 //! * [`count`]: counting and removing; [`remove`]: what goes first. Time of use is the file's modification time: see
 //!   `ucm_tier::recency`.
 //!
+//! [`space_document`]: the same rules where a medium has compare-and-swap, and one document is enough.
+//!
 //! [`layout`] says where things lie below a root, [`evidence`] what is kept of damaged records.
 
 #![forbid(unsafe_code)]
@@ -25,7 +27,9 @@ pub mod evidence;
 mod grant_table;
 pub mod layout;
 mod notes;
+mod pause;
 mod remove;
+pub mod space_document;
 mod writer_quota;
 
 use std::path::{Path, PathBuf};
@@ -46,6 +50,8 @@ use remove::high;
 use writer_quota::{Answers, WriterQuota};
 
 pub use capacity::Capacity;
+pub use grant_table::Snapshot;
+pub use pause::Pause;
 pub use remove::Rules;
 pub use writer_quota::{Admitted, Reservation};
 

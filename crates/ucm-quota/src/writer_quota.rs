@@ -8,17 +8,16 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 use ucm_io::EROFS;
 
+use crate::pause::Pause;
+
 /// How long a write waits for a grant before it is refused: a collector at rest looks up once a second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 /// Most writes that wait.
 const MOST_WAITING: usize = 1 << 16;
 /// Least time between two times that the keeper is asked to look although nobody waits for it.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
-/// First pause after the medium was full; it doubles up to the longest.
-const FIRST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// How long a grant holds without news from its writer, by the writer's own clock; half of what the collector waits.
-pub(super) const HOLDS: Duration = Duration::from_secs(300);
+pub const HOLDS: Duration = Duration::from_secs(300);
 
 /// What an admitted write hands back when it ended.
 #[derive(Debug, Clone, Copy)]
@@ -87,15 +86,6 @@ pub(super) struct Free {
     pub(super) left: Option<u64>,
     /// The total of writes begun from which on they count.
     pub(super) at: u64,
-}
-
-/// The times when the medium was full.
-#[derive(Default)]
-pub(super) struct Pause {
-    /// How many there were.
-    pub(super) full: u64,
-    length: Duration,
-    until: MonotonicTime,
 }
 
 /// Writes that wait for more.
@@ -188,9 +178,8 @@ impl WriterQuota {
         if self.queue.closed {
             return Some(Error::new(ErrorKind::Closed, "the store is closed"));
         }
-        if now < self.pause.until {
-            let text = "the medium was full a moment ago; dumps pause while room is made";
-            return Some(Error::new(ErrorKind::NoSpace, text));
+        if let Err(full) = self.pause.check(now) {
+            return Some(full);
         }
         let written = self.admitted.saturating_sub(self.free.at);
         let left = self.free.left?;
@@ -314,7 +303,7 @@ impl WriterQuota {
         if !unsure && ticket.writer == self.writer {
             self.admitted = self.admitted.saturating_sub(ticket.bytes);
         }
-        self.judge_medium(error, now)
+        self.pause.judge(error, now)
     }
 
     /// An admitted write of which `kept` bytes are on the medium has ended: the others are free again. Returns whether
@@ -330,26 +319,7 @@ impl WriterQuota {
             self.pending = self.pending.saturating_sub(ticket.bytes);
             self.admitted = self.admitted.saturating_sub(ticket.bytes.saturating_sub(kept));
         }
-        self.judge_medium(error, now)
-    }
-
-    /// What the end of a write says of the medium; whether it was full.
-    fn judge_medium(&mut self, error: Option<&Error>, now: MonotonicTime) -> bool {
-        let Some(error) = error else {
-            if now >= self.pause.until {
-                self.pause.length = Duration::ZERO;
-            }
-            return false;
-        };
-        if error.kind() != ErrorKind::NoSpace {
-            return false;
-        }
-        if now >= self.pause.until {
-            self.pause.length = (self.pause.length * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
-            self.pause.until = now.after(self.pause.length);
-        }
-        self.pause.full += 1;
-        true
+        self.pause.judge(error, now)
     }
 
     /// Whether nothing may be written for a while because the medium was full, or too little of it is free.

@@ -17,6 +17,7 @@ use ucm_tier::memory::Policy;
 use ucm_tier::segment::Merging;
 
 use common::device::side_content;
+use common::servers::{shared_redis, shared_s3};
 use common::sides::{CODES, MEAN, sided, sides};
 use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages};
 
@@ -129,7 +130,7 @@ fn run(setup: Setup, acts: &[Act]) {
     let dir = directory();
     let root = dir.path().join("root");
     std::fs::create_dir(&root).unwrap();
-    let files = medium == Medium::Posix;
+    let lasts = !matches!(medium, Medium::Memory(..)); // and a test can reach what lies there
     let mut store = Store::open(&root, setup.clone());
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
     // Whatever was stored may be gone again.
@@ -222,7 +223,7 @@ fn run(setup: Setup, acts: &[Act]) {
                 assert!(ended.is_ok() || faulty, "{ended:?}");
                 alone.extend(ids);
             }
-            Act::Flip(n, at) if !files => {
+            Act::Flip(n, at) if !lasts => {
                 let region = store.memory.as_ref().and_then(|memory| memory.region()).unwrap();
                 // A slot that is free may still hold what it held.
                 let there = store
@@ -237,7 +238,8 @@ fn run(setup: Setup, acts: &[Act]) {
                 let at = at % bytes.len();
                 bytes[at] ^= 1 << (at % 8);
             }),
-            Act::Cut(..) | Act::Grow(_) | Act::Swap(..) | Act::Fault(_) if !files => {} // a file's troubles
+            Act::Cut(..) | Act::Grow(_) | Act::Swap(..) if !lasts => {} // not in memory
+            Act::Fault(_) if medium != Medium::Posix => {}              // a file's troubles
             Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| bytes.truncate(len % bytes.len())),
             Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
             Act::Remove(n) if layout != Layout::File => {
@@ -256,19 +258,18 @@ fn run(setup: Setup, acts: &[Act]) {
                     let here = memory.pool().here(LANE_SPACE, MonotonicTime::NEVER);
                     memory.delete(&here, &[id(*n)]).unwrap();
                 }
-                let _ = std::fs::remove_file(store.file(id(*n)));
+                store.remove_stored(id(*n));
                 // Whether this process refused it decides nothing about a file that is gone; there may be a copy above.
-                let gone = above == Above::Nothing || truth[&id(*n)] == Truth::Absent;
+                // What goes on a server is known to be there for a while.
+                let alone = above == Above::Nothing && !matches!(medium, Medium::Kind(_));
+                let gone = alone || truth[&id(*n)] == Truth::Absent;
                 truth.insert(id(*n), if gone { Truth::Absent } else { Truth::Unsure });
             }
             Act::Swap(a, b) if layout != Layout::File => swap_places(&store, &mut truth, *a, *b),
             Act::Swap(a, b) => {
-                if let (Ok(one), Ok(other)) = (
-                    std::fs::read(store.file(id(*a))),
-                    std::fs::read(store.file(id(*b))),
-                ) {
-                    std::fs::write(store.file(id(*a)), other).unwrap();
-                    std::fs::write(store.file(id(*b)), one).unwrap();
+                if let (Some(one), Some(other)) = (store.stored(id(*a)), store.stored(id(*b))) {
+                    store.store_as(id(*a), &other);
+                    store.store_as(id(*b), &one);
                     if a != b {
                         truth.insert(id(*a), Truth::Unsure);
                         truth.insert(id(*b), Truth::Unsure);
@@ -279,7 +280,7 @@ fn run(setup: Setup, acts: &[Act]) {
                 drop(store);
                 store = Store::open(&root, setup.clone());
                 faulty = lasting;
-                if !files {
+                if !lasts {
                     truth.values_mut().for_each(|known| *known = Truth::Absent); // memory goes with its process
                 }
             }
@@ -361,10 +362,10 @@ fn damage(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8, change: im
         }
         return;
     }
-    let path = store.file(id(n));
-    if let Ok(mut bytes) = std::fs::read(&path).map(|bytes| if bytes.is_empty() { vec![0] } else { bytes }) {
+    if let Some(bytes) = store.stored(id(n)) {
+        let mut bytes = if bytes.is_empty() { vec![0] } else { bytes };
         change(&mut bytes);
-        std::fs::write(path, bytes).unwrap();
+        store.store_as(id(n), &bytes);
         truth.insert(id(n), Truth::Unsure);
     }
 }
@@ -394,6 +395,14 @@ fn in_segments(layers_per_shard: u32, above: Above) -> Setup {
     Setup {
         layout: Layout::segments(),
         ..made(layers_per_shard, Medium::Posix, above)
+    }
+}
+
+/// Segments that are objects, each put at once.
+fn in_a_bucket(layers_per_shard: u32) -> Setup {
+    Setup {
+        layout: Layout::segments(),
+        ..made(layers_per_shard, Medium::Kind("object"), Above::Nothing)
     }
 }
 
@@ -454,6 +463,34 @@ proptest! {
     #[test]
     fn rows_in_too_little_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
         run(made(3, Medium::Memory(4, policy), Above::Nothing), &acts);
+    }
+
+    #[test]
+    fn direct_rows_on_a_redis_server(acts in prop::collection::vec(act(), 1..30)) {
+        if shared_redis().is_some() {
+            run(made(3, Medium::Kind("redis"), Above::Nothing), &acts);
+        }
+    }
+
+    #[test]
+    fn layerwise_rows_on_a_redis_server(acts in prop::collection::vec(act(), 1..30)) {
+        if shared_redis().is_some() {
+            run(made(1, Medium::Kind("redis"), Above::Nothing), &acts);
+        }
+    }
+
+    #[test]
+    fn direct_rows_in_a_bucket(acts in prop::collection::vec(act(), 1..30)) {
+        if shared_s3().is_some() {
+            run(in_a_bucket(3), &acts);
+        }
+    }
+
+    #[test]
+    fn layerwise_rows_in_a_bucket(acts in prop::collection::vec(act(), 1..30)) {
+        if shared_s3().is_some() {
+            run(in_a_bucket(1), &acts);
+        }
     }
 
     #[test]

@@ -7,18 +7,26 @@
 
 pub mod backend;
 mod builtin;
+mod damage_rate;
 mod demotion;
 pub mod directory;
 mod kind;
 pub mod layout_kind;
 mod lengths;
 pub mod memory;
+#[cfg(feature = "network")]
+mod network;
 #[cfg(any(test, feature = "test-utils"))]
 pub mod nothing;
+#[cfg(feature = "object")]
+pub mod object;
+pub mod place;
 pub mod posix;
 mod quarantine;
 mod reading;
 pub mod recency;
+#[cfg(feature = "redis")]
+pub mod redis;
 pub mod registry;
 mod root;
 mod root_layout;

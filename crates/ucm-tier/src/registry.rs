@@ -32,9 +32,10 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use crate::builtin;
 pub use crate::kind::{
-    Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats, Mode, Size, StoreName,
-    TierKind, TierOptions, seconds,
+    Addresses, Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats, Mode, Size,
+    StoreName, TierKind, TierOptions, seconds,
 };
+use crate::place::Place;
 
 /// All kinds in order; the first is that of the store that is used where none is named.
 static KINDS: LazyLock<RwLock<Vec<Arc<TierKind>>>> = LazyLock::new(|| {
@@ -80,6 +81,15 @@ pub fn describe() -> String {
     let kinds = kinds();
     let described: Vec<_> = kinds.iter().map(|kind| kind.described()).collect();
     serde_json::to_string(&described).unwrap_or_default() // nothing in it can be refused
+}
+
+/// What tools see of a kind that keeps nothing in directories, with these options as a JSON text.
+pub fn place(word: &str, options: &str) -> Result<Box<dyn Place>> {
+    let options = serde_json::from_str(options).map_err(|error| {
+        let wrong = Error::new(ErrorKind::Config, "the options of a tier are no JSON object");
+        wrong.caused_by(error)
+    })?;
+    find(word)?.place(options)
 }
 
 #[cfg(test)]

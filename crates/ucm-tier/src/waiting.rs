@@ -3,16 +3,13 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Notify};
 
 use crate::backend::{Done, Quarantined};
-
-/// The span in which damaged records are counted.
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::damage_rate::DamageRate;
 
 /// Records that wait to be looked at, and how many were damaged of late.
 #[derive(Default)]
@@ -36,8 +33,8 @@ pub(crate) struct Inner {
     pub(crate) overtaken: bool,
     /// The record that is being moved: it is written when that is over.
     moving: Option<BlockId>,
-    /// When damaged records were found within the last minute, oldest first.
-    recent: VecDeque<MonotonicTime>,
+    /// Damaged records of late.
+    recent: DamageRate,
 }
 
 /// A record is being written for as long as this is there.
@@ -101,30 +98,6 @@ impl Waiting {
 
     /// Counts one damaged record; false if there are too many of late.
     pub(crate) fn count(&self, now: MonotonicTime, most: u32) -> bool {
-        let recent = &mut self.inner.lock().recent;
-        while recent.front().is_some_and(|&first| now.since(first) >= MINUTE) {
-            recent.pop_front();
-        }
-        let room = recent.len() < most as usize;
-        if room {
-            recent.push_back(now);
-        }
-        room
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_minute_passes_before_more_is_kept() {
-        let waiting = Waiting::default();
-        let at = |s: u64| MonotonicTime(s * 1_000_000_000);
-        assert!(waiting.count(at(0), 2) && waiting.count(at(30), 2));
-        assert!(!waiting.count(at(59), 2), "the third within a minute");
-        assert!(waiting.count(at(60), 2), "the first is a minute ago");
-        assert!(!waiting.count(at(61), 2));
-        assert!(!waiting.count(at(200), 0));
+        self.inner.lock().recent.count(now, most)
     }
 }

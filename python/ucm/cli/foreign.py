@@ -11,7 +11,8 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
-from ucm.cli.roots import Foreign, Root
+from ucm.cli.remote import AnyRoot
+from ucm.cli.roots import Foreign
 from ucm.reasons import MissReason
 from ucm.store.record import PREAMBLE_LEN, Refused, parse_header
 
@@ -24,7 +25,7 @@ LISTED_MOST = 100
 class Foreigners:
     """Collects what is not ours below one root."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: AnyRoot) -> None:
         self._root = root
         self._listed: list[dict[str, Any]] = []
         self._count = self._bytes = 0

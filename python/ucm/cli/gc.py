@@ -7,7 +7,7 @@ since the root was read stays. What a live engine misses is a miss and is comput
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,9 @@ import click
 
 from ucm.cli import options, show
 from ucm.cli.options import Target
-from ucm.cli.roots import LOW, STALE_NS, Contents, Found, Kind, Root
+from ucm.cli.remote import AnyRoot, open_root
+from ucm.cli.roots import LOW, STALE_NS, Contents, Found, Kind
+from ucm.errors import ConfigError
 
 #: Files removed between two looks at the marker.
 _BATCH = 256
@@ -40,6 +42,7 @@ _BATCH = 256
 @click.option("--quarantine", is_flag=True, help="Remove quarantined records.")
 @click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
 @click.option("--list", "listing", is_flag=True, help="Name every file.")
+@options.of_store
 @options.json_output
 @click.pass_context
 def gc(
@@ -52,6 +55,7 @@ def gc(
     quarantine: bool,
     yes: bool,
     listing: bool,
+    told: Mapping[str, str],
     as_json: bool,
 ) -> None:
     """Remove records below each ROOT, those used longest ago first. Without --yes: say what would be removed.
@@ -63,7 +67,7 @@ def gc(
     wish = Wish(to, older_than, bool(wanted), stale, quarantine)
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        roots = [stack.enter_context(Root(path)) for path in paths]
+        roots = [stack.enter_context(open_root(path, told)) for path in paths]
         for root, names in options.pick_each(roots, wanted):
             plan = make_plan(root, names, wish)
             outcome = carry_out(root, plan) if yes else Outcome()
@@ -125,7 +129,7 @@ class Outcome:
     interrupted: bool = False
 
 
-def make_plan(root: Root, names: list[str], wish: Wish) -> Plan:
+def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
     """What is to be removed of these namespaces."""
     now = show.wall_ns()
     contents = {name: root.scan(name) for name in names}
@@ -146,6 +150,8 @@ def make_plan(root: Root, names: list[str], wish: Wish) -> Plan:
     elif wish.quarantine:
         removals += [found for found in kept if found.kind is Kind.QUARANTINED]
     if wish.target is not None:
+        if wish.target.bytes is None and not root.limit:
+            raise ConfigError(f"nothing is known of a limit of {root.shown}; say a size: --to 10GiB")
         target = wish.target.of(root.limit)
         chosen = set(removals)
         surplus = used - target - sum(found.size for found in removals)
@@ -166,7 +172,7 @@ def _oldest(kept: Iterable[Found], surplus: int) -> list[Found]:
     return taken
 
 
-def carry_out(root: Root, plan: Plan) -> Outcome:
+def carry_out(root: AnyRoot, plan: Plan) -> Outcome:
     """Removes what is planned; raises :class:`~ucm.errors.StoreIOError` if the root is not there any more."""
     from tqdm import tqdm
 
@@ -187,7 +193,7 @@ def carry_out(root: Root, plan: Plan) -> Outcome:
     return outcome
 
 
-def _remove(root: Root, found: Found, outcome: Outcome) -> None:
+def _remove(root: AnyRoot, found: Found, outcome: Outcome) -> None:
     try:
         if root.unlink(found):
             outcome.removed.append(found)
@@ -195,15 +201,15 @@ def _remove(root: Root, found: Found, outcome: Outcome) -> None:
             outcome.skipped += 1
     except OSError as error:
         outcome.failed += 1
-        outcome.failure = outcome.failure or f"{root.path / found.path}: {error.strerror or error}"
+        outcome.failure = outcome.failure or f"{root.shown}/{found.path}: {error.strerror or error}"
 
 
-def _document(root: Root, plan: Plan, outcome: Outcome, done: bool, listing: bool) -> dict[str, Any]:
+def _document(root: AnyRoot, plan: Plan, outcome: Outcome, done: bool, listing: bool) -> dict[str, Any]:
     planned = sum(found.size for found in plan.removals)
     files = outcome.removed if done else plan.removals
     document = {
         "command": "gc",
-        "root": str(root.path),
+        "root": root.shown,
         "uuid": root.uuid,
         "dry_run": not done,
         "limit": root.limit,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -18,10 +18,11 @@ from ucm.cli import manifest as manifests
 from ucm.cli import options, show
 from ucm.cli.checksum import fastest
 from ucm.cli.foreign import Foreigners
-from ucm.cli.judging import Reader, read_foot
+from ucm.cli.judging import read_foot, reader_of
 from ucm.cli.manifest import part_name
 from ucm.cli.record_file import inspect_file, show_file
-from ucm.cli.roots import LOW, Contents, Found, Root
+from ucm.cli.remote import AnyRoot, open_root, scheme_of
+from ucm.cli.roots import LOW, Contents, Found
 from ucm.store.record import PAGE, Refused, parse_header
 
 #: Headers read of each namespace.
@@ -36,8 +37,9 @@ _SHOWN = 10
 
 @click.command()
 @options.roots
+@options.of_store
 @options.json_output
-def inspect(paths: Sequence[str], as_json: bool) -> None:
+def inspect(paths: Sequence[str], told: Mapping[str, str], as_json: bool) -> None:
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
 
     Namespaces with their identity in words, how identities differ, use against storage_capacity, private, quarantined,
@@ -45,8 +47,8 @@ def inspect(paths: Sequence[str], as_json: bool) -> None:
     """
     roots, records = [], []
     for path in paths:
-        if os.path.isdir(path):
-            with Root(path) as root:
+        if scheme_of(path) or os.path.isdir(path):
+            with open_root(path, told) as root:
                 roots.append(describe(root))
         else:
             records.append(inspect_file(path))
@@ -60,7 +62,7 @@ def inspect(paths: Sequence[str], as_json: bool) -> None:
         show_file(record)
 
 
-def describe(root: Root) -> dict[str, Any]:
+def describe(root: AnyRoot) -> dict[str, Any]:
     """Everything there is to say of a root, as it stands in the JSON document."""
     foreigners = Foreigners(root)
     beside = root.beside()
@@ -79,7 +81,7 @@ def describe(root: Root) -> dict[str, Any]:
     size, free = root.file_system()
     used = total["bytes"]
     return {
-        "root": str(root.path),
+        "root": root.shown,
         "uuid": root.uuid,
         "format": root.marker["format"],
         "created": root.marker.get("created"),
@@ -106,7 +108,7 @@ def describe(root: Root) -> dict[str, Any]:
     }
 
 
-def _namespace(root: Root, name: str, contents: Contents, manifest: manifests.Manifest) -> dict[str, Any]:
+def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests.Manifest) -> dict[str, Any]:
     used = [found.mtime_ns for found in (*contents.records, *contents.segments)]
     sample = _spread(contents.records, HEADERS)
     parts, sides, reasons = _headers(root, sample)
@@ -140,10 +142,10 @@ def _namespace(root: Root, name: str, contents: Contents, manifest: manifests.Ma
     }
 
 
-def _headers(root: Root, sample: list[Found]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def _headers(root: AnyRoot, sample: list[Found]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """How many of these records are of which part, how many side shards of which name they have, and how many headers
     are refused for which reason."""
-    reader = Reader(root)
+    reader = reader_of(root)
     parts: Counter[str] = Counter()
     sides: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -161,9 +163,9 @@ def _headers(root: Root, sample: list[Found]) -> tuple[dict[str, int], dict[str,
     return dict(sorted(parts.items())), dict(sorted(sides.items())), dict(sorted(reasons.items()))
 
 
-def _feet(root: Root, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
+def _feet(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
     """How many records of each part the feet of these segments name, and how many feet are refused for which reason."""
-    reader, crc = Reader(root), fastest().of
+    reader, crc = reader_of(root), fastest().of
     records: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in segments:
@@ -214,7 +216,7 @@ def _show_root(root: dict[str, Any]) -> None:
         ("made", show.ago(created * 10**9, now) if isinstance(created, int) else "-"),
         ("layout", _layout(root["layout"])),
         ("used", f"{used}{share}, storage_capacity as it was at the first start"),
-        ("free", f"{show.size(root['file_system_free_bytes'])} of {show.size(root['file_system_bytes'])}"),
+        *_free(root),
         ("records", _amount(root["records"], root["record_bytes"])),
         ("segments", _amount(root["segments"], root["segment_bytes"]) + _inside(root["segment_records"])),
         ("private", _amount(root["private"], root["private_bytes"])),
@@ -260,6 +262,12 @@ def _show_root(root: dict[str, Any]) -> None:
         )
         if root["foreign"] > _SHOWN:
             click.echo(f"  and {root['foreign'] - _SHOWN} more")
+
+
+def _free(root: dict[str, Any]) -> list[tuple[str, object]]:
+    """What is free of the file system; nothing where there is none."""
+    size, free = root["file_system_bytes"], root["file_system_free_bytes"]
+    return [] if size is None else [("free", f"{show.size(free)} of {show.size(size)}")]
 
 
 def _show_differences(root: dict[str, Any]) -> None:

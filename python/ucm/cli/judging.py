@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ucm.cli.checksum import Checksum
 from ucm.cli.manifest import Manifest
+from ucm.cli.remote import AnyRoot, RemoteReader, RemoteRoot
 from ucm.cli.roots import Found, Root
 from ucm.reasons import MissReason
 from ucm.store.planes import Zstd, find_zstd
@@ -118,11 +119,16 @@ class Reader:
             os.close(fd)
 
 
+def reader_of(root: AnyRoot) -> Reader | RemoteReader:
+    """What reads this root."""
+    return RemoteReader(root) if isinstance(root, RemoteRoot) else Reader(root)
+
+
 class Judge:
     """Judges the records of one root by the second reader."""
 
-    def __init__(self, root: Root, checksum: Checksum, pace: Pace) -> None:
-        self.reader = Reader(root)
+    def __init__(self, root: AnyRoot, checksum: Checksum, pace: Pace) -> None:
+        self.reader = reader_of(root)
         self._checksum = checksum
         self._pace = pace
         #: Decodes records of zstd; None: they are judged by the checksums of what is stored.
@@ -196,7 +202,7 @@ class Judge:
             return Verdict(state, str(refused.reason), refused.found, header)
 
 
-def read_foot(reader: Reader, found: Found, crc: Crc) -> Foot:
+def read_foot(reader: Reader | RemoteReader, found: Found, crc: Crc) -> Foot:
     """The foot of a segment; raises :class:`~ucm.store.record.Refused` or :class:`OSError`."""
     tail, about = reader.read(found, PAGE, max(0, found.size - 1) // PAGE * PAGE)
     length = foot_length(tail, about.st_size, crc)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ucm.cli.roots import FORMAT, MANIFEST, Root
+from ucm.cli.remote import AnyRoot
+from ucm.cli.roots import FORMAT, MANIFEST
 from ucm.cli.show import short
 from ucm.store.record import DTYPES, Part, Shape
 
@@ -80,7 +81,7 @@ def part_name(part: Part) -> str:
     return f"g{part.group}p{part.pipeline_rank}t{part.tensor_rank}"
 
 
-def read(root: Root, namespace: str) -> Manifest:
+def read(root: AnyRoot, namespace: str) -> Manifest:
     """The manifest of a namespace. Never fails: what is wrong with it is its state."""
     try:
         found = root.document(namespace, MANIFEST)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ucm.cli.roots import Root
+from ucm.cli.remote import AnyRoot, scheme_of
 from ucm.errors import ConfigError
 
 _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w)\s*")
@@ -22,12 +22,37 @@ _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
 
 
+def _told(_context: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+    told = dict(pair.partition("=")[::2] for pair in pairs)
+    if unclear := next((pair for pair in pairs if "=" not in pair), None):
+        raise click.BadParameter(f"{unclear!r} is no KEY=VALUE")
+    return told
+
+
+#: How a server or a bucket is reached.
+of_store = click.option(
+    "-o",
+    "--option",
+    "told",
+    multiple=True,
+    callback=_told,
+    metavar="KEY=VALUE",
+    help="A key of the store, where ROOT is an address: object_endpoint=http://host:port; repeatable.",
+)
+
+
 def _split(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    """The directories of ``a:b:c``, as ``storage_backends`` names several; a path that is there stays as it is."""
-    paths = [piece for text in given for piece in ([text] if os.path.exists(text) else filter(None, text.split(":")))]
-    if missing := [path for path in paths if not os.path.exists(path)]:
+    """The directories of ``a:b:c``, as ``storage_backends`` names several; a path that is there and an address of a
+    server or a bucket stay as they are."""
+    whole = [bool(scheme_of(text)) or os.path.exists(text) for text in given]
+    paths = [piece for text, one in zip(given, whole, strict=True) for piece in ([text] if one else _pieces(text))]
+    if missing := [path for path in paths if not scheme_of(path) and not os.path.exists(path)]:
         raise click.BadParameter(f"{missing[0]!r} does not exist")
     return tuple(paths)
+
+
+def _pieces(text: str) -> list[str]:
+    return [piece for piece in text.split(":") if piece]
 
 
 #: The roots a command works on.
@@ -104,11 +129,11 @@ def pick(names: list[str], wanted: tuple[str, ...], where: str) -> list[str]:
     return sorted(picked) if wanted else names
 
 
-def pick_each(roots: Sequence[Root], wanted: tuple[str, ...]) -> Iterable[tuple[Root, list[str]]]:
+def pick_each(roots: Sequence[AnyRoot], wanted: tuple[str, ...]) -> Iterable[tuple[AnyRoot, list[str]]]:
     """The same of each of several roots: a beginning has to fit one namespace of all of them together."""
     names = {root: root.namespaces() for root in roots}
     every = sorted({name for some in names.values() for name in some})
-    picked = set(pick(every, wanted, ", ".join(str(root.path) for root in roots)))
+    picked = set(pick(every, wanted, ", ".join(root.shown for root in roots)))
     return [(root, [name for name in some if name in picked]) for root, some in names.items()]
 
 

@@ -149,6 +149,11 @@ class Root:
         os.close(self._fd)
 
     @property
+    def shown(self) -> str:
+        """What it is called."""
+        return str(self.path)
+
+    @property
     def uuid(self) -> str:
         """The root's own number, 32 hex digits."""
         return str(self.marker["uuid"])
@@ -164,7 +169,7 @@ class Root:
         kept = self.marker.get("layout")
         return kept if isinstance(kept, dict) else None
 
-    def file_system(self) -> tuple[int, int]:
+    def file_system(self) -> tuple[int | None, int | None]:
         """Bytes of the file system, and those that are free to us."""
         found = os.fstatvfs(self._fd)
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize

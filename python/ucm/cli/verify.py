@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,8 @@ from ucm.cli import options, show
 from ucm.cli.checksum import fastest
 from ucm.cli.judging import Judge, Pace, Verdict
 from ucm.cli.options import Rate
-from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Kind, Root
+from ucm.cli.remote import AnyRoot, open_root, scheme_of
+from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Kind
 from ucm.reasons import MissReason
 from ucm.store.record import Refused
 
@@ -51,6 +53,7 @@ _DEFAULT_RATE = "256MiB"
 )
 @click.option("--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); repeatable.")
 @click.option("--quarantine", is_flag=True, help="Move damaged records to <namespace>/quarantine/.")
+@options.of_store
 @options.json_output
 @click.pass_context
 def verify(
@@ -60,15 +63,18 @@ def verify(
     sample: float,
     wanted: tuple[str, ...],
     quarantine: bool,
+    told: Mapping[str, str],
     as_json: bool,
 ) -> None:
     """Judge every record below each ROOT by all its checksums.
 
     Exit status: 0 all good, 1 bad records or side shards found, 2 it could not be done, 130 interrupted.
     """
+    if quarantine and any(map(scheme_of, paths)):
+        raise click.UsageError("--quarantine is for directories; damage on a server is replaced by the next dump")
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        roots = [stack.enter_context(Root(path)) for path in paths]
+        roots = [stack.enter_context(open_root(path, told)) for path in paths]
         for root, names in options.pick_each(roots, wanted):
             results.append(Scrub(root, rate.bytes, quarantine).run(names, sample))
             if results[-1]["interrupted"]:
@@ -101,7 +107,7 @@ class _Room:
 class Scrub:
     """One pass over a root."""
 
-    root: Root
+    root: AnyRoot
     rate: int | None
     quarantine: bool
     states: Counter[str] = field(default_factory=Counter)
@@ -144,7 +150,7 @@ class Scrub:
                 interrupted = True
         return {
             "command": "verify",
-            "root": str(self.root.path),
+            "root": self.root.shown,
             "uuid": self.root.uuid,
             "namespaces": namespaces,
             "sample_percent": percent,

@@ -12,9 +12,18 @@ from ucm.config.built import problems_of
 from ucm.config.effective import show
 from ucm.config.layer import Entry, Layer, algorithm_name
 from ucm.config.model import StoreSettings, UcmConfig
-from ucm.config.sizes import Capacity
+from ucm.config.sizes import Capacity, scheme_of
 from ucm.config.sparse_keys import NEEDS, WHY, read_algorithm
-from ucm.config.stores import DEFAULT_STORE, KNOWN_STORES, OPTION_OWNER, PIPELINE, STORES, option_keys, options_of
+from ucm.config.stores import (
+    DEFAULT_STORE,
+    KNOWN_STORES,
+    OPTION_OWNER,
+    PIPELINE,
+    STORE_OF_SCHEME,
+    STORES,
+    option_keys,
+    options_of,
+)
 from ucm.config.words import MEANINGLESS, UNUSED, without_effect
 from ucm.errors import ConfigError
 
@@ -38,6 +47,7 @@ def assemble(layers: list[Layer]) -> UcmConfig:
     _resolve_sparse(values, warnings, ignored)
     if (debug := values.get("debug")) is not None and debug.value in (True, 1, "true") and "log.level" not in values:
         values["log.level"] = Entry("DEBUG", debug.origin, debug.written)
+    _choose_by_address(values)
     options = _options(values, ignored)
     _ignore_unused(values, ignored)
     warnings += [without_effect(keys, instead) for instead, keys in ignored.meaningless.items()]
@@ -92,6 +102,18 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
     if kind is None and switch is not None and switch.written == BUILD_FLAG:
         del values["sparse.enabled"]
         ignored.ignore("UCM_SPARSE_TYPE or `ucm_sparse_config`, which name an algorithm", BUILD_FLAG)
+
+
+def _choose_by_address(values: Values) -> None:
+    """An address says which store it is of, where none is named."""
+    place = values.get("storage_backends")
+    named = {"ucm_connector_name", "ucm_connector_module_path", "store_pipeline"} & values.keys()
+    if place is None or named:
+        return
+    first = place.value[0] if isinstance(place.value, list | tuple) and place.value else place.value
+    store = STORE_OF_SCHEME.get(scheme_of(first)) if isinstance(first, str) else None
+    if store is not None:
+        values["ucm_connector_name"] = Entry(store, place.origin, place.written)
 
 
 def _ignore_useless(values: Values, section: str, ignored: Layer) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
-from ucm.config.pipelines import codec_problems, pipeline_problems, root_problems
-from ucm.config.stores import BUILT_STORES, instead_of, needs_directory, why_not_alone
+from ucm.config.pipelines import codec_problems, pipeline_problems, place_problems, root_problems
+from ucm.config.stores import BUILT_STORES, instead_of, needs_directory, schemes_of, why_not_alone
 from ucm.config.words import SPARSE_ALGORITHMS
 
 
@@ -38,7 +38,10 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
     elif config.store_pipeline:
         yield from pipeline_problems(config.store_pipeline, config)
     elif not needs_directory(name):
-        pass
+        if schemes_of(name):
+            yield from place_problems(name, config.storage_backends)
+    elif why := next(place_problems(name, config.storage_backends), ""):
+        yield why
     elif not config.storage_backends:
         yield (
             "no directory is given to keep blocks in; write storage_backends: /some/directory "

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ucm.config.sizes import Capacity, show_size
+from ucm.config.sizes import HIDDEN, Capacity, show_size, without_login
 from ucm.config.stores import TIER_MODES, TIER_SIZES, TIER_UNSET
 
 #: Names of keys whose values are never shown.
@@ -17,10 +17,6 @@ _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|private_?key|access_?key|api_?key|(^|[_.-])(auth|token|key)$|auth_?token",
     re.IGNORECASE,
 )
-#: User and password inside an address.
-_SECRET_TEXT = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-
-HIDDEN = "<hidden>"
 
 #: Keys whose numbers are bytes.
 SIZES: frozenset[str] = TIER_SIZES | {"staging_capacity"}
@@ -76,7 +72,7 @@ def _shown(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_shown(name, item) for item in value]
     if isinstance(value, str):
-        return _SECRET_TEXT.sub(HIDDEN, value)
+        return without_login(value)
     return value
 
 

@@ -106,7 +106,7 @@ def _reading(schema: Schema) -> tuple[Any, Reader]:
     if several := choices(schema):
         return Literal[several], partial(_choice, several)
     match schema.get("format"):
-        case "directories":
+        case "directories" | "addresses":
             return tuple[str, ...], parse_paths
         case "heats":
             return tuple[tuple[str, str], ...], parse_heats

@@ -26,6 +26,7 @@ from ucm.config.fields import (
     section_of,
     word,
 )
+from ucm.config.sizes import scheme_of
 from ucm.config.sparse import ALGORITHMS, AlgorithmSections
 from ucm.config.stores import COMMON, DEFAULT_STORE, KNOWN_STORES
 from ucm.config.words import UNUSED
@@ -268,7 +269,8 @@ class UcmConfig(StoreSettings):
     def root(self) -> str | None:
         """A directory of ours that blocks are kept in; None where there is none, or only the user's store knows it."""
         of_stages = [root for stage in self.store_pipeline for root in stage.storage_backends]
-        return next(iter([*of_stages, *self.storage_backends]), None)
+        directories = (root for root in (*of_stages, *self.storage_backends) if not scheme_of(root))
+        return next(directories, None)
 
     def origin(self, key: str) -> str:
         """Where the value of ``key`` (dotted) came from; ``default`` when nobody set it."""

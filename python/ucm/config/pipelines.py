@@ -7,7 +7,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ucm.config.stores import COMMON, IN_SEGMENTS, KNOWN_STORES, STORES, instead_of, needs_directory
+from ucm.config.sizes import scheme_of, without_login
+from ucm.config.stores import (
+    COMMON,
+    IN_SEGMENTS,
+    KNOWN_STORES,
+    STORE_OF_SCHEME,
+    STORES,
+    instead_of,
+    needs_directory,
+    schemes_of,
+)
 from ucm.config.words import hint
 
 if TYPE_CHECKING:
@@ -71,10 +81,15 @@ def _is_file(stage: Stage) -> bool:
     return is_stage(stage.store) and needs_directory(stage.store)
 
 
+def _has_place(stage: Stage) -> bool:
+    """Whether it keeps blocks in a directory or at an address that has to be named."""
+    return _is_file(stage) or bool(is_stage(stage.store) and schemes_of(stage.store))
+
+
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages with the directories written beside the pipeline: one for each file stage without its own, and all of
-    them for one such stage alone."""
-    without = [number for number, stage in enumerate(stages) if _is_file(stage) and not stage.storage_backends]
+    """The stages with the places written beside the pipeline: one for each stage that needs one and has none of its
+    own, and all of them for one such stage alone."""
+    without = [number for number, stage in enumerate(stages) if _has_place(stage) and not stage.storage_backends]
     shares = [tuple(common)] if len(without) == 1 and common else [(root,) for root in common]
     if len(without) != len(shares):
         return tuple(stages)
@@ -168,14 +183,32 @@ def _policies(stages: Sequence[Stage]) -> Iterator[str]:
         yield "no stage of the pipeline has write_policy: through, so no block would ever be stored"
 
 
+def place_problems(store: str, places: Sequence[str]) -> Iterator[str]:
+    """Why this store cannot keep blocks at these places: an address for a directory, or another store's address."""
+    schemes = schemes_of(store)
+    if schemes and not places:
+        yield (
+            f"{store} is given no address to keep blocks at; write storage_backends: {schemes[0]}://... "
+            "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"
+        )
+    for place in places:
+        scheme = scheme_of(place)
+        if scheme in schemes or not (scheme or schemes):
+            continue
+        wanted = " or ".join(f"{known}://..." for known in schemes) or "a local directory"
+        owner = STORE_OF_SCHEME.get(scheme)
+        instead = f", or name {owner}, which takes it" if owner else ""
+        yield f"{without_login(place)} is no place for {store}; give {wanted}{instead}"
+
+
 def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     seen: dict[str, str] = {}
-    files = [stage for stage in with_roots(stages, settings.storage_backends) if _is_file(stage)]
-    missing = [word_of(stage.store) for stage in files if not stage.storage_backends]
-    own = all(stage.storage_backends for stage in stages if _is_file(stage))
+    placed = [stage for stage in with_roots(stages, settings.storage_backends) if _has_place(stage)]
+    missing = [word_of(stage.store) for stage in placed if not stage.storage_backends]
+    own = all(stage.storage_backends for stage in stages if _has_place(stage))
     if own and settings.storage_backends:
         yield (
-            f"storage_backends names {', '.join(settings.storage_backends)} beside a pipeline whose stages all have a "
+            f"storage_backends names {_shown(settings.storage_backends)} beside a pipeline whose stages all have a "
             "directory of their own; leave one of the two out"
         )
     if missing:
@@ -185,13 +218,16 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
             f"names {given or 'none'}; give each its own (path: /some/directory in the stage), or name in "
             "storage_backends as many as there are such stages, top first"
         )
-    for stage in files:
-        yield from root_problems(settings, stage.storage_backends, stage)
-    roots = [root for stage in files for root in stage.storage_backends]
+    for stage in placed:
+        yield from place_problems(stage.store, stage.storage_backends) if stage.storage_backends else ()
+        if _is_file(stage):
+            yield from root_problems(settings, stage.storage_backends, stage)
+    # Several addresses are nodes of one cluster, of which the first tells it from others.
+    roots = [root for stage in placed for root in stage.storage_backends[: None if _is_file(stage) else 1]]
     for root in roots:
-        real = _real(root) if len(roots) > 1 else root
+        real = _real(root) if len(roots) > 1 and not scheme_of(root) else root
         if real in seen:
-            yield f"two stages of the pipeline have the same directory {root}; give each its own"
+            yield f"two stages of the pipeline have the same directory {without_login(root)}; give each its own"
         seen[real] = root
 
 
@@ -216,6 +252,10 @@ def root_problems(settings: StoreSettings, roots: Sequence[str], stage: Stage | 
                 f"tiers calls {directory} {heat}, which is none of the directories ({', '.join(roots)}); name one of "
                 "these, or add it to storage_backends"
             )
+
+
+def _shown(places: Sequence[str]) -> str:
+    return ", ".join(map(without_login, places))
 
 
 def _real(path: str) -> str:

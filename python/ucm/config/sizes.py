@@ -27,8 +27,13 @@ _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _NFS_ADDRESS = re.compile(r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
+#: User and password inside an address.
+_LOGIN = re.compile(r"(?<=://)[^\s]*(?=@)")
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+
+#: What stands in the place of what is never shown.
+HIDDEN = "<hidden>"
 
 #: The largest size that is believed, in bytes: what a signed 64-bit offset can name.
 MAX_SIZE = 2**63 - 1
@@ -121,13 +126,20 @@ def parse_flag(value: Any) -> bool:
 
 
 def parse_paths(value: Any) -> tuple[str, ...]:
-    """Directories of one path, of ``"a:b:c"``, or of a list; made absolute, ``~`` expanded, order kept."""
+    """Directories of one path, of ``"a:b:c"``, or of a list; made absolute, ``~`` expanded, order kept.
+
+    An address (``scheme://...``) is one of these as it stands: which store takes it is that store's business.
+    """
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         check_local(text)
-        pieces: Sequence[Any] = [piece for piece in text.split(":") if piece]
+        pieces: Sequence[Any] = [text] if scheme_of(text) else [piece for piece in text.split(":") if piece]
         for piece, following in itertools.pairwise(pieces):
-            check_local(f"{piece}:{following}")  # an address among directories
+            check_local(f"{piece}:{following}")
+            if scheme_of(f"{piece}:{following}"):
+                raise ValueError(
+                    f"{text!r} has an address among directories; write a list, [/some/directory, s3://...]"
+                )
     elif isinstance(value, list | tuple):
         pieces = value
     else:
@@ -137,12 +149,24 @@ def parse_paths(value: Any) -> tuple[str, ...]:
         if not isinstance(piece, str | os.PathLike) or not os.fspath(piece):
             raise ValueError(f"{piece!r} is not a directory; write a path, a:b:c, or a list of paths")
         check_local(os.fspath(piece))
-        path = os.path.abspath(os.path.expanduser(os.fspath(piece)))
+        text = os.fspath(piece)
+        path = text if scheme_of(text) else os.path.abspath(os.path.expanduser(text))
         if path not in paths:
             paths.append(path)
     if not paths:
         raise ValueError("it names no directory; write a path, a:b:c, or a list of paths")
     return tuple(paths)
+
+
+def scheme_of(place: str) -> str:
+    """The scheme of an address, in lower case; empty for a path."""
+    match = _URL.match(place)
+    return match["scheme"].lower() if match else ""
+
+
+def without_login(text: str) -> str:
+    """A text with what stands for user and password in an address replaced by ``<hidden>``."""
+    return _LOGIN.sub(HIDDEN, text)
 
 
 #: How fast a directory may be said to be.
@@ -168,12 +192,8 @@ def parse_heats(value: Any) -> tuple[tuple[str, str], ...]:
 
 
 def check_local(path: str) -> None:
-    """Refuse what is no directory of this machine: ``server:/dir`` and ``scheme://...``."""
-    if match := _URL.match(path):
-        raise ValueError(
-            f"{match['scheme']}://... is not a directory, and object stores are not built yet; give a local directory"
-        )
-    if match := _NFS_ADDRESS.match(path):
+    """Refuse what looks like a directory and is none of this machine: ``server:/dir``."""
+    if not scheme_of(path) and _NFS_ADDRESS.match(path):
         raise ValueError(
             f"{path!r} is an NFS address, not a directory; mount it (mount -t nfs {path} /mnt/kv) and give the mount "
             "point (storage_backends: /mnt/kv)"

@@ -41,6 +41,11 @@ class Kind:
         """Whether it keeps blocks in a directory that has to be named."""
         return any(self.options[key].get("format") == "directories" for key in self.required)
 
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """What the addresses begin with at which it keeps blocks; empty where it needs none."""
+        return tuple(scheme for key in self.required for scheme in self.options[key].get("schemes", ()))
+
 
 @dataclass(frozen=True)
 class StoreName:
@@ -82,6 +87,11 @@ STORES: dict[str, StoreName] = {found.store: found for found in _read()}
 
 #: Every kind, in order.
 KINDS: tuple[Kind, ...] = tuple({found.kind.word: found.kind for found in STORES.values()}.values())
+
+#: What an address begins with -> the store that keeps blocks there.
+STORE_OF_SCHEME: dict[str, str] = {
+    scheme: store for store, found in reversed(STORES.items()) for scheme in found.kind.schemes
+}
 
 #: The store that is used where none is named. Its keys stand at the top of a configuration and hold for every stage of
 #: a pipeline that has them; those of other kinds are options of their store alone.
@@ -126,6 +136,11 @@ def instead_of(store: str) -> str:
 def needs_directory(store: str) -> bool:
     """Whether this store keeps its blocks in a directory that has to be named."""
     return store in STORES and STORES[store].kind.needs_directory
+
+
+def schemes_of(store: str) -> tuple[str, ...]:
+    """What the addresses of this store begin with; empty where it needs none."""
+    return STORES[store].kind.schemes if store in STORES else ()
 
 
 def own_keys(kind: Kind) -> dict[str, Any]:

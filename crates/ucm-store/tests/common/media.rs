@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use serde_json::{Map, Value, json};
 use ucm_core::{DType, Geometry, Identity};
 use ucm_infra::Clock;
 use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
@@ -16,6 +17,7 @@ use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
 use ucm_tier::registry::{self, BuildContext, TierKind};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
+use super::servers::{S3, shared_redis, shared_s3};
 use super::{Layout, Setup, identity};
 
 /// What a test's store keeps its records on.
@@ -29,16 +31,46 @@ pub(crate) enum Medium {
     Kind(&'static str),
 }
 
-/// What tests that need no faults of files run over: every medium of the registry. Files and memory are made so that a
-/// test can reach into them.
+/// What tests that need no faults of files run over: every medium of the registry, of which this machine has the server.
+/// Files and memory are made so that a test can reach into them.
 pub(crate) fn media() -> Vec<Medium> {
-    let kinds = registry::kinds().into_iter().filter(|kind| kind.is_medium());
+    let kinds = registry::kinds().into_iter().filter(|kind| is_here(kind));
     let column = |kind: Arc<TierKind>| match kind.word() {
         "posix" => Medium::Posix,
         "cache" => Medium::Memory(64, Policy::Lru),
         other => Medium::Kind(other),
     };
     kinds.map(column).collect()
+}
+
+/// Whether a kind is a medium, and its server, if it has one, is on this machine.
+pub(crate) fn is_here(kind: &TierKind) -> bool {
+    kind.is_medium()
+        && match kind.word() {
+            "redis" => shared_redis().is_some(),
+            "object" => shared_s3().is_some(),
+            _ => true,
+        }
+}
+
+/// What a test configures of a medium that is here.
+pub(crate) fn sample(kind: &TierKind, root: &Path) -> Map<String, Value> {
+    let mut options = kind.sample(root).unwrap(); // a medium without them is no column
+    match kind.word() {
+        "redis" => {
+            options.insert("storage_backends".to_owned(), json!([shared_redis().unwrap()]));
+        }
+        "object" => {
+            let told = shared_s3().map(S3::options).unwrap_or_default();
+            options.extend(told.into_iter().map(|(key, value)| (key.to_owned(), value)));
+        }
+        "ds3fs" => {
+            std::fs::create_dir_all(root.join("3fs-virt")).unwrap(); // by which its library knows 3FS
+            options.insert("hf3fs_library".into(), soft3fs().into());
+        }
+        _ => {}
+    }
+    options
 }
 
 /// 3FS's client library in software, where cargo puts it: beside or one above the test's own program.
@@ -73,11 +105,13 @@ pub(super) fn of_kind(
         clock: Arc::clone(clock),
     };
     let kind = registry::find(word)?;
-    let mut options = kind.sample(root).unwrap(); // a medium without them is no column
-    if word == "ds3fs" {
-        std::fs::create_dir_all(root.join("3fs-virt")).unwrap(); // by which its library knows 3FS
-        options.insert("hf3fs_library".into(), soft3fs().into());
-    }
+    let mut options = sample(&kind, root);
+    options.extend(
+        setup
+            .options
+            .iter()
+            .map(|(key, value)| ((*key).to_owned(), value.clone())),
+    );
     let built = kind.build(&context, options)?.tiers.remove(0);
     Ok((built.backend, built.pool))
 }

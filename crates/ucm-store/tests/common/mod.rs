@@ -15,9 +15,11 @@ pub(crate) mod mount;
 pub(crate) mod over;
 pub(crate) mod pages;
 pub(crate) mod segments;
+pub(crate) mod servers;
 pub(crate) mod setup;
 pub(crate) mod shared;
 pub(crate) mod sides;
+pub(crate) mod stored;
 pub(crate) mod tiers;
 
 use std::path::{Path, PathBuf};
@@ -43,7 +45,7 @@ pub(crate) use setup::{Above, Layout, Setup};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use device::{Device, SlowDevice, SoftCuda, content};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
-pub(crate) use media::{Medium, media, memory_config, on, shape, soft3fs};
+pub(crate) use media::{Medium, is_here, media, memory_config, on, sample, shape, soft3fs};
 
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {

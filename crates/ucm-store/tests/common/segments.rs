@@ -7,10 +7,12 @@ use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_tier::backend::Flush;
+use ucm_tier::registry;
 use ucm_tier::segment::SegmentConfig;
 
+use super::servers::{BUCKET, shared_s3};
 use super::shared::LONG;
-use super::{Above, Device, Layout, Setup, Store, eventually, identity};
+use super::{Above, Device, Layout, Medium, Setup, Store, eventually, identity};
 
 /// Where a record lies.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,9 +29,27 @@ impl Store {
         self.root.join(identity(self.setup.weights).namespace())
     }
 
-    /// The segments that have a name, by name.
+    /// The segments that have a name, by name; of a store on the tests' own S3 server where that keeps them.
     pub(crate) fn segments(&self) -> Vec<PathBuf> {
-        files(&self.namespace().join("segments"))
+        let namespace = match self.setup.medium {
+            Medium::Kind("object") => self.objects().join(identity(self.setup.weights).namespace()),
+            _ => self.namespace(),
+        };
+        files(&namespace.join("segments"))
+    }
+
+    /// Where the tests' own S3 server keeps the objects of a store.
+    pub(crate) fn objects(&self) -> PathBuf {
+        let options = registry::find("object").unwrap().sample(&self.root).unwrap();
+        let url = options["storage_backends"][0].as_str().unwrap();
+        let told = self
+            .setup
+            .options
+            .iter()
+            .find(|(key, _)| *key == "object_credentials");
+        let own = told.and_then(|(_, keys)| Some(Path::new(keys.as_str()?).parent()?.join(BUCKET)));
+        let bucket = own.unwrap_or_else(|| shared_s3().unwrap().bucket());
+        bucket.join(url.strip_prefix("s3://bucket/").unwrap())
     }
 
     /// The private files.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::Value;
 use ucm_core::Part;
 use ucm_device::Transfer;
 use ucm_io::{OpKind, Process};
@@ -15,6 +16,7 @@ use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::segment::{Merging, SegmentConfig};
 
+use super::servers::shared_redis;
 use super::{Medium, SlowDevice};
 
 /// What stands above the root of a store.
@@ -74,6 +76,8 @@ pub(crate) struct Setup {
     pub(crate) layout: Layout,
     /// Nobody names the layout: the root has records in it already.
     pub(crate) unnamed: bool,
+    /// Options of a [`Medium::Kind`] beside those that it has for tests.
+    pub(crate) options: Vec<(&'static str, Value)>,
     /// What blocks have beside their KV, by name and bytes; dumps bring it ([`super::side_content`]).
     pub(crate) sides: Vec<(&'static str, u64)>,
     /// What makes them shorter, which needs segments and records of more than a page; [`Setup::compressed`].
@@ -137,6 +141,15 @@ const TENSORS: [u64; 2] = [96, 32];
 const LARGE_TENSORS: [u64; 2] = [6144, 2048];
 
 impl Setup {
+    /// The address of the Redis server of a store.
+    pub(crate) fn server(&self) -> String {
+        let given = self.options.iter().find(|(key, _)| *key == "storage_backends");
+        match given {
+            Some((_, addresses)) => addresses[0].as_str().unwrap_or_default().to_owned(),
+            None => shared_redis().unwrap_or_default().to_owned(),
+        }
+    }
+
     /// What blocks have beside their KV, as a store is told.
     pub(crate) fn side_specs(&self) -> Vec<SideSpec> {
         let spec = |&(name, len): &(&str, u64)| SideSpec {
@@ -211,6 +224,7 @@ impl Default for Setup {
             layout: Layout::of_this_run(),
             sides: Vec::new(),
             unnamed: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("unnamed")),
+            options: Vec::new(),
             codec: codec_of_this_run(),
         }
     }

@@ -3,11 +3,12 @@
 //! A new kind is a file here that answers a [`TierKind`], and a line in [`built_in`].
 
 mod compress;
-mod declared;
 mod ds3fs;
 mod memory;
+mod object;
 mod posix;
 mod python;
+mod redis;
 #[cfg(feature = "test-utils")]
 mod toy;
 
@@ -20,8 +21,8 @@ pub(crate) fn built_in() -> Vec<TierKind> {
         memory::kind(),
         compress::kind(),
         ds3fs::kind(),
-        declared::object(),
-        declared::redis(),
+        object::kind(),
+        redis::kind(),
         python::empty(),
         python::fake(),
         #[cfg(feature = "test-utils")]

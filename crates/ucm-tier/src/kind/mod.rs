@@ -19,9 +19,10 @@ use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
 use ucm_record::{Algorithm, RecordLayout};
 
 use crate::backend::Backend;
+use crate::place::Place;
 use crate::spread::Spread;
 
-pub use options::{Age, Amount, CodecName, Directories, Heats, Mode, Size};
+pub use options::{Addresses, Age, Amount, CodecName, Directories, Heats, Mode, Size};
 
 /// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are the keys of the
 /// configuration. Keys that must be given stand in `"required"` of its schema.
@@ -148,6 +149,8 @@ type MakeMedium = dyn Fn(&BuildContext<'_>, Map<String, Value>) -> Result<BuiltL
 
 type Sample = fn(&Path) -> Value;
 
+type OpenPlace = dyn Fn(Map<String, Value>) -> Result<Box<dyn Place>> + Send + Sync;
+
 /// What makes it.
 enum Build {
     /// It is a medium.
@@ -166,6 +169,7 @@ pub struct TierKind {
     build: Build,
     memory: bool,
     sample: Option<Sample>,
+    place: Option<Box<OpenPlace>>,
     options: Value,
     defaults: Box<RawValue>,
 }
@@ -225,6 +229,7 @@ impl TierKind {
             build,
             memory: false,
             sample: None,
+            place: None,
             options: options.to_value(),
             // What serde refuses, which no struct of plain fields is, becomes nothing.
             defaults: to_raw_value(&O::default()).unwrap_or_default(),
@@ -243,6 +248,14 @@ impl TierKind {
     #[must_use]
     pub fn tested_with(mut self, sample: fn(&Path) -> Value) -> Self {
         self.sample = Some(sample);
+        self
+    }
+
+    /// What tools see of it, where that is no directory.
+    #[must_use]
+    pub fn seen_by_tools<O: TierOptions>(mut self, open: fn(O) -> Result<Box<dyn Place>>) -> Self {
+        let word = self.word();
+        self.place = Some(Box::new(move |given| open(read(word, given)?)));
         self
     }
 
@@ -286,6 +299,14 @@ impl TierKind {
             }
             Build::Python => Err(self.unsupported("it is a store of Python and no tier of the core")),
             Build::Declared(instead) => Err(self.unsupported(&format!("it is not built yet; {instead}"))),
+        }
+    }
+
+    /// What tools see of it. `Unsupported` for a kind that shows them nothing.
+    pub fn place(&self, options: Map<String, Value>) -> Result<Box<dyn Place>> {
+        match &self.place {
+            Some(open) => open(options),
+            None => Err(self.unsupported("tools look into directories of it, or not at all")),
         }
     }
 

@@ -11,6 +11,7 @@
 //! | `"env"` | variables of the environment that set it |
 //! | `"unit"` | unit of the value, or what may be written, for the documentation |
 //! | `"unset"` | what holds where nothing is given, for the documentation |
+//! | `"schemes"` | what addresses begin with |
 //!
 //! Bounds are `#[schemars(range(min = ..., max = ...))]`, the description is the field's doc comment.
 
@@ -30,6 +31,10 @@ use crate::spread::{Heat, StoragePolicy};
 #[serde(transparent)]
 pub struct Directories(pub Vec<PathBuf>);
 
+/// Addresses of servers, as written. The field's `"schemes"` are those that it takes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Addresses(pub Vec<String>);
 /// Which directory is how fast, as far as anything is said.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -142,6 +147,7 @@ macro_rules! described {
 
 described! {
     Directories: { "type": "array", "items": { "type": "string" }, "format": "directories" },
+    Addresses: { "type": "array", "items": { "type": "string" }, "format": "addresses" },
     Heats: { "type": "array", "items": { "enum": ["hot", "warm", "cold"] }, "format": "heats" },
     CodecName: { "type": "string", "enum": ["off", "lz4", "zstd"] },
     LayoutKind: { "type": "string", "enum": ["file", "segment"] },

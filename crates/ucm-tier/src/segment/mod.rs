@@ -9,7 +9,7 @@
 //! * [`open`]: one segment being written; [`writer`]: which one; [`append`]: one record into it; [`sealing`]: how it ends;
 //!   [`timer`]: when;
 //! * [`discovery`]: the segments of others; [`recheck`]: whether their footers, and ours, are still there for the next one;
-//!   [`reader`]: reading records; [`recovery`]: what dead writers left;
+//!   [`runs`] and [`reader`]: reading records; [`recovery`]: what dead writers left;
 //!   [`evidence`]: what is damaged;
 //! * [`reclaim`]: small and sparse segments become one, records in use outlive their segment.
 //!
@@ -17,15 +17,16 @@
 
 mod append;
 mod discovery;
-mod early;
+pub(crate) mod early;
 mod evidence;
-mod format;
-mod index;
+pub(crate) mod format;
+pub(crate) mod index;
 mod open;
 mod reader;
 mod recheck;
 mod reclaim;
 mod recovery;
+pub(crate) mod runs;
 mod sealing;
 mod timer;
 mod writer;

@@ -13,7 +13,8 @@ from ucm.config import warn_once
 from ucm.config.fields import Section, section_of
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
-from ucm.config.pipelines import root_problems
+from ucm.config.pipelines import place_problems, root_problems
+from ucm.config.sizes import without_login
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest, without_effect
 from ucm.errors import ConfigError, InvalidInputError
@@ -116,7 +117,8 @@ class EngineSettings(StoreSettings):
     def label(self) -> str:
         """What stands before its messages in the log."""
         found = STORES[self.store_name]
-        return ":".join(self.storage_backends) if found.kind.needs_directory and self.storage_backends else found.word
+        placed = (found.kind.needs_directory or found.kind.schemes) and self.storage_backends
+        return ":".join(map(without_login, self.storage_backends)) if placed else found.word
 
     @property
     def device(self) -> str:
@@ -167,6 +169,12 @@ class EngineSettings(StoreSettings):
 
 class TierSettings(EngineSettings):
     """Keys of a store of one tier."""
+
+    @model_validator(mode="after")
+    def _fitting_places(self) -> Self:
+        for why in place_problems(self.store_name, self.storage_backends):
+            raise ValueError(why)
+        return self
 
     @model_validator(mode="after")
     def _has_roots(self) -> Self:

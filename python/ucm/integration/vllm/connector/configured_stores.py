@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ucm.config import UcmConfig
+from ucm.config.sizes import without_login
 from ucm.config.stores import PIPELINE, STORES
 from ucm.store.factory_v1 import UcmConnectorFactoryV1
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -60,6 +61,6 @@ def _configured_store(config: UcmConfig, processes: int, platform: str, several_
         told["processes"] = processes
         told["scheduler_elsewhere"] = several_hosts
     roots = told.get("storage_backends") or config.root or ()
-    where = roots if isinstance(roots, str) else ", ".join(map(str, roots))
+    where = without_login(roots if isinstance(roots, str) else ", ".join(map(str, roots)))
     full = f"{module}.{name}" if module else name
     return ConfiguredStore(full, f"{full} on {where}" if where else full, told, make)

@@ -1,0 +1,87 @@
+//! Places that are no directories, for the command line.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use ucm_core::Error;
+use ucm_tier::place::{Item, Place as Seen};
+use ucm_tier::registry;
+
+use crate::convert::to_py;
+use crate::task::same_process;
+
+/// A server or a bucket, as tools see it.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct Place {
+    seen: Arc<dyn Seen>,
+    pid: u32,
+}
+
+/// Path, name, length, time of the last use (ns since 1970), version: see `ucm_tier::place::Item`.
+type Listed = (String, String, u64, u64, String);
+
+#[pymethods]
+impl Place {
+    /// `kind`: the word of a kind of tier; `options`: its options as a JSON text.
+    #[new]
+    fn new(py: Python<'_>, kind: &str, options: &str) -> PyResult<Self> {
+        let opened = py.detach(|| registry::place(kind, options));
+        let pid = std::process::id();
+        to_py(py, opened).map(|seen| Self {
+            seen: seen.into(),
+            pid,
+        })
+    }
+
+    /// Most bytes that it takes, bytes that it has (0: it does not say), what it is in words.
+    fn room(&self, py: Python<'_>) -> PyResult<(u64, u64, String)> {
+        let room = self.ask(py, |seen| seen.room())?;
+        Ok((room.limit, room.used, room.words))
+    }
+
+    /// Everything that lies there: where it would lie below a root (empty: not ours), its name on the server, length, time of
+    /// its last use in ns since 1970, version.
+    fn list(&self, py: Python<'_>) -> PyResult<Vec<Listed>> {
+        let items = self.ask(py, |seen| seen.list())?;
+        let listed = |item: Item| (item.path, item.name, item.len, item.used_ns, item.version);
+        Ok(items.into_iter().map(listed).collect())
+    }
+
+    /// Bytes of what has this name, fewer where it ends before; `None` where there is nothing.
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+        start: u64,
+        length: u64,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let bytes = self.ask(py, |seen| seen.read(name, start, length))?;
+        Ok(bytes.map(|bytes| PyBytes::new(py, &bytes)))
+    }
+
+    /// Removes something of ours, as it was listed; false where it is gone, or was used or replaced since.
+    fn remove(&self, py: Python<'_>, item: Listed) -> PyResult<bool> {
+        let (path, name, len, used_ns, version) = item;
+        let item = Item {
+            path,
+            name,
+            len,
+            used_ns,
+            version,
+        };
+        self.ask(py, |seen| seen.remove(&item))
+    }
+}
+
+impl Place {
+    fn ask<T: Send>(
+        &self,
+        py: Python<'_>,
+        ask: impl FnOnce(&dyn Seen) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        same_process(py, self.pid)?;
+        let answer = py.detach(|| ask(&*self.seen));
+        to_py(py, answer)
+    }
+}

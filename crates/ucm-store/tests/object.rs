@@ -1,0 +1,488 @@
+//! What holds in a bucket besides what holds everywhere: segments as objects, what others find of them and when, a server that
+//! is gone or silent, damage, the limit, ages, and a server that cannot put only what is not there.
+
+#![allow(clippy::unwrap_used, reason = "tests may fail")]
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
+use ucm_io::{IoOptions, IoPool};
+use ucm_store::engine::Task;
+use ucm_store::health::BreakerConfig;
+use ucm_tier::backend::Flush;
+
+use common::segments::{begin, change, finds, is_over, loads};
+use common::servers::{S3, s3, s3_at};
+use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
+
+/// A server of this test, and what a store is told of it; none where it was not built.
+fn started() -> Option<(TempDir, S3, Setup)> {
+    let dir = directory();
+    let server = s3(dir.path())?;
+    let setup = Setup {
+        medium: Medium::Kind("object"),
+        options: server.options(),
+        breaker: BreakerConfig {
+            cool_down: Duration::from_millis(50),
+            ..BreakerConfig::default()
+        },
+        ..Setup::default()
+    };
+    Some((dir, server, setup))
+}
+
+/// The same with these options beside.
+fn with(setup: &Setup, options: &[(&'static str, Value)]) -> Setup {
+    let mut setup = setup.clone();
+    setup.options.extend(options.iter().cloned());
+    setup
+}
+
+/// Segments are put after an hour, or when somebody asks.
+fn patient(setup: &Setup) -> Setup {
+    Setup {
+        slots: 64,
+        ..with(setup, &[("object_age", json!(60))])
+    }
+}
+
+fn dumped(store: &Store, ids: &[BlockId]) {
+    for ids in ids.chunks(2) {
+        store.dump(&Device::filled(&store.setup, ids), ids).unwrap();
+    }
+}
+
+/// Begins to dump blocks, which can be read here at once, and puts them together.
+fn dumped_together(store: &Store, ids: &[BlockId]) {
+    let device = Device::filled(&store.setup, ids);
+    let task = begin(store, &device, ids);
+    store.backend.flush(Flush::Now);
+    store.outcome(&task).unwrap();
+}
+
+/// What lies below a directory.
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let below = entries
+        .map(|entry| entry.path())
+        .flat_map(|path| match path.is_dir() {
+            true => files(&path),
+            false => vec![path],
+        });
+    below.collect()
+}
+
+/// Bytes of the segments below a directory.
+fn bytes_of(dir: &Path) -> u64 {
+    let segments = files(dir)
+        .into_iter()
+        .filter(|path| path.extension().is_some_and(|end| end == "seg"));
+    segments
+        .map(|path| std::fs::metadata(path).map_or(0, |file| file.len()))
+        .sum()
+}
+
+fn job() -> ucm_io::IoJob {
+    let pool = IoPool::psync(false, &IoOptions::with_workers(2)).unwrap();
+    pool.here(LANE_SPACE, MonotonicTime::NEVER)
+}
+
+#[test]
+fn many_records_are_one_object_that_others_find() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let store = Store::open(dir.path(), patient(&setup));
+    let other = Store::open(dir.path(), setup.clone());
+    let all = ids(24);
+    let device = Device::filled(&store.setup, &all);
+    let task = begin(&store, &device, &all);
+    assert!(loads(&store, &all), "from memory, as long as they were not put");
+    assert!(!is_over(&store, &task));
+    assert_eq!(store.segments().len(), 0);
+    assert_eq!(finds(&other, &all), [false; 24]);
+    store.backend.flush(Flush::Now);
+    store.outcome(&task).unwrap();
+    assert_eq!(store.segments().len(), 1);
+    assert!(loads(&store, &all));
+    eventually("the other one finds it", || finds(&other, &all) == [true; 24]);
+    assert!(loads(&other, &all));
+    dumped(&other, &all);
+    assert_eq!(store.segments().len(), 1, "what is there is not written again");
+    let mut listed: Vec<BlockId> = other
+        .backend
+        .list(&job())
+        .unwrap()
+        .iter()
+        .map(|one| one.id)
+        .collect();
+    listed.sort_unstable();
+    let mut expected = all.clone();
+    expected.sort_unstable();
+    assert_eq!(listed, expected);
+}
+
+#[test]
+fn what_waits_is_put_when_a_store_closes_and_when_it_is_old() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let store = Store::open(dir.path(), patient(&setup));
+    let device = Device::filled(&store.setup, &ids(3));
+    let task = begin(&store, &device, &ids(3));
+    drop(store);
+    drop(task);
+    let clock = ManualClock::new();
+    let as_clock = Arc::clone(&clock) as Arc<dyn Clock>;
+    let store = Store::with_clock_now(dir.path(), patient(&setup), as_clock);
+    assert!(loads(&store, &ids(3)));
+    let device = Device::filled(&store.setup, &[id(7)]);
+    let task = begin(&store, &device, &[id(7)]);
+    assert!(!is_over(&store, &task));
+    clock.advance(setup.deadlines.dump / 2); // sooner than its age, or nobody would wait for it any more
+    eventually("it is old enough", || is_over(&store, &task));
+    store.outcome(&task).unwrap();
+}
+
+#[test]
+fn a_long_segment_goes_in_parts() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let setup = Setup {
+        tensors: vec![1 << 20, 1 << 20],
+        slots: 16,
+        ..with(&patient(&setup), &[("storage_capacity", json!(8_u64 << 30))])
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let blocks = ids(5);
+    dumped_together(&store, &blocks);
+    let segments = store.segments();
+    assert_eq!(segments.len(), 1);
+    assert!(std::fs::metadata(&segments[0]).unwrap().len() > 16 << 20);
+    let other = Store::open(dir.path(), setup);
+    assert!(loads(&other, &blocks));
+}
+
+#[test]
+fn a_server_that_is_killed_has_what_was_published() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let store = Store::open(dir.path(), setup);
+    dumped(&store, &ids(4));
+    let port = server.server.port;
+    drop(server);
+    assert!(!loads(&store, &ids(4)));
+    assert!(
+        store
+            .dump(&Device::filled(&store.setup, &[id(8)]), &[id(8)])
+            .is_err()
+    );
+    let _again = s3_at(port, dir.path()).unwrap();
+    eventually("it is used again", || loads(&store, &ids(4)));
+    eventually("and written to", || {
+        store
+            .dump(&Device::filled(&store.setup, &[id(9)]), &[id(9)])
+            .is_ok()
+    });
+    let other = Store::open(dir.path(), store.setup.clone());
+    assert!(loads(&other, &[id(0), id(1), id(2), id(3), id(9)]));
+}
+
+#[test]
+fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let setup = Setup { slots: 4, ..setup };
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    dumped(&store, &ids(4));
+    server.server.freeze();
+    assert_eq!(finds(&store, &ids(4)), [true; 4], "lookups ask nobody");
+    for _ in 0..3 {
+        let device = Device::blank(&setup, &ids(4));
+        let load = store
+            .engine
+            .load(device.rows(&ids(4)), Some(Duration::from_secs(1)))
+            .unwrap();
+        eventually("the load ends", || {
+            clock.advance(Duration::from_millis(100));
+            load.check(store.engine.clock(), ucm_store::engine::Until::Published)
+        });
+        let failures = load.failures();
+        let late = |(_, error): &(usize, ucm_core::Error)| error.kind() == ErrorKind::Timeout;
+        assert!(failures.iter().any(late), "{failures:?}");
+        assert!(ids(4).iter().all(|&id| device.is_blank(id)), "nothing came late");
+        eventually("every slot comes back", || {
+            store.stat("slots_free") == store.stat("slots")
+        });
+    }
+    let device = Device::filled(&setup, &[id(8)]);
+    let dump: Task = store.engine.dump(device.rows(&[id(8)])).unwrap();
+    eventually("the dump ends", || {
+        clock.advance(Duration::from_secs(1));
+        is_over(&store, &dump)
+    });
+    assert_eq!(store.outcome(&dump).unwrap_err()[0].1.kind(), ErrorKind::Timeout);
+    eventually("every slot comes back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+    server.server.thaw();
+    eventually("it is used again", || {
+        clock.advance(Duration::from_secs(1));
+        loads(&store, &ids(4))
+    });
+}
+
+#[test]
+fn damage_of_an_object_is_a_miss_and_is_replaced() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    dumped(&store, &ids(6));
+    let places = store.places();
+    let of = |block: BlockId| places.iter().find(|place| place.id == block).unwrap();
+    change(&of(id(0)).file, |bytes| bytes[of(id(0)).offset + 300] ^= 1);
+    change(&of(id(1)).file, |bytes| bytes.truncate(of(id(1)).offset + 100));
+    std::fs::remove_file(&of(id(2)).file).unwrap();
+    for n in 0..3 {
+        assert!(!loads(&store, &[id(n)]), "block {n}");
+    }
+    assert!(loads(&store, &ids(6)[3..]));
+    eventually("they are written anew", || {
+        dumped(&store, &ids(6));
+        loads(&store, &ids(6))
+    });
+    // Who reads the footers anew: a damaged one is no segment, another one's is not believed.
+    let (one, other) = (&of(id(3)).file, &of(id(4)).file);
+    change(one, |bytes| {
+        let last = bytes.len() - 100;
+        bytes[last] ^= 1;
+    });
+    std::fs::copy(&of(id(5)).file, other).unwrap();
+    let anew = Store::open(dir.path(), setup);
+    assert_eq!(finds(&anew, &ids(6)), [true, true, true, false, false, true]);
+    assert!(loads(&anew, &[id(0), id(1), id(2), id(5)]));
+    dumped(&anew, &ids(6));
+    assert!(loads(&anew, &ids(6)));
+}
+
+#[test]
+fn what_others_remove_is_a_miss_here() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let store = Store::open(dir.path(), setup);
+    dumped(&store, &ids(3));
+    let other = Store::open(dir.path(), store.setup.clone());
+    assert!(loads(&other, &ids(3)));
+    store
+        .segments()
+        .iter()
+        .for_each(|file| std::fs::remove_file(file).unwrap());
+    assert_eq!(finds(&other, &ids(3)), [true; 3], "nobody has looked");
+    assert!(!loads(&other, &ids(3)[..1]));
+    dumped(&other, &ids(3)[..1]);
+    assert!(loads(&other, &ids(3)[..1]));
+}
+
+#[test]
+fn names_of_others_are_left_alone() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let store = Store::open(dir.path(), with(&setup, &[("expire_after", json!(1))]));
+    dumped(&store, &ids(1));
+    let segment = store.segments().pop().unwrap();
+    let beside = [
+        segment.with_extension("segx"),
+        segment.with_file_name("notes.txt"),
+        store.objects().join("notes.txt"),
+        server.bucket().join("notes.txt"),
+    ];
+    for path in &beside {
+        std::fs::copy(&segment, path).unwrap();
+    }
+    let of_others = Setup {
+        weights: "others",
+        ..setup.clone()
+    };
+    let others = Store::open(dir.path(), of_others);
+    assert_eq!(finds(&others, &ids(1)), [false]);
+    dumped(&others, &ids(1));
+    assert_eq!((store.segments().len(), others.segments().len()), (3, 1));
+    drop((store, others));
+    eventually("what is old goes", || {
+        // Every store that is opened counts at once.
+        drop(Store::open(
+            dir.path(),
+            with(&setup, &[("expire_after", json!(1))]),
+        ));
+        !segment.exists()
+    });
+    assert!(beside.iter().all(|path| path.exists()));
+}
+
+#[test]
+fn the_limit_is_kept_by_several_writers() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let limit: u64 = 1 << 20;
+    let setup = with(&setup, &[("storage_capacity", json!(limit))]);
+    let stores = [(); 2].map(|()| Store::open(dir.path(), setup.clone()));
+    let mut stored = 0;
+    for n in 0..120 {
+        for (at, store) in stores.iter().enumerate() {
+            let blocks = [id(n * 2 + at as u8)];
+            let ended = store.dump(&Device::filled(&store.setup, &blocks), &blocks);
+            let refused = |failed: Vec<(usize, ucm_core::Error)>| failed[0].1.kind();
+            stored += u32::from(ended.is_ok());
+            assert!(
+                ended
+                    .map_err(refused)
+                    .err()
+                    .is_none_or(|kind| kind == ErrorKind::NoSpace)
+            );
+            let there = bytes_of(&store.objects());
+            assert!(there <= limit, "{there} bytes");
+        }
+    }
+    assert!(stored > 150, "{stored}: room is made for what is new");
+    assert_eq!(stores[0].stat("storage_capacity_bytes"), limit);
+}
+
+#[test]
+fn a_limit_too_small_for_anything_is_refused() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let small = with(&setup, &[("storage_capacity", json!(4096))]);
+    let error = Store::try_open(dir.path(), small).err().unwrap();
+    assert!(error.to_string().contains("storage_capacity"), "{error}");
+}
+
+#[test]
+fn keys_that_are_wrong_are_told_to_nobody() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let keys = dir.path().join("wrong");
+    std::fs::write(
+        &keys,
+        "[default]\naws_access_key_id=falsch\naws_secret_access_key=geheim\n",
+    )
+    .unwrap();
+    let store = Store::open(dir.path(), with(&setup, &[("object_credentials", json!(keys))]));
+    assert_eq!(store.stat("healthy"), 0);
+    assert_eq!(finds(&store, &ids(1)), [false]);
+    assert!(
+        store
+            .dump(&Device::filled(&store.setup, &ids(1)), &ids(1))
+            .is_err()
+    );
+    let said = store.said().join("\n");
+    assert!(said.contains("keys"), "{said}");
+    assert!(!said.contains("geheim") && !said.contains("falsch"), "{said}");
+}
+
+#[test]
+fn a_segment_of_a_clock_that_is_behind_is_found_with_all() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let clocks = [ManualClock::new(), ManualClock::new()];
+    clocks[1].set_wall_ns(1_500_000_000_000_000_000);
+    let [store, late] = [0, 1].map(|n| {
+        let clock = Arc::clone(&clocks[n]) as Arc<dyn Clock>;
+        Store::with_clock_now(dir.path(), setup.clone(), clock)
+    });
+    dumped(&store, &ids(1));
+    dumped(&late, &ids(2)[1..]);
+    eventually("the one that is ahead is found", || {
+        clocks[1].advance(Duration::from_secs(1));
+        finds(&late, &ids(2)) == [true; 2]
+    });
+    eventually("and the one that is behind", || {
+        clocks[0].advance(Duration::from_secs(1));
+        finds(&store, &ids(2)) == [true; 2]
+    });
+    assert!(loads(&store, &ids(2)) && loads(&late, &ids(2)));
+}
+
+/// Stands before a server and answers for it where a request has conditions, as a server does that has never heard of them.
+fn without_conditions(server: u16) -> u16 {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for client in listener.incoming().flatten() {
+            std::thread::spawn(move || pass_on(client, server));
+        }
+    });
+    port
+}
+
+/// One request of a connection; the next one comes over another.
+fn pass_on(mut client: TcpStream, server: u16) -> Option<()> {
+    let (mut request, mut buffer) = (Vec::new(), [0; 1 << 14]);
+    let head = loop {
+        let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
+        request.extend_from_slice(&buffer[..len]);
+        if let Some(end) = request.windows(4).position(|bytes| bytes == b"\r\n\r\n") {
+            break String::from_utf8(request[..end].to_vec()).ok()?.to_lowercase();
+        }
+    };
+    let field = |name: &str| {
+        head.lines()
+            .find_map(|line| line.strip_prefix(name).map(str::trim))
+    };
+    let len = field("content-length:").map_or(0, |len| len.parse().unwrap());
+    while request.len() < head.len() + 4 + len {
+        let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
+        request.extend_from_slice(&buffer[..len]);
+    }
+    if field("if-none-match:").or(field("if-match:")).is_some() {
+        let answer = "HTTP/1.1 501 Not Implemented\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+        return client.write_all(answer.as_bytes()).ok();
+    }
+    let mut there = TcpStream::connect(("127.0.0.1", server)).ok()?;
+    there.write_all(&request[..head.len()]).ok()?;
+    there.write_all(b"\r\nconnection: close").ok()?;
+    there.write_all(&request[head.len()..]).ok()?;
+    std::io::copy(&mut there, &mut client).ok().map(|_| ())
+}
+
+#[test]
+fn a_server_without_conditions_keeps_what_is_young() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let endpoint = format!("http://127.0.0.1:{}", without_conditions(server.server.port));
+    let setup = with(
+        &setup,
+        &[("object_endpoint", json!(endpoint)), ("object_retries", json!(0))],
+    );
+    let store = Store::open(dir.path(), setup.clone());
+    let said = store.said().join("\n");
+    assert_eq!(store.stat("healthy"), 1, "{said}");
+    dumped(&store, &ids(4));
+    assert!(loads(&store, &ids(4)));
+    assert!(
+        said.contains("has no conditional writes") && said.contains("expire_after"),
+        "{said}"
+    );
+    let other = Store::open(dir.path(), setup);
+    assert!(loads(&other, &ids(4)));
+}

@@ -1,0 +1,446 @@
+//! What holds on a Redis server besides what holds everywhere: lengths, times, a server that is full, gone, silent, that asks
+//! for a password or speaks TLS, and a cluster.
+
+#![allow(clippy::unwrap_used, reason = "tests may fail")]
+
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+use tempfile::TempDir;
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
+use ucm_io::{IoOptions, IoPool};
+use ucm_store::health::BreakerConfig;
+
+use common::servers::{Server, free_port, has_program, redis, redis_at};
+use common::stored::{Reply, ask};
+use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
+
+/// A store on this server alone.
+fn on_server(server: &Server) -> Setup {
+    at(&format!("redis://127.0.0.1:{}", server.port))
+}
+
+/// A store on a server at this address.
+fn at(address: &str) -> Setup {
+    Setup {
+        medium: Medium::Kind("redis"),
+        options: vec![("storage_backends", json!([address]))],
+        ..Setup::default()
+    }
+}
+
+/// A server of this test with these arguments, and a store on it; none where the machine has no server.
+fn started(more: &str) -> Option<(TempDir, Server, Store)> {
+    let dir = directory();
+    let server = redis(dir.path(), more)?;
+    let store = Store::open(dir.path(), on_server(&server));
+    Some((dir, server, store))
+}
+
+fn dumped(store: &Store, ids: &[BlockId]) {
+    for ids in ids.chunks(2) {
+        store.dump(&Device::filled(&store.setup, ids), ids).unwrap();
+    }
+}
+
+/// Whether these blocks come back as they were.
+fn loads(store: &Store, ids: &[BlockId]) -> bool {
+    let device = Device::blank(&store.setup, ids);
+    let loaded = store.load(&device, ids).is_ok();
+    assert!(!loaded || ids.iter().all(|&id| device.is_right(id)));
+    loaded
+}
+
+/// Why the first of these blocks is not dumped now.
+fn refusal(store: &Store, ids: &[BlockId]) -> ErrorKind {
+    let failed = store.dump(&Device::filled(&store.setup, ids), ids).unwrap_err();
+    failed[0].1.kind()
+}
+
+fn job() -> ucm_io::IoJob {
+    let pool = IoPool::psync(false, &IoOptions::with_workers(2)).unwrap();
+    pool.here(LANE_SPACE, MonotonicTime::NEVER)
+}
+
+#[test]
+fn a_record_lives_as_long_as_it_is_used() {
+    let Some((_dir, _server, mut store)) = started("") else {
+        return;
+    };
+    dumped(&store, &ids(1));
+    let left = |store: &Store| match store.redis(&[b"TTL", store.key(id(0)).as_bytes()]) {
+        Reply::Number(seconds) => seconds,
+        other => unreachable!("{other:?}"),
+    };
+    assert!((86_000..=86_400).contains(&left(&store)), "a day");
+    assert_eq!(
+        store.redis(&[b"EXPIRE", store.key(id(0)).as_bytes(), b"100"]),
+        Reply::Number(1)
+    );
+    let clock = ManualClock::new();
+    store = Store::with_clock(
+        &store.root.clone(),
+        store.setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
+    store.engine.touch(&[(id(0), 0)]).unwrap();
+    eventually("its use is told", || left(&store) > 86_000);
+}
+
+#[test]
+fn what_has_not_the_length_of_a_record_is_a_miss_and_is_replaced() {
+    let Some((_dir, _server, store)) = started("") else {
+        return;
+    };
+    let key = store.key(id(0));
+    store.store_as(id(0), b"something else");
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    dumped(&store, &ids(1));
+    assert!(loads(&store, &ids(1)));
+    store.remove_stored(id(0));
+    assert_eq!(
+        store.redis(&[b"RPUSH", key.as_bytes(), b"a list"]),
+        Reply::Number(1)
+    );
+    assert!(!loads(&store, &ids(1)));
+    dumped(&store, &ids(1));
+    assert!(loads(&store, &ids(1)));
+}
+
+#[test]
+fn a_record_of_a_newer_version_is_a_miss_and_stays() {
+    let Some((_dir, _server, store)) = started("") else {
+        return;
+    };
+    dumped(&store, &ids(1));
+    let mut newer = store.stored(id(0)).unwrap();
+    newer[4] = 2; // the version
+    let crc = ucm_core::crc32c(&newer[..60]);
+    newer[60..64].copy_from_slice(&crc.to_le_bytes());
+    store.store_as(id(0), &newer);
+    assert!(!loads(&store, &ids(1)));
+    dumped(&store, &ids(1));
+    assert_eq!(store.stored(id(0)).unwrap(), newer);
+}
+
+#[test]
+fn keys_of_others_are_neither_listed_nor_removed() {
+    let Some((_dir, _server, store)) = started("") else {
+        return;
+    };
+    dumped(&store, &ids(3));
+    let (key, others) = (
+        store.key(id(7)),
+        [format!("{}x", store.key(id(7))), "ucm".to_owned()],
+    );
+    for other in &others {
+        store.redis(&[b"SET", other.as_bytes(), b"theirs"]);
+    }
+    let mut listed: Vec<BlockId> = store
+        .backend
+        .list(&job())
+        .unwrap()
+        .iter()
+        .map(|one| one.id)
+        .collect();
+    listed.sort_unstable();
+    let mut expected = ids(3);
+    expected.sort_unstable();
+    assert_eq!(listed, expected);
+    let used = store.backend.list(&job()).unwrap()[0].used_ns;
+    assert!(used > 1_600_000_000_000_000_000, "Unix time");
+    assert_eq!(store.backend.delete(&job(), &[id(0), id(7)]).unwrap(), 1);
+    assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [false, true, true]);
+    for other in &others {
+        assert_eq!(
+            store.redis(&[b"GET", other.as_bytes()]),
+            Reply::Bytes(b"theirs".to_vec()),
+            "{key}"
+        );
+    }
+}
+
+#[test]
+fn a_full_server_pauses_dumps_and_nothing_else() {
+    let Some((_dir, _server, store)) = started("--maxmemory-policy noeviction") else {
+        return;
+    };
+    dumped(&store, &ids(2));
+    let limit = |bytes: &[u8]| store.redis(&[b"CONFIG", b"SET", b"maxmemory", bytes]);
+    assert_eq!(limit(b"100kb"), Reply::Text("OK".into()), "less than it has");
+    assert_eq!(refusal(&store, &[id(5)]), ErrorKind::NoSpace);
+    assert_eq!(
+        refusal(&store, &[id(6)]),
+        ErrorKind::NoSpace,
+        "nothing is sent while that pauses"
+    );
+    assert!(loads(&store, &ids(2)));
+    assert_eq!(store.stat("healthy"), 1);
+    limit(b"0");
+    eventually("there is room again", || {
+        let device = Device::filled(&store.setup, &[id(5)]);
+        store.dump(&device, &[id(5)]).is_ok()
+    });
+    assert!(loads(&store, &[id(5)]));
+}
+
+#[test]
+fn a_server_that_is_killed_costs_misses_and_comes_back() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let setup = Setup {
+        breaker: BreakerConfig {
+            cool_down: Duration::from_millis(50),
+            ..BreakerConfig::default()
+        },
+        ..on_server(&server)
+    };
+    let store = Store::open(dir.path(), setup);
+    dumped(&store, &ids(2));
+    let port = server.port;
+    drop(server);
+    assert!(!loads(&store, &ids(2)));
+    let again = redis_at(port, dir.path(), "").unwrap();
+    eventually("it is used again", || {
+        let device = Device::filled(&store.setup, &ids(2));
+        store.dump(&device, &ids(2)).is_ok() && loads(&store, &ids(2))
+    });
+    drop(again);
+}
+
+#[test]
+fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let setup = Setup {
+        slots: 4,
+        ..on_server(&server)
+    };
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    dumped(&store, &ids(4));
+    server.freeze();
+    for _ in 0..3 {
+        let device = Device::blank(&setup, &ids(4));
+        let load = store
+            .engine
+            .load(device.rows(&ids(4)), Some(Duration::from_secs(1)))
+            .unwrap();
+        clock.await_sleepers(1);
+        eventually("the load ends", || {
+            clock.advance(Duration::from_millis(100));
+            load.check(store.engine.clock(), ucm_store::engine::Until::Published)
+        });
+        assert!(
+            load.failures()
+                .iter()
+                .any(|(_, error)| error.kind() == ErrorKind::Timeout)
+        );
+        assert!(ids(4).iter().all(|&id| device.is_blank(id)), "nothing came late");
+        eventually("every slot comes back", || {
+            store.stat("slots_free") == store.stat("slots")
+        });
+    }
+    server.thaw();
+    // What was not answered is not waited for any more: another connection is made.
+    eventually("it is used again", || {
+        clock.advance(Duration::from_secs(1));
+        loads(&store, &ids(4))
+    });
+}
+
+#[test]
+fn lookups_of_what_is_known_ask_nobody() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let store = Store::with_clock(
+        dir.path(),
+        on_server(&server),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
+    dumped(&store, &ids(4));
+    server.freeze();
+    assert_eq!(store.engine.lookup(&ids(4)).unwrap(), [true; 4]);
+    server.thaw();
+    (0..4).for_each(|n| store.remove_stored(id(n)));
+    assert_eq!(
+        store.engine.lookup(&ids(4)).unwrap(),
+        [true; 4],
+        "it may cost a miss"
+    );
+    assert!(!loads(&store, &ids(1)));
+    assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false, true]);
+    clock.advance(Duration::from_secs(31));
+    assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
+}
+
+#[test]
+fn two_stores_share_a_server_and_a_password_is_never_told() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "--requirepass geheim") else {
+        return;
+    };
+    let address = |login: &str| format!("redis://{login}127.0.0.1:{}", server.port);
+    let right = Store::open(dir.path(), at(&address(":geheim@")));
+    dumped(&right, &ids(2));
+    let apart = Setup {
+        options: vec![
+            ("storage_backends", json!([address("")])),
+            ("redis_password", json!("geheim")),
+        ],
+        ..at("")
+    };
+    let apart = Store::open(dir.path(), apart);
+    assert!(loads(&apart, &ids(2)));
+    let wrong = Store::try_open(dir.path(), at(&address(":falsch@"))).unwrap();
+    assert_eq!(wrong.engine.lookup(&ids(2)).unwrap(), [false; 2]);
+    let said = wrong.said().join("\n");
+    assert!(said.contains("redis_password"), "{said}");
+    for text in [said, right.said().join("\n"), apart.said().join("\n")] {
+        assert!(!text.contains("geheim") && !text.contains("falsch"), "{text}");
+    }
+}
+
+/// Certificates of an authority of this test: of the authority, of a server here, and its key.
+fn certificates(dir: &Path) -> bool {
+    if !has_program("openssl") {
+        return false;
+    }
+    let script = "set -e
+        openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=authority \
+            -keyout ca.key -out ca.pem
+        openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=localhost -keyout server.key -out server.csr
+        printf 'subjectAltName=DNS:localhost,IP:127.0.0.1' > names
+        openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile names -out server.pem";
+    let made = Command::new("sh")
+        .args(["-c", script])
+        .current_dir(dir)
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{made:?}");
+    true
+}
+
+#[test]
+fn a_server_is_believed_by_its_certificate() {
+    let dir = directory();
+    if !certificates(dir.path()) {
+        return;
+    }
+    let port = free_port();
+    let tls = format!(
+        "--tls-port {port} --tls-cert-file server.pem --tls-key-file server.key --tls-ca-cert-file ca.pem \
+         --tls-auth-clients no"
+    );
+    let Some(_server) = redis(dir.path(), &tls) else {
+        return;
+    };
+    let address = format!("rediss://localhost:{port}");
+    let trusting = Setup {
+        options: vec![
+            ("storage_backends", json!([address])),
+            ("redis_tls_ca", json!(dir.path().join("ca.pem"))),
+        ],
+        ..at("")
+    };
+    let store = Store::open(dir.path(), trusting);
+    dumped(&store, &ids(3));
+    assert!(loads(&store, &ids(3)));
+    let doubting = Store::try_open(dir.path(), at(&address)).unwrap();
+    assert_eq!(
+        doubting.stat("healthy"),
+        0,
+        "nobody vouches for the authority of this test"
+    );
+}
+
+/// Three nodes with a third of the slots each.
+fn cluster(dir: &Path) -> Option<Vec<Server>> {
+    let node = |n: usize| {
+        let own = dir.join(n.to_string());
+        std::fs::create_dir(&own).unwrap();
+        // The bus has its own port, and the usual one, 10000 above, may be out of range.
+        let bus = free_port();
+        redis(
+            &own,
+            &format!("--cluster-enabled yes --cluster-node-timeout 2000 --cluster-port {bus}"),
+        )
+        .map(|server| (server, bus))
+    };
+    let nodes: Vec<(Server, u16)> = (0..3).map(node).collect::<Option<_>>()?;
+    let at = |n: usize| format!("127.0.0.1:{}", nodes[n].0.port);
+    for (n, (first, last)) in [("0", "5460"), ("5461", "10922"), ("10923", "16383")]
+        .into_iter()
+        .enumerate()
+    {
+        let words = [
+            &b"CLUSTER"[..],
+            b"ADDSLOTSRANGE",
+            first.as_bytes(),
+            last.as_bytes(),
+        ];
+        assert_eq!(ask(&at(n), &words), Reply::Text("OK".into()));
+        let epoch = (n + 1).to_string();
+        ask(&at(n), &[b"CLUSTER", b"SET-CONFIG-EPOCH", epoch.as_bytes()]);
+    }
+    for (node, bus) in &nodes[1..] {
+        let (port, bus) = (node.port.to_string(), bus.to_string());
+        let words = [
+            &b"CLUSTER"[..],
+            b"MEET",
+            b"127.0.0.1",
+            port.as_bytes(),
+            bus.as_bytes(),
+        ];
+        assert_eq!(ask(&at(0), &words), Reply::Text("OK".into()));
+    }
+    eventually("the cluster stands", || {
+        (0..3).all(|n| match ask(&at(n), &[b"CLUSTER", b"INFO"]) {
+            Reply::Bytes(info) => {
+                let info = String::from_utf8(info).unwrap();
+                info.contains("cluster_state:ok") && info.contains("cluster_known_nodes:3")
+            }
+            other => unreachable!("{other:?}"),
+        })
+    });
+    Some(nodes.into_iter().map(|(server, _)| server).collect())
+}
+
+#[test]
+fn the_nodes_of_a_cluster_are_one_store() {
+    let dir = directory();
+    let Some(nodes) = cluster(dir.path()) else { return };
+    let store = Store::open(dir.path(), on_server(&nodes[1]));
+    let all = ids(40);
+    dumped(&store, &all);
+    assert!(loads(&store, &all));
+    assert_eq!(store.engine.lookup(&all).unwrap(), vec![true; 40]);
+    let keys = |node: &Server| match ask(&format!("127.0.0.1:{}", node.port), &[b"DBSIZE"]) {
+        Reply::Number(keys) => keys,
+        other => unreachable!("{other:?}"),
+    };
+    assert!(
+        nodes.iter().all(|node| keys(node) > 0),
+        "every node has its share"
+    );
+    assert_eq!(store.backend.list(&job()).unwrap().len(), 40);
+    assert_eq!(store.backend.delete(&job(), &all[..3]).unwrap(), 3);
+    let other = Store::open(dir.path(), on_server(&nodes[2]));
+    assert_eq!(
+        other.engine.lookup(&all[..4]).unwrap(),
+        [false, false, false, true]
+    );
+}

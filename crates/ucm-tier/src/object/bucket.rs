@@ -1,0 +1,457 @@
+//! A bucket and the client for it: what is asked of it, and what its errors are here.
+//!
+//! The client tries a request again a few times where that can help (a busy server, a lost connection), with growing
+//! pauses; the deadline of whoever waits ends all of it. What an error says of the server's answer goes no further than its
+//! code: the answer itself may repeat whose key was used.
+
+use std::fmt;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::stream::{BoxStream, StreamExt, TryStreamExt};
+use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::path::Path;
+use object_store::{
+    BackoffConfig, Certificate, ClientOptions, GetOptions, GetRange, MultipartUpload, ObjectMeta,
+    ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
+};
+use ucm_core::{Error, ErrorKind, Result};
+
+use super::credentials;
+use crate::network::use_ring;
+
+/// How long making a connection may take, and one request; deadlines of ours are mostly sooner.
+const CONNECT: Duration = Duration::from_secs(5);
+const REQUEST: Duration = Duration::from_secs(120);
+/// Pauses before a request is tried again, and how long after its beginning it is.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+const TRIED_FOR: Duration = Duration::from_secs(30);
+/// Longest object that is put with one request, and the parts of a longer one: so many at once.
+const PART: usize = 16 << 20;
+const PARTS_AT_ONCE: usize = 4;
+/// Most objects that one listing names.
+const MOST_LISTED: usize = 1 << 20;
+/// What servers call it when there is no room.
+const FULL: [&str; 6] = [
+    "507 Insufficient Storage",
+    "InsufficientCapacity",
+    "NoSpaceLeft",
+    "QuotaExceeded",
+    "StorageFull",
+    "StorageQuotaExceeded",
+];
+
+/// Where a bucket is, as a user says it.
+#[derive(Debug, Clone, Default)]
+pub struct Place {
+    /// `s3://`, `az://` or `gs://`, the bucket, and what every name in it begins with.
+    pub url: String,
+    /// Where its server is, if not at the vendor's.
+    pub endpoint: Option<String>,
+    /// Region of the bucket.
+    pub region: Option<String>,
+    /// File with the keys, if they are not to be found in the usual places.
+    pub credentials: Option<PathBuf>,
+    /// File with the authorities that are trusted, beside those of the system.
+    pub ca: Option<PathBuf>,
+    /// How often a request is tried again.
+    pub retries: usize,
+    /// Connections that are kept open.
+    pub connections: usize,
+}
+
+/// The parts of a URL.
+pub(super) struct Url<'a> {
+    pub(super) scheme: &'a str,
+    pub(super) bucket: &'a str,
+    pub(super) prefix: &'a str,
+}
+
+impl<'a> Url<'a> {
+    /// `Config` for what is no such URL.
+    pub(super) fn parse(url: &'a str) -> Result<Self> {
+        let wrong = || {
+            let text = "a bucket is written s3://bucket/prefix, az://container/prefix or gs://bucket/prefix, and keys go into \
+                        the environment or the files of the vendor's own tools";
+            Error::new(ErrorKind::Config, text)
+        };
+        let (scheme, rest) = url.split_once("://").ok_or_else(wrong)?;
+        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+        let plain = |text: &str| !text.contains(['@', '?', '#', ':', ' ']);
+        let fits =
+            ["s3", "az", "gs"].contains(&scheme) && !bucket.is_empty() && plain(bucket) && plain(prefix);
+        fits.then_some(Self {
+            scheme,
+            bucket,
+            prefix,
+        })
+        .ok_or_else(wrong)
+    }
+}
+
+/// A version of an object, by which it is replaced only where it is still that one.
+pub(super) type Version = UpdateVersion;
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Bucket {
+    store: Arc<dyn ObjectStore>,
+    shown: String,
+}
+
+impl Bucket {
+    /// A client for this place; nothing is touched. `Config` where none can be made.
+    pub(super) fn new(place: &Place) -> Result<Self> {
+        use_ring();
+        let url = Url::parse(&place.url)?;
+        let http = place
+            .endpoint
+            .as_ref()
+            .is_some_and(|endpoint| endpoint.starts_with("http://"));
+        let mut options = ClientOptions::new()
+            .with_connect_timeout(CONNECT)
+            .with_timeout(REQUEST)
+            .with_pool_max_idle_per_host(place.connections)
+            .with_allow_http(http);
+        if let Some(path) = &place.ca {
+            options = options.with_root_certificate(certificate(path)?);
+        }
+        let retry = RetryConfig {
+            backoff: BackoffConfig {
+                init_backoff: FIRST_PAUSE,
+                max_backoff: LONGEST_PAUSE,
+                ..BackoffConfig::default()
+            },
+            max_retries: place.retries,
+            retry_timeout: TRIED_FOR,
+        };
+        let made = match (url.scheme, &place.credentials) {
+            ("s3", file) => Self::s3(credentials::of_s3(file.as_deref())?, place, &url, options, retry),
+            ("az", None) => Self::azure(place, &url, options, retry),
+            ("az", Some(_)) => {
+                let text = "keys of Azure come from the environment (AZURE_STORAGE_ACCOUNT_NAME and its like), not from a file; \
+                            leave object_credentials out";
+                return Err(Error::new(ErrorKind::Config, text));
+            }
+            _ => Self::google(place, &url, options, retry),
+        };
+        let wrong = |error: object_store::Error| {
+            let text = "no client can be made for this bucket";
+            let wrong = Error::new(ErrorKind::Config, text).with("bucket", &place.url);
+            wrong.caused_by(Told::of(&error))
+        };
+        Ok(Self {
+            store: made.map_err(wrong)?,
+            shown: place.url.clone(),
+        })
+    }
+
+    fn s3(
+        builder: AmazonS3Builder,
+        place: &Place,
+        url: &Url<'_>,
+        options: ClientOptions,
+        retry: RetryConfig,
+    ) -> object_store::Result<Arc<dyn ObjectStore>> {
+        let mut builder = builder
+            .with_bucket_name(url.bucket)
+            .with_client_options(options)
+            .with_retry(retry)
+            .with_conditional_put(S3ConditionalPut::ETagMatch)
+            // Over TLS a second checksum of what has its own is not worth its time.
+            .with_unsigned_payload(
+                !place
+                    .endpoint
+                    .as_ref()
+                    .is_some_and(|at| at.starts_with("http://")),
+            );
+        if let Some(endpoint) = &place.endpoint {
+            builder = builder.with_endpoint(endpoint);
+        }
+        if let Some(region) = &place.region {
+            builder = builder.with_region(region);
+        }
+        Ok(Arc::new(builder.build()?))
+    }
+
+    fn azure(
+        place: &Place,
+        url: &Url<'_>,
+        options: ClientOptions,
+        retry: RetryConfig,
+    ) -> object_store::Result<Arc<dyn ObjectStore>> {
+        let mut builder = MicrosoftAzureBuilder::from_env()
+            .with_container_name(url.bucket)
+            .with_client_options(options)
+            .with_retry(retry);
+        if let Some(endpoint) = &place.endpoint {
+            builder = builder.with_endpoint(endpoint.clone());
+        }
+        Ok(Arc::new(builder.build()?))
+    }
+
+    fn google(
+        place: &Place,
+        url: &Url<'_>,
+        options: ClientOptions,
+        retry: RetryConfig,
+    ) -> object_store::Result<Arc<dyn ObjectStore>> {
+        let mut builder = GoogleCloudStorageBuilder::from_env()
+            .with_bucket_name(url.bucket)
+            .with_client_options(options)
+            .with_retry(retry);
+        if let Some(endpoint) = &place.endpoint {
+            builder = builder.with_base_url(endpoint);
+        }
+        if let Some(path) = &place.credentials {
+            builder = builder.with_service_account_path(path.display().to_string());
+        }
+        Ok(Arc::new(builder.build()?))
+    }
+
+    /// A whole small object and its version; nothing where there is none. `Config` where it has more than `most` bytes.
+    pub(super) async fn get(&self, path: &Path, most: u64) -> Result<Option<(Bytes, Version)>> {
+        let found = match self.store.get_opts(path, GetOptions::default()).await {
+            Ok(found) => found,
+            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            Err(error) => return Err(self.failed(path, &error)),
+        };
+        if found.meta.size > most {
+            let long = Error::new(ErrorKind::Config, "this document is too long to be ours");
+            return Err(long
+                .with("object", path)
+                .with("bytes", found.meta.size)
+                .with("most", most));
+        }
+        let version = Version {
+            e_tag: found.meta.e_tag.clone(),
+            version: found.meta.version.clone(),
+        };
+        let bytes = found.bytes().await.map_err(|error| self.failed(path, &error))?;
+        Ok(Some((bytes, version)))
+    }
+
+    /// A stretch of an object, as it arrives; fewer bytes where the object ends before. `NotFound` where there is none.
+    pub(super) async fn stream(
+        &self,
+        path: &Path,
+        range: Range<u64>,
+    ) -> Result<BoxStream<'static, object_store::Result<Bytes>>> {
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(range)),
+            ..GetOptions::default()
+        };
+        let found = self.store.get_opts(path, options).await;
+        Ok(found.map_err(|error| self.failed(path, &error))?.into_stream())
+    }
+
+    /// The bytes of a stretch.
+    pub(super) async fn range(&self, path: &Path, range: Range<u64>) -> Result<Vec<u8>> {
+        let mut bytes = Vec::with_capacity(usize::try_from(range.end - range.start).unwrap_or(0));
+        let mut stream = self.stream(path, range).await?;
+        while let Some(piece) = stream
+            .try_next()
+            .await
+            .map_err(|error| self.failed(path, &error))?
+        {
+            bytes.extend_from_slice(&piece);
+        }
+        Ok(bytes)
+    }
+
+    /// Puts an object, in place of one of that name.
+    pub(super) async fn put(&self, path: &Path, bytes: Bytes) -> Result<()> {
+        self.put_as(path, bytes, PutMode::Overwrite).await.map(|_| ())
+    }
+
+    /// Puts an object where there is none of that name; false where there is.
+    pub(super) async fn put_new(&self, path: &Path, bytes: Bytes) -> Result<bool> {
+        self.put_as(path, bytes, PutMode::Create).await
+    }
+
+    /// Replaces an object that is still this version; false where it is another.
+    pub(super) async fn replace(&self, path: &Path, bytes: Bytes, version: Version) -> Result<bool> {
+        self.put_as(path, bytes, PutMode::Update(version)).await
+    }
+
+    async fn put_as(&self, path: &Path, bytes: Bytes, mode: PutMode) -> Result<bool> {
+        let options = PutOptions::from(mode);
+        match self.store.put_opts(path, PutPayload::from(bytes), options).await {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => {
+                Ok(false)
+            }
+            Err(error) => Err(self.failed(path, &error)),
+        }
+    }
+
+    /// Puts a large object under a name that nobody else uses: in parts, several at once, where it is longer than one. It is
+    /// there whole or not at all; what was sent of one that is given up is removed.
+    pub(super) async fn put_large(&self, path: &Path, bytes: Bytes, conditional: bool) -> Result<()> {
+        if bytes.len() <= PART {
+            // A lost answer makes the client ask again, and then it is there already: it is ours.
+            return match conditional {
+                true => self.put_new(path, bytes).await.map(|_| ()),
+                false => self.put(path, bytes).await,
+            };
+        }
+        let failed = |error: object_store::Error| self.failed(path, &error);
+        let upload = self.store.put_multipart(path).await.map_err(failed)?;
+        let mut upload = Upload(Some(upload));
+        let Some(parts) = upload.0.as_mut() else {
+            return Err(Error::internal("an upload ended before it began"));
+        };
+        let starts = (0..bytes.len()).step_by(PART);
+        let pieces = starts.map(|start| bytes.slice(start..bytes.len().min(start + PART)));
+        let sending: Vec<_> = pieces
+            .map(|piece| parts.put_part(PutPayload::from(piece)))
+            .collect();
+        let mut sending = futures_util::stream::iter(sending).buffer_unordered(PARTS_AT_ONCE);
+        while sending.try_next().await.map_err(failed)?.is_some() {}
+        drop(sending);
+        parts.complete().await.map_err(failed)?;
+        upload.0 = None;
+        Ok(())
+    }
+
+    /// What lies below a prefix, from behind this name on if one is given, in order of names.
+    pub(super) async fn list(&self, prefix: &Path, behind: Option<&Path>) -> Result<Vec<ObjectMeta>> {
+        let listing = match behind {
+            Some(behind) => self.store.list_with_offset(Some(prefix), behind),
+            None => self.store.list(Some(prefix)),
+        };
+        let listed = listing.take(MOST_LISTED).try_collect::<Vec<_>>().await;
+        listed.map_err(|error| self.failed(prefix, &error))
+    }
+
+    /// What is told of an object; nothing where there is none.
+    pub(super) async fn head(&self, path: &Path) -> Result<Option<ObjectMeta>> {
+        match self.store.head(path).await {
+            Ok(meta) => Ok(Some(meta)),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(self.failed(path, &error)),
+        }
+    }
+
+    /// Removes an object; one that is gone is no error.
+    pub(super) async fn delete(&self, path: &Path) -> Result<()> {
+        match self.store.delete(path).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(self.failed(path, &error)),
+        }
+    }
+
+    /// What an error of the client is here.
+    pub(super) fn failed(&self, path: &Path, error: &object_store::Error) -> Error {
+        let told = Told::of(error);
+        let (kind, text) = match error {
+            object_store::Error::NotFound { .. } => (ErrorKind::NotFound, "there is no such object"),
+            _ if FULL.iter().any(|full| told.0.contains(full)) => {
+                (ErrorKind::NoSpace, "the object store has no more room")
+            }
+            object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
+                let text = "the object store does not let us; check the keys (environment, files of the vendor's tools) and \
+                            their rights";
+                (ErrorKind::Io, text)
+            }
+            _ => (ErrorKind::Io, "the object store failed, or cannot be reached"),
+        };
+        let failed = Error::new(kind, text)
+            .with("bucket", &self.shown)
+            .with("object", path);
+        failed.caused_by(told)
+    }
+}
+
+/// An upload that was begun and not completed: what was sent of it is removed, or it would lie there unseen for ever.
+struct Upload(Option<Box<dyn MultipartUpload>>);
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        if let (Some(mut upload), Ok(runtime)) = (self.0.take(), tokio::runtime::Handle::try_current()) {
+            runtime.spawn(async move { upload.abort().await });
+        }
+    }
+}
+
+fn certificate(path: &PathBuf) -> Result<Certificate> {
+    let unread = |text: String| {
+        let wrong = Error::new(
+            ErrorKind::Config,
+            "the file with authorities for TLS cannot be used",
+        );
+        wrong.with("path", path.display()).with("why", text)
+    };
+    let pem = std::fs::read(path).map_err(|error| unread(error.to_string()))?;
+    Certificate::from_pem(&pem).map_err(|error| unread(error.to_string()))
+}
+
+/// What a client's error says, without the answer of the server: of that only its code.
+#[derive(Debug, Clone)]
+struct Told(String);
+
+impl Told {
+    fn of(error: &object_store::Error) -> Self {
+        let text = error.to_string();
+        let (said, answer) = text.split_at(text.find('<').unwrap_or(text.len()));
+        let code = answer
+            .split_once("<Code>")
+            .and_then(|(_, rest)| rest.split_once("</Code>"));
+        Self(format!(
+            "{}{}",
+            said.trim_end(),
+            code.map(|(code, _)| format!(" {code}")).unwrap_or_default()
+        ))
+    }
+}
+
+impl fmt::Display for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Told {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_names_a_bucket_and_a_prefix() {
+        let url = Url::parse("s3://bucket/a/b").unwrap();
+        assert_eq!((url.scheme, url.bucket, url.prefix), ("s3", "bucket", "a/b"));
+        assert_eq!(Url::parse("gs://bucket").unwrap().prefix, "");
+        for wrong in [
+            "bucket",
+            "s3://",
+            "ftp://bucket",
+            "s3://key:secret@bucket",
+            "az://c/p?sas=secret",
+        ] {
+            let error = Url::parse(wrong).err().unwrap();
+            assert!(!error.to_string().contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn of_an_answer_its_code_is_told_and_no_more() {
+        let answer = "PUT http://h/b in 3ms - Server returned non-2xx status code: 403 Forbidden: <?xml?><Error>\
+                      <Code>InvalidAccessKeyId</Code><AWSAccessKeyId>AKIA</AWSAccessKeyId></Error>";
+        let error = object_store::Error::Generic {
+            store: "S3",
+            source: answer.into(),
+        };
+        let told = Told::of(&error).0;
+        assert!(
+            told.ends_with("403 Forbidden: InvalidAccessKeyId") && !told.contains("AKIA"),
+            "{told}"
+        );
+    }
+}

@@ -1,0 +1,167 @@
+//! The keys of S3: of the file that a store names, of the environment, or of the files that AWS's own tools keep. Keys go from
+//! here to the client and nowhere else.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use object_store::aws::AmazonS3Builder;
+use ucm_core::{Error, ErrorKind, Result};
+
+/// Where a variable of the environment is looked up.
+type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// Variables that say by themselves who we are, so that no file is read.
+const SAID: [&str; 4] = [
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+];
+
+/// A client's beginnings with keys and region of the profile that `AWS_PROFILE` names, or `default`: from this file if one is
+/// given, else from the environment and, as far as that does not say them, `~/.aws/credentials` and `~/.aws/config`. `Config`
+/// where the file that is given has none.
+pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
+    let environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let read = |path: PathBuf| std::fs::read_to_string(path).ok();
+    let (found, mut builder) = match file {
+        None => (Profile::read(&environment, &read), AmazonS3Builder::from_env()),
+        Some(path) => {
+            let only = |name: &str| match name {
+                "AWS_SHARED_CREDENTIALS_FILE" => path.to_str().map(str::to_owned),
+                "AWS_PROFILE" => environment(name),
+                _ => None,
+            };
+            let found = Profile::read(&only, &read);
+            if found.keys.is_none() {
+                let text = "this file has no keys: aws_access_key_id and aws_secret_access_key, below [default] or the name \
+                            in AWS_PROFILE";
+                return Err(Error::new(ErrorKind::Config, text).with("object_credentials", path.display()));
+            }
+            (found, AmazonS3Builder::new())
+        }
+    };
+    if let Some(region) = found.region {
+        builder = builder.with_region(region);
+    }
+    if let Some((id, secret)) = found.keys {
+        builder = builder.with_access_key_id(id).with_secret_access_key(secret);
+        if let Some(token) = found.token {
+            builder = builder.with_token(token);
+        }
+    }
+    Ok(builder)
+}
+
+/// What the files say that the environment does not.
+#[derive(Default)]
+struct Profile {
+    keys: Option<(String, String)>,
+    token: Option<String>,
+    region: Option<String>,
+}
+
+impl Profile {
+    fn read(environment: Environment<'_>, read: &dyn Fn(PathBuf) -> Option<String>) -> Self {
+        let home = environment("HOME").map(|home| PathBuf::from(home).join(".aws"));
+        let file = |variable: &str, name: &str| {
+            let path = environment(variable).map(PathBuf::from);
+            path.or_else(|| home.as_ref().map(|home| home.join(name)))
+                .and_then(read)
+        };
+        let name = environment("AWS_PROFILE").unwrap_or_else(|| "default".to_owned());
+        let mut says = HashMap::new();
+        // The file of keys counts for more than the other one, which names its sections in another way.
+        for (text, section) in [
+            (file("AWS_CONFIG_FILE", "config"), format!("profile {name}")),
+            (file("AWS_CONFIG_FILE", "config"), name.clone()),
+            (file("AWS_SHARED_CREDENTIALS_FILE", "credentials"), name.clone()),
+        ] {
+            says.extend(section_of(&text.unwrap_or_default(), &section));
+        }
+        let mut found = Self::default();
+        if environment("AWS_REGION")
+            .or_else(|| environment("AWS_DEFAULT_REGION"))
+            .is_none()
+        {
+            found.region = says.remove("region");
+        }
+        if SAID.iter().all(|name| environment(name).is_none()) {
+            let (id, secret) = (
+                says.remove("aws_access_key_id"),
+                says.remove("aws_secret_access_key"),
+            );
+            found.keys = id.zip(secret);
+            found.token = says.remove("aws_session_token");
+        }
+        found
+    }
+}
+
+/// The keys of one section of such a file.
+fn section_of(text: &str, section: &str) -> HashMap<String, String> {
+    let mut inside = false;
+    let mut says = HashMap::new();
+    for line in text.lines().map(str::trim) {
+        if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            inside = name.trim() == section;
+        } else if inside
+            && !line.starts_with(['#', ';'])
+            && let Some((key, value)) = line.split_once('=')
+        {
+            says.insert(key.trim().to_owned(), value.trim().to_owned());
+        }
+    }
+    says
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEYS: &str = "[default]\naws_access_key_id = one\naws_secret_access_key = two\n[other]\naws_access_key_id=three\n\
+                        aws_secret_access_key=four\naws_session_token = five\n# aws_access_key_id = six\n";
+    const CONFIG: &str = "[default]\nregion = here\n[profile other]\nregion = there\n";
+
+    fn read(environment: &[(&str, &str)]) -> Profile {
+        let variable = |name: &str| {
+            environment
+                .iter()
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| (*value).to_owned())
+        };
+        let file = |path: PathBuf| match path.to_str() {
+            Some("/home/.aws/credentials" | "/keys") => Some(KEYS.to_owned()),
+            Some("/home/.aws/config") => Some(CONFIG.to_owned()),
+            _ => None,
+        };
+        Profile::read(&variable, &file)
+    }
+
+    #[test]
+    fn the_profile_that_is_named_is_read() {
+        let found = read(&[("HOME", "/home")]);
+        assert_eq!(found.keys, Some(("one".to_owned(), "two".to_owned())));
+        assert_eq!((found.region.as_deref(), found.token), (Some("here"), None));
+        let found = read(&[("HOME", "/home"), ("AWS_PROFILE", "other")]);
+        assert_eq!(found.keys, Some(("three".to_owned(), "four".to_owned())));
+        assert_eq!(
+            (found.region.as_deref(), found.token.as_deref()),
+            (Some("there"), Some("five"))
+        );
+        let found = read(&[("AWS_SHARED_CREDENTIALS_FILE", "/keys")]);
+        assert!(found.keys.is_some() && found.region.is_none());
+        assert!(read(&[]).keys.is_none());
+    }
+
+    #[test]
+    fn the_environment_counts_for_more() {
+        for name in SAID {
+            assert!(read(&[("HOME", "/home"), (name, "x")]).keys.is_none(), "{name}");
+        }
+        assert_eq!(
+            read(&[("HOME", "/home"), ("AWS_REGION", "elsewhere")]).region,
+            None
+        );
+    }
+}

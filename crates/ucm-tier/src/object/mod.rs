@@ -1,0 +1,405 @@
+//! Objects in a bucket: records lie in segments, as below a directory, and a segment is one object.
+//!
+//! An object is put whole and costs a request, so a writer gathers records in memory and puts a segment when it is large or
+//! old enough, or when somebody waits for it ([`writer`]). Its footer is the index, in the format of [`crate::segment`];
+//! whoever looks finds segments by listing their names, which begin with a time, and reads their footers ([`discovery`]), so
+//! lookups are answered from memory. A read is a range of an object, neighbours together ([`reader`]). What is written is
+//! bounded by one document that writers change by compare-and-swap, where the server has that ([`space`]). [`bucket`] has the
+//! client, [`names`] where things lie.
+//!
+//! A segment is put once, under a name that nobody else uses, and never changed; it goes whole. What a writer that dies had not
+//! put yet was never published.
+
+mod bucket;
+mod credentials;
+mod discovery;
+mod names;
+mod place;
+mod reader;
+mod space;
+mod upkeep;
+mod writer;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
+use ucm_device::Slot;
+use ucm_infra::{Clock, MonotonicTime};
+use ucm_io::{IoJob, IoPool};
+use ucm_quota::layout::{FORMAT, Manifest, Marker};
+use ucm_record::RecordLayout;
+
+use crate::backend::{
+    Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats, Outcome,
+    Presence, Quarantined, WriteOptions, Written,
+};
+use crate::damage_rate::DamageRate;
+use crate::lengths::Lengths;
+use crate::segment::early::EarlyNews;
+use crate::segment::index::{Hit, Index};
+use crate::segment::runs::runs;
+use crate::writing::Write;
+pub use bucket::Place;
+use bucket::{Bucket, Url};
+use discovery::Discovery;
+use names::Names;
+pub(crate) use place::ObjectPlace;
+use space::Space;
+use upkeep::Upkeep;
+use writer::Writer;
+
+/// Segments that are put at once, while others take records.
+const UPLOADS: usize = 2;
+/// Bytes of one range that is read for several records.
+const LEAST: usize = 1 << 20;
+const MOST: usize = 8 << 20;
+/// Longest document.
+const DOCUMENT: u64 = 16 << 20;
+/// Most records in the index in memory; further ones are misses.
+const MOST_BLOCKS: usize = 1 << 24;
+/// Damaged records in a minute above which the store counts as sick.
+const MOST_DAMAGED: u32 = 16;
+
+/// What the backend needs to know.
+#[derive(Debug, Clone)]
+pub struct ObjectConfig {
+    /// Where the bucket is.
+    pub place: Place,
+    /// Whose KV it is.
+    pub identity: Identity,
+    /// Words for the manifest, outside the digest.
+    pub labels: BTreeMap<String, String>,
+    /// Which part this backend's writer brings.
+    pub part: Part,
+    /// Sizes of that part.
+    pub geometry: Geometry,
+    /// Where things lie in that part's records.
+    pub record: RecordLayout,
+    /// Whether records may be shorter than the layout says, in another form that whoever asks can read.
+    pub shorter: bool,
+    /// Never writes.
+    pub lookup_only: bool,
+    /// The limit on bytes below the prefix; none: that of the marker, or the default.
+    pub capacity: Option<u64>,
+    /// Segments that were not used for so long are removed; none: only where nothing else bounds what lies there.
+    pub expire_after: Option<Duration>,
+    /// Length at which a segment is put, bytes.
+    pub size: u64,
+    /// How long after its oldest record was written a segment is put.
+    pub age: Duration,
+    /// How often others' segments are looked for.
+    pub refresh: Duration,
+    /// Number of the store in the log.
+    pub writer: u64,
+}
+
+/// See the module.
+pub struct ObjectBackend {
+    objects: Arc<Objects>,
+    /// The threads that wait for the server.
+    io: Arc<IoPool>,
+}
+
+/// Shared by the handle and the background threads.
+struct Objects {
+    config: ObjectConfig,
+    clock: Arc<dyn Clock>,
+    bucket: Arc<Bucket>,
+    names: Names,
+    index: Index,
+    lengths: Lengths,
+    early: EarlyNews,
+    writer: Writer,
+    discovery: Discovery,
+    space: Space,
+    damage: Mutex<DamageRate>,
+    upkeep: Upkeep,
+}
+
+impl ObjectBackend {
+    /// A backend over these threads; nothing is touched before [`Backend::open`]. `Config` for a place that is none, or too
+    /// small a limit.
+    pub fn new(config: ObjectConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
+        let prefix = Url::parse(&config.place.url)?.prefix.to_owned();
+        let objects = Objects {
+            bucket: Arc::new(Bucket::new(&config.place)?),
+            names: Names::new(&prefix, config.identity.namespace()),
+            index: Index::new(MOST_BLOCKS),
+            lengths: Lengths::of(&config.record),
+            early: EarlyNews::default(),
+            writer: Writer::default(),
+            discovery: Discovery::default(),
+            space: Space::default(),
+            damage: Mutex::default(),
+            upkeep: Upkeep::new(&clock)?,
+            config,
+            clock,
+        };
+        if let Some(capacity) = objects.config.capacity {
+            objects.check_limit(capacity)?;
+        }
+        Ok(Self {
+            objects: Arc::new(objects),
+            io,
+        })
+    }
+}
+
+impl Objects {
+    /// Waits for something that the client does, in the background.
+    fn call<T: Send + 'static>(
+        &self,
+        deadline: MonotonicTime,
+        work: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<T> {
+        self.upkeep.runtime.wait(&*self.clock, deadline, work)
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.clock.wall_ns()
+    }
+
+    /// The marker that is there, or a new one where something is to be stored.
+    fn marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {
+        let (bucket, path) = (Arc::clone(&self.bucket), self.names.marker());
+        let fresh = Marker {
+            format: FORMAT,
+            uuid: crate::random_hex(),
+            created: self.now_ns() / 1_000_000_000,
+            storage_capacity: self.config.capacity.unwrap_or(space::DEFAULT_CAPACITY),
+            layout: None,
+            read_ns: None,
+        };
+        let (writes, conditional) = (!self.config.lookup_only, self.has_conditions());
+        let found = self.call(deadline, async move {
+            if let Some((bytes, _)) = bucket.get(&path, DOCUMENT).await? {
+                return Ok(Some(bytes));
+            }
+            if !writes {
+                return Ok(None);
+            }
+            match conditional {
+                true => _ = bucket.put_new(&path, fresh.to_bytes().into()).await?,
+                false => bucket.put(&path, fresh.to_bytes().into()).await?,
+            }
+            // Of several that are put at the same time one stays.
+            Ok(bucket.get(&path, DOCUMENT).await?.map(|(bytes, _)| bytes))
+        })?;
+        found.map(|bytes| Marker::parse(&bytes)).transpose()
+    }
+
+    /// Adds what this writer has to its part's manifest.
+    fn describe(&self, deadline: MonotonicTime) -> Result<()> {
+        let (config, path) = (&self.config, self.names.manifest(self.config.part));
+        let (bucket, from) = (Arc::clone(&self.bucket), path.clone());
+        let stored = self.call(deadline, async move { bucket.get(&from, DOCUMENT).await })?;
+        let mut manifest = stored
+            .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(&bytes).ok())
+            .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
+        let changed = manifest.add(config.part, &config.record, &config.geometry);
+        self.lengths.learn(manifest.lengths(config.part));
+        if !changed {
+            return Ok(());
+        }
+        let bucket = Arc::clone(&self.bucket);
+        self.call(deadline, async move {
+            bucket.put(&path, manifest.to_bytes().into()).await
+        })
+    }
+
+    /// Whether a record of this place is one of ours whole and with KV, by its length.
+    fn presence(&self, hit: Option<Hit>) -> Presence {
+        match hit {
+            Some(hit) if self.is_shorter(hit.len) || self.lengths.has_kv(hit.len) => Ok(()),
+            Some(_) => Err(MissReason::WrongLength),
+            None => Err(MissReason::Absent),
+        }
+    }
+
+    /// Whether a record of so many bytes can be one of ours whole, with KV or without.
+    fn is_ours(&self, len: u64) -> bool {
+        self.is_shorter(len) || self.lengths.is_record(len)
+    }
+
+    /// Whether a record of so many bytes can be one of ours in another form.
+    fn is_shorter(&self, len: u64) -> bool {
+        self.config.shorter && len < self.lengths.longest()
+    }
+
+    fn words(&self) -> String {
+        let (url, size, age) = (&self.config.place.url, self.room(), self.config.age.as_secs_f64());
+        let (blocks, segments, bound) = (self.index.blocks(), self.index.segments(), self.bound());
+        format!(
+            "{url}, segments of {size} bytes put after {age} s, {bound}; {blocks} blocks in {segments} of them found"
+        )
+    }
+}
+
+impl Backend for ObjectBackend {
+    fn open(&self, deadline: MonotonicTime) -> Result<String> {
+        let objects = &self.objects;
+        if !objects.config.lookup_only {
+            objects.look_for_conditions(deadline)?;
+        }
+        let marker = objects.marker(deadline)?;
+        if !objects.config.lookup_only {
+            let limit = objects
+                .config
+                .capacity
+                .or(marker.map(|marker| marker.storage_capacity));
+            objects.open_space(limit.unwrap_or(space::DEFAULT_CAPACITY), deadline)?;
+            objects.describe(deadline)?;
+        }
+        objects.find_all(deadline);
+        objects.start();
+        Ok(objects.words())
+    }
+
+    fn features(&self) -> Features<'_> {
+        Features {
+            name: "object",
+            answers_at_once: true,
+            own_touches: true,
+            index: Some(self),
+            local: Some(self),
+            ..Features::default()
+        }
+    }
+
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
+        self.objects.discovery.wanted(self.objects.clock.now());
+        let mut found = Vec::with_capacity(ids.len());
+        for &id in ids {
+            let there = self.objects.presence(self.objects.index.find(id));
+            found.push(there);
+            if stop_at_missing && there == Err(MissReason::Absent) {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+        self.objects.read(io, run)
+    }
+
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+        let write = Write {
+            id,
+            slot,
+            options,
+            deadline: io.deadline(),
+            done,
+        };
+        if !options.replace && self.is_published(id) {
+            return write.end(Ok(Written::Present));
+        }
+        if !self.objects.index.has_room(id) {
+            let full = "the index of segments is full: this block could be written and never be found";
+            return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
+        }
+        self.objects.append(io, write);
+    }
+
+    fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {
+        if !self.objects.config.lookup_only {
+            self.objects.touch(ids);
+        }
+    }
+
+    /// Forgets records in this process. Their bytes stay until their segment goes.
+    fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        let mut removed = 0;
+        for &id in ids {
+            let mut any = false;
+            while let Some(hit) = self.objects.index.find(id) {
+                self.objects.index.drop_copy(id, &hit);
+                any = true;
+            }
+            self.objects.early.lost(id);
+            removed += usize::from(any);
+        }
+        Ok(removed)
+    }
+
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
+        let all = self.objects.index.list().into_iter();
+        Ok(all
+            .map(|(id, len, used_ns)| Listed { id, len, used_ns })
+            .collect())
+    }
+
+    fn flush(&self, how: Flush) {
+        match how {
+            Flush::Soon => self.objects.hurry(),
+            Flush::Now => self.objects.flush(false),
+            Flush::Last => self.objects.flush(true),
+        }
+    }
+
+    /// A damaged copy is no hit here any more; it goes with its segment.
+    fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
+        let objects = &self.objects;
+        if !objects.damage.lock().count(objects.clock.now(), MOST_DAMAGED) {
+            return done(Ok(Quarantined::Stopped));
+        }
+        if let Some(hit) = objects.index.find(id).filter(|hit| !hit.private) {
+            objects.index.drop_copy(id, &hit);
+        }
+        done(Ok(Quarantined::LeftAlone));
+    }
+
+    fn stats(&self) -> MediumStats {
+        self.objects.stats()
+    }
+
+    fn close(&self, drain: Duration) {
+        let objects = &self.objects;
+        let until = objects.clock.now().after(drain);
+        let left = || until.since(objects.clock.now());
+        objects.upkeep.close();
+        objects.end_waiting();
+        objects.flush(true);
+        objects.await_uploads(objects.clock.now().after(left() / 2));
+        objects.leave_space(objects.clock.now().after(left() / 2));
+        objects.wake();
+        objects.upkeep.pool.shutdown(left() / 2);
+        self.io.shutdown(left());
+    }
+}
+
+impl Indexed for ObjectBackend {
+    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        runs(&self.objects.index, reads, threads, (LEAST, MOST))
+    }
+
+    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
+        self.objects.after_look(deadline, done);
+    }
+
+    fn is_published(&self, id: BlockId) -> bool {
+        let there = self.objects.index.find(id);
+        there.is_some_and(|hit| !hit.private && self.objects.is_ours(hit.len))
+    }
+
+    fn knows(&self, id: BlockId) -> bool {
+        self.objects.index.find(id).is_some()
+    }
+}
+
+impl Local for ObjectBackend {
+    fn early(&self) -> LocallyVisible {
+        self.objects.early.take(self.objects.clock.now())
+    }
+}
+
+impl Drop for ObjectBackend {
+    fn drop(&mut self) {
+        self.objects.upkeep.close();
+        self.objects.end_waiting();
+        self.objects.wake();
+    }
+}

@@ -1,0 +1,113 @@
+//! A bucket as tools see it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{Clock, Runtime, SystemClock};
+use ucm_quota::layout::{MARKER, Marker};
+
+use super::bucket::{Bucket, Place as At, Url};
+use super::names::Names;
+use super::{DOCUMENT, space};
+use crate::place::{Item, Place, Room};
+
+/// How long one call may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// See the module.
+pub(crate) struct ObjectPlace {
+    bucket: Arc<Bucket>,
+    names: Names,
+    runtime: Arc<Runtime>,
+    clock: Arc<dyn Clock>,
+}
+
+impl ObjectPlace {
+    /// A place in this bucket.
+    pub(crate) fn open(at: &At) -> Result<Self> {
+        let url = Url::parse(&at.url)?;
+        Ok(Self {
+            bucket: Arc::new(Bucket::new(at)?),
+            names: Names::new(url.prefix, String::new()),
+            runtime: Runtime::of_this_process()?,
+            clock: SystemClock::shared(),
+        })
+    }
+
+    fn call<T: Send + 'static>(&self, work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+        self.runtime
+            .wait(&*self.clock, self.clock.now().after(PATIENCE), work)
+    }
+}
+
+impl Place for ObjectPlace {
+    fn room(&self) -> Result<Room> {
+        let (bucket, path) = (Arc::clone(&self.bucket), self.names.marker());
+        let marker = self.call(async move { bucket.get(&path, DOCUMENT).await })?;
+        let marker = marker.map(|(bytes, _)| Marker::parse(&bytes)).transpose()?;
+        Ok(Room {
+            limit: marker.map_or(0, |marker| marker.storage_capacity),
+            used: 0,
+            words: String::new(),
+        })
+    }
+
+    fn list(&self) -> Result<Vec<Item>> {
+        let (bucket, names) = (Arc::clone(&self.bucket), self.names.clone());
+        let (listed, used) = self.call(async move {
+            let listed = bucket.list(names.prefix(), None).await?;
+            let used = space::uses_told(&bucket, &names, &listed).await;
+            Ok((listed, used))
+        })?;
+        let item = |meta: object_store::ObjectMeta| {
+            let segment = self.names.parse_segment(&meta.location);
+            let told = segment
+                .and_then(|segment| used.get(&segment).copied())
+                .unwrap_or(0);
+            Item {
+                path: self.names.path_in_a_root(&meta.location),
+                name: meta.location.to_string(),
+                len: meta.size,
+                used_ns: told.max(segment.map_or_else(|| space::time_of(&meta), |segment| segment.sealed_ns)),
+                version: meta.e_tag.unwrap_or_default(),
+            }
+        };
+        Ok(listed.into_iter().map(item).collect())
+    }
+
+    fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
+        let (bucket, path) = (Arc::clone(&self.bucket), object_store::path::Path::from(name));
+        let read = self.call(async move {
+            let Some(meta) = bucket.head(&path).await? else {
+                return Ok(None);
+            };
+            let end = start.saturating_add(len).min(meta.size);
+            if start >= end {
+                return Ok(Some(Vec::new())); // a server refuses a stretch of nothing
+            }
+            bucket.range(&path, start..end).await.map(Some)
+        });
+        match read {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            read => read,
+        }
+    }
+
+    fn remove(&self, item: &Item) -> Result<bool> {
+        let path = object_store::path::Path::from(item.name.as_str());
+        let ours = self.names.path_in_a_root(&path);
+        if ours.is_empty() || ours == MARKER {
+            let text = "this object is none of those that a tool removes";
+            return Err(Error::new(ErrorKind::InvalidInput, text).with("object", &path));
+        }
+        let (bucket, version) = (Arc::clone(&self.bucket), item.version.clone());
+        self.call(async move {
+            let now = bucket.head(&path).await?;
+            if now.is_none_or(|now| now.e_tag.unwrap_or_default() != version) {
+                return Ok(false);
+            }
+            bucket.delete(&path).await.map(|()| true)
+        })
+    }
+}

@@ -1,0 +1,510 @@
+//! The segment that takes records, in memory, and those that are being put.
+//!
+//! A record is copied to the end of the open segment and can be read there at once by this process. When the segment is full
+//! or old enough, or when somebody waits for it, its footer is written behind the records and it is put; its records are
+//! published, and whoever dumped them is told, when the server has it. At most one segment takes records and a few are being
+//! put: beyond that a write waits, with its slot, for one of them. So what a process keeps in memory is bounded.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, PAGE, Result, round_up};
+use ucm_infra::{MonotonicTime, Notify};
+use ucm_io::{IoJob, Process};
+use ucm_quota::layout::SegmentName;
+use ucm_record::{Expect, verify_stored};
+
+use super::names::SegmentObject;
+use super::upkeep::LANE_UPLOAD;
+use super::{Objects, UPLOADS};
+use crate::backend::{Done, Written};
+use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
+use crate::segment::index::{Hit, Known, SegmentNumber};
+use crate::segment::runs::want;
+use crate::writing::Write;
+
+/// Part of the limit that a segment may be.
+const SHARE: u64 = 64;
+/// Least time that putting a segment has, whatever is left of its records' time.
+const LEAST_TIME: Duration = Duration::from_secs(5);
+/// Least time between two times that the open segment is put because somebody waits.
+const SPACING: Duration = Duration::from_millis(200);
+/// How long after a segment was put others must have found it, beside the time between two of their looks.
+const FOUND_WITHIN: Duration = Duration::from_secs(10);
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct Writer {
+    state: Mutex<State>,
+    /// Rung when a segment was opened, or one that was being put has ended.
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    open: Option<Open>,
+    /// Somebody opens one.
+    opening: bool,
+    /// Those that are being put.
+    putting: Vec<Arc<Putting>>,
+    sequence: u64,
+    /// When one was last put because somebody waited.
+    hurried: Option<MonotonicTime>,
+    /// Nothing waits for more any more.
+    last: bool,
+}
+
+/// The segment that takes records.
+struct Open {
+    number: SegmentNumber,
+    name: SegmentName,
+    /// Head and records.
+    bytes: Vec<u8>,
+    /// Bytes that were granted for it.
+    room: u64,
+    entries: Vec<Entry>,
+    members: Vec<Member>,
+    opened: MonotonicTime,
+    oldest: Option<MonotonicTime>,
+    /// When it is to be put whatever its age, because somebody waits.
+    due: Option<MonotonicTime>,
+}
+
+/// One whose records are not published yet.
+struct Putting {
+    number: SegmentNumber,
+    object: SegmentObject,
+    room: u64,
+    /// All of it.
+    bytes: Bytes,
+    entries: Vec<Entry>,
+    members: Mutex<Vec<Member>>,
+}
+
+/// A record in it, and who waits for it to be published; none: was told.
+struct Member {
+    entry: Entry,
+    deadline: MonotonicTime,
+    read_back: bool,
+    done: Option<Done<Written>>,
+}
+
+/// Where a write goes.
+enum Place {
+    /// It has its place.
+    Taken,
+    /// A segment has to be opened for it.
+    Open(Write),
+    /// It waits for one.
+    Waits(Write),
+}
+
+impl Objects {
+    /// Bytes of a segment with one record of `len` bytes.
+    fn least_room(&self, len: u64) -> u64 {
+        HEAD_LEN + round_up(len, PAGE) + footer_len(1)
+    }
+
+    /// Length at which segments are put now, bytes.
+    pub(super) fn room(&self) -> u64 {
+        let share = self.limit().map_or(u64::MAX, |limit| limit / SHARE);
+        let least = self.least_room(self.config.record.record_len() as u64);
+        self.config.size.min(share).max(least)
+    }
+
+    /// Whether enough segments of one record each fit below the limit.
+    pub(super) fn check_limit(&self, limit: u64) -> Result<()> {
+        let least = self.least_room(self.config.record.record_len() as u64) * 8;
+        if limit >= least {
+            return Ok(());
+        }
+        let text = "storage_capacity must hold at least 8 segments of one block; raise it";
+        let error = Error::new(ErrorKind::Config, text).with("storage_capacity", limit);
+        Err(error
+            .with("at_least", least)
+            .with("bucket", &self.config.place.url))
+    }
+
+    /// Puts a record into the open segment, and opens one for it if need be; waits where too much is being put.
+    pub(super) fn append(self: &Arc<Self>, io: &IoJob, mut write: Write) {
+        loop {
+            if let Err(late) = io.still_wanted() {
+                return write.end(Err(late));
+            }
+            let seen = self.writer.changed.seen();
+            match self.place(write) {
+                Place::Taken => return self.upkeep.timer.notify(),
+                Place::Open(waiting) => {
+                    write = waiting;
+                    if let Err(error) = self.open_segment(io, write.options.len as u64) {
+                        return write.end(Err(error));
+                    }
+                }
+                Place::Waits(waiting) => {
+                    write = waiting;
+                    self.clock.sleep(&self.writer.changed, seen, Some(io.deadline()));
+                }
+            }
+        }
+    }
+
+    fn place(self: &Arc<Self>, write: Write) -> Place {
+        let now = self.clock.now();
+        let mut state = self.writer.state.lock();
+        let Some(open) = state.open.as_mut() else {
+            return if state.opening || state.putting.len() >= UPLOADS {
+                Place::Waits(write)
+            } else {
+                state.opening = true;
+                Place::Open(write)
+            };
+        };
+        let Write {
+            id,
+            slot,
+            options,
+            deadline,
+            done,
+        } = write;
+        let (offset, len) = (open.bytes.len() as u64, round_up(options.len as u64, PAGE));
+        if offset + len + footer_len(open.entries.len() + 1) > open.room {
+            let full = self.seal(&mut state);
+            drop(state);
+            self.send(full);
+            return self.place(Write {
+                id,
+                slot,
+                options,
+                deadline,
+                done,
+            });
+        }
+        let entry = Entry { id, offset, len };
+        open.bytes.extend_from_slice(&slot.as_slice()[..options.len]);
+        open.bytes.resize((offset + len) as usize, 0);
+        open.entries.push(entry);
+        open.oldest.get_or_insert(now);
+        open.members.push(Member {
+            entry,
+            deadline,
+            read_back: options.read_back,
+            done: Some(done),
+        });
+        let number = open.number;
+        self.index.add(number, &[entry]);
+        self.drop_older(id, number);
+        self.early.gained(id);
+        let at_once = state.last || self.config.age.is_zero();
+        let full = at_once.then(|| self.seal(&mut state)).flatten();
+        drop(state);
+        drop(slot); // before anybody is told
+        self.send(full);
+        Place::Taken
+    }
+
+    /// Of several copies that only this process has, the last written counts.
+    fn drop_older(&self, id: BlockId, number: SegmentNumber) {
+        while let Some(other) = self
+            .index
+            .find(id)
+            .filter(|hit| hit.private && hit.segment != number)
+        {
+            self.index.drop_copy(id, &other);
+        }
+    }
+
+    /// Opens a segment, once it has room.
+    fn open_segment(&self, io: &IoJob, len: u64) -> Result<()> {
+        let room = self.room().max(self.least_room(len));
+        let opened = self.take_room(io, room).and_then(|()| self.begin_segment(room));
+        let mut state = self.writer.state.lock();
+        state.opening = false;
+        let result = opened.map(|open| state.open = Some(open));
+        drop(state);
+        self.writer.changed.notify();
+        result
+    }
+
+    fn begin_segment(&self, room: u64) -> Result<Open> {
+        let name = {
+            let mut state = self.writer.state.lock();
+            state.sequence += 1;
+            SegmentName {
+                writer: self.config.writer,
+                sequence: state.sequence,
+            }
+        };
+        let known = Known {
+            name,
+            part: self.config.part,
+            private: true,
+            sealed_ns: u64::MAX,
+            used_ns: i64::try_from(self.now_ns()).unwrap_or(i64::MAX),
+            len: 0,
+        };
+        let Some(number) = self.index.begin(known) else {
+            self.settle_room(room, 0, None);
+            return Err(Error::internal("two segments have one name"));
+        };
+        let mut bytes = Vec::with_capacity(usize::try_from(room).unwrap_or(0));
+        bytes.extend_from_slice(&encode_head(&self.owner(name), &Process::this()));
+        Ok(Open {
+            number,
+            name,
+            bytes,
+            room,
+            entries: Vec::new(),
+            members: Vec::new(),
+            opened: self.clock.now(),
+            oldest: None,
+            due: None,
+        })
+    }
+
+    fn owner(&self, name: SegmentName) -> Owner {
+        Owner {
+            name,
+            namespace: *self.config.identity.digest(),
+            part: self.config.part,
+            time_ns: self.now_ns(),
+        }
+    }
+
+    /// Ends the open segment, if there is one that holds a record: from now on it takes no more.
+    fn seal(&self, state: &mut State) -> Option<Arc<Putting>> {
+        let mut open = state.open.take_if(|open| !open.entries.is_empty())?;
+        let owner = self.owner(open.name);
+        let footer = encode_footer(&owner, open.bytes.len() as u64, &open.entries);
+        open.bytes.extend_from_slice(&footer);
+        let putting = Arc::new(Putting {
+            number: open.number,
+            object: SegmentObject {
+                sealed_ns: owner.time_ns,
+                name: open.name,
+            },
+            room: open.room,
+            bytes: Bytes::from(open.bytes),
+            entries: open.entries,
+            members: Mutex::new(open.members),
+        });
+        state.putting.push(Arc::clone(&putting));
+        Some(putting)
+    }
+
+    /// Puts a segment that was sealed, on a thread of its own.
+    fn send(self: &Arc<Self>, sealed: Option<Arc<Putting>>) {
+        let Some(putting) = sealed else { return };
+        let now = self.clock.now();
+        let last = putting.members.lock().iter().map(|member| member.deadline).max();
+        let deadline = last.unwrap_or(now).max(now.after(LEAST_TIME));
+        let (objects, ended, sent) = (Arc::clone(self), Arc::clone(self), Arc::clone(&putting));
+        let work = move || objects.put(&sent, deadline);
+        let told = move |result: Result<Result<Vec<Entry>>>| {
+            ended.was_put(&putting, result.and_then(|result| result));
+        };
+        if let Err(refused) = self.upkeep.pool.offer(LANE_UPLOAD, deadline, work, told) {
+            (refused.done)(Err(refused.error));
+        }
+    }
+
+    /// Sends a segment, and reads back what is wanted so: those that are not sound.
+    fn put(&self, putting: &Putting, deadline: MonotonicTime) -> Result<Vec<Entry>> {
+        let (bucket, path) = (Arc::clone(&self.bucket), self.names.segment(putting.object));
+        let (bytes, conditional) = (putting.bytes.clone(), self.has_conditions());
+        self.call(deadline, async move {
+            bucket.put_large(&path, bytes, conditional).await
+        })?;
+        let members = putting.members.lock();
+        let wanted = members.iter().filter(|member| member.read_back);
+        let mut unsound: Vec<Entry> = wanted.map(|member| member.entry).collect();
+        drop(members);
+        unsound.retain(|entry| self.read_back(putting, entry, deadline).is_err());
+        Ok(unsound)
+    }
+
+    /// Reads a record that was just put and judges it.
+    fn read_back(&self, putting: &Putting, entry: &Entry, deadline: MonotonicTime) -> Result<(), MissReason> {
+        let (bucket, path) = (Arc::clone(&self.bucket), self.names.segment(putting.object));
+        let range = entry.offset..entry.offset + entry.len;
+        let read = self.call(deadline, async move { bucket.range(&path, range).await });
+        let bytes = read.map_err(|_| MissReason::IoError)?;
+        let expect = Expect {
+            id: entry.id,
+            namespace: *self.config.identity.digest(),
+            part: self.config.part,
+            layout: &self.config.record,
+        };
+        verify_stored(&bytes, entry.len, &expect)?;
+        Ok(())
+    }
+
+    /// A segment was put, or not.
+    fn was_put(&self, putting: &Putting, result: Result<Vec<Entry>>) {
+        let len = putting.bytes.len() as u64;
+        match &result {
+            Ok(_) => {
+                let used = i64::try_from(putting.object.sealed_ns).unwrap_or(i64::MAX);
+                self.index
+                    .named(putting.number, putting.object.sealed_ns, used, len);
+                let found = self.clock.now().after(self.config.refresh + FOUND_WITHIN);
+                putting
+                    .entries
+                    .iter()
+                    .for_each(|entry| self.early.published(entry.id, found));
+                self.settle_room(putting.room, len, None);
+            }
+            Err(error) => {
+                self.index.vanished(putting.number);
+                putting.entries.iter().for_each(|entry| self.early.lost(entry.id));
+                // It may be there all the same, where nobody knows.
+                let unsure = matches!(
+                    error.kind(),
+                    ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
+                );
+                self.settle_room(putting.room, if unsure { len } else { 0 }, Some(error));
+            }
+        }
+        let members = std::mem::take(&mut *putting.members.lock());
+        self.writer
+            .state
+            .lock()
+            .putting
+            .retain(|other| other.number != putting.number);
+        self.writer.changed.notify();
+        self.upkeep.timer.notify();
+        for member in members {
+            let Some(done) = member.done else { continue };
+            done(match &result {
+                Ok(unsound) if unsound.contains(&member.entry) => {
+                    Ok(Written::Unsound(MissReason::BadChecksum))
+                }
+                Ok(_) => Ok(Written::Published),
+                Err(error) => Err(error.clone()),
+            });
+        }
+    }
+
+    /// Copies a record of a segment that only this process has; nothing where it has been put since, or is gone.
+    pub(super) fn copy_private(&self, hit: &Hit, into: &mut [u8]) -> Option<usize> {
+        let (start, len) = (usize::try_from(hit.offset).ok()?, want(hit, into.len()));
+        let state = self.writer.state.lock();
+        if let Some(open) = state.open.as_ref().filter(|open| open.number == hit.segment) {
+            into[..len].copy_from_slice(open.bytes.get(start..start + len)?);
+            return Some(len);
+        }
+        let putting = state
+            .putting
+            .iter()
+            .find(|putting| putting.number == hit.segment)?;
+        let bytes = putting.bytes.clone();
+        drop(state);
+        into[..len].copy_from_slice(bytes.get(start..start + len)?);
+        Some(len)
+    }
+
+    /// Puts what is open; with `last`, from now on nothing waits for more.
+    pub(super) fn flush(self: &Arc<Self>, last: bool) {
+        let sealed = {
+            let mut state = self.writer.state.lock();
+            state.last |= last;
+            self.seal(&mut state)
+        };
+        self.send(sealed);
+    }
+
+    /// Puts what is open now, or soon if that was done a moment ago: somebody waits for it.
+    pub(super) fn hurry(self: &Arc<Self>) {
+        let now = self.clock.now();
+        let mut state = self.writer.state.lock();
+        let due = state.hurried.map_or(now, |last| last.after(SPACING).max(now));
+        if due <= now {
+            state.hurried = Some(now);
+            let sealed = self.seal(&mut state);
+            drop(state);
+            return self.send(sealed);
+        }
+        if let Some(open) = state.open.as_mut() {
+            open.due = Some(open.due.map_or(due, |other| other.min(due)));
+        }
+        drop(state);
+        self.upkeep.timer.notify();
+    }
+
+    /// Puts what is due, tells those whose time is over; when it is to be looked at again.
+    pub(super) fn tend_writes(self: &Arc<Self>, now: MonotonicTime) -> Option<MonotonicTime> {
+        let (mut late, mut next, mut sealed) = (Vec::new(), None::<MonotonicTime>, None);
+        let mut at = |time: MonotonicTime| next = Some(next.map_or(time, |next| next.min(time)));
+        {
+            let mut state = self.writer.state.lock();
+            let due = state.open.as_ref().map(|open| open.due(self.config.age));
+            match due {
+                Some(due) if due <= now => {
+                    state.hurried = Some(now);
+                    sealed = self.seal(&mut state);
+                }
+                Some(due) => at(due),
+                None => {}
+            }
+            let State { open, putting, .. } = &mut *state;
+            let mut look = |members: &mut Vec<Member>| {
+                for member in members.iter_mut().filter(|member| member.done.is_some()) {
+                    if member.deadline <= now {
+                        late.extend(member.done.take());
+                    } else {
+                        at(member.deadline);
+                    }
+                }
+            };
+            open.iter_mut().for_each(|open| look(&mut open.members));
+            putting
+                .iter()
+                .for_each(|putting| look(&mut putting.members.lock()));
+        }
+        self.send(sealed);
+        for done in late {
+            let text = "the segment with this record was not put in time";
+            done(Err(Error::new(ErrorKind::Timeout, text)));
+        }
+        next
+    }
+
+    /// Waits until nothing is being put any more, no longer than until then.
+    pub(super) fn await_uploads(&self, until: MonotonicTime) {
+        loop {
+            let seen = self.writer.changed.seen();
+            let busy = {
+                let state = self.writer.state.lock();
+                state.open.is_some() || state.opening || !state.putting.is_empty()
+            };
+            if !busy || self.clock.now() >= until {
+                return;
+            }
+            self.clock.sleep(&self.writer.changed, seen, Some(until));
+        }
+    }
+
+    /// Segments that take records, and those that are being put.
+    pub(super) fn writing(&self) -> (u64, u64) {
+        let state = self.writer.state.lock();
+        (u64::from(state.open.is_some()), state.putting.len() as u64)
+    }
+
+    /// Whether nothing is begun any more.
+    pub(super) fn is_closing(&self) -> bool {
+        self.upkeep.is_closing()
+    }
+}
+
+impl Open {
+    /// When it is to be put: at its age, sooner if somebody waits, and early enough for those that do, whatever the age.
+    fn due(&self, age: Duration) -> MonotonicTime {
+        let oldest = self.oldest.unwrap_or(self.opened);
+        let waiting = self.members.iter().filter(|member| member.done.is_some());
+        let first = waiting.map(|member| member.deadline).min();
+        let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 2));
+        let due = in_time.map_or(oldest.after(age), |in_time| in_time.min(oldest.after(age)));
+        self.due.map_or(due, |hurried| hurried.min(due))
+    }
+}

@@ -1,0 +1,158 @@
+//! Where the servers are and how to log in there, from what a user wrote. A password goes from here to the client and
+//! nowhere else: what is shown of an address has none.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use redis::{ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, TlsCertificates};
+use ucm_core::{Error, ErrorKind, Result};
+
+/// Who logs in, where that does not stand in the address.
+#[derive(Clone, Default)]
+pub struct Login {
+    /// Name of the user; `default` where none is given.
+    pub username: Option<String>,
+    /// The password.
+    pub password: Option<String>,
+}
+
+/// How a server proves who it is, and who we are, beside what the system knows. Files in PEM.
+#[derive(Debug, Clone, Default)]
+pub struct TlsFiles {
+    /// The authorities that are trusted; none: those of the system.
+    pub ca: Option<PathBuf>,
+    /// Our own certificate and its key, where the server wants one.
+    pub certificate: Option<(PathBuf, PathBuf)>,
+}
+
+/// One server, or one node of a cluster.
+#[derive(Clone)]
+pub(super) struct Address {
+    info: ConnectionInfo,
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (scheme, host, port) = match self.info.addr() {
+            ConnectionAddr::Tcp(host, port) => ("redis", host, port),
+            ConnectionAddr::TcpTls { host, port, .. } => ("rediss", host, port),
+            _ => return f.write_str("another kind of address"), // refused when it was read
+        };
+        let db = self.info.redis_settings().db();
+        write!(f, "{scheme}://{host}:{port}/{db}")
+    }
+}
+
+impl Address {
+    /// Reads `redis://[user:password@]host[:port][/number]`, or the same with `rediss` for TLS. `Config` for anything else;
+    /// the text says nothing of what was written, which may be a password.
+    pub(super) fn parse(written: &str, login: &Login) -> Result<Self> {
+        let wrong = |why: &'static str| {
+            let text = "an address is redis://host:port/number, or rediss:// for TLS; a password in it is written with %xx \
+                        for / @ : and the like, or given apart (redis_password)";
+            Error::new(ErrorKind::Config, text).with("wrong", why)
+        };
+        if !["redis://", "rediss://"]
+            .iter()
+            .any(|scheme| written.starts_with(scheme))
+        {
+            return Err(wrong("the scheme"));
+        }
+        let info = written
+            .into_connection_info()
+            .map_err(|_| wrong("what follows the scheme"))?;
+        if matches!(info.addr(), ConnectionAddr::TcpTls { insecure: true, .. }) {
+            return Err(wrong(
+                "#insecure, which trusts whoever answers; name the authority with redis_tls_ca",
+            ));
+        }
+        let mut settings = info.redis_settings().clone();
+        if let Some(username) = &login.username {
+            settings = settings.set_username(username);
+        }
+        if let Some(password) = &login.password {
+            settings = settings.set_password(password);
+        }
+        Ok(Self {
+            info: info.set_redis_settings(settings),
+        })
+    }
+
+    /// What the client connects with.
+    pub(super) fn info(&self) -> ConnectionInfo {
+        self.info.clone()
+    }
+
+    /// Number of its database; a cluster has only 0.
+    pub(super) fn database(&self) -> i64 {
+        self.info.redis_settings().db()
+    }
+
+    /// Whether it is reached by TLS.
+    pub(super) fn is_tls(&self) -> bool {
+        matches!(self.info.addr(), ConnectionAddr::TcpTls { .. })
+    }
+}
+
+impl TlsFiles {
+    /// Reads the files. `Config` where one cannot be read.
+    pub(super) fn read(&self) -> Result<TlsCertificates> {
+        let own = |(certificate, key): &(PathBuf, PathBuf)| -> Result<ClientTlsConfig> {
+            Ok(ClientTlsConfig {
+                client_cert: read_file(certificate)?,
+                client_key: read_file(key)?,
+            })
+        };
+        Ok(TlsCertificates {
+            client_tls: self.certificate.as_ref().map(own).transpose()?,
+            root_cert: self.ca.as_deref().map(read_file).transpose()?,
+        })
+    }
+}
+
+fn read_file(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).map_err(|error| {
+        let unread = Error::new(ErrorKind::Config, "a file for TLS cannot be read");
+        unread.with("path", path.display()).caused_by(error)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_shown_without_its_password() {
+        let login = Login::default();
+        for (written, shown) in [
+            ("redis://h", "redis://h:6379/0"),
+            ("redis://:secret@h:7000/3", "redis://h:7000/3"),
+            ("rediss://user:secret@h.example", "rediss://h.example:6379/0"),
+        ] {
+            assert_eq!(Address::parse(written, &login).unwrap().to_string(), shown);
+        }
+        let apart = Login {
+            username: Some("user".to_owned()),
+            password: Some("secret".to_owned()),
+        };
+        let address = Address::parse("redis://h", &apart).unwrap();
+        assert_eq!(address.info().redis_settings().password(), Some("secret"));
+        assert!(!address.to_string().contains("secret"));
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused_without_repeating_it() {
+        for wrong in [
+            "http://secret",
+            "redis+unix:///secret",
+            "redis://user:secret@",
+            "redis://h/secret",
+            "rediss://h#insecure",
+            "rediss://:secret@h:port",
+        ] {
+            let error = Address::parse(wrong, &Login::default()).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Config, "{wrong}");
+            assert!(!error.to_string().contains("secret"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,537 @@
+//! The connections to a server or a cluster, and how questions go over them.
+//!
+//! Each connection carries many questions at once, in order (a *pipeline*). One of them is for what is short, so that a
+//! lookup does not stand behind megabytes; the others carry records, in turn. They are made when they are first wanted, by
+//! a task of their own that goes on when whoever asked first gives up, and anew after an error or a silence. Nothing is
+//! sent twice on our side: what fails is a miss, and the breaker of the tier keeps the time until the next attempt.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
+use redis::aio::{ConnectionLike, MultiplexedConnection};
+use redis::cluster::{ClusterClient, ClusterClientBuilder};
+use redis::cluster_async::ClusterConnection;
+use redis::cluster_routing::{MultipleNodeRoutingInfo, RoutingInfo, SingleNodeRoutingInfo};
+use redis::io::tcp::TcpSettings;
+use redis::{AsyncConnectionConfig, Client, Cmd, RedisError, Value};
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{Clock, MonotonicTime, Runtime};
+use ucm_io::IoJob;
+
+use super::address::{Address, TlsFiles};
+use super::info::ServerInfo;
+use crate::network::use_ring;
+
+/// How long making one connection may take.
+const CONNECT: Duration = Duration::from_secs(5);
+/// How long after one could not be made the next attempt waits; who asks meanwhile gets the same answer.
+const AGAIN: Duration = Duration::from_millis(500);
+/// A connection on which somebody waits and nothing has come for this long is given up: the other end may be gone without
+/// a word.
+const SILENCE: Duration = Duration::from_secs(1);
+/// How long the system waits for what it sent to be acknowledged.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
+/// Questions that wait to be sent on one connection.
+const QUEUE: usize = 256;
+/// Keys that one step of a listing asks for.
+const SCAN: usize = 1000;
+
+/// What is said where user and password are not right, or have not the right.
+const NO_LOGIN: &str = "the server does not let us in; check user and password (redis_username, redis_password) and their rights";
+
+/// What a question is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Traffic {
+    /// A few bytes there and back.
+    Short,
+    /// A record.
+    Record,
+}
+
+/// See the module.
+pub(super) struct Connections {
+    runtime: Arc<Runtime>,
+    clock: Arc<dyn Clock>,
+    addresses: Vec<Address>,
+    tls: TlsFiles,
+    /// What connections lead to, once somebody has looked.
+    server: RwLock<Option<Server>>,
+    /// The first is for what is short.
+    lines: Vec<Arc<Line>>,
+    turn: AtomicUsize,
+}
+
+/// What answers: one server, or a cluster.
+#[derive(Clone)]
+enum Server {
+    One(Box<Client>),
+    Cluster(Box<ClusterClient>),
+}
+
+/// A connection that is open.
+#[derive(Clone)]
+enum Link {
+    One(MultiplexedConnection),
+    Cluster(ClusterConnection),
+}
+
+/// The place of one connection.
+#[derive(Default)]
+struct Line {
+    state: tokio::sync::Mutex<State>,
+    /// Connections up to this number are not used any more.
+    given_up: AtomicU64,
+    health: Mutex<Health>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Number of the last connection here.
+    number: u64,
+    open: Option<Link>,
+    failed: Option<(Instant, Error)>,
+}
+
+/// What was heard on a line.
+#[derive(Default)]
+struct Health {
+    /// When something last came.
+    heard: MonotonicTime,
+    /// The first question that was late since then, as of when it was asked.
+    unanswered: Option<MonotonicTime>,
+}
+
+impl Connections {
+    /// So many connections for records to these nodes, and one beside them. Nothing is touched.
+    pub(super) fn new(
+        addresses: Vec<Address>,
+        tls: TlsFiles,
+        connections: usize,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
+        use_ring();
+        Ok(Self {
+            runtime: Runtime::of_this_process()?,
+            clock,
+            addresses,
+            tls,
+            server: RwLock::new(None),
+            lines: (0..=connections.max(1)).map(|_| Arc::default()).collect(),
+            turn: AtomicUsize::new(0),
+        })
+    }
+
+    /// Looks what answers at the addresses, by this deadline, and uses that from now on.
+    pub(super) fn discover(&self, deadline: MonotonicTime) -> Result<ServerInfo> {
+        let clients = self
+            .addresses
+            .iter()
+            .map(|address| Ok((address.to_string(), self.client(address)?)));
+        let clients: Vec<_> = clients.collect::<Result<_>>()?;
+        let first = async move {
+            let mut failed = Error::internal("no address was given");
+            for (at, client) in clients {
+                match tokio::time::timeout(CONNECT, ask_info(&client)).await {
+                    Ok(Ok(info)) => return Ok((client, info)),
+                    Ok(Err(error)) => failed = error.with("address", at),
+                    Err(_) => failed = late().with("address", at),
+                }
+            }
+            Err(failed)
+        };
+        let (client, info) = self.runtime.wait(&*self.clock, deadline, first)?;
+        if info.is_replica && !info.is_cluster {
+            let text = "this server is a replica and takes no writes; give the address of its primary";
+            return Err(Error::new(ErrorKind::Config, text));
+        }
+        let server = match (info.is_cluster, self.addresses.len()) {
+            (true, _) => Server::Cluster(Box::new(self.cluster_client()?)),
+            (false, 1) => Server::One(Box::new(client)),
+            (false, several) => {
+                let text = "several addresses are nodes of one cluster, but the one that answered is no node of a cluster";
+                return Err(Error::new(ErrorKind::Config, text).with("addresses", several));
+            }
+        };
+        *self.server.write() = Some(server);
+        Ok(info)
+    }
+
+    fn client(&self, address: &Address) -> Result<Client> {
+        let info = address.info().set_tcp_settings(tcp_settings());
+        let client = match address.is_tls() {
+            true => Client::build_with_tls(info, self.tls.read()?),
+            false => Client::open(info),
+        };
+        client.map_err(|error| no_client(error).with("address", address))
+    }
+
+    fn cluster_client(&self) -> Result<ClusterClient> {
+        if let Some(other) = self.addresses.iter().find(|address| address.database() != 0) {
+            let text = "a cluster has no numbered databases; leave the number out of the address";
+            return Err(Error::new(ErrorKind::Config, text).with("address", other));
+        }
+        let nodes: Vec<_> = self.addresses.iter().map(Address::info).collect();
+        let tls = self.addresses.iter().any(Address::is_tls);
+        // Its own timeouts are out of the way: those of our jobs hold.
+        let mut builder = ClusterClientBuilder::new(nodes)
+            .tcp_settings(tcp_settings())
+            .connection_timeout(CONNECT)
+            .response_timeout(Duration::from_secs(3600))
+            .retries(3);
+        if tls {
+            builder = builder.certs(self.tls.read()?);
+        }
+        builder.build().map_err(no_client)
+    }
+
+    /// Asks these questions and waits for all answers, for as long as somebody waits for this job: an answer or a refusal for
+    /// each, in order, or why none came.
+    pub(super) fn ask(
+        &self,
+        io: &IoJob,
+        traffic: Traffic,
+        questions: Vec<Cmd>,
+    ) -> Result<Vec<Result<Value>>> {
+        let (asked, questions) = (questions.len(), Arc::new(questions));
+        let answers = self.with_link(io, traffic, move |mut link| {
+            let questions = Arc::clone(&questions);
+            async move { link.ask(&questions).await }
+        })?;
+        if answers.len() != asked {
+            return Err(Error::internal("the server did not answer every question"));
+        }
+        Ok(answers)
+    }
+
+    /// [`Connections::ask`] with one question.
+    pub(super) fn ask_one(&self, io: &IoJob, traffic: Traffic, question: Cmd) -> Result<Value> {
+        let mut answers = self.ask(io, traffic, vec![question])?;
+        answers
+            .pop()
+            .unwrap_or_else(|| Err(Error::internal("a question has no answer")))
+    }
+
+    /// Every key of this pattern, on all nodes.
+    pub(super) fn scan(&self, io: &IoJob, pattern: String) -> Result<Vec<Vec<u8>>> {
+        self.with_link(io, Traffic::Short, move |mut link| {
+            let pattern = pattern.clone();
+            async move { link.scan(&pattern).await }
+        })
+    }
+
+    /// What the server says of itself, of a cluster all nodes together.
+    pub(super) fn info(&self, io: &IoJob) -> Result<ServerInfo> {
+        let info = self.with_link(io, Traffic::Short, |mut link| async move { link.info().await })?;
+        Ok(ServerInfo::parse(&info))
+    }
+
+    /// Asks over a connection, and once more over a new one where it turns out that the server had ended it: it may end what
+    /// was idle, and what is asked here may be asked twice.
+    fn with_link<T: Send + 'static, F>(
+        &self,
+        io: &IoJob,
+        traffic: Traffic,
+        ask: impl Fn(Link) -> F + Send + 'static,
+    ) -> Result<T>
+    where
+        F: Future<Output = Result<T, RedisError>> + Send,
+    {
+        let unknown = || Error::new(ErrorKind::Unhealthy, "the server was not reached yet");
+        let server = self.server.read().clone().ok_or_else(unknown)?;
+        let line = Arc::clone(self.line(traffic));
+        let (began, asked) = (self.clock.now(), Arc::clone(&line));
+        let answered = io.wait(&self.runtime, async move {
+            let (number, link) = asked.link(server.clone()).await?;
+            let error = match ask(link).await {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            asked.given_up.fetch_max(number, Ordering::AcqRel);
+            if !error.is_connection_dropped() {
+                return Err(no_answer(error));
+            }
+            let (number, link) = asked.link(server).await?;
+            ask(link).await.map_err(|error| {
+                asked.given_up.fetch_max(number, Ordering::AcqRel);
+                no_answer(error)
+            })
+        });
+        line.note(answered.as_ref().err(), began, self.clock.now());
+        answered
+    }
+
+    fn line(&self, traffic: Traffic) -> &Arc<Line> {
+        let records = self.lines.len() - 1;
+        let number = match traffic {
+            Traffic::Short => 0,
+            Traffic::Record => 1 + self.turn.fetch_add(1, Ordering::Relaxed) % records,
+        };
+        &self.lines[number]
+    }
+}
+
+impl Line {
+    /// The open connection, or a new one.
+    async fn link(self: &Arc<Self>, server: Server) -> Result<(u64, Link)> {
+        if let Ok(state) = self.state.try_lock()
+            && let Some(open) = self.usable(&state)
+        {
+            return Ok(open);
+        }
+        let line = Arc::clone(self);
+        let connecting = tokio::spawn(async move { line.connect(server).await });
+        connecting
+            .await
+            .unwrap_or_else(|_| Err(Error::internal("making a connection panicked")))
+    }
+
+    fn usable(&self, state: &State) -> Option<(u64, Link)> {
+        let fresh = state.number > self.given_up.load(Ordering::Acquire);
+        let link = state.open.clone().filter(|_| fresh)?;
+        Some((state.number, link))
+    }
+
+    async fn connect(&self, server: Server) -> Result<(u64, Link)> {
+        let mut state = self.state.lock().await;
+        if let Some(open) = self.usable(&state) {
+            return Ok(open); // made by whoever was first
+        }
+        state.open = None;
+        if let Some((at, error)) = &state.failed
+            && at.elapsed() < AGAIN
+        {
+            return Err(error.clone());
+        }
+        let made = tokio::time::timeout(CONNECT, server.connect()).await;
+        match made.unwrap_or_else(|_| Err(late())) {
+            Ok(link) => {
+                state.number += 1;
+                (state.open, state.failed) = (Some(link.clone()), None);
+                *self.health.lock() = Health::default();
+                Ok((state.number, link))
+            }
+            Err(error) => {
+                state.failed = Some((Instant::now(), error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    /// Notes how a question that was asked at `began` ended. Where one after the other is late and nothing else comes, the
+    /// connection is given up.
+    fn note(&self, error: Option<&Error>, began: MonotonicTime, now: MonotonicTime) {
+        let mut health = self.health.lock();
+        if !error.is_some_and(|error| error.kind() == ErrorKind::Timeout) {
+            *health = Health {
+                heard: now,
+                unanswered: None,
+            };
+        } else if health.heard < began {
+            let since = *health.unanswered.get_or_insert(began);
+            if now.since(since) >= SILENCE {
+                *health = Health::default();
+                drop(health);
+                self.give_up();
+            }
+        }
+    }
+
+    /// The next question goes over a new connection. Where one is being made, it is new anyway.
+    fn give_up(&self) {
+        if let Ok(state) = self.state.try_lock() {
+            self.given_up.fetch_max(state.number, Ordering::AcqRel);
+        }
+    }
+}
+
+impl Server {
+    async fn connect(&self) -> Result<Link> {
+        match self {
+            Self::One(client) => connect(client).await.map(Link::One),
+            Self::Cluster(client) => {
+                let made = client.get_async_connection().await;
+                made.map(Link::Cluster).map_err(no_answer)
+            }
+        }
+    }
+}
+
+async fn connect(client: &Client) -> Result<MultiplexedConnection> {
+    let config = AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(CONNECT))
+        .set_response_timeout(None) // that of our jobs holds
+        .set_pipeline_buffer_size(QUEUE);
+    let made = client.get_multiplexed_async_connection_with_config(&config).await;
+    made.map_err(no_answer)
+}
+
+async fn ask_info(client: &Client) -> Result<ServerInfo> {
+    let mut connection = connect(client).await?;
+    let info = connection.req_packed_command(&redis::cmd("INFO")).await;
+    let refused = |error: RedisError| match error.code() {
+        Some("NOPERM") => Ok(ServerInfo::default()), // an account that may not ask: it is taken for one server
+        _ => Err(no_answer(error)),
+    };
+    match info.and_then(Value::extract_error) {
+        Ok(info) => Ok(ServerInfo::parse(&info)),
+        Err(error) => refused(error),
+    }
+}
+
+impl Link {
+    /// An answer or a refusal for each question; an error where the connection broke.
+    async fn ask(&mut self, questions: &[Cmd]) -> Result<Vec<Result<Value>>, RedisError> {
+        let answers = match (self, questions) {
+            (Self::One(connection), [one]) => vec![connection.req_packed_command(one).await],
+            (Self::One(connection), several) => {
+                let mut pipeline = redis::pipe();
+                several
+                    .iter()
+                    .for_each(|question| _ = pipeline.add_command(question.clone()));
+                let answers = connection
+                    .req_packed_commands(&pipeline, 0, several.len())
+                    .await?;
+                answers.into_iter().map(Ok).collect()
+            }
+            // The nodes are asked side by side; over each connection that is a pipeline again.
+            (Self::Cluster(connection), several) => {
+                let one = |question| {
+                    let mut connection = connection.clone();
+                    async move { connection.req_packed_command(question).await }
+                };
+                futures_util::future::join_all(several.iter().map(one)).await
+            }
+        };
+        let settled = |answer: Result<Value, RedisError>| match answer.and_then(Value::extract_error) {
+            Ok(value) => Ok(Ok(value)),
+            Err(error) if error.code().is_some() => Ok(Err(refusal(&error))),
+            Err(error) => Err(error),
+        };
+        answers.into_iter().map(settled).collect()
+    }
+
+    async fn info(&mut self) -> Result<Value, RedisError> {
+        let question = redis::cmd("INFO");
+        match self {
+            Self::One(connection) => connection.req_packed_command(&question).await,
+            Self::Cluster(connection) => {
+                let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
+                connection.route_command(question, all).await
+            }
+        }
+        .and_then(Value::extract_error)
+    }
+
+    async fn scan(&mut self, pattern: &str) -> Result<Vec<Vec<u8>>, RedisError> {
+        let nodes = match self {
+            Self::One(_) => vec![None],
+            Self::Cluster(connection) => primaries(connection).await?.into_iter().map(Some).collect(),
+        };
+        let mut found = Vec::new();
+        for node in nodes {
+            let mut cursor = "0".to_owned();
+            loop {
+                let mut question = redis::cmd("SCAN");
+                question
+                    .arg(&cursor)
+                    .arg("MATCH")
+                    .arg(pattern)
+                    .arg("COUNT")
+                    .arg(SCAN);
+                let answer = match (&mut *self, &node) {
+                    (Self::Cluster(connection), Some((host, port))) => {
+                        let node = SingleNodeRoutingInfo::ByAddress {
+                            host: host.clone(),
+                            port: *port,
+                        };
+                        connection
+                            .route_command(question, RoutingInfo::SingleNode(node))
+                            .await
+                    }
+                    (Self::One(connection), _) => connection.req_packed_command(&question).await,
+                    (Self::Cluster(_), None) => break,
+                };
+                let (next, keys): (String, Vec<Vec<u8>>) = redis::from_redis_value(answer?.extract_error()?)?;
+                found.extend(keys);
+                cursor = next;
+                if cursor == "0" {
+                    break;
+                }
+            }
+        }
+        found.sort_unstable();
+        found.dedup(); // a step may name a key that another one named
+        Ok(found)
+    }
+}
+
+/// The primaries of a cluster: host and port of each.
+async fn primaries(connection: &mut ClusterConnection) -> Result<Vec<(String, u16)>, RedisError> {
+    let mut question = redis::cmd("CLUSTER");
+    question.arg("SLOTS");
+    let any = RoutingInfo::SingleNode(SingleNodeRoutingInfo::Random);
+    let ranges = connection.route_command(question, any).await?.extract_error()?;
+    let mut nodes = Vec::new();
+    let Value::Array(ranges) = ranges else {
+        return Ok(nodes);
+    };
+    for range in ranges {
+        // First slot, last slot, the primary (host, port, ...), replicas.
+        let Value::Array(range) = range else { continue };
+        if let Some(Value::Array(primary)) = range.into_iter().nth(2) {
+            let mut primary = primary.into_iter();
+            if let (Some(host), Some(port)) = (primary.next(), primary.next()) {
+                nodes.push((redis::from_redis_value(host)?, redis::from_redis_value(port)?));
+            }
+        }
+    }
+    nodes.sort_unstable();
+    nodes.dedup();
+    Ok(nodes)
+}
+
+fn tcp_settings() -> TcpSettings {
+    TcpSettings::default()
+        .set_nodelay(true)
+        .set_user_timeout(UNACKNOWLEDGED)
+}
+
+fn late() -> Error {
+    Error::new(ErrorKind::Timeout, "the server took no connection in time")
+}
+
+fn no_client(error: RedisError) -> Error {
+    Error::new(ErrorKind::Config, "no client can be made for this server").caused_by(error)
+}
+
+/// Why nothing was answered.
+fn no_answer(error: RedisError) -> Error {
+    match error.code() {
+        Some(_) => refusal(&error),
+        None if error.kind() == redis::ErrorKind::AuthenticationFailed => {
+            Error::new(ErrorKind::Io, NO_LOGIN).caused_by(error)
+        }
+        None if error.is_timeout() => late().caused_by(error),
+        None => Error::new(ErrorKind::Io, "the server cannot be reached").caused_by(error),
+    }
+}
+
+/// Why the server refused. A server that keeps no more, or cannot save what it has, is full.
+fn refusal(error: &RedisError) -> Error {
+    let (kind, text) = match error.code() {
+        Some("OOM") => (
+            ErrorKind::NoSpace,
+            "the server is full (maxmemory) and removes nothing by itself",
+        ),
+        Some("MISCONF") => (
+            ErrorKind::NoSpace,
+            "the server takes no writes, for it cannot save them",
+        ),
+        Some("WRONGTYPE") => (ErrorKind::Foreign, "what has this record's key is no record"),
+        Some("NOAUTH" | "WRONGPASS" | "NOPERM") => (ErrorKind::Io, NO_LOGIN),
+        _ => (ErrorKind::Io, "the server refused"),
+    };
+    Error::new(kind, text).caused_by(error.clone())
+}

@@ -1,0 +1,85 @@
+//! What a server says of itself (`INFO`), as far as anybody here wants to know.
+
+use redis::Value;
+
+/// Of a cluster, sizes are those of all its nodes together.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct ServerInfo {
+    pub(super) version: String,
+    pub(super) is_cluster: bool,
+    pub(super) is_replica: bool,
+    /// Bytes in use.
+    pub(super) used: u64,
+    /// The limit on that; none where there is no limit.
+    pub(super) limit: Option<u64>,
+    /// What is removed at the limit.
+    pub(super) policy: String,
+}
+
+impl ServerInfo {
+    /// Reads an answer to `INFO`, or those of several nodes.
+    pub(super) fn parse(answer: &Value) -> Self {
+        match answer {
+            Value::Map(nodes) => {
+                let mut nodes = nodes.iter().map(|(_, node)| Self::parse(node));
+                let first = nodes.next().unwrap_or_default();
+                nodes.fold(first, |all, node| Self {
+                    used: all.used + node.used,
+                    limit: all.limit.zip(node.limit).map(|(a, b)| a + b),
+                    ..all
+                })
+            }
+            Value::BulkString(bytes) => Self::read(&String::from_utf8_lossy(bytes)),
+            Value::SimpleString(text) | Value::VerbatimString { text, .. } => Self::read(text),
+            _ => Self::default(),
+        }
+    }
+
+    fn read(text: &str) -> Self {
+        let mut info = Self::default();
+        for (name, value) in text.lines().filter_map(|line| line.trim_end().split_once(':')) {
+            match name {
+                "redis_version" => info.version = value.to_owned(),
+                "cluster_enabled" => info.is_cluster = value == "1",
+                "role" => info.is_replica = value == "slave",
+                "used_memory" => info.used = value.parse().unwrap_or(0),
+                "maxmemory" => info.limit = value.parse().ok().filter(|&limit| limit > 0),
+                "maxmemory_policy" => info.policy = value.to_owned(),
+                _ => {}
+            }
+        }
+        info
+    }
+
+    /// How much the server keeps, in words.
+    pub(super) fn bound(&self) -> String {
+        match self.limit {
+            Some(limit) => format!("at most {limit} bytes ({})", self.policy),
+            None => "no maxmemory".to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_and_a_cluster_say_what_they_are() {
+        let text = "# Server\r\nredis_version:7.0.15\r\n# Memory\r\nused_memory:1000\r\nmaxmemory:5000\r\n\
+                    maxmemory_policy:allkeys-lru\r\n# Replication\r\nrole:master\r\n# Cluster\r\ncluster_enabled:1\r\n";
+        let node = Value::BulkString(text.as_bytes().to_vec());
+        let info = ServerInfo::parse(&node);
+        assert_eq!(
+            (info.version.as_str(), info.is_cluster, info.is_replica),
+            ("7.0.15", true, false)
+        );
+        assert_eq!((info.used, info.limit), (1000, Some(5000)));
+        let at = |port| Value::SimpleString(format!("h:{port}"));
+        let all = ServerInfo::parse(&Value::Map(vec![(at(1), node.clone()), (at(2), node)]));
+        assert_eq!((all.used, all.limit), (2000, Some(10_000)));
+        assert_eq!(all.bound(), "at most 10000 bytes (allkeys-lru)");
+        let none = ServerInfo::parse(&Value::SimpleString("maxmemory:0\nrole:slave\n".to_owned()));
+        assert_eq!((none.limit, none.is_replica), (None, true));
+    }
+}

@@ -1,0 +1,155 @@
+//! A server as tools see it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use redis::Value;
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{Clock, LANE_SPACE, SystemClock};
+use ucm_io::{IoJob, IoOptions, IoPool};
+
+use super::address::{Address, Login, TlsFiles};
+use super::connections::{Connections, Traffic};
+use super::info::ServerInfo;
+use super::keys::Named;
+use super::{TOGETHER, question};
+use crate::place::{Item, Place, Room};
+
+/// How long one call may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How much later than it was listed something must have been used to count as used since.
+const USED_SINCE_NS: u64 = 1_000_000_000;
+
+/// See the module.
+pub(crate) struct RedisPlace {
+    prefix: String,
+    /// How long a record lives after its last use.
+    life: Duration,
+    connections: Connections,
+    info: Mutex<ServerInfo>,
+    pool: Arc<IoPool>,
+    clock: Arc<dyn Clock>,
+}
+
+impl RedisPlace {
+    /// A place at these addresses, where blocks live so long after their last use. It is reached at once.
+    pub(crate) fn open(
+        addresses: &[String],
+        login: &Login,
+        tls: TlsFiles,
+        prefix: String,
+        life: Duration,
+    ) -> Result<Self> {
+        let addresses = addresses.iter().map(|written| Address::parse(written, login));
+        let addresses = addresses.collect::<Result<Vec<_>>>()?;
+        let clock: Arc<dyn Clock> = SystemClock::shared();
+        let connections = Connections::new(addresses, tls, 1, Arc::clone(&clock))?;
+        let info = connections.discover(clock.now().after(PATIENCE))?;
+        Ok(Self {
+            prefix,
+            life,
+            connections,
+            info: Mutex::new(info),
+            pool: IoPool::psync(false, &IoOptions::with_workers(1))?,
+            clock,
+        })
+    }
+
+    fn job(&self) -> IoJob {
+        self.pool.here(LANE_SPACE, self.clock.now().after(PATIENCE))
+    }
+
+    /// Answers that are numbers, to the same question about each key; -1 for what is no value.
+    fn ask_each(&self, io: &IoJob, keys: &[String], name: &str) -> Result<Vec<i64>> {
+        let questions = keys.iter().map(|key| question(name, key)).collect();
+        let answers = self.connections.ask(io, Traffic::Short, questions)?;
+        let number = |answer: Result<Value>| match answer {
+            Ok(Value::Int(number)) => Ok(number),
+            Err(error) if error.kind() != ErrorKind::Foreign => Err(error),
+            _ => Ok(-1),
+        };
+        answers.into_iter().map(number).collect()
+    }
+
+    /// When something was last used that has so many milliseconds to live.
+    fn used_ns(&self, left: i64) -> u64 {
+        let left = Duration::from_millis(u64::try_from(left).unwrap_or(0));
+        let unused = self.life.saturating_sub(left).as_nanos();
+        self.clock
+            .wall_ns()
+            .saturating_sub(u64::try_from(unused).unwrap_or(u64::MAX))
+    }
+}
+
+impl Place for RedisPlace {
+    fn room(&self) -> Result<Room> {
+        let info = self.connections.info(&self.job())?;
+        let room = Room {
+            limit: info.limit.unwrap_or(0),
+            used: info.used,
+            words: format!("Redis {}, {}", info.version, info.bound()),
+        };
+        *self.info.lock() = info;
+        Ok(room)
+    }
+
+    fn list(&self) -> Result<Vec<Item>> {
+        let io = self.job();
+        let keys = self.connections.scan(&io, format!("{}:*", self.prefix))?;
+        let keys: Vec<String> = keys
+            .into_iter()
+            .filter_map(|key| String::from_utf8(key).ok())
+            .collect();
+        let mut items = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(TOGETHER) {
+            let left = self.ask_each(&io, keys, "PTTL")?;
+            let lengths = self.ask_each(&io, keys, "STRLEN")?;
+            for ((key, left), len) in keys.iter().zip(left).zip(lengths) {
+                let named = Named::parse(&self.prefix, key);
+                items.push(Item {
+                    path: named.map(|named| named.path()).unwrap_or_default(),
+                    name: key.clone(),
+                    len: u64::try_from(len).unwrap_or(0),
+                    used_ns: self.used_ns(left),
+                    version: String::new(),
+                });
+            }
+        }
+        items.sort_by(|one, other| one.name.cmp(&other.name));
+        items.dedup_by(|one, other| one.name == other.name); // a node may tell a key twice
+        Ok(items)
+    }
+
+    fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
+        let mut range = question("GETRANGE", name);
+        range.arg(start).arg(start.saturating_add(len).saturating_sub(1));
+        let answers = self.connections.ask(
+            &self.job(),
+            Traffic::Record,
+            vec![question("STRLEN", name), range],
+        )?;
+        match <[Result<Value>; 2]>::try_from(answers) {
+            Ok([Ok(Value::Int(0)), _]) => Ok(None),
+            Ok([Ok(_), Ok(Value::BulkString(bytes))]) => Ok(Some(bytes)),
+            Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => Err(error),
+            _ => Ok(None),
+        }
+    }
+
+    fn remove(&self, item: &Item) -> Result<bool> {
+        if Named::parse(&self.prefix, &item.name).is_none() {
+            let text = "this key is none of ours and is not removed";
+            return Err(Error::new(ErrorKind::InvalidInput, text).with("key", &item.name));
+        }
+        let (io, key) = (self.job(), [item.name.clone()]);
+        let used = self
+            .ask_each(&io, &key, "PTTL")?
+            .first()
+            .map_or(0, |left| self.used_ns(*left));
+        if used > item.used_ns.saturating_add(USED_SINCE_NS) {
+            return Ok(false);
+        }
+        Ok(self.ask_each(&io, &key, "UNLINK")? == [1])
+    }
+}
