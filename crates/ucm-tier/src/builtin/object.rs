@@ -76,8 +76,7 @@ impl Default for ObjectOptions {
 }
 
 fn name() -> StoreName {
-    let summary =
-        "built: many blocks per object in a bucket; S3 run here, Azure and Google untested";
+    let summary = "built: many blocks per object in a bucket; S3 run here, Azure and Google untested";
     StoreName::new("object", "UcmObjectStore", summary)
 }
 
