@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 sys.path.append(str(Path(__file__).parents[2] / "demo"))  # behind: modules of the tests have names of its, too
 
-from kinds import COLUMNS, Column, started
 from proxy import Proxy
+from remote_columns import COLUMNS, Column, started
 
 from servers import KEYS, Server
 

@@ -17,8 +17,8 @@ import pytest
 from cases import STORED
 from checks import ask_until_reused, assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
-from kinds import MOTO, REDIS_AOF, S3S_FS, Column, started
 from lives import over_device
+from remote_columns import MOTO, REDIS_AOF, S3S_FS, Column, started
 from specs import EngineSpec, Result, StoreSpec
 
 from servers import KEYS, Server

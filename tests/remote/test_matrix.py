@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from blocks import BLOCK, LAYERS, PIECES, Memory, ids
-from kinds import Column
 from proxy import Proxy
+from remote_columns import Column
 
 from servers import Server
 from ucm.errors import UcmError

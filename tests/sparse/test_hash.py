@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from formulas import BLOCK, DIM, GEOMETRY, GROUP, HEADS, keys, query
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_reference import BLOCK, DIM, GEOMETRY, GROUP, HEADS, keys, query
 
 from ucm.errors import ConfigError
 from ucm.sparse.selector import Geometry

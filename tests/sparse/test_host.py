@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_reference import BLOCK, DIM, GEOMETRY, GROUP, HEADS, Engine, masked_attention
+from formulas import BLOCK, DIM, GEOMETRY, GROUP, HEADS, Engine, masked_attention
 from torch import Tensor
 
 from ucm.errors import ConfigError, InvalidInputError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_reference import BLOCK, DIM, GROUP, HEADS, Engine, keys, masked_attention
+from formulas import BLOCK, DIM, GROUP, HEADS, Engine, keys, masked_attention
 from torch import Tensor
 
 from ucm.errors import BusyError, ConfigError, InvalidInputError, UnknownConnectorError, UnsupportedError

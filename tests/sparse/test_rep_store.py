@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from formulas import BLOCK, DIM, GEOMETRY, HEADS, keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_reference import BLOCK, DIM, GEOMETRY, HEADS, keys
 
 from ucm.errors import BusyError, ConfigError
 from ucm.sparse.config import settings_of

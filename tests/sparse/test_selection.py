@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from formulas import BLOCK, DIM, HEADS, keys, masked_attention, paged_attention, query
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_reference import BLOCK, DIM, HEADS, keys, masked_attention, paged_attention, query
 
 from ucm.sparse.policy import Policy
 from ucm.sparse.selection import NO_BLOCK, Selection, choose, compact, compact_rows, select, with_windows

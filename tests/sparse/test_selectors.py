@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_reference import BLOCK, DIM, GEOMETRY, GROUP, HEADS, keys, query
+from formulas import BLOCK, DIM, GEOMETRY, GROUP, HEADS, keys, query
 from torch import Tensor
 
 from ucm.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from sparse_reference import GEOMETRY
+from formulas import GEOMETRY
 
 from ucm.config.sparse import GsaOnDeviceConfig
 from ucm.errors import ConfigError

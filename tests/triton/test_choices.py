@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from sparse_reference import BLOCK, Engine  # noqa: E402
+from formulas import BLOCK, Engine  # noqa: E402
 
 import ucm.sparse.kernels as kernels  # noqa: E402
 from ucm.sparse.base import UcmSparseRole  # noqa: E402
