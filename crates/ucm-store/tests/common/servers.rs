@@ -174,9 +174,9 @@ pub(crate) fn shared_s3() -> Option<&'static S3> {
 }
 
 /// Whether the machine has this program. A test that needs it is skipped where not, and says so; it fails where
-/// `UCM_REQUIRE_ROOT_TESTS` is set, as it is for whoever could have installed it.
+/// `UCM_REQUIRE_SERVERS` is set.
 pub(crate) fn has_program(name: &str) -> bool {
-    has(name, "make servers", "UCM_REQUIRE_ROOT_TESTS")
+    has(name, "make servers", "UCM_REQUIRE_SERVERS")
 }
 
 /// The same of a program that comes by this command, and is required where this variable is set.
