@@ -427,7 +427,7 @@ mod tests {
                 .unwrap()
         };
         let text = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{}"#;
-        let more = r#","position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[]"#;
+        let more = r#","position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"#;
         let last =
             r#""block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#;
         let identity = Identity::parse(&[text, more, last].concat()).unwrap();

@@ -104,7 +104,6 @@ mod tests {
             ),
             (vec![stage(json!({"kind": "compress"}))], "keeps nothing"),
             (vec![stage(json!({"kind": "zip"}))], "no such kind"),
-            (vec![stage(json!({"kind": "mooncake"}))], "not built yet"),
             (vec![stage(json!({"kind": "fake"}))], "store of Python"),
             (
                 vec![stage(json!({"kind": "cache", "cach_size": 1}))],
