@@ -124,10 +124,12 @@ def test_rows_of_layers_bring_their_shares(opened: Open) -> None:
     store, memory, blocks = opened(shard_size=layer), Memory(COUNT), ids(COUNT)
     shares = made(1, LAYERS)
     rows = [memory.layer_rows(0)[[shard]] for shard in range(LAYERS)]
+    tasks = []
     for shard in (2, 0, 1):  # in three calls, in any order
         sides = {name: side[[shard]] for name, side in shares.items()}
-        task = store.dump_data([blocks[0]], [shard], rows[shard], sides=sides)
-    store.wait(task)
+        tasks.append(store.dump_data([blocks[0]], [shard], rows[shard], sides=sides))
+    for task in tasks:  # any of them may be gathered last
+        store.wait(task)
     for name, share in shares.items():
         data, found = load(store, blocks[:1], name)
         assert (found, data[0].tobytes()) == ([True], share.tobytes())

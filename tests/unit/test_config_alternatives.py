@@ -74,7 +74,6 @@ def test_entries_of_a_file(tmp_path: Path) -> None:
             entry("UcmRedisStore", storage_backends="/b"),
             "store 2 of `ucm_connectors`: /b is no place for",
         ),
-        (entry("UcmMooncakeStore"), "store 2 of `ucm_connectors`: UcmMooncakeStore is not built yet"),
         (entry("UcmPosixStore"), "store 2 of `ucm_connectors`: no directory is given"),
         (entry(storage_backends="/b", iodirect=True), 'unknown key "ucm_connectors[1].ucm_connector_config.iodirect"'),
         ({"ucm_connector_config": {}}, '"ucm_connectors[1]" in kv_connector_extra_config has no `ucm_connector_name`'),
