@@ -84,7 +84,7 @@ COLUMNS = (REDIS, REDIS_AOF, S3S_FS, MOTO) if os.environ.get("UCM_TEST_LONG") el
 
 
 def started(column: Column, directory: Path) -> Server:
-    """The server of a column; the test is skipped where this machine has none, and fails with ``UCM_REQUIRE_SERVERS``."""
+    """The server of a column; the test is skipped where there is none, and fails with ``UCM_REQUIRE_SERVERS``."""
     try:
         return column.start(directory)
     except MissingError as missing:
