@@ -94,6 +94,8 @@ def main() -> None:
                 print(f"round {number + 1}, {method}", flush=True)
                 log = work / f"{method}-{number}.log"
                 with Engine(spec(method, model, work / "blocks", cases), log) as engine:
+                    step_ms(engine, min(tokens for tokens, _ in cases), 1, chosen.steps)  # the first request warms up
+                    engine.reset()
                     for tokens, rows in cases:
                         steps[method][tokens, rows].append(step_ms(engine, tokens, rows, chosen.steps))
                         engine.wait_idle()
