@@ -34,7 +34,7 @@ CHOSEN = 3
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gsa_on_device": ("GSAOnDevice", {"windows_inside": False}),
     "esa": ("ESA", {"stride": 1}),
-    "gsa": ("GSA", {}),
+    "gsa": ("GSA", {"min_blocks": CHOSEN}),
     "kvstar": ("KVStarMultiStep", {"stride": 1}),
     "quest": ("Quest", {}),
     "infllm": ("InfLLM", {}),
