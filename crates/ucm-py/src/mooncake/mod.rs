@@ -13,7 +13,7 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_tier::registry::{self, BuildContext, BuiltTier, Size, StoreName, TierKind};
+use ucm_tier::registry::{self, Addresses, BuildContext, BuiltTier, Size, StoreName, TierKind};
 
 use backend::{Mooncake, Whose};
 use client::Client;
@@ -32,8 +32,11 @@ const LOOKUP_BUFFER: u64 = LEAST;
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 struct MooncakeOptions {
+    /// the master as an address, `mooncake://host:port`, in place of `master_server_address`
+    #[schemars(extend("schemes" = ["mooncake"], "unset" = "`master_server_address`", "unit" = "address"))]
+    storage_backends: Addresses,
     /// address of the master, `host:port`
-    #[schemars(extend("unset" = "port 50051 on the host of `metadata_server`; one of both must be given"))]
+    #[schemars(extend("unset" = "port 50051 on the host of `metadata_server`; one of both, or `storage_backends`, must be given"))]
     master_server_address: Option<String>,
     /// address of the metadata server, where the clients use one
     #[schemars(extend("unset" = "none: clients ask each other (`P2PHANDSHAKE`)"))]
@@ -56,6 +59,7 @@ struct MooncakeOptions {
 impl Default for MooncakeOptions {
     fn default() -> Self {
         Self {
+            storage_backends: Addresses::default(),
             master_server_address: None,
             metadata_server: None,
             local_hostname: None,
@@ -76,17 +80,8 @@ pub(crate) fn register() {
 }
 
 fn make(context: &BuildContext<'_>, options: MooncakeOptions) -> Result<BuiltTier> {
-    let given = options
-        .master_server_address
-        .filter(|address| !address.is_empty());
-    let beside = || options.metadata_server.as_deref().and_then(master_beside);
-    let master = given.or_else(beside).ok_or_else(|| {
-        let text =
-            "UcmMooncakeStore needs the address of Mooncake's master; write master_server_address: host:port";
-        Error::new(ErrorKind::Config, text)
-    })?;
     let pool = Pool {
-        master,
+        master: master_of(&options)?,
         metadata: options
             .metadata_server
             .unwrap_or_else(|| "P2PHANDSHAKE".to_owned()),
@@ -130,6 +125,52 @@ fn make(context: &BuildContext<'_>, options: MooncakeOptions) -> Result<BuiltTie
         codec: None,
         max_stuck: THREADS,
     })
+}
+
+/// The address of the master. `Config` where none is given, or two that differ.
+fn master_of(options: &MooncakeOptions) -> Result<String> {
+    let named = options.master_server_address.clone();
+    let named = named.filter(|address| !address.is_empty());
+    let addressed = match &options.storage_backends.0[..] {
+        [] => None,
+        [address] => Some(master_at(address)?),
+        more => {
+            let text = "storage_backends names one pool of Mooncake, by its master: mooncake://host:port";
+            return Err(Error::new(ErrorKind::Config, text).with("given", more.len()));
+        }
+    };
+    match (named, addressed) {
+        (Some(named), Some(addressed)) if named != addressed => {
+            let text = "storage_backends and master_server_address name two masters; keep one of them";
+            let error = Error::new(ErrorKind::Config, text).with("storage_backends", addressed);
+            Err(error.with("master_server_address", named))
+        }
+        (Some(master), _) | (None, Some(master)) => Ok(master),
+        (None, None) => {
+            let beside = options.metadata_server.as_deref().and_then(master_beside);
+            beside.ok_or_else(|| {
+                let text = "UcmMooncakeStore needs the address of Mooncake's master; write master_server_address: \
+                            host:port, or storage_backends: mooncake://host:port";
+                Error::new(ErrorKind::Config, text)
+            })
+        }
+    }
+}
+
+/// The master of `mooncake://host:port`; without a port Mooncake's own.
+fn master_at(address: &str) -> Result<String> {
+    let text = "a pool of Mooncake is written mooncake://host:port, the address of its master and nothing else";
+    let wrong = || Error::new(ErrorKind::Config, text);
+    let (_, place) = address.split_once("://").ok_or_else(wrong)?;
+    let place = place.strip_suffix('/').unwrap_or(place);
+    let (host, port) = match place.rsplit_once(':') {
+        Some((host, port)) if !port.ends_with(']') => (host, port.parse().map_err(|_| wrong())?),
+        _ => (place, MASTER_PORT),
+    };
+    if host.is_empty() || host.contains(['/', '@', '?', '#', ' ']) {
+        return Err(wrong()); // not shown: it may have a password
+    }
+    Ok(format!("{host}:{port}"))
 }
 
 /// The master on the host of a metadata server, at Mooncake's own port; nothing where that is no URL of HTTP.
