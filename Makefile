@@ -164,8 +164,8 @@ test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core bu
 
 # What is too long for every day, in three lines at once, since its tests wait more than they compute.
 .PHONY: test-long
-test-long: $(RUN_ENV) servers-long ## every column of the stores, the trust matrix long (its tables: build/trust*.md), engines over all
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
+test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake ## every column of the stores, the trust matrix long (its tables: build/trust*.md), engines over all
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build "$(MAKE) test-long-engines" test-long-stores "$(MAKE) test-long-stores" \
 		test-long-rust "$(MAKE) test-long-rust"
 
