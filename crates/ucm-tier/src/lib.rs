@@ -20,6 +20,7 @@ mod network;
 pub mod nothing;
 #[cfg(feature = "object")]
 pub mod object;
+mod pending_looks;
 pub mod place;
 pub mod posix;
 mod quarantine;

@@ -361,7 +361,7 @@ impl Backend for ObjectBackend {
         let until = objects.clock.now().after(drain);
         let left = || until.since(objects.clock.now());
         objects.upkeep.close();
-        objects.end_waiting();
+        objects.discovery.looks.end();
         objects.flush(true);
         objects.await_uploads(objects.clock.now().after(left() / 2));
         objects.leave_space(objects.clock.now().after(left() / 2));
@@ -399,7 +399,7 @@ impl Local for ObjectBackend {
 impl Drop for ObjectBackend {
     fn drop(&mut self) {
         self.objects.upkeep.close();
-        self.objects.end_waiting();
+        self.objects.discovery.looks.end();
         self.objects.wake();
     }
 }

@@ -103,7 +103,7 @@ impl Objects {
     fn tend_time(self: &Arc<Self>) -> Next {
         let (seen, now) = (self.upkeep.timer.seen(), self.clock.now());
         let writes = self.tend_writes(now);
-        let looks = self.end_late_looks(now);
+        let looks = self.discovery.looks.end_late(now);
         let next = writes.into_iter().chain(looks).min();
         (self.upkeep.timer.clone(), seen, next)
     }
