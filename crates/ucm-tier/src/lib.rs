@@ -31,6 +31,8 @@ pub mod redis;
 pub mod registry;
 mod root;
 mod root_layout;
+#[cfg(feature = "network")]
+pub mod scope;
 pub mod segment;
 mod shared;
 pub mod side_by_side;

@@ -180,7 +180,7 @@ impl Objects {
             let (bucket, names, identity) = (
                 Arc::clone(&self.bucket),
                 self.names.clone(),
-                *self.config.identity.digest(),
+                *self.config.scope.identity.digest(),
             );
             let asked = batch.clone();
             let read = self.call(deadline, async move {

@@ -75,7 +75,7 @@ impl Objects {
         }
         self.run(LANE_FINDER, Self::tend_finding);
         self.run(LANE_TIMER, Self::tend_time);
-        if !self.config.lookup_only {
+        if !self.config.scope.lookup_only {
             self.run(LANE_SPACE, Self::keep_space);
         }
     }
