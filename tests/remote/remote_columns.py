@@ -1,7 +1,7 @@
 """The columns of the matrix: stores of the network and the real servers they are run against.
 
-:data:`MOONCAKE` and :data:`DS3FS` are columns of the engines alone: Mooncake's client brings threads of its own into the
-process that loads it (``tests/mooncake`` has its matrix), and 3FS is a library in the process (``tests/store``).
+:data:`MOONCAKE` and :data:`DS3FS` are columns of the engines alone: Mooncake's client brings threads of its own into
+the process that loads it (``tests/mooncake`` has its matrix), and 3FS is a library in the process (``tests/store``).
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import ctypes
 import http.client
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import pytest
-
 from mooncake_pool import PACKAGE, Pool
-from servers import BUCKET, MissingError, Server, moto_server, redis_server, s3_server
 
+from servers import BUCKET, MissingError, Server, moto_server, redis_server, s3_server
 
 #: 3FS's client library in software, which ``make`` builds.
 SOFT3FS = os.path.abspath(os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libsoft3fs.so"))
@@ -193,6 +193,14 @@ MOONCAKE = Column(
 DS3FS = Column("3fs", "UcmDs3fsStore", Mount3fs, _on_3fs, keeps=True, http=False)
 #: Those of `make test`, and all.
 COLUMNS = (REDIS, REDIS_AOF, S3S_FS, MOTO) if os.environ.get("UCM_TEST_LONG") else (REDIS, MOTO)
+
+
+def redis_says(server: Any, *words: str) -> None:
+    """Has a Redis server do something, which it answers with OK."""
+    question = f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(question.encode())
+        assert connection.recv(100).startswith(b"+OK")
 
 
 def started(column: Column, directory: Path) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from blocks import BLOCK, LAYERS, PIECES, Memory, ids
 from proxy import Proxy
-from remote_columns import Column
+from remote_columns import Column, redis_says
 
 from servers import Server
 from ucm.errors import UcmError
@@ -212,13 +212,13 @@ def test_full(column: Column, server: Server, proxy: Proxy, source: Memory) -> N
         if column.http:
             proxy.become("full")
         else:
-            _redis(server, "CONFIG", "SET", "maxmemory", "100kb")
+            redis_says(server, "CONFIG", "SET", "maxmemory", "100kb")
         assert not dumped(store, source, 8, 4)
         if column.http:
             proxy.become("pass")
         assert loaded(store, source, 0, 8), "what is there is read"
         if not column.http:
-            _redis(server, "CONFIG", "SET", "maxmemory", "0")
+            redis_says(server, "CONFIG", "SET", "maxmemory", "0")
         soon("there is room again", lambda: is_well(store, source, 16, 4))
 
 
@@ -249,7 +249,7 @@ def test_no_secret_in_the_log(
             pytest.skip("it believes every key")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     else:
-        _redis(server, "CONFIG", "SET", "requirepass", "another")
+        redis_says(server, "CONFIG", "SET", "requirepass", "another")
         keys["storage_backends"] = f"redis://user:{secret}@{server.at}"
     with caplog.at_level("DEBUG"), opened(column, server.at, **keys) as store:
         assert not store.healthy()
@@ -258,12 +258,3 @@ def test_no_secret_in_the_log(
         assert said and secret not in said
         assert secret not in str(store.stats()) and secret not in store.settings.label
     assert secret not in caplog.text
-
-
-def _redis(server: Server, *words: str) -> None:
-    import socket
-
-    question = f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(question.encode())
-        assert connection.recv(100).startswith(b"+OK")

@@ -88,7 +88,7 @@ def _needs_place(stage: Stage) -> bool:
 
 
 def _with_addresses(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Sequence[Stage], Sequence[str]]:
-    """The stages that may have an address and need none (Mooncake), each with those of its scheme; and which are left."""
+    """Stages that may have an address and need none (Mooncake) get those of their scheme; also what is left."""
     given: set[str] = set()
     told = []
     for stage in stages:
