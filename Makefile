@@ -126,7 +126,7 @@ loom: ## every interleaving of what was written here with atomics
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-py: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
-test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines beside them
+test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## the Python tests, with vLLM's engines beside them
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build "$(MAKE) test-without-engines" test-engines "$(MAKE) test-engines"
 
@@ -145,6 +145,7 @@ test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine o
 
 .PHONY: test-engines
 test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that do, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py \
 		tests/remote/test_engine.py
@@ -163,8 +164,8 @@ test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core bu
 
 # What is too long for every day, in three lines at once, since its tests wait more than they compute.
 .PHONY: test-long
-test-long: $(RUN_ENV) servers-long ## every column of the stores, the trust matrix long (its tables: build/trust*.md), engines over all
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
+test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake ## every column of the stores, the trust matrix long (its tables: build/trust*.md), engines over all
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build "$(MAKE) test-long-engines" test-long-stores "$(MAKE) test-long-stores" \
 		test-long-rust "$(MAKE) test-long-rust"
 

@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from blocks import BLOCK, PIECES, Memory, ids
+from click.testing import CliRunner, Result
 from mooncake_pool import HERE, PACKAGE, Pool
 
 from ucm._core import crc32c
+from ucm.cli import main
 from ucm.config import load
 from ucm.errors import ConfigError, TaskError
 from ucm.store import UcmConnectorFactoryV1
@@ -244,10 +247,13 @@ def test_memory_above_it(shared_pool: Pool, opened: Open) -> None:
 
 
 def test_a_configuration_names_it(shared_pool: Pool, tmp_path: Path) -> None:
+    rest = {key: value for key, value in shared_pool.config.items() if key != "master_server_address"}
     for config in (
         {"storage_backend": "mooncake", **shared_pool.config},
         {"ucm_connectors": [{"ucm_connector_name": "UcmMooncakeStore", "ucm_connector_config": shared_pool.config}]},
         {"store_pipeline": "Cache|Mooncake", "cache_size": "1MiB", **shared_pool.config},
+        {"storage_backends": f"mooncake://{shared_pool.address}", **rest},
+        {"store_pipeline": "Cache|Mooncake", "path": f"mooncake://{shared_pool.address}", "cache_size": "1MiB", **rest},
         {"pipeline": [{"type": "cache", "size_gb": 0.001}, {"type": "mooncake", **shared_pool.config}]},
     ):
         read = load({**config, **PATIENT}, {})
@@ -262,6 +268,19 @@ def test_without_a_master_or_the_package_it_says_what_to_do(shared_pool: Pool) -
         UcmConnectorFactoryV1.create_connector("UcmMooncakeStore", {**SHAPE, "staging_capacity": "4MiB"})
     with pytest.raises(ConfigError, match="at least 16 MiB"):
         UcmConnectorFactoryV1.create_connector("UcmMooncakeStore", {**SHAPE, **TOO_LITTLE})
+    for address, words in (
+        ("mooncake://", "written mooncake://host:port"),
+        ("mooncake://user:secret@host:1", "written mooncake://host:port"),
+        ("mooncake://host:port", "written mooncake://host:port"),
+        ("mooncake://host/prefix", "written mooncake://host:port"),
+        (["mooncake://one", "mooncake://two"], "names one pool"),
+        ("mooncake://other:1", "two masters"),
+    ):
+        told = {**SHAPE, "staging_capacity": "4MiB", "storage_backends": address}
+        named = {"master_server_address": "host:1"} if words == "two masters" else {}
+        with pytest.raises(ConfigError, match=words) as refused:
+            UcmConnectorFactoryV1.create_connector("UcmMooncakeStore", {**told, **named})
+        assert "secret" not in str(refused.value)
     code = (
         "import sys; sys.modules['mooncake'] = None\n"
         "from ucm.store import UcmConnectorFactoryV1\n"
@@ -380,6 +399,65 @@ def test_a_store_lends_memory_and_only_one_that_stores(own_pool: Callable[..., P
     assert loaded(store, source, 3) == [True] * 3
     lending.close()
     assert loaded(store, source, 3) == [False] * 3
+
+
+def ucm(pool: Pool, *words: str, http: str | None = None) -> Result:
+    """What the command line makes of a pool."""
+    told = ["-o", f"master_http_address={http or f'127.0.0.1:{pool.metrics}'}"]
+    return CliRunner().invoke(main, [words[0], f"mooncake://{pool.address}", *words[1:], *told])
+
+
+def test_tools_look_into_a_pool(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool()
+    store = opened(pool)
+    source = dump(store, 5)
+    other = opened(pool, identity="another")
+    dump(other, 2)
+    raw = Raw(pool)
+    raw.set("of somebody else", b"x" * 100)
+    raw.set(key(store, ids(1)[0]), _flip(raw.get(key(store, ids(1)[0]))))
+    (root,) = json.loads(ucm(pool, "inspect", "--json").stdout)["roots"]
+    assert (root["records"], root["foreign"]) == (7, 1)
+    assert root["storage_capacity"] == 64 << 20
+    mine = key(store, ids(1)[0]).split(":")[1]
+    (space,) = [space for space in root["namespaces"] if space["namespace"] == mine]
+    assert (space["records"], space["manifest"], space["oldest_use"]) == (5, "missing", None)
+    assert space["parts_present"] == {"g0p0t0": 5}
+
+    judged = ucm(pool, "verify", "--json", "--rate", "unlimited")
+    assert judged.exit_code == 1
+    verdict = json.loads(judged.stdout)
+    assert (verdict["good"], verdict["bad"]) == (6, 1)
+    assert ids(1)[0].hex() in verdict["bad_records"][0]["path"]
+
+    for wish in ((), ("--older-than", "7d"), ("--to", "1MiB")):
+        refused = ucm(pool, "gc", *wish)
+        assert refused.exit_code == 2 and "does not say when something was last used" in refused.stderr, refused.output
+    planned = json.loads(ucm(pool, "gc", "--namespace", mine, "--json").stdout)
+    assert (planned["planned"], planned["removed"]) == (5, 0)
+    assert other.lookup(ids(2)) == [True] * 2 and store.lookup(ids(5))[1:] == [True] * 4
+    done = json.loads(ucm(pool, "gc", "--namespace", mine, "--yes", "--json").stdout)
+    assert (done["removed"], done["failed"]) == (5, 0)
+    assert store.lookup(ids(5)) == [False] * 5
+    assert other.lookup(ids(2)) == [True] * 2
+    assert raw.get("of somebody else") == b"x" * 100
+    assert not any(loaded(store, source, 5))
+    raw.client.close()
+
+    nobody = ucm(pool, "inspect", http="127.0.0.1:1")
+    assert nobody.exit_code == 2 and "--option master_http_address=host:port" in nobody.stderr
+
+
+def test_a_record_longer_than_one_read_is_judged(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool()
+    size = 5 << 20  # longer than a piece that is read at once
+    shape = {"tensor_size_list": [size], "shard_size": size, "block_size": size, "staging_capacity": "32MiB"}
+    store = opened(pool, **shape)
+    data = np.arange(size // 8, dtype=np.uint64)
+    store.wait(store.dump_data(ids(1), [0], np.array([[data.ctypes.data]], dtype=np.uint64)))
+    verdict = json.loads(ucm(pool, "verify", "--json", "--rate", "unlimited").stdout)
+    assert (verdict["good"], verdict["bad"]) == (1, 0)
+    assert verdict["bytes_read"] > size
 
 
 def test_an_interpreter_that_ends_without_closing_it(shared_pool: Pool, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-sys.path.append(str(Path(__file__).parents[2] / "demo"))  # behind: modules of the tests have names of its, too
+# Behind: modules of the tests have names of theirs, too.
+sys.path += [str(Path(__file__).parents[1] / "mooncake"), str(Path(__file__).parents[2] / "demo")]
 
 from proxy import Proxy
 from remote_columns import COLUMNS, Column, started

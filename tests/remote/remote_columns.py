@@ -1,17 +1,48 @@
-"""The columns of the matrix: stores of the network and the real servers they are run against."""
+"""The columns of the matrix: stores of the network and the real servers they are run against.
+
+:data:`MOONCAKE` and :data:`DS3FS` are columns of the engines alone: Mooncake's client brings threads of its own into
+the process that loads it (``tests/mooncake`` has its matrix), and 3FS is a library in the process (``tests/store``).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import pytest
+from mooncake_pool import PACKAGE, Pool
 
 from servers import BUCKET, MissingError, Server, moto_server, redis_server, s3_server
+
+#: 3FS's client library in software, which ``make`` builds.
+SOFT3FS = os.path.abspath(os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libsoft3fs.so"))
+
+
+class Medium(Protocol):
+    """What keeps the blocks, a server most often; a context manager. It can be taken away and come back."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def at(self) -> str:
+        """Where it is."""
+
+    def kill(self) -> None:
+        """It is gone, at once."""
+
+    def start(self) -> None:
+        """It is back."""
+
+    def restart(self) -> None:
+        """The one and then the other."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +51,15 @@ class Column:
 
     name: str
     store: str
-    start: Callable[[Path], Server]
+    start: Callable[[Path], Any]
     #: Keys of the store for a server, or a proxy before it, at this ``host:port``.
     keys: Callable[[str], Mapping[str, Any]]
     #: Whether the server has after a restart what it had before.
     keeps: bool
     #: Whether it speaks HTTP, so that the proxy can answer in its place.
     http: bool
+    #: Where an engine finds the client.
+    pythonpath: tuple[str, ...] = ()
 
 
 def _on_redis(at: str) -> dict[str, Any]:
@@ -43,6 +76,14 @@ def _on_s3(at: str) -> dict[str, Any]:
     }
 
 
+def _on_mooncake(at: str) -> dict[str, Any]:
+    return {"storage_backends": f"mooncake://{at}", "global_segment_size": 0, "local_buffer_size": "16MiB"}
+
+
+def _on_3fs(at: str) -> dict[str, Any]:
+    return {"storage_backends": f"{at}/root", "hf3fs_library": SOFT3FS}
+
+
 class _Moto:
     """It has no bucket when it starts."""
 
@@ -57,6 +98,73 @@ class _Moto:
         server.start = start_with_bucket  # type: ignore[method-assign]
         make_bucket(server.at)
         return server
+
+
+class MooncakeMaster(Pool):
+    """A master, and a process that lends memory to whichever master is at its address. Raises :class:`MissingError`."""
+
+    def __init__(self, directory: Path) -> None:
+        if not (PACKAGE / "mooncake" / "mooncake_master").exists():
+            raise MissingError("Mooncake's package is not installed; `make .tools/.stamp-mooncake` installs it")
+        try:
+            ctypes.CDLL("libibverbs.so.1")
+        except OSError:
+            raise MissingError("Mooncake needs libibverbs.so.1, of the system's package libibverbs1") from None
+        directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(directory)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.lend(256 << 20)
+        return self
+
+    @property
+    def at(self) -> str:
+        """``host:port``."""
+        return self.address
+
+    def kill(self) -> None:
+        """Ends the master at once; what lenders hold is lost with it."""
+        self.kill_master()
+
+    def restart(self) -> None:
+        """Kills the master and starts another."""
+        self.kill()
+        self.start()
+
+
+class Mount3fs:
+    """A directory that the library in software takes for a mount of 3FS. It can be unmounted and mounted again."""
+
+    def __init__(self, directory: Path) -> None:
+        if not os.path.exists(SOFT3FS):
+            raise MissingError(f"{SOFT3FS} is missing; `cargo build -p soft3fs` builds it")
+        self._mount, self._away = directory / "mount", directory / "away"
+        (self._mount / "3fs-virt").mkdir(parents=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def at(self) -> str:
+        """The mount point."""
+        return str(self._mount)
+
+    def kill(self) -> None:
+        """Unmounts it: nothing is at its place any more."""
+        self._mount.rename(self._away)
+
+    def start(self) -> None:
+        """Mounts it again."""
+        self._away.rename(self._mount)
+
+    def restart(self) -> None:
+        """Unmounts it and mounts it again."""
+        self.kill()
+        self.start()
 
 
 def make_bucket(at: str) -> None:
@@ -79,11 +187,23 @@ REDIS_AOF = Column(
 )
 S3S_FS = Column("s3s-fs", "UcmObjectStore", s3_server, _on_s3, keeps=True, http=True)
 MOTO = Column("moto", "UcmObjectStore", _Moto(), _on_s3, keeps=False, http=True)
+MOONCAKE = Column(
+    "mooncake", "UcmMooncakeStore", MooncakeMaster, _on_mooncake, keeps=False, http=False, pythonpath=(str(PACKAGE),)
+)
+DS3FS = Column("3fs", "UcmDs3fsStore", Mount3fs, _on_3fs, keeps=True, http=False)
 #: Those of `make test`, and all.
 COLUMNS = (REDIS, REDIS_AOF, S3S_FS, MOTO) if os.environ.get("UCM_TEST_LONG") else (REDIS, MOTO)
 
 
-def started(column: Column, directory: Path) -> Server:
+def redis_says(server: Any, *words: str) -> None:
+    """Has a Redis server do something, which it answers with OK."""
+    question = f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(question.encode())
+        assert connection.recv(100).startswith(b"+OK")
+
+
+def started(column: Column, directory: Path) -> Any:
     """The server of a column; the test is skipped where there is none, and fails with ``UCM_REQUIRE_SERVERS``."""
     try:
         return column.start(directory)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from blocks import BLOCK, LAYERS, PIECES, Memory, ids
 from proxy import Proxy
-from remote_columns import Column
+from remote_columns import Column, redis_says
 
 from servers import Server
 from ucm.errors import UcmError
@@ -29,8 +29,8 @@ PATIENCE = 60.0
 
 
 @contextmanager
-def opened(column: Column, at: str, **keys: Any) -> Iterator[Any]:
-    """A store on the server at this place."""
+def opened(column: Column, at: str, reached: bool = True, **keys: Any) -> Iterator[Any]:
+    """A store on the server at this place; ``reached``: once it has reached it."""
     told = {
         "identity": "tests",
         "tensor_size_list": PIECES,
@@ -43,6 +43,8 @@ def opened(column: Column, at: str, **keys: Any) -> Iterator[Any]:
     }
     assert sum(PIECES) * LAYERS == BLOCK
     with UcmConnectorFactoryV1.create_connector(column.store, told) as store:
+        if reached:
+            soon("it reaches the server", store.healthy)
         yield store
 
 
@@ -137,7 +139,7 @@ def test_restart_of_both(column: Column, server: Server, source: Memory) -> None
 def test_refused_at_first(column: Column, proxy: Proxy, source: Memory) -> None:
     """nobody listens when the store is opened, and later somebody does"""
     proxy.become("refuse")
-    with opened(column, proxy.at) as store:
+    with opened(column, proxy.at, reached=False) as store:
         assert not store.healthy() and store.trouble()
         assert store.lookup(ids(4)) == [False] * 4
         proxy.become("pass")
@@ -212,13 +214,13 @@ def test_full(column: Column, server: Server, proxy: Proxy, source: Memory) -> N
         if column.http:
             proxy.become("full")
         else:
-            _redis(server, "CONFIG", "SET", "maxmemory", "100kb")
+            redis_says(server, "CONFIG", "SET", "maxmemory", "100kb")
         assert not dumped(store, source, 8, 4)
         if column.http:
             proxy.become("pass")
         assert loaded(store, source, 0, 8), "what is there is read"
         if not column.http:
-            _redis(server, "CONFIG", "SET", "maxmemory", "0")
+            redis_says(server, "CONFIG", "SET", "maxmemory", "0")
         soon("there is room again", lambda: is_well(store, source, 16, 4))
 
 
@@ -249,21 +251,12 @@ def test_no_secret_in_the_log(
             pytest.skip("it believes every key")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     else:
-        _redis(server, "CONFIG", "SET", "requirepass", "another")
+        redis_says(server, "CONFIG", "SET", "requirepass", "another")
         keys["storage_backends"] = f"redis://user:{secret}@{server.at}"
-    with caplog.at_level("DEBUG"), opened(column, server.at, **keys) as store:
+    with caplog.at_level("DEBUG"), opened(column, server.at, reached=False, **keys) as store:
         assert not store.healthy()
         assert not dumped(store, source, 0, 2)
         said = store.trouble()
         assert said and secret not in said
         assert secret not in str(store.stats()) and secret not in store.settings.label
     assert secret not in caplog.text
-
-
-def _redis(server: Server, *words: str) -> None:
-    import socket
-
-    question = f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(question.encode())
-        assert connection.recv(100).startswith(b"+OK")

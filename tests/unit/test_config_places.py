@@ -20,6 +20,7 @@ from ucm.config import load, parse
         ("s3://bucket/prefix", "UcmObjectStore"),
         ("az://container", "UcmObjectStore"),
         ("gs://bucket", "UcmObjectStore"),
+        ("mooncake://host:50051", "UcmMooncakeStore"),
         ("/some/directory", "UcmPosixStore"),
     ],
 )
@@ -40,6 +41,10 @@ def test_an_address_names_its_store(place: Any, store: str) -> None:
         ({"storage_backends": ["/b", "redis://u:p@host"]}, "UcmRedisStore, which takes it"),
         ({"storage_backend": "object", "path": "/data"}, "/data is no place for UcmObjectStore; give s3://..."),
         ({"storage_backend": "redis"}, "UcmRedisStore is given no address"),
+        ({"storage_backend": "mooncake", "path": "/data"}, "/data is no place for UcmMooncakeStore; give mooncake://"),
+        ({"store_pipeline": "Cache|Mooncake", "path": "redis://h"}, "all have a directory of their own"),
+        ({"store_pipeline": "Posix|Mooncake", "path": "mooncake://h"}, "stages without a directory (Posix)"),
+        ({"store_pipeline": "Cache|Posix", "path": "mooncake://h"}, "UcmMooncakeStore, which takes it"),
         ({"store_pipeline": "Cache|Object"}, "stages without a directory (Object)"),
         ({"store_pipeline": "Redis|Redis", "path": ["redis://a", "redis://a"]}, "names 1; give each its own"),
     ],
@@ -53,6 +58,18 @@ def test_each_stage_has_the_place_that_is_its_own() -> None:
     assert not config.problems
     config = parse({"store_pipeline": "Cache|Redis", "path": ["redis://h:1", "redis://h:2"]}, {})
     assert not config.problems, "several nodes of one cluster"
+
+
+def test_a_pool_of_mooncake_may_have_an_address_and_needs_none() -> None:
+    for told in (
+        {"storage_backend": "mooncake", "master_server_address": "h:1"},
+        {"store_pipeline": "Cache|Mooncake", "master_server_address": "h:1"},
+        {"store_pipeline": "Cache|Mooncake", "path": "mooncake://h:1"},
+        {"store_pipeline": "Cache|Posix|Mooncake", "path": ["/d", "mooncake://h:1"]},
+        {"store_pipeline": "Cache|Posix|Mooncake", "path": "/d", "master_server_address": "h:1"},
+        {"store_pipeline": ["cache", {"type": "mooncake", "path": "mooncake://h:1"}]},
+    ):
+        assert not parse(told, {}).problems
 
 
 def test_a_password_is_shown_nowhere() -> None:

@@ -88,8 +88,9 @@ pub struct Probe {
     pub dev: u64,
     /// Alignment of direct I/O; `None` where it does not work.
     pub direct: Option<DirectAlign>,
-    /// Whether slots go through the rings of 3FS, or why not, where that was asked for.
-    pub rings: Option<Result<(), String>>,
+    /// Whether slots go through the rings of 3FS, with the most memory that these have (bytes), or why not, where that was
+    /// asked for.
+    pub rings: Option<Result<usize, String>>,
 }
 
 /// What the kernel says about direct I/O on an open file.
@@ -159,11 +160,12 @@ pub(crate) fn probe(dir: &Path, rings: Option<&Arc<Rings>>) -> Result<Probe> {
 }
 
 /// Whether rings can be used on the file system of an open file of this directory: they have to bring back what they wrote.
-fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<(), String>, File) {
+fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<usize, String>, File) {
     let (_, fd) = file.into_parts();
-    if let Err(why) = rings.look(dir, &fd) {
-        return (Err(why), File::new(fd, false));
-    }
+    let memory = match rings.look(dir, &fd) {
+        Ok(memory) => memory,
+        Err(why) => return (Err(why), File::new(fd, false)),
+    };
     let Some(ring) = rings.register(&fd) else {
         rings.give_up();
         let why = "3FS's library takes no file of it";
@@ -175,7 +177,7 @@ fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<(), String>,
         other => other,
     };
     let works = match tried {
-        Some(Ok(_)) if back == written => Ok(()),
+        Some(Ok(_)) if back == written => Ok(memory),
         Some(Err(errno)) => Err(format!("a page could not be written and read by a ring: {errno}")),
         Some(Ok(_)) | None => Err("a page that a ring wrote did not come back".to_owned()),
     };

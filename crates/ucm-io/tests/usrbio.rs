@@ -107,7 +107,7 @@ fn options() -> UsrbioOptions {
 }
 
 /// An engine that has looked at a directory, and what it found.
-fn over(dir: &Path, options: UsrbioOptions) -> (Arc<PsyncEngine>, IoJob, Result<(), String>) {
+fn over(dir: &Path, options: UsrbioOptions) -> (Arc<PsyncEngine>, IoJob, Result<usize, String>) {
     let engine = PsyncEngine::over_3fs(false, options);
     let io = IoJob::alone(Arc::clone(&engine) as Arc<dyn IoEngine>);
     let found = io.probe(dir).unwrap().rings.unwrap();
@@ -119,7 +119,7 @@ fn files_are_written_and_read_in_batches() {
     let (soft, dir) = (Soft3fs::alone(), mount());
     let at_first = soft.live();
     let (engine, io, found) = over(dir.path(), options());
-    assert_eq!(found, Ok(()));
+    assert_eq!(found, Ok(256 << 20));
     assert_eq!(soft.live()[1], at_first[1] + 2);
     io.probe(dir.path()).unwrap();
     assert_eq!(
@@ -181,7 +181,7 @@ fn a_depth_is_never_a_batch_that_is_waited_for() {
     let (soft, dir) = (Soft3fs::alone(), mount());
     for depth in [32, -32, 0, 2] {
         let (_, io, found) = over(dir.path(), UsrbioOptions { depth, ..options() });
-        assert_eq!(found, Ok(()));
+        assert_eq!(found, Ok(256 << 20));
         publish(&io, dir.path(), &format!("block{depth}"), &pattern(PIECE * 3, 1)); // no multiple of the depth
     }
     assert_eq!(soft.live()[3], 0);
@@ -197,7 +197,7 @@ fn few_entries_make_small_batches() {
             ..options()
         },
     );
-    assert_eq!(found, Ok(()));
+    assert_eq!(found, Ok(256 << 20));
     let bytes = pattern(5 * PIECE + 1, 3);
     publish(&io, dir.path(), "block", &bytes);
     let mut back = vec![0; bytes.len()];
@@ -213,10 +213,44 @@ fn few_entries_make_small_batches() {
 }
 
 #[test]
+fn the_memory_of_rings_is_bounded_and_who_finds_none_makes_plain_calls() {
+    let (soft, dir) = (Soft3fs::alone(), mount());
+    let (at_first, few) = (
+        soft.live(),
+        UsrbioOptions {
+            memory: 20 * MIB,
+            ..options()
+        },
+    );
+    let engine = PsyncEngine::over_3fs(false, few);
+    let io = IoJob::alone(Arc::clone(&engine) as Arc<dyn IoEngine>);
+    assert_eq!(io.probe(dir.path()).unwrap().rings, Some(Ok(16 * MIB)));
+    let bytes = pattern(PIECE, 6);
+    let path = dir.path().join("block");
+    publish(&io, dir.path(), "block", &bytes);
+    soft.hold(true);
+    std::thread::scope(|scope| {
+        let read = || {
+            let io = IoJob::alone(Arc::clone(&engine) as Arc<dyn IoEngine>);
+            assert_eq!(common::read(&io, &path, 0, PIECE).unwrap().0, bytes);
+        };
+        for _ in 0..2 {
+            scope.spawn(read);
+        }
+        while soft.live()[3] < 2 {
+            std::thread::yield_now();
+        }
+        read(); // all rings for reads are held: this one does not wait for them
+        assert_eq!(soft.live()[0] - at_first[0], 3, "two for reads, one for writes");
+        soft.hold(false);
+    });
+}
+
+#[test]
 fn errors_are_those_of_the_operation_and_leave_nothing_under_way() {
     let (soft, dir) = (Soft3fs::alone(), mount());
     let (_, io, found) = over(dir.path(), options());
-    assert_eq!(found, Ok(()));
+    assert_eq!(found, Ok(256 << 20));
     let bytes = pattern(4 * PIECE, 5);
     publish(&io, dir.path(), "block", &bytes);
     let path = dir.path().join("block");
@@ -256,7 +290,7 @@ fn errors_are_those_of_the_operation_and_leave_nothing_under_way() {
 fn a_ring_that_does_not_say_what_became_of_its_operations_is_not_used_again() {
     let (soft, dir) = (Soft3fs::alone(), mount());
     let (_, io, found) = over(dir.path(), options());
-    assert_eq!(found, Ok(()));
+    assert_eq!(found, Ok(256 << 20));
     let bytes = pattern(PIECE, 2);
     publish(&io, dir.path(), "block", &bytes);
     let (path, mut back) = (dir.path().join("block"), vec![0; PIECE]);
@@ -279,7 +313,7 @@ fn a_daemon_that_hangs_costs_the_deadline_and_no_late_byte() {
     let (pool, clock) = clocked(engine, 2);
     let at = dir.path().to_owned();
     let probed = start(&pool, LANE_LOAD, MonotonicTime::NEVER, move |io| io.probe(&at));
-    assert_eq!(probed.recv().unwrap().unwrap().rings, Some(Ok(())));
+    assert_eq!(probed.recv().unwrap().unwrap().rings, Some(Ok(256 << 20)));
     let path = dir.path().join("block");
     std::fs::write(&path, pattern(PIECE, 4)).unwrap();
     soft.hold(true);

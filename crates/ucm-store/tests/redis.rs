@@ -15,6 +15,7 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{IoOptions, IoPool};
+use ucm_store::engine::Deadlines;
 use ucm_store::health::BreakerConfig;
 
 use common::servers::{Server, free_port, has_program, redis, redis_at};
@@ -285,6 +286,43 @@ fn lookups_of_what_is_known_ask_nobody() {
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false, true]);
     clock.advance(Duration::from_secs(31));
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
+}
+
+#[test]
+fn a_lookup_over_a_silent_server_ends_at_its_deadline() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let lookup = Duration::from_millis(50);
+    let setup = Setup {
+        deadlines: Deadlines {
+            lookup,
+            ..Deadlines::default()
+        },
+        ..on_server(&server)
+    };
+    let writer = Store::open(dir.path(), on_server(&server));
+    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    dumped(&writer, &ids(4));
+    server.freeze();
+    let began = clock.now();
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| store.engine.lookup(&ids(4)).unwrap());
+        eventually("it is late", || {
+            clock.advance(Duration::from_millis(10));
+            asking.is_finished()
+        });
+        assert_eq!(asking.join().unwrap(), [false; 4]);
+    });
+    assert!(clock.now().since(began) >= lookup, "it waited as long as it may");
+    assert_eq!(store.missed("lookup_late"), 4);
+    server.thaw();
+    eventually("they are found", || {
+        clock.advance(Duration::from_secs(1));
+        store.engine.lookup(&ids(4)).unwrap() == [true; 4]
+    });
 }
 
 #[test]

@@ -20,6 +20,7 @@ mod network;
 pub mod nothing;
 #[cfg(feature = "object")]
 pub mod object;
+mod pending_looks;
 pub mod place;
 pub mod posix;
 mod quarantine;
@@ -30,6 +31,8 @@ pub mod redis;
 pub mod registry;
 mod root;
 mod root_layout;
+#[cfg(feature = "network")]
+pub mod scope;
 pub mod segment;
 mod shared;
 pub mod side_by_side;

@@ -12,7 +12,7 @@ pub struct Item {
     pub name: String,
     /// Bytes.
     pub len: u64,
-    /// When it was last used, ns of Unix time, as far as the place tells.
+    /// When it was last used, ns of Unix time, as far as the place tells; 0 where it never does.
     pub used_ns: u64,
     /// What changes when it is replaced; empty where nothing does.
     pub version: String,

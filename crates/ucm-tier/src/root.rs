@@ -283,7 +283,10 @@ impl Shared {
         };
         let rings = match &probe.rings {
             None => String::new(),
-            Some(Ok(())) => ", records through the rings of 3FS".to_owned(),
+            Some(Ok(memory)) => {
+                let mib = memory >> 20;
+                format!(", records through the rings of 3FS, which have {mib} MiB of memory at most")
+            }
             Some(Err(why)) => format!(", no rings of 3FS ({why})"),
         };
         let limit = self.space.usage().capacity;

@@ -16,7 +16,7 @@ import click
 
 from ucm.cli import options, show
 from ucm.cli.options import Target
-from ucm.cli.remote import AnyRoot, open_root
+from ucm.cli.remote import AnyRoot, RemoteRoot, open_root
 from ucm.cli.roots import LOW, STALE_NS, Contents, Found, Kind
 from ucm.errors import ConfigError
 
@@ -139,6 +139,12 @@ def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
     dead = [found for found in private if found.mtime_ns < now - STALE_NS]
     kept = [found for inside in contents.values() for found in (*inside.records, *inside.segments, *inside.quarantined)]
     used = sum(found.size for found in (*kept, *private))
+    by_age = wish.older_than is not None or wish.target is not None
+    if by_age and isinstance(root, RemoteRoot) and not all(found.mtime_ns for found in kept):
+        raise ConfigError(
+            f"{root.shown} does not say when something was last used, so nothing is old there; gc can remove a whole "
+            "namespace: --namespace NAME"
+        )
     removals = list(dead) if wish.stale or wish.whole else []
     target = None
     if wish.whole:
@@ -234,7 +240,7 @@ def _document(root: AnyRoot, plan: Plan, outcome: Outcome, done: bool, listing: 
 
 def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]:
     mine = [found for found in removals if found.namespace == name]
-    used = [found.mtime_ns for found in mine if found.kind in (Kind.RECORD, Kind.SEGMENT)]
+    used = [found.mtime_ns for found in mine if found.kind in (Kind.RECORD, Kind.SEGMENT) and found.mtime_ns]
     kinds = {kind: sum(found.kind is kind for found in mine) for kind in Kind}
     return {
         "namespace": name,

@@ -109,7 +109,7 @@ def describe(root: AnyRoot) -> dict[str, Any]:
 
 
 def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests.Manifest) -> dict[str, Any]:
-    used = [found.mtime_ns for found in (*contents.records, *contents.segments)]
+    used = [found.mtime_ns for found in (*contents.records, *contents.segments) if found.mtime_ns]
     sample = _spread(contents.records, HEADERS)
     parts, sides, reasons = _headers(root, sample)
     in_segments, feet_refused = _feet(root, contents.segments)

@@ -15,6 +15,7 @@ from ucm.config.stores import (
     STORE_OF_SCHEME,
     STORES,
     instead_of,
+    needs_address,
     needs_directory,
     schemes_of,
 )
@@ -81,15 +82,29 @@ def _is_file(stage: Stage) -> bool:
     return is_stage(stage.store) and needs_directory(stage.store)
 
 
-def _has_place(stage: Stage) -> bool:
+def _needs_place(stage: Stage) -> bool:
     """Whether it keeps blocks in a directory or at an address that has to be named."""
-    return _is_file(stage) or bool(is_stage(stage.store) and schemes_of(stage.store))
+    return _is_file(stage) or (is_stage(stage.store) and needs_address(stage.store))
+
+
+def _with_addresses(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Sequence[Stage], Sequence[str]]:
+    """Stages that may have an address and need none (Mooncake) get those of their scheme; also what is left."""
+    given: set[str] = set()
+    told = []
+    for stage in stages:
+        if is_stage(stage.store) and not _needs_place(stage) and not stage.storage_backends:
+            own = tuple(place for place in common if scheme_of(place) in schemes_of(stage.store))
+            given.update(own)
+            stage = stage.model_copy(update={"storage_backends": own}) if own else stage
+        told.append(stage)
+    return told, [place for place in common if place not in given]
 
 
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
     """The stages with the places written beside the pipeline: one for each stage that needs one and has none of its
     own, and all of them for one such stage alone."""
-    without = [number for number, stage in enumerate(stages) if _has_place(stage) and not stage.storage_backends]
+    stages, common = _with_addresses(stages, common)
+    without = [number for number, stage in enumerate(stages) if _needs_place(stage) and not stage.storage_backends]
     shares = [tuple(common)] if len(without) == 1 and common else [(root,) for root in common]
     if len(without) != len(shares):
         return tuple(stages)
@@ -186,7 +201,7 @@ def _policies(stages: Sequence[Stage]) -> Iterator[str]:
 def place_problems(store: str, places: Sequence[str]) -> Iterator[str]:
     """Why this store cannot keep blocks at these places: an address for a directory, or another store's address."""
     schemes = schemes_of(store)
-    if schemes and not places:
+    if needs_address(store) and not places:
         yield (
             f"{store} is given no address to keep blocks at; write storage_backends: {schemes[0]}://... "
             "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"
@@ -203,16 +218,17 @@ def place_problems(store: str, places: Sequence[str]) -> Iterator[str]:
 
 def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     seen: dict[str, str] = {}
-    placed = [stage for stage in with_roots(stages, settings.storage_backends) if _has_place(stage)]
+    stages, common = _with_addresses(stages, settings.storage_backends)
+    placed = [stage for stage in with_roots(stages, common) if _needs_place(stage) or stage.storage_backends]
     missing = [word_of(stage.store) for stage in placed if not stage.storage_backends]
-    own = all(stage.storage_backends for stage in stages if _has_place(stage))
-    if own and settings.storage_backends:
+    own = all(stage.storage_backends for stage in stages if _needs_place(stage))
+    if own and common:
         yield (
-            f"storage_backends names {_shown(settings.storage_backends)} beside a pipeline whose stages all have a "
+            f"storage_backends names {_shown(common)} beside a pipeline whose stages all have a "
             "directory of their own; leave one of the two out"
         )
     if missing:
-        given = len(settings.storage_backends)
+        given = len(common)
         yield (
             f"the pipeline has {len(missing)} stages without a directory ({', '.join(missing)}) and storage_backends "
             f"names {given or 'none'}; give each its own (path: /some/directory in the stage), or name in "

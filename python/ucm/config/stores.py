@@ -43,8 +43,13 @@ class Kind:
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """What the addresses begin with at which it keeps blocks; empty where it needs none."""
-        return tuple(scheme for key in self.required for scheme in self.options[key].get("schemes", ()))
+        """What the addresses begin with at which it keeps blocks; empty where it has none."""
+        return tuple(scheme for schema in self.options.values() for scheme in schema.get("schemes", ()))
+
+    @property
+    def needs_address(self) -> bool:
+        """Whether it keeps blocks at an address that has to be named."""
+        return any("schemes" in self.options[key] for key in self.required)
 
 
 @dataclass(frozen=True)
@@ -139,8 +144,13 @@ def needs_directory(store: str) -> bool:
 
 
 def schemes_of(store: str) -> tuple[str, ...]:
-    """What the addresses of this store begin with; empty where it needs none."""
+    """What the addresses of this store begin with; empty where it has none."""
     return STORES[store].kind.schemes if store in STORES else ()
+
+
+def needs_address(store: str) -> bool:
+    """Whether this store keeps its blocks at an address that has to be named."""
+    return store in STORES and STORES[store].kind.needs_address
 
 
 def own_keys(kind: Kind) -> dict[str, Any]:

@@ -25,10 +25,7 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use abi::Library;
-use ring::Ring;
-
-/// Most rings for reads, and as many for writes; a thread that finds none free makes a plain system call.
-const MOST_RINGS: usize = 32;
+use ring::{BUFFER, Ring};
 
 /// How 3FS is used.
 #[derive(Debug, Clone)]
@@ -43,6 +40,16 @@ pub struct UsrbioOptions {
     pub depth: i32,
     /// The node that the memory is taken from; negative: any.
     pub numa: i32,
+    /// Most memory that rings are given together, bytes: each has 4 MiB, half of them are for reads and half for writes, and
+    /// there is one of each at least. A thread that finds none free makes a plain system call.
+    pub memory: usize,
+}
+
+impl UsrbioOptions {
+    /// Most rings for reads, and as many for writes.
+    fn rings(&self) -> usize {
+        (self.memory / BUFFER / 2).max(1)
+    }
 }
 
 impl Default for UsrbioOptions {
@@ -52,6 +59,7 @@ impl Default for UsrbioOptions {
             entries: 1024,
             depth: -32,
             numa: 0,
+            memory: 256 << 20,
         }
     }
 }
@@ -98,8 +106,8 @@ impl Rings {
     }
 
     /// Whether rings can be used on the file system of this open file, which lies in this directory: why not, in words. It
-    /// counts from then on.
-    pub(crate) fn look(&self, dir: &Path, fd: &OwnedFd) -> Result<(), String> {
+    /// counts from then on. Most memory that rings have, bytes.
+    pub(crate) fn look(&self, dir: &Path, fd: &OwnedFd) -> Result<usize, String> {
         self.give_up();
         let library = self.load()?;
         if !library.is_on_3fs(fd.as_raw_fd()) {
@@ -113,10 +121,10 @@ impl Rings {
         for for_read in [false, true] {
             let ring = Ring::new(&library, &mount, &self.options, for_read);
             let ring = ring.map_err(|errno| format!("no ring could be made: {errno}"))?;
-            self.pools[usize::from(for_read)].add(ring);
+            self.pools[usize::from(for_read)].add(ring, self.options.rings());
         }
         *self.mount.lock() = Some(mount);
-        Ok(())
+        Ok(2 * self.options.rings() * BUFFER)
     }
 
     /// Uses no ring from now on.
@@ -173,7 +181,7 @@ impl Rings {
         if !self.is_current(mount) {
             return None;
         }
-        let mut ring = match pool.take()? {
+        let mut ring = match pool.take(self.options.rings())? {
             Some(ring) => ring,
             None => match Ring::new(library, mount, &self.options, for_read) {
                 Ok(ring) => ring,
@@ -198,21 +206,21 @@ impl Rings {
 }
 
 impl Pool {
-    fn add(&self, ring: Ring) {
+    fn add(&self, ring: Ring, most: usize) {
         let mut state = self.state.lock();
-        if state.count < MOST_RINGS {
+        if state.count < most {
             state.count += 1;
             state.free.push(ring);
         }
     }
 
     /// A ring, or leave to make one; none where there are too many.
-    fn take(&self) -> Option<Option<Ring>> {
+    fn take(&self, most: usize) -> Option<Option<Ring>> {
         let mut state = self.state.lock();
         if let Some(ring) = state.free.pop() {
             return Some(Some(ring));
         }
-        (state.count < MOST_RINGS).then(|| {
+        (state.count < most).then(|| {
             state.count += 1;
             None
         })

@@ -232,6 +232,6 @@ fn is_safetensors(value: &[u8]) -> bool {
     text.starts_with(b"{\"") && len <= text.len() as u64
 }
 
-fn mixed_up() -> Error {
+pub(super) fn mixed_up() -> Error {
     Error::internal("Mooncake's client answered another question than it was asked")
 }

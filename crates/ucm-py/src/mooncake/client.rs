@@ -41,6 +41,22 @@ pub(super) enum Work {
     Write(Record),
     /// Removes these values.
     Remove(Vec<String>),
+    /// How long these values are.
+    Lengths(Vec<String>),
+    /// Reads a piece of a value.
+    Stretch(Stretch),
+}
+
+/// A piece of a value that is to be read.
+pub(super) struct Stretch {
+    /// Its key.
+    pub(super) key: String,
+    /// Where it goes.
+    pub(super) slot: Slot,
+    /// Where it begins.
+    pub(super) start: u64,
+    /// Bytes at most, no more than the slot has.
+    pub(super) len: usize,
 }
 
 /// A record that is to be stored.
@@ -69,6 +85,10 @@ pub(super) enum Answer {
     Stored(Stored),
     /// How many there were.
     Removed(usize),
+    /// Bytes of each value; none where there is none.
+    Lengths(Vec<Option<u64>>),
+    /// A slot and how many bytes of the value are in it, fewer where it ends before; none where there is no such value.
+    Stretch(Option<(Slot, usize)>),
 }
 
 /// What became of a record.
@@ -231,6 +251,8 @@ impl Work {
             Self::Read(_) => 2,
             Self::Write(_) => 3,
             Self::Remove(_) => 4,
+            Self::Lengths(_) => 5,
+            Self::Stretch(_) => 6,
         }
     }
 
@@ -319,7 +341,8 @@ impl Thread {
 
     /// Does what these ask for, which is all of one sort.
     fn work(&mut self, items: Vec<Item>) {
-        let (mut exist, mut read, mut write, mut remove) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut exist, mut read, mut write) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut remove, mut lengths) = (Vec::new(), Vec::new());
         for Item { work, answer, .. } in items {
             match work {
                 Work::Open => answer.tell(self.open().map(|()| Answer::Opened)),
@@ -327,6 +350,8 @@ impl Thread {
                 Work::Read(reads) => read.push((reads, answer)),
                 Work::Write(record) => write.push((record, answer)),
                 Work::Remove(keys) => remove.push((keys, answer)),
+                Work::Lengths(keys) => lengths.push((keys, answer)),
+                Work::Stretch(stretch) => answer.tell(self.stretch(stretch).map(Answer::Stretch)),
             }
         }
         if !exist.is_empty() {
@@ -344,6 +369,19 @@ impl Thread {
                 remove,
                 |calls, keys| calls.remove(keys),
                 |codes| Ok(Answer::Removed(codes.iter().filter(|&&code| code == OK).count())),
+            );
+        }
+        if !lengths.is_empty() {
+            self.ask_all(
+                lengths,
+                |calls, keys| keys.iter().map(|key| calls.length(key)).collect(),
+                |codes| {
+                    codes
+                        .iter()
+                        .map(|&code| length_of(code))
+                        .collect::<Result<_>>()
+                        .map(Answer::Lengths)
+                },
             );
         }
         if !read.is_empty() {
@@ -585,7 +623,7 @@ impl Thread {
         };
         slot.as_mut_slice().fill(0);
         let to = address(&mut slot);
-        let code = self.batch(&arenas_of([&slot]), |calls| calls.head(key, to, len))?;
+        let code = self.batch(&arenas_of([&slot]), |calls| calls.piece(key, to, 0, len))?;
         if !is_settled(code) {
             self.settle(vec![slot]);
             return Err(error_of(code));
@@ -593,6 +631,41 @@ impl Thread {
         let newer = code > OK && RecordHeader::is_newer(slot.as_slice());
         self.scratch = Some(slot);
         Ok(newer)
+    }
+
+    /// Reads a piece of a value; none where there is no such value.
+    fn stretch(&mut self, stretch: Stretch) -> Result<Option<(Slot, usize)>> {
+        let Stretch {
+            key,
+            mut slot,
+            start,
+            len,
+        } = stretch;
+        let whole = self.batch(&[], |calls| calls.length(&key))?;
+        let Some(whole) = length_of(whole)? else {
+            return Ok(None);
+        };
+        let len = usize::try_from(whole.saturating_sub(start)).map_or(len, |left| left.min(len));
+        if len == 0 {
+            return Ok(Some((slot, 0)));
+        }
+        let to = address(&mut slot);
+        let start = usize::try_from(start).unwrap_or(usize::MAX);
+        let code = self.batch(&arenas_of([&slot]), |calls| calls.piece(&key, to, start, len))?;
+        match usize::try_from(code) {
+            Ok(read) => Ok(Some((slot, read.min(len)))),
+            Err(_) => {
+                if !is_settled(code) {
+                    self.settle(vec![slot]);
+                }
+                let error = error_of(code);
+                if error.kind() == ErrorKind::NotFound {
+                    Ok(None)
+                } else {
+                    Err(error)
+                }
+            }
+        }
     }
 
     fn count(&self, records: usize) {
@@ -638,6 +711,21 @@ fn arenas_of<'a>(slots: impl IntoIterator<Item = &'a Slot>) -> Vec<Arc<HostArena
         }
     }
     arenas
+}
+
+/// The length of a value, as it is answered; none where there is no such value.
+fn length_of(code: i64) -> Result<Option<u64>> {
+    match u64::try_from(code) {
+        Ok(len) => Ok(Some(len)),
+        Err(_) => {
+            let error = error_of(code);
+            if error.kind() == ErrorKind::NotFound {
+                Ok(None)
+            } else {
+                Err(error)
+            }
+        }
+    }
 }
 
 /// As many answers as there were questions.

@@ -183,10 +183,15 @@ impl Calls<'_> {
             .extract()
     }
 
-    /// Reads the first bytes of one value; how many, or an error.
-    pub(super) fn head(&self, key: &str, address: u64, len: usize) -> PyResult<i64> {
-        let (addresses, keys, offset) = ([address], [[key]], [[[0usize]]]);
-        let what = (addresses, keys, offset, offset, [[[len]]]);
+    /// The length of one value, or an error.
+    pub(super) fn length(&self, key: &str) -> PyResult<i64> {
+        self.0.call_method1("get_size", (key,))?.extract()
+    }
+
+    /// Reads so many bytes of one value, from `start` on, which must be there; how many, or an error.
+    pub(super) fn piece(&self, key: &str, address: u64, start: usize, len: usize) -> PyResult<i64> {
+        let (addresses, keys) = ([address], [[key]]);
+        let what = (addresses, keys, [[[0usize]]], [[[start]]], [[[len]]]);
         let read: Vec<Vec<Vec<i64>>> = self.0.call_method1("get_into_ranges", what)?.extract()?;
         Ok(read
             .into_iter()

@@ -9,7 +9,7 @@ use ucm_core::Result;
 use ucm_io::{PsyncEngine, UsrbioOptions};
 
 use super::posix::{PosixOptions, make_over};
-use crate::kind::{BuildContext, BuiltLevel, StoreName, TierKind};
+use crate::kind::{BuildContext, BuiltLevel, Size, StoreName, TierKind};
 
 /// The options: those of `posix`, and how rings are made.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -28,6 +28,10 @@ struct Ds3fsOptions {
     /// node that the memory of rings is taken from; -1: any
     #[schemars(range(min = -1, max = 1023))]
     numa_id: i32,
+    /// memory of the rings of one process, beside `staging_capacity`: 4 MiB for each, half of them for reads; several roots
+    /// share it. A thread that finds no ring free goes through the mount
+    #[schemars(range(min = 8_388_608, max = 1_073_741_824))]
+    ior_memory: Size,
     /// 3FS's client library, by name or path. Without it, or elsewhere than on 3FS, blocks go through the mount, with a
     /// warning
     #[schemars(extend("env" = ["UCM_HF3FS_LIB"]))]
@@ -41,6 +45,7 @@ impl Default for Ds3fsOptions {
             ior_entries: 1024,
             ior_depth: 32,
             numa_id: 0,
+            ior_memory: Size(256 << 20),
             hf3fs_library: "libhf3fs_api_shared.so".to_owned(),
         }
     }
@@ -59,11 +64,13 @@ pub(super) fn kind() -> TierKind {
 }
 
 fn make(context: &BuildContext<'_>, options: Ds3fsOptions) -> Result<BuiltLevel> {
+    let roots = options.posix.storage_backends.0.len();
     let rings = UsrbioOptions {
         library: options.hf3fs_library.into(),
         entries: options.ior_entries,
         depth: options.ior_depth,
         numa: options.numa_id,
+        memory: usize::try_from(options.ior_memory.0).unwrap_or(usize::MAX) / roots.max(1),
     };
     make_over(context, &options.posix, |direct| {
         PsyncEngine::over_3fs(direct, rings.clone())

@@ -103,6 +103,7 @@ mod built {
     use crate::kind::{BuildContext, BuiltTier, seconds};
     use crate::object::{ObjectBackend, ObjectConfig, ObjectPlace, Place as At};
     use crate::place::Place;
+    use crate::scope::Scope;
 
     pub(in crate::builtin) fn kind() -> TierKind {
         TierKind::medium(name(), make).seen_by_tools(place).tested_with(|scratch| {
@@ -159,19 +160,12 @@ mod built {
         let threads = options.object_concurrency as usize;
         let config = ObjectConfig {
             place,
-            identity: context.identity.clone(),
-            labels: context.labels.clone(),
-            part: context.part,
-            geometry: context.geometry.clone(),
-            record: context.record.clone(),
-            shorter: codec.is_some(),
-            lookup_only: context.lookup_only,
+            scope: Scope::of(context, codec.is_some()),
             capacity,
             expire_after: options.expire_after.map(|age| Duration::from_secs(age.0)),
             size: options.object_size.0,
             age: seconds("object_age", options.object_age)?,
             refresh: seconds("object_refresh", options.object_refresh)?,
-            writer: context.writer,
         };
         let pool = context.pool("ucm-object-io", threads, false)?;
         let clock = Arc::clone(&context.clock);

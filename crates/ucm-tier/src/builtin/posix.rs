@@ -33,7 +33,7 @@ pub(super) struct PosixOptions {
     #[schemars(extend(
         "aliases" = ["storage_path", "path"], "env" = ["UCM_STORAGE_PATH"], "unset" = "none given", "unit" = "path"
     ))]
-    storage_backends: Directories,
+    pub(super) storage_backends: Directories,
     /// which of several directories a block goes to: by a stable hash of its id, any, or the hottest with room
     storage_policy: StoragePolicy,
     /// `tiered`: how fast which of the directories is (`{/mnt/ssd: hot, /mnt/nfs: cold}`), before what was measured

@@ -90,6 +90,7 @@ mod built {
     use crate::kind::{BuildContext, BuiltTier};
     use crate::place::Place;
     use crate::redis::{Login, RedisBackend, RedisConfig, RedisPlace, TlsFiles};
+    use crate::scope::Scope;
 
     /// How long a record lives after its last use where nothing else is said.
     const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -163,16 +164,9 @@ mod built {
             login,
             tls,
             prefix: options.redis_key_prefix,
-            identity: context.identity.clone(),
-            labels: context.labels.clone(),
-            part: context.part,
-            geometry: context.geometry.clone(),
-            record: context.record.clone(),
-            shorter: codec.is_some(),
-            lookup_only: context.lookup_only,
+            scope: Scope::of(context, codec.is_some()),
             expire_after: life,
             connections: options.redis_connections as usize,
-            writer: context.writer,
         };
         let threads = options.redis_concurrency as usize;
         let pool = context.pool("ucm-redis", threads, false)?;

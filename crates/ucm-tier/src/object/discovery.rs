@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::stream::StreamExt;
 use object_store::ObjectMeta;
 use parking_lot::Mutex;
-use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
+use ucm_core::{ErrorKind, MissReason, Part, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_quota::layout::SegmentName;
 
@@ -19,6 +19,7 @@ use super::Objects;
 use super::bucket::Bucket;
 use super::names::SegmentObject;
 use crate::backend::Done;
+use crate::pending_looks::PendingLooks;
 use crate::segment::format::{Entry, TRAILER_LEN, Trailer};
 use crate::segment::index::Known;
 
@@ -39,14 +40,13 @@ const LONGEST_FOOTER: u64 = 64 << 20;
 const TRIES: u8 = 3;
 /// How long one look may take.
 pub(super) const TURN: Duration = Duration::from_secs(30);
-/// Most that wait for a look.
-const MOST_WAITING: usize = 1 << 16;
 
 /// See the module.
 #[derive(Default)]
 pub(super) struct Discovery {
     state: Mutex<State>,
-    waiting: Mutex<Waiting>,
+    /// Who waits for a look.
+    pub(super) looks: PendingLooks,
     /// When somebody last asked for anything.
     wanted: Mutex<MonotonicTime>,
     /// Rung when others' segments should be looked for.
@@ -64,15 +64,6 @@ struct State {
     queue: BTreeMap<SegmentObject, u64>,
     /// Segments that cannot be used, and how often that was seen.
     odd: HashMap<SegmentName, u8>,
-}
-
-/// Who waits for a look, and until when.
-#[derive(Default)]
-struct Waiting {
-    /// For the next one.
-    next: Vec<(MonotonicTime, Done<()>)>,
-    /// For the one that is under way.
-    now: Vec<(MonotonicTime, Done<()>)>,
 }
 
 /// What a footer says.
@@ -106,54 +97,15 @@ impl Objects {
 
     /// Calls back after the next look: with an error when it could not be made by the deadline, or too many wait for it.
     pub(super) fn after_look(&self, deadline: MonotonicTime, done: Done<()>) {
-        let mut waiting = self.discovery.waiting.lock();
-        let error = if self.is_closing() {
-            Some(Error::new(ErrorKind::Closed, "the store is closed"))
-        } else if waiting.next.len() >= MOST_WAITING {
-            let text = "too many reads wait for a look at what others have stored";
-            Some(Error::new(ErrorKind::Busy, text))
-        } else {
-            None
-        };
-        if let Some(error) = error {
-            drop(waiting);
-            return done(Err(error));
-        }
-        waiting.next.push((deadline, done));
-        drop(waiting);
-        self.discovery.notify.notify();
-        self.upkeep.timer.notify(); // whoever keeps the time
-    }
-
-    /// Those whose time is over are told so, however long the look takes; when the next ones are late, if any wait.
-    pub(super) fn end_late_looks(&self, now: MonotonicTime) -> Option<MonotonicTime> {
-        let mut waiting = self.discovery.waiting.lock();
-        let Waiting { next, now: looking } = &mut *waiting;
-        let over = |(deadline, _): &mut (MonotonicTime, Done<()>)| *deadline <= now;
-        let late: Vec<_> = next
-            .extract_if(.., over)
-            .chain(looking.extract_if(.., over))
-            .collect();
-        let soonest = next.iter().chain(&*looking).map(|(deadline, _)| *deadline).min();
-        drop(waiting);
-        for (_, done) in late {
-            let text = "nobody has looked in time at what others have stored";
-            done(Err(Error::new(ErrorKind::Timeout, text)));
-        }
-        soonest
-    }
-
-    /// Those who wait for a look are told, after `closing` was set, that none will come.
-    pub(super) fn end_waiting(&self) {
-        let Waiting { next, now } = std::mem::take(&mut *self.discovery.waiting.lock());
-        for (_, done) in next.into_iter().chain(now) {
-            done(Err(Error::new(ErrorKind::Closed, "the store is closed")));
+        if self.discovery.looks.add(deadline, done, || self.is_closing()) {
+            self.discovery.notify.notify();
+            self.upkeep.timer.notify(); // whoever keeps the time
         }
     }
 
     /// When the next look is due; none while nobody asks.
     pub(super) fn next_look(&self, now: MonotonicTime) -> Option<MonotonicTime> {
-        let asked = !self.discovery.waiting.lock().next.is_empty();
+        let asked = self.discovery.looks.is_asked();
         let wanted = now.since(*self.discovery.wanted.lock()) < WANTED_FOR;
         let state = self.discovery.state.lock();
         let due = state.listed.map_or(now, |at| at.after(self.config.refresh));
@@ -167,16 +119,13 @@ impl Objects {
     /// One look around; whether there is more to read at once.
     pub(super) fn find(&self, deadline: MonotonicTime) -> bool {
         let mut state = self.discovery.state.lock(); // one look at a time
-        {
-            let mut waiting = self.discovery.waiting.lock();
-            waiting.now = std::mem::take(&mut waiting.next);
-        }
+        self.discovery.looks.begin();
         let listed = self.list(&mut state, deadline);
         let read = listed.and_then(|()| self.read_footers(&mut state, deadline));
         let more = !state.queue.is_empty() && read.is_ok();
-        let waited = std::mem::take(&mut self.discovery.waiting.lock().now);
+        let looked = self.discovery.looks.looked();
         drop(state);
-        waited.into_iter().for_each(|(_, done)| done(read.clone()));
+        looked.tell(&read);
         self.index.sweep_if_due();
         more
     }
@@ -231,7 +180,7 @@ impl Objects {
             let (bucket, names, identity) = (
                 Arc::clone(&self.bucket),
                 self.names.clone(),
-                *self.config.identity.digest(),
+                *self.config.scope.identity.digest(),
             );
             let asked = batch.clone();
             let read = self.call(deadline, async move {

@@ -20,17 +20,15 @@ mod space;
 mod upkeep;
 mod writer;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
-use ucm_record::RecordLayout;
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats, Outcome,
@@ -38,6 +36,7 @@ use crate::backend::{
 };
 use crate::damage_rate::DamageRate;
 use crate::lengths::Lengths;
+use crate::scope::Scope;
 use crate::segment::early::EarlyNews;
 use crate::segment::index::{Hit, Index};
 use crate::segment::runs::runs;
@@ -68,20 +67,8 @@ const MOST_DAMAGED: u32 = 16;
 pub struct ObjectConfig {
     /// Where the bucket is.
     pub place: Place,
-    /// Whose KV it is.
-    pub identity: Identity,
-    /// Words for the manifest, outside the digest.
-    pub labels: BTreeMap<String, String>,
-    /// Which part this backend's writer brings.
-    pub part: Part,
-    /// Sizes of that part.
-    pub geometry: Geometry,
-    /// Where things lie in that part's records.
-    pub record: RecordLayout,
-    /// Whether records may be shorter than the layout says, in another form that whoever asks can read.
-    pub shorter: bool,
-    /// Never writes.
-    pub lookup_only: bool,
+    /// Whose records it keeps.
+    pub scope: Scope,
     /// The limit on bytes below the prefix; none: that of the marker, or the default.
     pub capacity: Option<u64>,
     /// Segments that were not used for so long are removed; none: only where nothing else bounds what lies there.
@@ -92,8 +79,6 @@ pub struct ObjectConfig {
     pub age: Duration,
     /// How often others' segments are looked for.
     pub refresh: Duration,
-    /// Number of the store in the log.
-    pub writer: u64,
 }
 
 /// See the module.
@@ -126,9 +111,9 @@ impl ObjectBackend {
         let prefix = Url::parse(&config.place.url)?.prefix.to_owned();
         let objects = Objects {
             bucket: Arc::new(Bucket::new(&config.place)?),
-            names: Names::new(&prefix, config.identity.namespace()),
+            names: Names::new(&prefix, config.scope.identity.namespace()),
             index: Index::new(MOST_BLOCKS),
-            lengths: Lengths::of(&config.record),
+            lengths: Lengths::of(&config.scope.record),
             early: EarlyNews::default(),
             writer: Writer::default(),
             discovery: Discovery::default(),
@@ -173,7 +158,7 @@ impl Objects {
             layout: None,
             read_ns: None,
         };
-        let (writes, conditional) = (!self.config.lookup_only, self.has_conditions());
+        let (writes, conditional) = (!self.config.scope.lookup_only, self.has_conditions());
         let found = self.call(deadline, async move {
             if let Some((bytes, _)) = bucket.get(&path, DOCUMENT).await? {
                 return Ok(Some(bytes));
@@ -193,14 +178,14 @@ impl Objects {
 
     /// Adds what this writer has to its part's manifest.
     fn describe(&self, deadline: MonotonicTime) -> Result<()> {
-        let (config, path) = (&self.config, self.names.manifest(self.config.part));
+        let (config, path) = (&self.config, self.names.manifest(self.config.scope.part));
         let (bucket, from) = (Arc::clone(&self.bucket), path.clone());
         let stored = self.call(deadline, async move { bucket.get(&from, DOCUMENT).await })?;
         let mut manifest = stored
             .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(&bytes).ok())
-            .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
-        let changed = manifest.add(config.part, &config.record, &config.geometry);
-        self.lengths.learn(manifest.lengths(config.part));
+            .unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
+        let changed = manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
+        self.lengths.learn(manifest.lengths(config.scope.part));
         if !changed {
             return Ok(());
         }
@@ -226,7 +211,7 @@ impl Objects {
 
     /// Whether a record of so many bytes can be one of ours in another form.
     fn is_shorter(&self, len: u64) -> bool {
-        self.config.shorter && len < self.lengths.longest()
+        self.config.scope.shorter && len < self.lengths.longest()
     }
 
     fn words(&self) -> String {
@@ -241,11 +226,11 @@ impl Objects {
 impl Backend for ObjectBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let objects = &self.objects;
-        if !objects.config.lookup_only {
+        if !objects.config.scope.lookup_only {
             objects.look_for_conditions(deadline)?;
         }
         let marker = objects.marker(deadline)?;
-        if !objects.config.lookup_only {
+        if !objects.config.scope.lookup_only {
             let limit = objects
                 .config
                 .capacity
@@ -305,7 +290,7 @@ impl Backend for ObjectBackend {
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {
-        if !self.objects.config.lookup_only {
+        if !self.objects.config.scope.lookup_only {
             self.objects.touch(ids);
         }
     }
@@ -361,7 +346,7 @@ impl Backend for ObjectBackend {
         let until = objects.clock.now().after(drain);
         let left = || until.since(objects.clock.now());
         objects.upkeep.close();
-        objects.end_waiting();
+        objects.discovery.looks.end();
         objects.flush(true);
         objects.await_uploads(objects.clock.now().after(left() / 2));
         objects.leave_space(objects.clock.now().after(left() / 2));
@@ -399,7 +384,7 @@ impl Local for ObjectBackend {
 impl Drop for ObjectBackend {
     fn drop(&mut self) {
         self.objects.upkeep.close();
-        self.objects.end_waiting();
+        self.objects.discovery.looks.end();
         self.objects.wake();
     }
 }

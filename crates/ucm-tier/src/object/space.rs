@@ -136,7 +136,7 @@ impl Objects {
         if !conditions {
             let after = self.expiry().unwrap_or_default().as_secs();
             warn!(
-                store = self.config.writer,
+                store = self.config.scope.writer,
                 "{} has no conditional writes, so storage_capacity is not kept to: segments go when they were not used for \
                  {after} s (expire_after)",
                 self.config.place.url
@@ -423,7 +423,7 @@ impl Objects {
                 .iter()
                 .map(|(segment, at)| (segment.file_name(), *at))
                 .collect();
-            (self.config.writer, Uses { format: FORMAT, used })
+            (self.config.scope.writer, Uses { format: FORMAT, used })
         };
         let bytes = serde_json::to_vec(&uses).unwrap_or_default();
         let (bucket, path) = (Arc::clone(&self.bucket), self.names.uses(writer));
@@ -530,7 +530,7 @@ impl Objects {
             let state = self.space.state.lock();
             (state.grant.writer, state.grant.used)
         };
-        if self.config.lookup_only || writer == 0 {
+        if self.config.scope.lookup_only || writer == 0 {
             return;
         }
         let _ = self.tell_uses(deadline); // best effort, both: others find out by themselves

@@ -75,7 +75,7 @@ impl Objects {
         }
         self.run(LANE_FINDER, Self::tend_finding);
         self.run(LANE_TIMER, Self::tend_time);
-        if !self.config.lookup_only {
+        if !self.config.scope.lookup_only {
             self.run(LANE_SPACE, Self::keep_space);
         }
     }
@@ -103,7 +103,7 @@ impl Objects {
     fn tend_time(self: &Arc<Self>) -> Next {
         let (seen, now) = (self.upkeep.timer.seen(), self.clock.now());
         let writes = self.tend_writes(now);
-        let looks = self.end_late_looks(now);
+        let looks = self.discovery.looks.end_late(now);
         let next = writes.into_iter().chain(looks).min();
         (self.upkeep.timer.clone(), seen, next)
     }

@@ -110,13 +110,13 @@ impl Objects {
     /// Length at which segments are put now, bytes.
     pub(super) fn room(&self) -> u64 {
         let share = self.limit().map_or(u64::MAX, |limit| limit / SHARE);
-        let least = self.least_room(self.config.record.record_len() as u64);
+        let least = self.least_room(self.config.scope.record.record_len() as u64);
         self.config.size.min(share).max(least)
     }
 
     /// Whether enough segments of one record each fit below the limit.
     pub(super) fn check_limit(&self, limit: u64) -> Result<()> {
-        let least = self.least_room(self.config.record.record_len() as u64) * 8;
+        let least = self.least_room(self.config.scope.record.record_len() as u64) * 8;
         if limit >= least {
             return Ok(());
         }
@@ -232,13 +232,13 @@ impl Objects {
             let mut state = self.writer.state.lock();
             state.sequence += 1;
             SegmentName {
-                writer: self.config.writer,
+                writer: self.config.scope.writer,
                 sequence: state.sequence,
             }
         };
         let known = Known {
             name,
-            part: self.config.part,
+            part: self.config.scope.part,
             private: true,
             sealed_ns: u64::MAX,
             used_ns: i64::try_from(self.now_ns()).unwrap_or(i64::MAX),
@@ -266,8 +266,8 @@ impl Objects {
     fn owner(&self, name: SegmentName) -> Owner {
         Owner {
             name,
-            namespace: *self.config.identity.digest(),
-            part: self.config.part,
+            namespace: *self.config.scope.identity.digest(),
+            part: self.config.scope.part,
             time_ns: self.now_ns(),
         }
     }
@@ -332,9 +332,9 @@ impl Objects {
         let bytes = read.map_err(|_| MissReason::IoError)?;
         let expect = Expect {
             id: entry.id,
-            namespace: *self.config.identity.digest(),
-            part: self.config.part,
-            layout: &self.config.record,
+            namespace: *self.config.scope.identity.digest(),
+            part: self.config.scope.part,
+            layout: &self.config.scope.record,
         };
         verify_stored(&bytes, entry.len, &expect)?;
         Ok(())

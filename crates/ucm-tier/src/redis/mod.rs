@@ -12,20 +12,19 @@ mod keys;
 mod known;
 mod place;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use redis::{Cmd, Value, cmd};
 use tracing::warn;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, LANE_LOOKUP, LANE_SPACE, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::layout::Manifest;
 use ucm_quota::{Pause, Usage};
-use ucm_record::{Expect, RecordHeader, RecordLayout, verify_stored};
+use ucm_record::{Expect, RecordHeader, verify_stored};
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Indexed, Listed, MediumStats, Outcome, Presence, Quarantined,
@@ -34,6 +33,7 @@ use crate::backend::{
 use crate::damage_rate::DamageRate;
 use crate::lengths::Lengths;
 use crate::recency::Recency;
+use crate::scope::Scope;
 use address::Address;
 pub use address::{Login, TlsFiles};
 use connections::{Connections, Traffic};
@@ -66,26 +66,12 @@ pub struct RedisConfig {
     pub tls: TlsFiles,
     /// What every key begins with.
     pub prefix: String,
-    /// Whose KV it is.
-    pub identity: Identity,
-    /// Words for the manifest, outside the digest.
-    pub labels: BTreeMap<String, String>,
-    /// Which part this backend's writer brings.
-    pub part: Part,
-    /// Sizes of that part.
-    pub geometry: Geometry,
-    /// Where things lie in that part's records.
-    pub record: RecordLayout,
-    /// Whether records may be shorter than the layout says, in another form that whoever asks can read.
-    pub shorter: bool,
-    /// Never writes.
-    pub lookup_only: bool,
+    /// Whose records it keeps.
+    pub scope: Scope,
     /// How long a record lives after its last use, whole seconds.
     pub expire_after: Duration,
     /// Connections for records.
     pub connections: usize,
-    /// Number of the store in the log.
-    pub writer: u64,
 }
 
 /// See the module.
@@ -132,10 +118,10 @@ impl RedisBackend {
         }
         let (tls, connections) = (config.tls.clone(), config.connections);
         let shared = Shared {
-            keys: Keys::new(&config.prefix, &config.identity.namespace())?,
+            keys: Keys::new(&config.prefix, &config.scope.identity.namespace())?,
             connections: Connections::new(addresses, tls, connections, Arc::clone(&clock))?,
             known: Known::default(),
-            lengths: Lengths::of(&config.record),
+            lengths: Lengths::of(&config.scope.record),
             recency: Recency::default(),
             pause: Mutex::default(),
             damage: Mutex::default(),
@@ -154,7 +140,7 @@ impl Backend for RedisBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let info = self.shared.connections.discover(deadline)?;
         self.shared.note(info);
-        if !self.shared.config.lookup_only {
+        if !self.shared.config.scope.lookup_only {
             self.shared.describe(&self.pool.here(LANE_SPACE, deadline))?;
         }
         Ok(self.shared.words())
@@ -186,7 +172,7 @@ impl Backend for RedisBackend {
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         let due = self.shared.recency.due(ids, self.shared.clock.wall_ns());
-        if due.is_empty() || self.shared.config.lookup_only {
+        if due.is_empty() || self.shared.config.scope.lookup_only {
             return;
         }
         let shared = Arc::clone(&self.shared);
@@ -267,7 +253,7 @@ impl RedisBackend {
 impl Indexed for RedisBackend {
     /// Small records in runs that one round trip brings, large ones each by itself, so that every thread has some.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        let together = (RUN / self.shared.config.record.record_len().max(1)).max(1);
+        let together = (RUN / self.shared.config.scope.record.record_len().max(1)).max(1);
         let share = reads.len().div_ceil(threads.max(1)).clamp(1, together);
         let numbers: Vec<usize> = (0..reads.len()).collect();
         numbers.chunks(share).map(<[usize]>::to_vec).collect()
@@ -308,9 +294,9 @@ impl Shared {
              use"
         );
         let unbounded = info.limit.is_none() && !info.version.is_empty();
-        if unbounded && !self.config.lookup_only && !std::mem::replace(&mut server.warned, true) {
+        if unbounded && !self.config.scope.lookup_only && !std::mem::replace(&mut server.warned, true) {
             warn!(
-                store = self.config.writer,
+                store = self.config.scope.writer,
                 "the server has no maxmemory: nothing but expire_after ({expire} s) bounds what is stored there; give it one"
             );
         }
@@ -319,7 +305,7 @@ impl Shared {
 
     /// Adds what this writer has to its part's manifest.
     fn describe(&self, io: &IoJob) -> Result<()> {
-        let (config, key) = (&self.config, self.keys.manifest(self.config.part));
+        let (config, key) = (&self.config, self.keys.manifest(self.config.scope.part));
         let stored = match self
             .connections
             .ask_one(io, Traffic::Record, question("GET", &key))
@@ -330,9 +316,9 @@ impl Shared {
             Err(error) => return Err(error),
         };
         let mut manifest: Manifest =
-            stored.unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
-        manifest.add(config.part, &config.record, &config.geometry);
-        self.lengths.learn(manifest.lengths(config.part));
+            stored.unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
+        manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
+        self.lengths.learn(manifest.lengths(config.scope.part));
         let expire = config.expire_after.max(2 * DESCRIBE_AGAIN);
         match self.put(io, &key, &manifest.to_bytes(), expire, true) {
             // A full server can be read all the same, and may have room again.
@@ -386,7 +372,7 @@ impl Shared {
 
     /// Whether a value of so many bytes can be one of our records in another form.
     fn is_shorter(&self, len: u64) -> bool {
-        self.config.shorter && len < self.lengths.longest()
+        self.config.scope.shorter && len < self.lengths.longest()
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId]) -> Result<Vec<Presence>> {
@@ -495,7 +481,7 @@ impl Shared {
         match <[Result<Value>; 2]>::try_from(answers) {
             Ok([Ok(Value::Int(len)), Ok(Value::BulkString(head))]) => {
                 let newer = match RecordHeader::decode(&head) {
-                    Ok(header) => !header.codec.is_as_is() && !self.config.shorter,
+                    Ok(header) => !header.codec.is_as_is() && !self.config.scope.shorter,
                     Err(refusal) => refusal.reason == MissReason::NewerVersion,
                 };
                 Ok(newer || (!refused && self.is_ours(len)))
@@ -512,9 +498,9 @@ impl Shared {
         };
         let expect = Expect {
             id,
-            namespace: *self.config.identity.digest(),
-            part: self.config.part,
-            layout: &self.config.record,
+            namespace: *self.config.scope.identity.digest(),
+            part: self.config.scope.part,
+            layout: &self.config.scope.record,
         };
         verify_stored(record, record.len() as u64, &expect)?;
         Ok(())

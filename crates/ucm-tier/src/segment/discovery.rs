@@ -23,9 +23,8 @@ use super::index::Known;
 use super::recheck::Rechecked;
 use super::timer::TURN;
 use crate::backend::Done;
+use crate::pending_looks::PendingLooks;
 
-/// Most that wait for a listing.
-const MAX_WAITING: usize = 1 << 16;
 /// Longest time between two listings.
 const LIST_AGAIN: Duration = Duration::from_secs(30);
 /// How long after a segment got its name everybody who looks for those of others has found it: the longest time between
@@ -57,7 +56,8 @@ pub(super) struct Footer {
 #[derive(Default)]
 pub(crate) struct SegmentDiscovery {
     state: Mutex<State>,
-    waiting: Mutex<Waiting>,
+    /// Who waits for a look.
+    pub(super) looks: PendingLooks,
     /// When the log was last told that the index is full, and how many records had found no room by then.
     told_full: Mutex<Option<(MonotonicTime, u64)>>,
     /// When the log was last told that the end of a segment cannot be read.
@@ -70,15 +70,6 @@ pub(crate) struct SegmentDiscovery {
     pub(super) notify: Notify,
     /// When the segments of dead writers were last looked for.
     pub(super) rescued: Mutex<Option<MonotonicTime>>,
-}
-
-/// Who waits for a look, and until when.
-#[derive(Default)]
-struct Waiting {
-    /// For the next one.
-    next: Vec<(MonotonicTime, Done<()>)>,
-    /// For the one that is under way.
-    now: Vec<(MonotonicTime, Done<()>)>,
 }
 
 #[derive(Default)]
@@ -101,73 +92,32 @@ impl Segments {
 
     /// Calls back after the next look: with an error when it could not be made by the deadline, or too many wait for it.
     pub(super) fn after_look(&self, deadline: MonotonicTime, done: Done<()>) {
-        let mut waiting = self.discovery.waiting.lock();
-        // Once it is closing nobody may look any more, see [`Segments::end_waiting`].
-        if self.closing.load(Ordering::Acquire) {
-            drop(waiting);
-            return done(Err(Error::new(ErrorKind::Closed, "the store is closed")));
-        }
-        if waiting.next.len() >= MAX_WAITING {
-            drop(waiting);
-            let text = "too many reads wait for a look at what others have stored";
-            return done(Err(Error::new(ErrorKind::Busy, text)));
-        }
-        waiting.next.push((deadline, done));
-        drop(waiting);
-        self.discovery.notify.notify();
-        self.seal_notify.notify(); // whoever keeps the time
-    }
-
-    /// Those whose time is over are told so, however long the look takes; when the next ones are late, if any wait.
-    pub(super) fn end_late_looks(&self, now: MonotonicTime) -> Option<MonotonicTime> {
-        let mut waiting = self.discovery.waiting.lock();
-        let Waiting { next, now: looking } = &mut *waiting;
-        let over = |(deadline, _): &mut (MonotonicTime, Done<()>)| *deadline <= now;
-        let late: Vec<_> = next
-            .extract_if(.., over)
-            .chain(looking.extract_if(.., over))
-            .collect();
-        let soonest = next.iter().chain(&*looking).map(|(deadline, _)| *deadline).min();
-        drop(waiting);
-        for (_, done) in late {
-            let text = "nobody has looked in time at what others have stored";
-            done(Err(Error::new(ErrorKind::Timeout, text)));
-        }
-        soonest
-    }
-
-    /// Those who wait for a look are told, after `closing` was set, that none will come.
-    pub(super) fn end_waiting(&self) {
-        let Waiting { next, now } = std::mem::take(&mut *self.discovery.waiting.lock());
-        for (_, done) in next.into_iter().chain(now) {
-            done(Err(Error::new(ErrorKind::Closed, "the store is closed")));
+        let closing = || self.closing.load(Ordering::Acquire);
+        if self.discovery.looks.add(deadline, done, closing) {
+            self.discovery.notify.notify();
+            self.seal_notify.notify(); // whoever keeps the time
         }
     }
 
     /// Looks around for those who wait for that: between two steps of something that keeps the finder's thread.
     pub(super) fn look_if_asked(&self) {
-        let asked = !self.discovery.waiting.lock().next.is_empty();
-        if asked {
+        if self.discovery.looks.is_asked() {
             self.find(self.shared.clock.now().after(TURN));
         }
     }
 
     /// One look around; whether there is more to read at once.
     pub(super) fn find(&self, deadline: MonotonicTime) -> bool {
-        let mut state = self.discovery.state.lock(); // one look at a time: `now` is that of this one
-        let asked = {
-            let mut waiting = self.discovery.waiting.lock();
-            waiting.now = std::mem::take(&mut waiting.next);
-            !waiting.now.is_empty()
-        };
+        let mut state = self.discovery.state.lock(); // one look at a time
+        let asked = self.discovery.looks.begin();
         // What fails is looked at again with the next turn; until then everything is as it was.
         let listed = self.list_if_changed(&mut state, asked, deadline);
         self.read_footers(&mut state, deadline);
         self.learn_lengths(deadline);
         let more = !state.queue.is_empty();
-        let waited = std::mem::take(&mut self.discovery.waiting.lock().now);
+        let looked = self.discovery.looks.looked();
         drop(state);
-        waited.into_iter().for_each(|(_, done)| done(listed.clone()));
+        looked.tell(&listed);
         self.close_unused();
         self.recheck_footers(deadline);
         self.index.sweep_if_due();

@@ -343,7 +343,7 @@ impl Backend for SegmentBackend {
         let left = || until.since(clock.now());
         segments.closing.store(true, Ordering::Release);
         segments.reclaim.notify.notify();
-        segments.end_waiting();
+        segments.discovery.looks.end();
         segments.flush(true);
         segments.await_sealed(clock.now().after(left() / 2));
         segments.seal_notify.notify();
@@ -384,7 +384,7 @@ impl Local for SegmentBackend {
 impl Drop for SegmentBackend {
     fn drop(&mut self) {
         self.segments.closing.store(true, Ordering::Release);
-        self.segments.end_waiting();
+        self.segments.discovery.looks.end();
         self.segments.seal_notify.notify();
         self.segments.discovery.notify.notify();
         self.segments.reclaim.notify.notify();

@@ -118,7 +118,11 @@ impl Segments {
             write.end(Err(Error::new(ErrorKind::Timeout, text)));
         }
         next_late.into_iter().for_each(&mut sooner);
-        self.end_late_looks(now).into_iter().for_each(&mut sooner);
+        self.discovery
+            .looks
+            .end_late(now)
+            .into_iter()
+            .for_each(&mut sooner);
         for open in self.open_segments() {
             match open.due(self.config.age) {
                 Some(due) if due <= now => self.close_due(&open, now),

@@ -1,0 +1,187 @@
+//! A pool as tools see it.
+//!
+//! Mooncake's client lists no keys, and the master's HTTP service, which answers its metrics, does; everything else goes
+//! through the client. When a value was last used the master keeps to itself.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::PyResult;
+use pyo3::prelude::*;
+use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_device::{ArenaOptions, HostArena, SlotPool};
+use ucm_infra::{Clock, MonotonicTime, SystemClock};
+use ucm_quota::layout::is_namespace;
+use ucm_tier::place::{Item, Place, Room};
+
+use super::client::{Answer, Client, Stretch, Work};
+use super::library::{Pool, attached};
+
+/// How long one call may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Bytes that are read at once, and at most as many reads.
+const PIECE: usize = 4 << 20;
+const READS: usize = 2;
+/// Keys whose lengths are asked for at once.
+const TOGETHER: usize = 256;
+/// Longest answer of the HTTP service that is read, bytes.
+const LONGEST: usize = 1 << 30;
+
+/// See the module.
+pub(super) struct MooncakePlace {
+    client: Client,
+    /// `host:port` of the master's HTTP service.
+    http: String,
+    slots: Arc<SlotPool>,
+    clock: Arc<dyn Clock>,
+}
+
+impl MooncakePlace {
+    /// The place of this pool, whose master answers HTTP at `http`. It is reached at once.
+    pub(super) fn open(pool: Pool, http: String) -> Result<Self> {
+        let clock: Arc<dyn Clock> = SystemClock::shared();
+        let arena = HostArena::with(PIECE * READS, ArenaOptions::default())?;
+        let place = Self {
+            client: Client::begin(pool, Arc::clone(&clock))?,
+            http,
+            slots: SlotPool::new(arena, PIECE)?,
+            clock,
+        };
+        place.client.ask(Work::Open, place.deadline())?;
+        Ok(place)
+    }
+
+    fn deadline(&self) -> MonotonicTime {
+        self.clock.now().after(PATIENCE)
+    }
+
+    /// What the HTTP service answers.
+    fn get(&self, path: &str) -> Result<String> {
+        let asked = attached(|py| {
+            let client = py.import("http.client")?;
+            let connection =
+                client
+                    .getattr("HTTPConnection")?
+                    .call1((&self.http, py.None(), PATIENCE.as_secs()))?;
+            let asked = ask(&connection, path);
+            connection.call_method0("close")?;
+            asked
+        });
+        match asked {
+            Ok((200, text)) => Ok(text),
+            Ok((status, _)) => Err(self.no_http().with("status", status)),
+            Err(error) => Err(self.no_http().caused_by(error)),
+        }
+    }
+
+    fn no_http(&self) -> Error {
+        let text = "the keys of a pool of Mooncake are listed by its master's HTTP service, which does not answer; give its \
+                    address (its --metrics_port): --option master_http_address=host:port";
+        Error::new(ErrorKind::Io, text).with("master_http_address", &self.http)
+    }
+
+    /// The length of each of these values; none for one that is gone.
+    fn lengths(&self, keys: &[String]) -> Result<Vec<Option<u64>>> {
+        match self.client.ask(Work::Lengths(keys.to_vec()), self.deadline())? {
+            Answer::Lengths(lengths) => Ok(lengths),
+            _ => Err(super::backend::mixed_up()),
+        }
+    }
+}
+
+fn ask(connection: &Bound<'_, PyAny>, path: &str) -> PyResult<(u16, String)> {
+    connection.call_method1("request", ("GET", path))?;
+    let response = connection.call_method0("getresponse")?;
+    let status = response.getattr("status")?.extract()?;
+    let body: Vec<u8> = response.call_method1("read", (LONGEST,))?.extract()?;
+    Ok((status, String::from_utf8_lossy(&body).into_owned()))
+}
+
+impl Place for MooncakePlace {
+    fn room(&self) -> Result<Room> {
+        let metrics = self.get("/metrics")?;
+        let gauge = |name: &str| {
+            let line = |line: &str| line.strip_prefix(name)?.trim().parse::<f64>().ok();
+            metrics.lines().find_map(line).map_or(0, |value| value as u64)
+        };
+        Ok(Room {
+            limit: gauge("master_total_capacity_bytes "),
+            used: gauge("master_allocated_bytes "),
+            words: "a pool of Mooncake, which evicts by itself, keeps no manifests and does not say when something was used"
+                .to_owned(),
+        })
+    }
+
+    fn list(&self) -> Result<Vec<Item>> {
+        let mut keys: Vec<String> = self
+            .get("/get_all_keys")?
+            .lines()
+            .filter(|key| !key.is_empty())
+            .map(str::to_owned)
+            .collect();
+        keys.sort_unstable();
+        keys.dedup(); // one key with several copies
+        let mut items = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(TOGETHER) {
+            for (key, len) in keys.iter().zip(self.lengths(keys)?) {
+                items.extend(len.map(|len| Item {
+                    path: path_of(key).unwrap_or_default(),
+                    name: key.clone(),
+                    len,
+                    used_ns: 0,
+                    version: String::new(),
+                }));
+            }
+        }
+        Ok(items)
+    }
+
+    fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
+        let mut bytes = Vec::new();
+        while (bytes.len() as u64) < len {
+            let busy = || Error::new(ErrorKind::Busy, "earlier reads of this pool have not ended");
+            let wanted = usize::try_from(len - bytes.len() as u64)
+                .unwrap_or(PIECE)
+                .min(PIECE);
+            let stretch = Stretch {
+                key: name.to_owned(),
+                slot: self.slots.try_acquire().ok_or_else(busy)?,
+                start: start.saturating_add(bytes.len() as u64),
+                len: wanted,
+            };
+            match self.client.ask(Work::Stretch(stretch), self.deadline())? {
+                Answer::Stretch(None) => return Ok(None),
+                Answer::Stretch(Some((slot, read))) => {
+                    bytes.extend_from_slice(&slot.as_slice()[..read]);
+                    if read < wanted {
+                        break;
+                    }
+                }
+                _ => return Err(super::backend::mixed_up()),
+            }
+        }
+        Ok(Some(bytes))
+    }
+
+    fn remove(&self, item: &Item) -> Result<bool> {
+        if path_of(&item.name).is_none() {
+            let text = "this key is none of ours and is not removed";
+            return Err(Error::new(ErrorKind::InvalidInput, text).with("key", &item.name));
+        }
+        let keys = vec![item.name.clone()];
+        if self.lengths(&keys)? != [Some(item.len)] {
+            return Ok(false); // gone, or replaced by another
+        }
+        match self.client.ask(Work::Remove(keys), self.deadline())? {
+            Answer::Removed(count) => Ok(count == 1),
+            _ => Err(super::backend::mixed_up()),
+        }
+    }
+}
+
+/// Where a record with this key would lie below a root; none for a key that is none of ours.
+fn path_of(key: &str) -> Option<String> {
+    let (namespace, id) = key.strip_prefix("ucm:")?.split_once(':')?;
+    let id = id.parse::<BlockId>().ok()?.to_string();
+    is_namespace(namespace.as_ref()).then(|| format!("{namespace}/blocks/{}/{id}.bin", &id[..2]))
+}

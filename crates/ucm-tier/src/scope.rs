@@ -1,0 +1,45 @@
+//! What a medium on a server is told of its records, whichever server it is.
+
+use std::collections::BTreeMap;
+
+use ucm_core::{Geometry, Identity, Part};
+use ucm_record::RecordLayout;
+
+use crate::kind::BuildContext;
+
+/// Whose records a medium keeps, and what they look like.
+#[derive(Debug, Clone)]
+pub struct Scope {
+    /// Whose KV it is.
+    pub identity: Identity,
+    /// Words for the manifest, outside the digest.
+    pub labels: BTreeMap<String, String>,
+    /// Which part this backend's writer brings.
+    pub part: Part,
+    /// Sizes of that part.
+    pub geometry: Geometry,
+    /// Where things lie in that part's records.
+    pub record: RecordLayout,
+    /// Whether records may be shorter than the layout says, in another form that whoever asks can read.
+    pub shorter: bool,
+    /// Never writes.
+    pub lookup_only: bool,
+    /// Number of the store in the log.
+    pub writer: u64,
+}
+
+impl Scope {
+    /// That of a tier that is made here; `shorter`: it has a codec.
+    pub(crate) fn of(context: &BuildContext<'_>, shorter: bool) -> Self {
+        Self {
+            identity: context.identity.clone(),
+            labels: context.labels.clone(),
+            part: context.part,
+            geometry: context.geometry.clone(),
+            record: context.record.clone(),
+            shorter,
+            lookup_only: context.lookup_only,
+            writer: context.writer,
+        }
+    }
+}
