@@ -5,12 +5,10 @@ The directory of a round is the address of its server here, which is empty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from peer import Blocks, Peer, UnavailableError, split
 from peer_ucm import PATIENCE, Ucm
 
@@ -75,30 +73,30 @@ class MooncakeAlone(Peer):
     def name_blocks(self, ids: Sequence[bytes]) -> list[str]:
         return [key.hex() for key in ids]
 
-    def wrap(self, blocks: Blocks) -> tuple[npt.NDArray[np.uint64], int]:
+    def wrap(self, blocks: Blocks) -> Blocks:
         code = self._client.register_buffer(blocks.ctypes.data, blocks.nbytes)
         if code != 0:
             raise RuntimeError(f"Mooncake's client answers {code} to memory that is to be registered")
-        return blocks.ctypes.data + np.arange(len(blocks), dtype=np.uint64) * blocks.strides[0], blocks.strides[0]
+        return blocks
 
-    def _batches(self, names: list[str], length: int) -> list[slice]:
-        return split(len(names), -(-len(names) * length // self.BATCH))
+    def _batches(self, names: list[str], memory: Blocks) -> Iterator[tuple[list[str], list[int], list[int]]]:
+        """Keys, addresses and lengths of some megabytes at a time."""
+        addresses = [block.ctypes.data for block in memory]
+        for part in split(len(names), -(-memory.nbytes // self.BATCH)):
+            some = addresses[part]
+            yield names[part], some, [memory.shape[1]] * len(some)
 
-    def dump(self, names: list[str], memory: tuple[npt.NDArray[np.uint64], int]) -> None:
-        addresses, length = memory
-        for part in self._batches(names, length):
-            some = addresses[part].tolist()
-            codes = self._client.batch_put_from(names[part], some, [length] * len(some))
+    def dump(self, names: list[str], memory: Blocks) -> None:
+        for keys, addresses, lengths in self._batches(names, memory):
+            codes = self._client.batch_put_from(keys, addresses, lengths)
             if any(code != 0 for code in codes):
                 raise RuntimeError(f"a put is answered {codes}")
 
-    def load(self, names: list[str], memory: tuple[npt.NDArray[np.uint64], int]) -> None:
-        addresses, length = memory
-        for part in self._batches(names, length):
-            some = addresses[part].tolist()
-            lengths = self._client.batch_get_into(names[part], some, [length] * len(some))
-            if any(got != length for got in lengths):
-                raise RuntimeError(f"a get is answered {lengths}")
+    def load(self, names: list[str], memory: Blocks) -> None:
+        for keys, addresses, lengths in self._batches(names, memory):
+            came = self._client.batch_get_into(keys, addresses, lengths)
+            if came != lengths:
+                raise RuntimeError(f"a get is answered {came}")
 
     def lookup(self, names: list[str]) -> Sequence[bool]:
         return [found == 1 for found in self._client.batch_is_exist(names)]

@@ -7,15 +7,19 @@ client library with as many connections, requests at once and values of the same
 that server where it runs. Each is a process of its own, started once. A round of an arm has a server of its own, which
 is empty; as many other blocks are put and got before the clock starts.
 
-Timed: *put*, until every block is on the server, *get*, until every block is in memory of the caller, and seven times
-asking which blocks are there (the median), when all are and when none is. What came back is compared with what was put.
-A ratio is ucm's figure over the other's of the same round, above 1 where ucm is faster; of the ratios the median
-counts, with the interval of :mod:`paired`. The goal is 0.9 of the client library alone.
+Timed: *put*, until every block is on the server, *get*, until every block is in memory of the caller, seven times
+asking which blocks are there (the median), when all are and when none is, and single blocks, one after the other. What
+came back is compared with what was put. A ratio is ucm's figure over the other's of the same round, above 1 where ucm is
+faster; of the ratios the median counts, with the interval of :mod:`paired`. The goal is 0.9 of the client library alone.
 
 What to keep in mind. ucm judges every byte by checksums and copies it from the slot, where it is verified, to the
 caller's memory, which in use is the accelerator's. Over Redis it believes for 30 seconds that what it wrote is there,
 over a bucket it keeps an index, so those answers ask no server; Mooncake is asked each time. A bucket is also measured
-as the store uses it, many blocks in one object: to ucm's *put* belongs asking for room, and writing its index.
+as the store uses it, many blocks in one object: to ucm's *put* belongs asking for room, and writing its index. One block
+alone is an object of its own, and the store lets 200 ms pass between two such.
+
+A directory (segments, through the page cache) and memory of this host are measured besides, with nothing beside them:
+``docs/stores.md`` has one table of all stores, which ``--write`` fills in.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import datetime as dt
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -59,7 +64,11 @@ FIGURES: Mapping[str, tuple[str, str, Any]] = {
     "load": ("get", "GB/s", "more"),
     "lookup_present": ("exists, all there", "us per id", "less"),
     "lookup_absent": ("exists, none there", "us per id", "less"),
+    "dump_one": ("put, one block", "ms", "less"),
+    "load_one": ("get, one block", "ms", "less"),
 }
+#: Blocks that are put and got one after the other.
+SINGLES = 16
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,12 @@ class Medium:
     #: An empty server for the time of a block; its address.
     start: Callable[[Path, int], contextlib.AbstractContextManager[str]]
     arms: Sequence[Arm]
+
+
+@contextlib.contextmanager
+def nothing(directory: Path, _bytes: int) -> Iterator[str]:
+    """No server: a directory."""
+    yield str(directory)
 
 
 @contextlib.contextmanager
@@ -110,7 +125,10 @@ def media(clients: Path) -> Sequence[Medium]:
 
     at = {"object_endpoint": "http://{at}", "object_region": "us-east-1"}
     pool = {"master_server_address": "{at}", "global_segment_size": 0, "local_buffer_size": "16MiB"}
+    directory = {"storage_backends": "{at}", "layout": "segment", "storage_capacity": "64GiB", "free_space_floor": "1%"}
     return (
+        Medium("cache", nothing, (ucm("UcmCacheStore", cache_size="1GiB"),)),
+        Medium("posix", nothing, (ucm("UcmPosixStore", **directory),)),
         Medium(
             "redis",
             redis,
@@ -144,11 +162,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=128, help="MiB in each round (128)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count (9)")
     parser.add_argument("--block-kib", type=int, nargs="+", default=list(BLOCKS_KIB), help="sizes of blocks in KiB")
-    parser.add_argument("--medium", nargs="+", help="only these: redis, s3, mooncake")
+    parser.add_argument("--medium", nargs="+", help="only these: cache, posix, redis, s3, mooncake")
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="where directories are made (build/)")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "remote.json")
     parser.add_argument("--clients", type=Path, required=True, help="the program with the client libraries alone")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="environment with LMCache")
+    parser.add_argument("--write", type=Path, help="the document between whose marks our own figures go")
     parser.add_argument("--quick", action="store_true", help="8 MiB, one round: shows that everything runs")
     chosen = parser.parse_args()
     if chosen.quick:
@@ -200,7 +219,8 @@ class Contest:
                 try:
                     with self.medium.start(directory, count * block_bytes) as at:
                         request = {"directory": at, "block_bytes": block_bytes, "count": count, "direct": False}
-                        figures = arm.round(request | {"seed": number}, PATIENCE)
+                        request |= {"seed": number, "singles": SINGLES}
+                        figures = arm.round(request, PATIENCE)
                 finally:
                     hollow(str(directory))
                     os.sync()  # the next one finds a file system at rest
@@ -214,7 +234,7 @@ class Contest:
     def rows(self) -> list[dict[str, Any]]:
         """Of every case and figure: ucm, and each other arm with its ratio."""
         found = []
-        own, alone = self.medium.arms[0].name, self.medium.arms[1].name
+        own, *others = [arm.name for arm in self.medium.arms]
         for kib in self.chosen.block_kib:
             ours = self.rounds.get((kib << 10, own), [])
             for figure, (title, unit, better) in FIGURES.items():
@@ -228,7 +248,7 @@ class Contest:
                         pairs = zip(values, [entry[figure] for entry in ours], strict=False)
                         ratios = [ratio(other, mine, better) for other, mine in pairs]
                         row |= {"ratio": statistics.median(ratios), "interval": interval(ratios)}
-                        row["goal"] = arm.name == alone
+                        row["goal"] = arm.name == others[0]
                     found.append(row)
         return found
 
@@ -252,6 +272,30 @@ def table(rows: Sequence[Mapping[str, Any]], judged: bool) -> str:
         cells += ["" if times is None else f"{times:.2f}", f"{bounds[0]:.2f} to {bounds[1]:.2f}" if bounds else "", met]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def own_figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ucm's stores did, in Markdown: a line for each store and size of block."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        if row["arm"] == "ucm":
+            found.setdefault((row["medium"], row["kib"]), {})[row["figure"]] = row["median"]
+    heads = ("store", "block", "read, one block, ms", "write, one block, ms", "read, GB/s", "write, GB/s")
+    figures = ("get, one block", "put, one block", "get", "put")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for (medium, kib), values in found.items():
+        cells = [f"{values[figure]:.2f}" for figure in figures]
+        lines.append(f"| {medium} | {kib} KiB | {' | '.join(cells)} |")
+    return lines
+
+
+def write(document: Path, lines: Sequence[str]) -> None:
+    """Puts lines between the marks of a document."""
+    marks = re.compile(r"(<!-- bench-remote[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
+    text, done = marks.subn(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], document.read_text())
+    if done != 1:
+        raise SystemExit(f"{document} has no <!-- bench-remote --> ... <!-- end --> to write between")
+    document.write_text(text)
 
 
 def commit() -> str:
@@ -292,15 +336,18 @@ def main() -> None:
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps(head | {"rows": rows, "notes": notes}, indent=1) + "\n")
     about, settings = head["machine"], head["settings"]
-    text = (
+    measured = (
         f"Measured {head['date']} at commit {head['commit']}: {about['cores']} cores ({about['processor']}), "
-        f"{settings['mib']} MiB in each of {settings['rounds']} rounds, load average {about['load_before']} before.\n\n"
+        f"{settings['mib']} MiB in each of {settings['rounds']} rounds, load average {about['load_before']} before."
     )
     if chosen.quick:
-        text += "A quick run: it shows that every arm runs, and no speed.\n\n"
+        measured += " A quick run: it shows that every arm runs, and no speed."
+    text = f"{measured}\n\n"
     text += table(rows, not chosen.quick) + "\n\n" + "".join(f"- {note}\n" for note in notes)
     chosen.json.with_suffix(".md").write_text(text)
     print(f"\n{text}")
+    if chosen.write is not None:
+        write(chosen.write, [measured, "", *own_figures(rows)])
 
 
 if __name__ == "__main__":

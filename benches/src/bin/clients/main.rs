@@ -3,7 +3,8 @@
 //!
 //! It answers as `benches/peers/child.py` does: for each round a line of JSON that names the address of an empty server,
 //! and a line with the figures. A round puts as many other blocks as will be measured, so that connections are open, then
-//! times putting blocks, getting them into memory of the caller and asking which are there. What came back is compared.
+//! times putting blocks, getting them into memory of the caller and asking which are there, and single blocks one after
+//! the other. What came back is compared.
 //! Nothing is added to what the library does: no checksums, headers or deadlines. It has as many connections, requests at
 //! once and threads as the store has.
 #![allow(clippy::print_stdout, reason = "it answers on standard output")]
@@ -40,6 +41,8 @@ struct Round {
     block_bytes: usize,
     count: usize,
     seed: u64,
+    /// Blocks that are put and got one after the other.
+    singles: usize,
 }
 
 /// The client of a server.
@@ -121,8 +124,13 @@ async fn lookup_us(client: &Client, keys: &[String], there: bool) -> Result<Opti
             return Err("a key is there that should not be, or is not that should".into());
         }
     }
-    took.sort_by(f64::total_cmp);
-    Ok(Some(took[LOOKUPS / 2]))
+    Ok(median(took))
+}
+
+/// None of none.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
 }
 
 /// Figures as `child.py` names them: GB/s (10^9 bytes), and microseconds for each id.
@@ -138,7 +146,7 @@ async fn round(kind: &str, round: &Round) -> Result<Value> {
             .map(|block| format!("{what}-{seed}-{block:032x}"))
             .collect()
     };
-    let (warm, keys, absent) = (keys("warm"), keys("block"), keys("absent"));
+    let (warm, absent, alone, keys) = (keys("warm"), keys("absent"), keys("alone"), keys("block"));
     let source: Vec<Bytes> = (0..*count)
         .map(|block| content(*seed, block, *block_bytes))
         .collect();
@@ -157,11 +165,29 @@ async fn round(kind: &str, round: &Round) -> Result<Value> {
         return Err("what was got differs from what was put".into());
     }
     let bytes = (count * block_bytes) as f64;
+    let (present, absent) = (
+        lookup_us(&client, &keys, true).await?,
+        lookup_us(&client, &absent, false).await?,
+    );
+    let (mut put_ms, mut get_ms, mut target) = (Vec::new(), Vec::new(), target);
+    for (key, value) in alone.chunks(1).zip(source.chunks(1)).take(*singles) {
+        let start = Instant::now();
+        client.put(key, value).await?;
+        put_ms.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    for key in alone.chunks(1).take(*singles) {
+        let into = target.split_off(target.len() - 1);
+        let start = Instant::now();
+        client.get(key, into).await?;
+        get_ms.push(start.elapsed().as_secs_f64() * 1e3);
+    }
     Ok(json!({
+        "dump_one": median(put_ms),
+        "load_one": median(get_ms),
         "dump": bytes / put / 1e9,
         "load": bytes / get / 1e9,
-        "lookup_present": lookup_us(&client, &keys, true).await?,
-        "lookup_absent": lookup_us(&client, &absent, false).await?,
+        "lookup_present": present,
+        "lookup_absent": absent,
     }))
 }
 
