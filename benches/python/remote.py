@@ -9,14 +9,15 @@ is empty; as many other blocks are put and got before the clock starts.
 
 Timed: *put*, until every block is on the server, *get*, until every block is in memory of the caller, seven times
 asking which blocks are there (the median), when all are and when none is, and single blocks, one after the other. What
-came back is compared with what was put. A ratio is ucm's figure over the other's of the same round, above 1 where ucm is
-faster; of the ratios the median counts, with the interval of :mod:`paired`. The goal is 0.9 of the client library alone.
+came back is compared with what was put. A ratio is ucm's figure over the other's of the same round, above 1 where ucm
+is faster; of the ratios the median counts, with the interval of :mod:`paired`. The goal is 0.9 of the client library
+alone.
 
 What to keep in mind. ucm judges every byte by checksums and copies it from the slot, where it is verified, to the
 caller's memory, which in use is the accelerator's. Over Redis it believes for 30 seconds that what it wrote is there,
 over a bucket it keeps an index, so those answers ask no server; Mooncake is asked each time. A bucket is also measured
-as the store uses it, many blocks in one object: to ucm's *put* belongs asking for room, and writing its index. One block
-alone is an object of its own, and the store lets 200 ms pass between two such.
+as the store uses it, many blocks in one object: to ucm's *put* belongs asking for room, and writing its index. One
+block alone is an object of its own, and the store lets 200 ms pass between two such.
 
 A directory (segments, through the page cache) and memory of this host are measured besides, with nothing beside them:
 ``docs/stores.md`` has one table of all stores, which ``--write`` fills in.
@@ -30,12 +31,10 @@ import datetime as dt
 import json
 import os
 import random
-import re
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,27 +45,18 @@ sys.path.insert(0, str(ROOT / "benches" / "peers"))
 sys.path.insert(0, str(ROOT / "tests" / "mooncake"))
 
 import machine
+import remote_report as report
 from arm_process import ArmProcess
 from arms import Arm
 from mooncake_pool import PACKAGE, Pool
-from paired import interval, ratio
+from remote_report import Row
 from scratch import hollow
 
 from servers import BUCKET, KEYS, MissingError, redis_server, s3_server
 
 BLOCKS_KIB = (256, 1024)
-GOAL = 0.9
 #: Seconds that a round of one arm may take.
 PATIENCE = 300.0
-#: Figure of a round -> what it is called, its unit, and what is better.
-FIGURES: Mapping[str, tuple[str, str, Any]] = {
-    "dump": ("put", "GB/s", "more"),
-    "load": ("get", "GB/s", "more"),
-    "lookup_present": ("exists, all there", "us per id", "less"),
-    "lookup_absent": ("exists, none there", "us per id", "less"),
-    "dump_one": ("put, one block", "ms", "less"),
-    "load_one": ("get, one block", "ms", "less"),
-}
 #: Blocks that are put and got one after the other.
 SINGLES = 16
 
@@ -180,7 +170,7 @@ class Contest:
 
     def __init__(self, medium: Medium, chosen: argparse.Namespace, scratch: Path) -> None:
         self.medium, self.chosen, self.scratch = medium, chosen, scratch
-        #: (bytes of a block, arm) -> figures of each round.
+        #: (KiB of a block, arm) -> figures of each round.
         self.rounds: dict[tuple[int, str], list[dict[str, Any]]] = {}
         self.notes: list[str] = []
         self.arms: list[ArmProcess] = []
@@ -206,11 +196,13 @@ class Contest:
         return kept | KEYS | {"PYTHONPATH": os.pathsep.join(path), "MC_LOG_LEVEL": "WARNING"}
 
     def _note(self, arm: Arm, reason: str) -> None:
-        self.notes.append(f"{self.medium.name}, {arm.name}: {reason}")
+        if (note := f"{self.medium.name}, {arm.name}: {reason}") not in self.notes:
+            self.notes.append(note)
         print(f"  {arm.name} cannot run here: {reason}", flush=True)
 
-    def case(self, block_bytes: int) -> None:
+    def case(self, kib: int) -> None:
         """All rounds with blocks of this size; an arm that fails in one sits out the rest."""
+        block_bytes = kib << 10
         count = max(1, (self.chosen.mib << 20) // block_bytes)
         running = list(self.arms)
         for number in range(self.chosen.rounds):
@@ -226,76 +218,20 @@ class Contest:
                     os.sync()  # the next one finds a file system at rest
                 if reason := figures.get("unavailable") or figures.get("failed"):
                     self._note(arm.arm, reason)
-                    self.rounds.pop((block_bytes, arm.arm.name), None)
+                    self.rounds.pop((kib, arm.arm.name), None)
                     running.remove(arm)
                 else:
-                    self.rounds.setdefault((block_bytes, arm.arm.name), []).append(figures)
+                    self.rounds.setdefault((kib, arm.arm.name), []).append(figures)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Of every case and figure: ucm, and each other arm with its ratio."""
-        found = []
-        own, *others = [arm.name for arm in self.medium.arms]
-        for kib in self.chosen.block_kib:
-            ours = self.rounds.get((kib << 10, own), [])
-            for figure, (title, unit, better) in FIGURES.items():
-                for arm in self.medium.arms:
-                    values = [entry[figure] for entry in self.rounds.get((kib << 10, arm.name), [])]
-                    if not values or None in values:
-                        continue
-                    row = {"medium": self.medium.name, "kib": kib, "figure": title, "unit": unit, "arm": arm.name}
-                    row |= {"median": statistics.median(values), "rounds": values}
-                    if arm.name != own and ours:
-                        pairs = zip(values, [entry[figure] for entry in ours], strict=False)
-                        ratios = [ratio(other, mine, better) for other, mine in pairs]
-                        row |= {"ratio": statistics.median(ratios), "interval": interval(ratios)}
-                        row["goal"] = arm.name == others[0]
-                    found.append(row)
-        return found
+        names = [arm.name for arm in self.medium.arms]
+        return [row for kib in self.chosen.block_kib for row in report.rows(self.medium.name, kib, names, self.rounds)]
 
     def stop(self) -> None:
         """Ends every process."""
         for arm in self.arms:
             arm.stop()
-
-
-def table(rows: Sequence[Mapping[str, Any]], judged: bool) -> str:
-    """In Markdown: a line for each arm."""
-    lines = [
-        "| server | block | | arm | median | ucm to it | 95 % interval | goal |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        bounds, times, met = row.get("interval"), row.get("ratio"), ""
-        if row.get("goal") and judged:
-            met = f"{GOAL}: {'met' if row['ratio'] >= GOAL else '**missed**'}"
-        cells = [row["medium"], f"{row['kib']} KiB", row["figure"], row["arm"], f"{row['median']:.3g} {row['unit']}"]
-        cells += ["" if times is None else f"{times:.2f}", f"{bounds[0]:.2f} to {bounds[1]:.2f}" if bounds else "", met]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def own_figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ucm's stores did, in Markdown: a line for each store and size of block."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    for row in rows:
-        if row["arm"] == "ucm":
-            found.setdefault((row["medium"], row["kib"]), {})[row["figure"]] = row["median"]
-    heads = ("store", "block", "read, one block, ms", "write, one block, ms", "read, GB/s", "write, GB/s")
-    figures = ("get, one block", "put, one block", "get", "put")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for (medium, kib), values in found.items():
-        cells = [f"{values[figure]:.2f}" for figure in figures]
-        lines.append(f"| {medium} | {kib} KiB | {' | '.join(cells)} |")
-    return lines
-
-
-def write(document: Path, lines: Sequence[str]) -> None:
-    """Puts lines between the marks of a document."""
-    marks = re.compile(r"(<!-- bench-remote[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
-    text, done = marks.subn(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], document.read_text())
-    if done != 1:
-        raise SystemExit(f"{document} has no <!-- bench-remote --> ... <!-- end --> to write between")
-    document.write_text(text)
 
 
 def commit() -> str:
@@ -315,7 +251,7 @@ def main() -> None:
         "machine": machine.describe(chosen.dir),
         "settings": {"mib": chosen.mib, "rounds": chosen.rounds, "quick": chosen.quick},
     }
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="remote-", dir=chosen.dir, ignore_cleanup_errors=True) as scratch:
         for medium in media(chosen.clients.resolve()):
@@ -326,7 +262,7 @@ def main() -> None:
             try:
                 contest.greet()
                 for kib in chosen.block_kib:
-                    contest.case(kib << 10)
+                    contest.case(kib)
             except MissingError as missing:
                 contest.notes.append(f"{medium.name}: {missing}")
             finally:
@@ -334,7 +270,7 @@ def main() -> None:
             rows += contest.rows()
             notes += contest.notes
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    chosen.json.write_text(json.dumps(head | {"rows": rows, "notes": notes}, indent=1) + "\n")
+    chosen.json.write_text(json.dumps(head | {"rows": [row.__dict__ for row in rows], "notes": notes}, indent=1) + "\n")
     about, settings = head["machine"], head["settings"]
     measured = (
         f"Measured {head['date']} at commit {head['commit']}: {about['cores']} cores ({about['processor']}), "
@@ -343,11 +279,11 @@ def main() -> None:
     if chosen.quick:
         measured += " A quick run: it shows that every arm runs, and no speed."
     text = f"{measured}\n\n"
-    text += table(rows, not chosen.quick) + "\n\n" + "".join(f"- {note}\n" for note in notes)
+    text += report.table(rows, not chosen.quick) + "\n\n" + "".join(f"- {note}\n" for note in notes)
     chosen.json.with_suffix(".md").write_text(text)
     print(f"\n{text}")
     if chosen.write is not None:
-        write(chosen.write, [measured, "", *own_figures(rows)])
+        report.write(chosen.write, [measured, "", *report.own_figures(rows)])
 
 
 if __name__ == "__main__":
