@@ -133,26 +133,42 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// Figures as `child.py` names them: GB/s (10^9 bytes), and microseconds for each id.
+/// Milliseconds for putting and for getting one block, one after the other, the median of these.
+async fn one_ms(
+    client: &Client,
+    keys: &[String],
+    source: &[Bytes],
+    target: Vec<Vec<u8>>,
+) -> Result<[Option<f64>; 2]> {
+    let (mut put, mut got) = (Vec::new(), Vec::new());
+    for ((key, value), into) in keys.chunks(1).zip(source.chunks(1)).zip(target) {
+        let start = Instant::now();
+        client.put(key, value).await?;
+        put.push(start.elapsed().as_secs_f64() * 1e3);
+        let start = Instant::now();
+        client.get(key, vec![into]).await?;
+        got.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    Ok([median(put), median(got)])
+}
+
+/// Figures as `child.py` names them: GB/s (10^9 bytes), microseconds for each id, milliseconds for one block.
 async fn round(kind: &str, round: &Round) -> Result<Value> {
-    let Round {
-        directory,
-        block_bytes,
-        count,
-        seed,
-    } = round;
-    let keys = |what: &str| -> Vec<String> {
-        (0..*count)
-            .map(|block| format!("{what}-{seed}-{block:032x}"))
-            .collect()
+    let (count, len) = (round.count, round.block_bytes);
+    let keys = |what: &str, count: usize| -> Vec<String> {
+        let name = |block| format!("{what}-{}-{block:032x}", round.seed);
+        (0..count).map(name).collect()
     };
-    let (warm, absent, alone, keys) = (keys("warm"), keys("absent"), keys("alone"), keys("block"));
-    let source: Vec<Bytes> = (0..*count)
-        .map(|block| content(*seed, block, *block_bytes))
-        .collect();
-    let client = Client::open(kind, directory).await?;
+    let (warm, absent, keys, alone) = (
+        keys("warm", count),
+        keys("absent", count),
+        keys("block", count),
+        keys("alone", count.min(round.singles)),
+    );
+    let source: Vec<Bytes> = (0..count).map(|block| content(round.seed, block, len)).collect();
+    let client = Client::open(kind, &round.directory).await?;
     client.put(&warm, &source).await?;
-    let mut target = client.get(&warm, vec![vec![1; *block_bytes]; *count]).await?;
+    let mut target = client.get(&warm, vec![vec![1; len]; count]).await?;
     target.iter_mut().for_each(|block| block.fill(0));
 
     let start = Instant::now();
@@ -164,30 +180,17 @@ async fn round(kind: &str, round: &Round) -> Result<Value> {
     if target != source {
         return Err("what was got differs from what was put".into());
     }
-    let bytes = (count * block_bytes) as f64;
-    let (present, absent) = (
-        lookup_us(&client, &keys, true).await?,
-        lookup_us(&client, &absent, false).await?,
-    );
-    let (mut put_ms, mut get_ms, mut target) = (Vec::new(), Vec::new(), target);
-    for (key, value) in alone.chunks(1).zip(source.chunks(1)).take(*singles) {
-        let start = Instant::now();
-        client.put(key, value).await?;
-        put_ms.push(start.elapsed().as_secs_f64() * 1e3);
-    }
-    for key in alone.chunks(1).take(*singles) {
-        let into = target.split_off(target.len() - 1);
-        let start = Instant::now();
-        client.get(key, into).await?;
-        get_ms.push(start.elapsed().as_secs_f64() * 1e3);
-    }
+    let present = lookup_us(&client, &keys, true).await?;
+    let absent = lookup_us(&client, &absent, false).await?;
+    let [put_one, get_one] = one_ms(&client, &alone, &source, target).await?;
+    let bytes = (count * len) as f64;
     Ok(json!({
-        "dump_one": median(put_ms),
-        "load_one": median(get_ms),
         "dump": bytes / put / 1e9,
         "load": bytes / get / 1e9,
         "lookup_present": present,
         "lookup_absent": absent,
+        "dump_one": put_one,
+        "load_one": get_one,
     }))
 }
 
