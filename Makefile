@@ -15,8 +15,12 @@ WHEEL ?=
 
 # Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
 DEVICE ?= host
-# What its blocks are kept in: posix, a directory, nfs, a share that two hosts mount, redis, a Redis server, or s3, a bucket.
+# What its blocks are kept in: posix, a directory, nfs, a share that two hosts mount, redis, a Redis server,
+# s3, a bucket, or mooncake, a pool of memory.
 STORE ?= posix
+DEMO_SERVER_redis := servers
+DEMO_SERVER_s3 := servers-long
+DEMO_SERVER_mooncake := .tools/.stamp-mooncake
 # An algorithm of sparse attention to show instead: gsa_on_device, esa, gsa, kvstar, quest, infllm.
 SPARSE ?=
 
@@ -25,6 +29,8 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/
 	"$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
 # Arguments of benches/peers/run.py: make bench-peers PEERS_ARGS=--quick
 PEERS_ARGS ?=
+# Arguments of benches/python/remote.py: make bench-remote REMOTE_ARGS="--medium redis --rounds 21"
+REMOTE_ARGS ?=
 # What Git calls the other side of bench-beside, and arguments: make bench-beside REV=HEAD~1 BESIDE_ARGS=--quick
 REV ?=
 BESIDE_ARGS ?=
@@ -67,7 +73,7 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) $(if $(filter redis,$(STORE)),servers) $(if $(filter s3,$(STORE)),servers-long) ## one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, or SPARSE=NAME)
+demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, or SPARSE=NAME)
 ifneq ($(SPARSE),)
 	@$(RUN_BIN)/python demo/sparse.py $(SPARSE)
 else
@@ -228,7 +234,7 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "mypy" $(BIN)/mypy
 	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(BIN)/mypy demo/run.py demo/engine.py demo/sparse.py \
 		demo/sparse_engine.py examples/*.py
-	@$(STAGE) "mypy benches" env MYPYPATH=python:tests/vllm:demo:tests/gpu:benches/peers:benches/python:benches/quality \
+	@$(STAGE) "mypy benches" env MYPYPATH=python:tests/vllm:tests/mooncake:demo:tests/gpu:benches/peers:benches/python:benches/quality \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py benches/quality/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
 
@@ -250,6 +256,12 @@ bench: ## figures as ratios against a yardstick of the same run
 .PHONY: bench-peers
 bench-peers: $(PEERS)/.stamp $(PEERS)-cp312/.stamp $(VENV)/.stamp-core ## ucm beside other stores (PEERS_ARGS=--quick)
 	@$(PEERS)/bin/python benches/peers/run.py --python312 $(PEERS)-cp312/bin/python $(PEERS_ARGS)
+
+# LMCache's adapters are measured too where make bench-peers has installed them.
+.PHONY: bench-remote
+bench-remote: $(VENV)/.stamp-core servers-long .tools/.stamp-mooncake ## stores of the network beside their client alone (REMOTE_ARGS=--quick)
+	@$(STAGE) "build the clients alone" cargo build --locked --quiet --release -p ucm-benches --bin clients
+	@$(BIN)/python benches/python/remote.py --clients $(or $(CARGO_TARGET_DIR),target)/release/clients $(REMOTE_ARGS)
 
 .PHONY: bench-ttft
 bench-ttft: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## first token of engines: ucm, others' connectors (TTFT_ARGS=)

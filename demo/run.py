@@ -4,11 +4,11 @@
 2. warm: a new process finds the blocks and loads them instead of computing.
 3. one byte of one stored block is flipped; the blocks before it are loaded, it is refused, computed again and replaced.
 
-With ``--store nfs`` the store is a share that two hosts mount, each over a client of the tests. With ``--store redis``
-or ``s3`` it is on a server that the demo starts, and the third engine comes after that was killed and started again
-instead: what it kept is loaded. With ``--device
-softcuda`` the KV counts as the memory of a GPU, and every block goes there and back through the software driver of the
-tests: its streams, its events and the kernels that it interprets.
+With ``--store nfs`` the store is a share that two hosts mount, each over a client of the tests. With ``--store redis``,
+``s3`` or ``mooncake`` it is on a server that the demo starts, and the third engine comes after that was killed and
+started again instead: what it kept is loaded, what it forgot is computed and stored again. With ``--device softcuda``
+the KV counts as the memory of a GPU, and every block goes there and back through the software driver of the tests: its
+streams, its events and the kernels that it interprets.
 
 Ends with one table, a small SVG of the timings, and exit code 0 only if everything was as promised.
 """
@@ -21,7 +21,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 from typing import Any
 
@@ -153,16 +152,25 @@ def over_server(
     out: pathlib.Path, place: Service, device: dict[str, Any]
 ) -> tuple[list[report.Run], list[tuple[str, bool]]]:
     """The same over a server, which is killed and started again before the third engine; what must hold then."""
-    device = device | {"environment": {**device["environment"], **place.environment}}
+    paths = [of["PYTHONPATH"] for of in (device["environment"], place.environment) if "PYTHONPATH" in of]
+    environment = {**device["environment"], **place.environment}
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    device = device | {"environment": environment}
     progress, job = begin(out, place, device)
+    # Here loading is to be seen; a machine that is busy with something else would answer too late for it.
+    store = {**place.config, "deadlines": {"lookup_ms": 5000, "load_unknown_s": 60}}
     runs: list[report.Run] = []
     counts = [0]
     for title in ("cold", "warm", "server restarted"):
         if title == "server restarted":
             place.server.restart()
-            progress.line("server", "killed, and started again")
-        answer = run_engine(title.replace(" ", "-"), job | {"store": place.config}, out, progress)
-        blocks, all_bytes = _stored(place)
+            progress.line(
+                "server", "killed, and started again" + ("" if place.keeps else "; it has forgotten every block")
+            )
+            counts.append(counts[-1] if place.keeps else 0)
+        answer = run_engine(title.replace(" ", "-"), job | {"store": store}, out, progress)
+        blocks, all_bytes = place.stored()
         block_bytes = all_bytes // max(blocks, 1)
         progress.line("store", f"{blocks} blocks, {all_bytes / 1e6:.1f} MB")
         runs.append(
@@ -187,25 +195,24 @@ def over_server(
             warm.reused_tokens >= enough,
         ),
         ("warm: the first token came sooner", warm.first_token_s < cold.first_token_s),
-        ("nothing was written twice", warm.stored_bytes == again.stored_bytes == 0),
-        (
-            f"after the server's restart: {again.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} were loaded",
-            again.reused_tokens >= enough,
-        ),
+        ("warm: nothing was written twice", warm.stored_bytes == 0),
+        *after_restart(place.keeps, again, counts[-1]),
         ("all three outputs are identical", report.identical(runs)),
     ]
 
 
-def _stored(place: Service) -> tuple[int, int]:
-    """Blocks on the server and their bytes, as ``ucm inspect`` says it."""
-    keys = [(key, value) for key, value in place.config.items() if key != "storage_backends"]
-    told = [text for key, value in keys for text in ("-o", f"{key}={value}")]
-    command = [str(pathlib.Path(sys.executable).with_name("ucm")), "inspect", "--json", *told, place.address]
-    said = subprocess.run(command, capture_output=True, text=True, env=os.environ | place.environment, check=False)
-    if said.returncode:
-        raise DemoError(f"ucm inspect {place.address}: {said.stderr.strip()}")
-    (root,) = json.loads(said.stdout)["roots"]
-    return root["records"] + root["segment_records"], root["record_bytes"] + root["segment_bytes"]
+def after_restart(keeps: bool, again: report.Run, stored: int) -> list[tuple[str, bool]]:
+    """What must hold of the engine that comes after the server's restart, when ``stored`` blocks are there."""
+    loaded, enough = again.reused_tokens // BLOCK_SIZE, 0.95 * FULL_BLOCKS
+    if keeps:
+        return [
+            (f"after the server's restart: {loaded} of {FULL_BLOCKS} were loaded", loaded >= enough),
+            ("after the server's restart: nothing was written twice", again.stored_bytes == 0),
+        ]
+    return [
+        ("after the server's restart: nothing was there to reuse", loaded == 0),
+        (f"after the server's restart: {stored} of {FULL_BLOCKS} were stored again", stored >= enough),
+    ]
 
 
 def _figures(title: str, answer: dict[str, Any], before: StoreFiles, after: StoreFiles) -> report.Run:

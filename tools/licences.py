@@ -12,13 +12,15 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "THIRD-PARTY-LICENSES.txt"
 #: What wheels are built for, and the crate that they are built from.
 TARGETS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
-CRATE = ["--package", "ucm-py", "--features", "extension-module"]
+FEATURES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["maturin"]["features"]
+CRATE = ["--package", "ucm-py", "--features", ",".join(FEATURES)]
 #: The standard library is linked too; compilers come with and without its texts, so it stands here.
 STD = "Copyright (c) The Rust Project Contributors"
 

@@ -33,8 +33,9 @@ class ArmProcess:
             self.reason = "not installed: there is no CPython 3.12 for it (make bench-peers PYTHON312=<file>)"
             return
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        child = [python, str(HERE / "child.py"), arm.module, arm.kind, json.dumps(dict(arm.options))]
         self._process = subprocess.Popen(
-            [python, str(HERE / "child.py"), arm.module, arm.kind, json.dumps(dict(arm.options))],
+            [arm.program, arm.kind] if arm.program else child,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -21,6 +21,8 @@ class Arm:
     store: bool = True
     #: Runs in the environment for CPython 3.12.
     python312: bool = False
+    #: A program that answers as ``child.py`` does, called with ``kind``, in place of a class.
+    program: str = ""
 
 
 #: Blocks are published as soon as nothing more is being written: a round ends when all of its blocks are.

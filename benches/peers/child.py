@@ -54,10 +54,20 @@ def lookup_us(peer: Peer, names: Any, expected: bool, count: int) -> float | Non
     return statistics.median(took)
 
 
-def one_round(peer: Peer, directory: str, block_bytes: int, count: int, direct: bool, seed: int) -> dict[str, Any]:
-    """The figures of one round: GB/s (10^9 bytes) of dump and load, microseconds per id of lookups."""
+def one_ms(call: Callable[..., Any], names: Any, memory: Any, count: int) -> float | None:
+    """Milliseconds that a call takes for one block, the median of so many, one after the other; None for none."""
+    each = [slice(number, number + 1) for number in range(count)]
+    took = [timed(call, names[one], memory[one])[0] * 1e3 for one in each]
+    return statistics.median(took) if took else None
+
+
+def one_round(
+    peer: Peer, directory: str, block_bytes: int, count: int, direct: bool, seed: int, singles: int = 0
+) -> dict[str, Any]:
+    """The figures of one round: GB/s (10^9 bytes) of dump and load, microseconds per id of lookups; milliseconds for
+    one block, of so many ``singles``, for a peer whose names and memory are sequences of blocks."""
     random = np.random.default_rng(seed)
-    warm, ids, absent = ([random.bytes(16) for _ in range(count)] for _ in range(3))
+    warm, ids, absent, alone = ([random.bytes(16) for _ in range(count)] for _ in range(4))
     source, target = pages(count, block_bytes), pages(count, block_bytes)
     source.view(np.uint64)[:] = random.integers(0, 2**63, source.nbytes // 8, np.uint64).reshape(count, -1)
     peer.prepare(directory, block_bytes, count, direct)
@@ -76,6 +86,9 @@ def one_round(peer: Peer, directory: str, block_bytes: int, count: int, direct: 
             raise RuntimeError("what was loaded differs from what was dumped")
         present_us = lookup_us(peer, names, True, count)
         absent_us = lookup_us(peer, names_absent, False, count)
+        names_alone, singles = peer.name_blocks(alone), min(singles, count)
+        dump_ms = one_ms(peer.dump, names_alone, from_memory, singles)
+        load_ms = one_ms(peer.load, names_alone, to_memory, singles)
     finally:
         peer.close()
     figures = {
@@ -83,8 +96,10 @@ def one_round(peer: Peer, directory: str, block_bytes: int, count: int, direct: 
         "load": source.nbytes / load_s / 1e9,
         "lookup_present": present_us,
         "lookup_absent": absent_us,
+        "dump_one": dump_ms,
+        "load_one": load_ms,
     }
-    return {name: figure if name in peer.figures else None for name, figure in figures.items()}
+    return {name: figure if name.removesuffix("_one") in peer.figures else None for name, figure in figures.items()}
 
 
 def answer(out: TextIO, message: dict[str, Any]) -> None:

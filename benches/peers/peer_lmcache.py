@@ -38,11 +38,16 @@ class LMCacheL2(Peer):
         return metadata.version("lmcache")
 
     def prepare(self, directory: str, block_bytes: int, count: int, direct: bool) -> None:
+        spec = self._spec(directory, direct)
+        parsed = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)]))
+        self._adapter = create_l2_adapter(parsed.adapters[0])
+
+    def _spec(self, directory: str, direct: bool) -> dict[str, Any]:
+        """What the adapter is told."""
         spec: dict[str, Any] = {"type": self.options["type"], "base_path": directory, "use_odirect": direct}
         if self._native:
             spec["num_workers"] = THREADS
-        parsed = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)]))
-        self._adapter = create_l2_adapter(parsed.adapters[0])
+        return spec
 
     def name_blocks(self, ids: Sequence[bytes]) -> list[Any]:
         return [ObjectKey(chunk_hash=key, model_name="bench", kv_rank=0) for key in ids]

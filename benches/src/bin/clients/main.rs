@@ -1,0 +1,219 @@
+//! Client libraries alone, beside which `make bench-remote` measures the stores that are built on them:
+//! `clients redis`, `clients s3` or `clients s3-segments`.
+//!
+//! It answers as `benches/peers/child.py` does: for each round a line of JSON that names the address of an empty server,
+//! and a line with the figures. A round puts as many other blocks as will be measured, so that connections are open, then
+//! times putting blocks, getting them into memory of the caller and asking which are there, and single blocks one after
+//! the other. What came back is compared.
+//! Nothing is added to what the library does: no checksums, headers or deadlines. It has as many connections, requests at
+//! once and threads as the store has.
+#![allow(clippy::print_stdout, reason = "it answers on standard output")]
+
+mod redis;
+mod s3;
+
+use std::error::Error;
+use std::future::Future;
+use std::io::{BufRead, Write};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use bytes::Bytes;
+use futures_util::stream::{self, StreamExt, TryStreamExt};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// Whatever goes wrong ends the round, and its text is told.
+type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
+
+/// Requests at once, as `redis_concurrency` and `object_concurrency` of the stores.
+const AT_ONCE: usize = 16;
+/// Threads that drive the client, as in `ucm_infra::Runtime`.
+const THREADS: usize = 2;
+/// An answer takes microseconds: the median of so many counts.
+const LOOKUPS: usize = 7;
+
+/// One round, as the driver asks for it.
+#[derive(Deserialize)]
+struct Round {
+    /// `host:port` of the server.
+    directory: String,
+    block_bytes: usize,
+    count: usize,
+    seed: u64,
+    /// Blocks that are put and got one after the other.
+    singles: usize,
+}
+
+/// The client of a server.
+enum Client {
+    Redis(redis::Redis),
+    S3(s3::Bucket),
+    Segments(s3::Segments),
+}
+
+impl Client {
+    async fn open(kind: &str, at: &str) -> Result<Self> {
+        match kind {
+            "redis" => Ok(Self::Redis(redis::Redis::open(at).await?)),
+            "s3" => Ok(Self::S3(s3::Bucket::open(at)?)),
+            "s3-segments" => Ok(Self::Segments(s3::Segments::open(at)?)),
+            other => Err(format!("{other} is no client; write redis, s3 or s3-segments").into()),
+        }
+    }
+
+    async fn put(&self, keys: &[String], values: &[Bytes]) -> Result<()> {
+        match self {
+            Self::Redis(client) => client.put(keys, values).await,
+            Self::S3(client) => client.put(keys, values).await,
+            Self::Segments(client) => client.put(keys, values).await,
+        }
+    }
+
+    /// Fills memory of the caller, which it hands over meanwhile.
+    async fn get(&self, keys: &[String], into: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+        match self {
+            Self::Redis(client) => client.get(keys, into).await,
+            Self::S3(client) => client.get(keys, into).await,
+            Self::Segments(client) => client.get(keys, into).await,
+        }
+    }
+
+    /// None where the library cannot be asked.
+    async fn exist(&self, keys: &[String]) -> Result<Option<Vec<bool>>> {
+        match self {
+            Self::Redis(client) => client.exist(keys).await.map(Some),
+            Self::S3(client) => client.exist(keys).await.map(Some),
+            Self::Segments(_) => Ok(None),
+        }
+    }
+}
+
+/// Does each of these, [`AT_ONCE`] at a time and on every thread; what came of them, in order.
+async fn each<T: Send + 'static, F>(jobs: impl Iterator<Item = F>) -> Result<Vec<T>>
+where
+    F: Future<Output = Result<T>> + Send + 'static,
+{
+    let started = stream::iter(jobs).map(tokio::spawn).buffered(AT_ONCE);
+    let ended = started.map(|job| job.unwrap_or_else(|stopped| Err(stopped.into())));
+    ended.try_collect().await
+}
+
+/// Bytes that no server makes smaller, others for each block.
+fn content(seed: u64, block: usize, len: usize) -> Bytes {
+    let mut state = seed ^ (block as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let words = (0..len.div_ceil(8)).flat_map(|_| {
+        state = state
+            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+            .wrapping_add(0x1405_7b7e_f767_814f);
+        (state ^ (state >> 29)).to_le_bytes()
+    });
+    words.take(len).collect::<Vec<u8>>().into()
+}
+
+/// Microseconds for each key, the median of [`LOOKUPS`]; none where the library cannot be asked.
+async fn lookup_us(client: &Client, keys: &[String], there: bool) -> Result<Option<f64>> {
+    let mut took = Vec::with_capacity(LOOKUPS);
+    for _ in 0..LOOKUPS {
+        let start = Instant::now();
+        let Some(found) = client.exist(keys).await? else {
+            return Ok(None);
+        };
+        took.push(start.elapsed().as_secs_f64() * 1e6 / keys.len() as f64);
+        if found.iter().any(|found| *found != there) {
+            return Err("a key is there that should not be, or is not that should".into());
+        }
+    }
+    Ok(median(took))
+}
+
+/// None of none.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
+/// Milliseconds for putting and for getting one block, one after the other, the median of these.
+async fn one_ms(
+    client: &Client,
+    keys: &[String],
+    source: &[Bytes],
+    target: Vec<Vec<u8>>,
+) -> Result<[Option<f64>; 2]> {
+    let (mut put, mut got) = (Vec::new(), Vec::new());
+    for ((key, value), into) in keys.chunks(1).zip(source.chunks(1)).zip(target) {
+        let start = Instant::now();
+        client.put(key, value).await?;
+        put.push(start.elapsed().as_secs_f64() * 1e3);
+        let start = Instant::now();
+        client.get(key, vec![into]).await?;
+        got.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    Ok([median(put), median(got)])
+}
+
+/// Figures as `child.py` names them: GB/s (10^9 bytes), microseconds for each id, milliseconds for one block.
+async fn round(kind: &str, round: &Round) -> Result<Value> {
+    let (count, len) = (round.count, round.block_bytes);
+    let keys = |what: &str, count: usize| -> Vec<String> {
+        let name = |block| format!("{what}-{}-{block:032x}", round.seed);
+        (0..count).map(name).collect()
+    };
+    let (warm, absent, keys, alone) = (
+        keys("warm", count),
+        keys("absent", count),
+        keys("block", count),
+        keys("alone", count.min(round.singles)),
+    );
+    let source: Vec<Bytes> = (0..count).map(|block| content(round.seed, block, len)).collect();
+    let client = Client::open(kind, &round.directory).await?;
+    client.put(&warm, &source).await?;
+    let mut target = client.get(&warm, vec![vec![1; len]; count]).await?;
+    target.iter_mut().for_each(|block| block.fill(0));
+
+    let start = Instant::now();
+    client.put(&keys, &source).await?;
+    let put = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let target = client.get(&keys, target).await?;
+    let get = start.elapsed().as_secs_f64();
+    if target != source {
+        return Err("what was got differs from what was put".into());
+    }
+    let present = lookup_us(&client, &keys, true).await?;
+    let absent = lookup_us(&client, &absent, false).await?;
+    let [put_one, get_one] = one_ms(&client, &alone, &source, target).await?;
+    let bytes = (count * len) as f64;
+    Ok(json!({
+        "dump": bytes / put / 1e9,
+        "load": bytes / get / 1e9,
+        "lookup_present": present,
+        "lookup_absent": absent,
+        "dump_one": put_one,
+        "load_one": get_one,
+    }))
+}
+
+fn main() -> ExitCode {
+    let kind = std::env::args().nth(1).unwrap_or_default();
+    // What object_store's HTTP client is without: a choice of cryptography.
+    let _already = rustls::crypto::ring::default_provider().install_default();
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let Ok(runtime) = builder.worker_threads(THREADS).enable_all().build() else {
+        return ExitCode::FAILURE;
+    };
+    let answer = |message: &Value| writeln!(std::io::stdout(), "{message}").is_ok();
+    let threads = format!("{THREADS}, {AT_ONCE} requests at once");
+    let mut goes_on = answer(&json!({"version": "as the store's", "threads": threads}));
+    for line in std::io::stdin().lock().lines() {
+        let Some(line) = line.ok().filter(|_| goes_on) else {
+            break;
+        };
+        let figures = match serde_json::from_str::<Round>(&line) {
+            Ok(asked) => runtime.block_on(round(&kind, &asked)),
+            Err(error) => Err(error.into()),
+        };
+        goes_on = answer(&figures.unwrap_or_else(|error| json!({"failed": error.to_string()})));
+    }
+    ExitCode::SUCCESS
+}
