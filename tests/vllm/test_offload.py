@@ -232,9 +232,7 @@ def test_a_stored_prompt_is_selected_from_without_being_read(deep: Engine, work:
     (result,) = deep.collect([name])
     assert result.cached == DEEP_BLOCKS * BLOCK
     keep = choosing(QuestConfig(**QUEST), BLOCK, KV_HEADS, HEAD_SIZE)
-    answer = Llama(work / "deep-model", BLOCK).answer(
-        case.tokens, case.max_tokens, keep(), stored=DEEP_BLOCKS * BLOCK
-    )
+    answer = Llama(work / "deep-model", BLOCK).answer(case.tokens, case.max_tokens, keep(), stored=DEEP_BLOCKS * BLOCK)
     assert_as_computed(result, answer)
     assert_chosen(deep, result, answer)
     stats = sparse_stats(deep)

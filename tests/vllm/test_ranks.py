@@ -102,8 +102,8 @@ class TestTwoRanks:
 
 @pytest.mark.skipif(IN_USE, reason="keys are read from memory that only a device may touch")
 def test_two_ranks_that_share_a_selection_choose_what_one_chooses(work: Path, model: Path, host: EngineHost) -> None:
-    """Each has half of the KV heads, and they add up integer scores: what they keep is what torch keeps by the scores of
-    all heads, and so are the tokens. What they keep leaves the device and comes back on both."""
+    """Each has half of the KV heads, and they add up integer scores: what they keep is what torch keeps by the scores
+    of all heads, and so are the tokens. What they keep leaves the device and comes back on both."""
     quest = {"ratio": 0.2, "min_tokens": 330}
     method = quest | {"shared_selection": True, "offload": True, "retrieval_ms": 60_000}
     spec = EngineSpec(

@@ -22,7 +22,10 @@ from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.host import set_active_host
 from ucm.integration.vllm.attention.offload import Offload
 from ucm.integration.vllm.attention.rows import OffloadChange, SparsePlan
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 from ucm.integration.vllm.connector.worker.layered_store import LayeredStore
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.methods import Quest
@@ -418,7 +421,11 @@ def test_which_prompts_are_selected_from_without_being_read() -> None:
     assert unread(request) == whole
     planned.planner.forget("a")
     assert planned.planner.unread("a") == range(0)
-    for other in (Planned(spare=len(whole) - 1), Planned(keys={"select_stored": False}), Planned(keys={"min_blocks": 99})):
+    for other in (
+        Planned(spare=len(whole) - 1),
+        Planned(keys={"select_stored": False}),
+        Planned(keys={"min_blocks": 99}),
+    ):
         other.planner.consider(other.begins(TOKENS), stored)  # type: ignore[arg-type]
         assert other.planner.unread("a") == range(0)
 
@@ -440,3 +447,25 @@ def test_a_request_whose_prompt_is_not_read_is_as_one_whose_blocks_have_left() -
     planned.planner.gave_back("a")
     assert planned.planner.take() == ([], ["a"])
     assert planned.exact(request) == TOKENS  # type: ignore[arg-type]
+
+
+def test_keys_of_what_is_approximate_are_no_other_requests(engines: Any) -> None:
+    """The last block of a prompt that is selected from is stored, and hashed, before it turns out to be approximate."""
+    del engines
+    prompt = list(range(4 * BLOCK))
+    request = SimpleNamespace(num_preemptions=0, lora_request=None, _all_token_ids=prompt, num_tokens=len(prompt))
+    maker = KeyMaker("identity", BLOCK, "sha256", SimpleNamespace(of=lambda *_: None))  # type: ignore[arg-type]
+    known, tracker = BlockTracker(), RequestTracker(request)  # type: ignore[arg-type]
+    real = maker.first(request)  # type: ignore[arg-type]
+    lookup = SimpleNamespace(keys=real, hits=4, done=True, adopted=False, answered=True, hashing=False)
+    tracker.lookup = lookup  # type: ignore[assignment]
+    tracker.adopt(known)
+    assert list(tracker.stored_keys(known)) == real
+    assert tracker.grow(4, maker, known, 3) == 4
+    assert tracker.keys[:3] == real[:3] and tracker.keys[3] not in real
+    assert list(tracker.stored_keys(known)) == real[:3]
+    prompt += range(BLOCK)
+    assert tracker.grow(5, maker, known, 3) == 5
+    assert tracker.keys[4] not in maker.first(request)  # type: ignore[arg-type]
+    tracker.restart()
+    assert tracker.keys == real[:3] and tracker.private_at is None

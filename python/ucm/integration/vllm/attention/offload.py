@@ -1,9 +1,10 @@
 """Requests whose middle blocks are in the store, and of which the device holds those that are chosen.
 
 A request that decodes keeps the blocks of its windows where vLLM put them. The others have left the device, or were
-never loaded (a prompt that was stored before); it was given *hot* blocks for them, and in each layer a hot block holds the KV of whichever block was chosen there. What
-is chosen and not there is loaded, this layer alone, and waited for within the step's bound. A block that still is not
-there is left out of the step and counted: nothing is ever read that was not loaded.
+never loaded (a prompt that was stored before). It was given *hot* blocks for them, and in each layer a hot block holds
+the KV of whichever block was chosen there. What is chosen and not there is loaded, this layer alone, and waited for
+within the step's bound. A block that still is not there is left out of the step and counted: nothing is ever read that
+was not loaded.
 
 The representations of blocks that leave are kept in rows behind those of the device, so choosing reads no KV. What the
 next steps will likely choose is brought into the store's upper tiers meanwhile, by a

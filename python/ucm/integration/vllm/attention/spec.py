@@ -120,6 +120,7 @@ class SparseManager(FullAttentionManager):
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Blocks for new tokens, and hot ones that are still to be given."""
         unread = self._unread(request_id)
+        needed: int
         if unread and request_id not in self.num_cached_block:
             needed = max(-(-num_tokens // self.block_size) - len(unread), 0)
         else:

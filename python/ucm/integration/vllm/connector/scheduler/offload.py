@@ -83,8 +83,9 @@ class OffloadPlanner:
     # Prompts that are stored -----------------------------------------------------------------------------------------
 
     def consider(self, request: Request, stored: int) -> None:
-        """vLLM is told that the first ``stored`` blocks of a new request can be loaded: decide whether all are. Where the
-        rest of its prompt fits into the last window, they are selected from, and those of the windows are loaded."""
+        """vLLM is told that the first ``stored`` blocks of a new request can be loaded: decide whether all of them are.
+        Where the rest of its prompt fits into the last window, they are selected from, and those of the windows alone
+        are loaded."""
         size = self._block_tokens
         self.forget(request.request_id)
         if not self._selects_stored or self.stored is None or request.num_preemptions or request.num_output_tokens:

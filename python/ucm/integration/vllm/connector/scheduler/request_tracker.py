@@ -146,7 +146,7 @@ class RequestTracker:
         """
         self.adopt(block_tracker)
         if private_from is not None and self.private_at is None and len(self.keys) > private_from:
-            self.private_at = private_from
+            self.private_at, self.stored = private_from, min(self.stored, private_from)
             del self.keys[private_from:]
         if len(self.keys) < upto:
             if self.lookup is not None and self.lookup.hashing:

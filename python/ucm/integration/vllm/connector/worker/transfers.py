@@ -152,7 +152,9 @@ class Loads:
             self.blocks += len(load.blocks) - len(failures)
             if failures:
                 first = 0 if load.unread else min(failures)
-                throttle.warning("load failed", "request %s: block %d: %s", load.request, first, failures[min(failures)])
+                throttle.warning(
+                    "load failed", "request %s: block %d: %s", load.request, first, failures[min(failures)]
+                )
                 keys = split_keys(load.keys)
                 newer = [row for row, why in failures.items() if reason_of(why) == MissReason.NEWER_VERSION]
                 bad = [
