@@ -406,12 +406,13 @@ def test_which_prompts_are_selected_from_without_being_read() -> None:
     stored = (TOKENS - 1) // BLOCK
     whole = range(INIT, stored + 1 - LOCAL)
 
-    def unread(request: Request, blocks: int = stored) -> range:
-        planned.planner.consider(request, blocks)  # type: ignore[arg-type]
+    def unread(request: Request, blocks: int = stored, first: int = 0) -> range:
+        planned.planner.consider(request, first, blocks)  # type: ignore[arg-type]
         return planned.planner.unread("a")
 
     request = planned.begins(TOKENS)
     assert unread(request) == whole
+    assert unread(request, first=stored - 3) == range(0), "nearly all of it is on the device"
     assert unread(request, stored - LOCAL) == range(0), "what is left to compute is more than the window"
     request.stored = stored - 1
     assert unread(request) == range(0), "a rank lacks one"
@@ -425,8 +426,9 @@ def test_which_prompts_are_selected_from_without_being_read() -> None:
         Planned(spare=len(whole) - 1),
         Planned(keys={"select_stored": False}),
         Planned(keys={"min_blocks": 99}),
+        Planned(keys={"init_blocks": 0}),
     ):
-        other.planner.consider(other.begins(TOKENS), stored)  # type: ignore[arg-type]
+        other.planner.consider(other.begins(TOKENS), 0, stored)  # type: ignore[arg-type]
         assert other.planner.unread("a") == range(0)
 
 
@@ -434,7 +436,7 @@ def test_a_request_whose_prompt_is_not_read_is_as_one_whose_blocks_have_left() -
     planned = Planned()
     request = planned.begins(TOKENS)
     stored = (TOKENS - 1) // BLOCK
-    planned.planner.consider(request, stored)  # type: ignore[arg-type]
+    planned.planner.consider(request, 0, stored)  # type: ignore[arg-type]
     hot = planned.planner.hot("a", stored * BLOCK)
     planned.planner.given("a", list(range(hot)))
     unread = planned.planner.admitted(request)  # type: ignore[arg-type]

@@ -82,20 +82,23 @@ class OffloadPlanner:
 
     # Prompts that are stored -----------------------------------------------------------------------------------------
 
-    def consider(self, request: Request, stored: int) -> None:
-        """vLLM is told that the first ``stored`` blocks of a new request can be loaded: decide whether all of them are.
-        Where the rest of its prompt fits into the last window, they are selected from, and those of the windows alone
-        are loaded."""
+    def consider(self, request: Request, first: int, stored: int) -> None:
+        """vLLM has the first ``first`` blocks of a new request, and is told that those up to ``stored`` can be loaded:
+        decide whether all of them are. Where the rest of its prompt fits into the last window, and loading them would
+        be more than giving it hot blocks, they are selected from, and those of the windows alone are loaded."""
         size = self._block_tokens
         self.forget(request.request_id)
         if not self._selects_stored or self.stored is None or request.num_preemptions or request.num_output_tokens:
+            return
+        if self._init == 0:  # what fails is told by the first block, which must be one that is loaded
             return
         unread = range(self._init, stored + 1 - self._local_until_chosen)
         blocks = -(-request.num_tokens // size)
         if (
             blocks - stored <= self._local
             and stored * size >= self._method.exact_tokens(0)
-            and self._budget(blocks) < len(unread) <= self._free
+            and self._budget(blocks) < min(len(unread), stored - first)
+            and len(unread) <= self._free
             and len(self.stored(request)) >= stored
         ):
             self._admissions[request.request_id] = _Admission(unread, stored)

@@ -208,7 +208,7 @@ class UCMConnectorScheduler:
         first, end = num_computed_tokens // self._block_tokens, (num_computed_tokens + tokens) // self._block_tokens
         end, tracker.reason = self._hit_policy.taken(tracker, first, end)
         if self._offload is not None and end > first and tracker.selectable:
-            self._offload.consider(request, end)
+            self._offload.consider(request, first, end)
         return ((end - first) * self._block_tokens, end > first)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
