@@ -212,35 +212,67 @@ def worker(engine: Engine, expression: str) -> Any:
     return ast.literal_eval(engine.rpc("probe_worker_eval", expression)[0])
 
 
-def test_a_stored_prompt_is_selected_from_without_being_read(deep: Engine, work: Path) -> None:
-    """It is admitted with its representations and the blocks of its windows; the others are read when they are chosen,
-    those that will likely be are brought up by the prefetch engine, and its answer is that of the same selection."""
-    case = Case(prompt(97, DEEP_BLOCKS * BLOCK + 9), 24)
+@pytest.fixture(scope="module")
+def stored(deep: Engine) -> Case:
+    """A prompt that is stored but for its last tokens."""
+    case = Case(prompt(97, DEEP_BLOCKS * BLOCK + 9), 60)
     deep.ask(case.tokens, 1)
     wait_until(lambda: worker(deep, "connector.stats()['blocks_published']") >= DEEP_BLOCKS, "it is stored")
+    return case
+
+
+def deep_answer(work: Path, case: Case, stored: int | None) -> Answer:
+    """What torch answers when the tokens after the first ``stored`` are computed under the selection."""
+    keep = choosing(QuestConfig(**QUEST), BLOCK, KV_HEADS, HEAD_SIZE)
+    return Llama(work / "deep-model", BLOCK).answer(case.tokens, case.max_tokens, keep(), stored=stored)
+
+
+def test_a_stored_prompt_is_selected_from_without_being_read(deep: Engine, stored: Case, work: Path) -> None:
+    """It is admitted with its representations and the blocks of its windows; the others are read when they are chosen,
+    those that will likely be are brought up by the prefetch engine, and its answer is that of the same selection."""
     deep.reset()
     size, read = worker(deep, "connector._worker._layout.block_bytes"), worker(deep, BYTES_READ)
+    before = worker(deep, "connector._worker.loads.blocks")
     assert size >= 256 << 10
-    (name,) = deep.submit(case.ask())
+    (name,) = deep.submit(stored.ask())
 
-    def loaded_by_step() -> int:
+    def admitted() -> int:
         deep.step(1)
         return int(deep.scheduler_eval("len(scheduler.finished_recving_kv_req_ids)"))
 
-    wait_until(loaded_by_step, "it is admitted")
+    wait_until(admitted, "it is admitted")
     read = worker(deep, BYTES_READ) - read
-    loaded = worker(deep, "connector._worker.loads.blocks")
-    assert loaded == WINDOWS - 1, "the last block of the window is the one that is computed"
+    windows = worker(deep, "connector._worker.loads.blocks") - before
+    assert windows == WINDOWS - 1, "the last block of the window is the one that is computed"
     record = worker(deep, "connector._worker._store.record_len")
-    assert 0 < read - loaded * record <= 0.1 * DEEP_BLOCKS * size
+    assert 0 < read - windows * record <= 0.1 * DEEP_BLOCKS * size
     (result,) = deep.collect([name])
     assert result.cached == DEEP_BLOCKS * BLOCK
-    keep = choosing(QuestConfig(**QUEST), BLOCK, KV_HEADS, HEAD_SIZE)
-    answer = Llama(work / "deep-model", BLOCK).answer(case.tokens, case.max_tokens, keep(), stored=DEEP_BLOCKS * BLOCK)
+    answer = deep_answer(work, stored, DEEP_BLOCKS * BLOCK)
     assert_as_computed(result, answer)
     assert_chosen(deep, result, answer)
     stats = sparse_stats(deep)
     assert stats.get("blocks_absent", 0) == stats.get("blocks_without_slot", 0) == 0
     assert stats["blocks_loaded"] > 0 and stats["blocks_prefetched"] > 0 and stats["hit_rate"] > 0
+    state = deep.scheduler()
+    assert state["free_blocks"] == state["total_blocks"]
+    # The end of the prompt and the answer are approximate: what goes on from them computes them.
+    again = deep.ask(stored.tokens + result.tokens + prompt(98, 60), 1)
+    assert again.cached == DEEP_BLOCKS * BLOCK
+
+
+def test_a_stored_prompt_without_representations_is_read_whole(deep: Engine, stored: Case, work: Path) -> None:
+    """It is found out when they do not come; the end of the prompt is dense then, as when it is new."""
+    deep.reset()
+    representations = "connector._sparse_worker.representations"
+    name, before = worker(deep, f"{representations}.name"), worker(deep, "connector._worker.loads.blocks")
+    worker(deep, f"setattr({representations}, 'name', 'rep-unknown')")
+    result = deep.generate(stored.ask())[0]
+    worker(deep, f"setattr({representations}, 'name', '{name}')")
+    assert result.cached == DEEP_BLOCKS * BLOCK
+    assert worker(deep, "connector._worker.loads.blocks") - before == WINDOWS - 1 + DEEP_BLOCKS
+    answer = deep_answer(work, stored, None)
+    assert_as_computed(result, answer)
+    assert_chosen(deep, result, answer)
     state = deep.scheduler()
     assert state["free_blocks"] == state["total_blocks"]
