@@ -48,6 +48,7 @@ class RequestTracker:
         "ran_from",
         "reason",
         "request",
+        "selectable",
         "stored",
         "tally",
         "touched_at",
@@ -64,6 +65,7 @@ class RequestTracker:
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
         self.stored = 0  # blocks before it are in the store, on every rank
+        self.selectable = True  # it may be selected from without being read
         self.private_at: int | None = None  # ordinal of the first key that no other request can have
         #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
         self.confirming: tuple[int, float] | None = None
@@ -127,7 +129,7 @@ class RequestTracker:
         lookup = self.lookup
         if lookup is None or lookup.keys is None:
             return False
-        if len(lookup.keys) > len(self.keys):
+        if len(lookup.keys) > len(self.keys) and self.private_at is None:
             self.keys = list(lookup.keys)
         if lookup.done and not lookup.adopted:
             lookup.adopted = True
@@ -143,13 +145,15 @@ class RequestTracker:
         tokens alone.
         """
         self.adopt(block_tracker)
+        if private_from is not None and self.private_at is None and len(self.keys) > private_from:
+            self.private_at, self.stored = private_from, min(self.stored, private_from)
+            del self.keys[private_from:]
         if len(self.keys) < upto:
             if self.lookup is not None and self.lookup.hashing:
                 return len(self.keys)
             try:
                 self.keys.extend(maker.more(self.request, self._parents(private_from)))
                 if private_from is not None and self.private_at is None and len(self.keys) > private_from:
-                    del self.keys[private_from:]
                     return self.grow(upto, maker, block_tracker, private_from)
             except UnkeyableError as error:
                 self.keyable = error.pending
