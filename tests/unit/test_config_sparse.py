@@ -162,7 +162,7 @@ def test_keys_of_the_original_without_meaning_are_said_once() -> None:
 
 @pytest.mark.parametrize("key", sorted(NEEDS))
 def test_a_key_that_does_nothing_without_another_one_says_so(key: str) -> None:
-    value = "lru" if key == "eviction" else True if key == "prefetch_enabled" else 3
+    value: Any = {"eviction": "lru", "prefetch_enabled": True, "select_stored": True}.get(key, 3)
     (warning,) = load({"storage_path": "/d", "GSA": {key: value}}, {}).warnings
     assert f'"GSA.{key}"' in warning and f"`{NEEDS[key][0]}" in warning
     for needed in NEEDS[key]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 
 from cases import Case
@@ -51,3 +52,11 @@ def assert_as_computed(result: Result, answer: Answer) -> None:
     """What torch answers: the same tokens, and log-probabilities as close as two ways of adding up are."""
     assert result.tokens == answer.tokens
     assert max(abs(a - b) for a, b in zip(result.logprobs, answer.logprobs, strict=True)) < 1e-2
+
+
+def assert_chosen(engine: Engine, result: Result, answer: Answer) -> None:
+    """On every rank each layer of each step kept the blocks that torch keeps, of an engine that records them."""
+    for said in engine.rpc("probe_choices", result.id):
+        kept, _ = ast.literal_eval(said)
+        different = {at for at in kept.keys() | answer.choices.keys() if kept.get(at) != answer.choices.get(at)}
+        assert not different, {at: (kept.get(at), answer.choices.get(at)) for at in sorted(different)[:3]}

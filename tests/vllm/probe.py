@@ -82,9 +82,45 @@ class Probe:
             for parameter in self.model_runner.get_model().parameters():  # type: ignore[attr-defined]
                 parameter.mul_(factor)
 
+    def probe_record_choices(self) -> None:
+        """From now on remembers the blocks that each request keeps, and counts what tensor ranks add up."""
+        method = _connector()._sparse_worker.method
+        if hasattr(method, "recorded"):
+            return
+        recorded, real, reduce = {}, method.select_rows, method._reduce
+        method.recorded, method.reduced = recorded, []
+
+        def select_rows(name: str, query: Any, table: Any) -> Any:
+            rows, selection = method._sparse_metadata.rows, real(name, query, table)
+            for number, place in enumerate([] if selection is None else selection.rows.tolist()):
+                kept, row = selection.kept(number).tolist(), rows[place]
+                if len(kept) < -(-row.tokens // method.selector.geometry.block_size):
+                    of_request = recorded.setdefault(row.request_id, {})
+                    of_request[row.tokens, method.layer_number(name)] = tuple(kept)
+            return selection
+
+        def counting(scores: Any, combine: str) -> Any:
+            method.reduced.append((str(scores.dtype), tuple(scores.shape), combine))
+            return reduce(scores, combine)
+
+        method.select_rows = select_rows
+        if reduce is not None:
+            method._reduce = method.chooser._reduce = counting
+
+    def probe_choices(self, request: str) -> str:
+        """``repr`` of what a request kept (see :class:`sparse_reference.Answer`), and of what ranks have added up so
+        far, for all requests."""
+        method = _connector()._sparse_worker.method
+        found = [kept for name, kept in method.recorded.items() if request in (name, name.rpartition("-")[0])]
+        return repr((found[0] if found else {}, method.reduced))
+
     def probe_worker_eval(self, expression: str) -> str:
         """``repr`` of an expression over ``worker`` and ``connector`` (its worker half), for debugging."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+        return repr(eval(expression, {"worker": self, "connector": _connector()}))  # noqa: S307 - as above
 
-        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-        return repr(eval(expression, {"worker": self, "connector": connector}))  # noqa: S307 - as above
+
+def _connector() -> Any:
+    """The worker half of this process, None where there is none."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None

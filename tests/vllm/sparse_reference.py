@@ -34,6 +34,8 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     kept: int = 0
     seen: int = 0
+    #: The blocks that were kept where not all were, by how many tokens there were and the layer.
+    choices: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
 
 class Llama:
@@ -53,9 +55,11 @@ class Llama:
         keep: Keep | None,
         dense_tokens: int = 0,
         forced: Sequence[int] | None = None,
+        stored: int | None = None,
     ) -> Answer:
         """``length`` tokens after ``prompt``, each the likeliest, or those of ``forced``; ``keep`` is asked once a
-        sequence is longer than ``dense_tokens``."""
+        sequence is longer than ``dense_tokens``, and already for what follows the first ``stored`` tokens of the
+        prompt."""
         answer = Answer()
         cache: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self.config["num_hidden_layers"]
         tokens = list(prompt)
@@ -64,8 +68,12 @@ class Llama:
             for _ in range(length):
                 at = len(prompt) + len(answer.tokens) - len(tokens)
                 asked = keep if answer.tokens and len(tokens) + at > dense_tokens else None
-                for chunk in torch.tensor(tokens).split(CHUNK):
-                    raw = self._run(chunk, at, cache, asked, answer)
+                parts = list(torch.tensor(tokens).split(CHUNK))
+                if stored is not None and not answer.tokens:
+                    parts = [*torch.tensor(tokens[:stored]).split(CHUNK), torch.tensor(tokens[stored:])]
+                for chunk in parts:
+                    selects = stored is not None and at >= stored
+                    raw = self._run(chunk, at, cache, keep if selects else asked, answer)
                     at += len(chunk)
                 logits = torch.log_softmax(raw, dim=-1)
                 end = self.config["eos_token_id"]  # engines of these tests never end an answer
@@ -119,6 +127,7 @@ class Llama:
             seen = seen[: len(key)]
             answer.kept += len(ids)
             answer.seen += blocks
+            answer.choices[len(key), layer] = tuple(ids.tolist())
         mask = (torch.arange(len(key))[None] <= places[:, None]) & seen
         group = self.heads // self.kv_heads
         scores = torch.einsum("thd,shd->hts", query, key.repeat_interleave(group, 1)) * self.size**-0.5

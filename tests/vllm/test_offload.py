@@ -9,16 +9,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import Case
-from checks import assert_as_computed
-from harness import Engine, EngineHost
+from checks import assert_as_computed, assert_chosen
+from harness import Engine, EngineHost, wait_until
 from lives import new_disk
 from models import HEAD_SIZE, KV_HEADS, llama_config, write_model
 from software_driver import IN_USE
 from sparse_reference import Answer, Llama, choosing
-from specs import BLOCK, EngineSpec, Result, prompt
+from specs import BLOCK, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.config.sparse import QuestConfig
 
@@ -172,3 +173,106 @@ def test_three_times_as_many_requests_decode_in_one_pool(engine: Engine, long_mo
         answer = torch_answer(long_model, case, result.tokens)
         off = [abs(a - b) for a, b in zip(result.logprobs, answer.logprobs, strict=True)]
         assert sorted(off)[int(0.9 * len(off))] < 1e-2, off
+
+
+#: Its blocks have 256 KiB, which is where a representation becomes small beside what a read takes at least.
+DEEP_LAYERS, DEEP_BLOCKS = 16, 40
+#: Bytes that a worker's store has read, from all its tiers.
+BYTES_READ = "sum(tier.get('bytes_read', 0) for tier in connector.stats()['tiers'])"
+
+
+@pytest.fixture(scope="module")
+def deep(runner: str, work: Path, host: EngineHost) -> Engine:
+    """An engine whose blocks are large, over a memory that has room for few of them."""
+    if runner == "v2" and not os.environ.get("UCM_TEST_LONG"):
+        pytest.skip("one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both")
+    model = write_model(work / "deep-model", llama_config(DEEP_LAYERS) | {"max_position_embeddings": LONGEST})
+    disk = new_disk(work, f"deep-{runner}")
+    options = {"store_pipeline": "Cache|Posix", "cache_size": "4MiB", "layout": "file"}
+    spec = EngineSpec(
+        model,
+        runner,
+        StoreSpec(disk.root, "UcmPipelineStore", options=options),
+        blocks=2 * DEEP_BLOCKS,
+        args={"max_model_len": 64 * BLOCK},
+        extra_config={
+            "sparse_type": "Quest",
+            "ucm_sparse_config": {"Quest": QUEST | {"offload": True, "retrieval_ms": 60_000}},
+        },
+        label=f"stored-{runner}",
+        in_process=True,
+    )
+    engine = host.get(spec)
+    engine.rpc("probe_record_choices")
+    return engine
+
+
+def worker(engine: Engine, expression: str) -> Any:
+    """An expression over the worker half."""
+    return ast.literal_eval(engine.rpc("probe_worker_eval", expression)[0])
+
+
+@pytest.fixture(scope="module")
+def stored(deep: Engine) -> Case:
+    """A prompt that is stored but for its last tokens."""
+    case = Case(prompt(97, DEEP_BLOCKS * BLOCK + 9), 60)
+    deep.ask(case.tokens, 1)
+    wait_until(lambda: worker(deep, "connector.stats()['blocks_published']") >= DEEP_BLOCKS, "it is stored")
+    return case
+
+
+def deep_answer(work: Path, case: Case, stored: int | None) -> Answer:
+    """What torch answers when the tokens after the first ``stored`` are computed under the selection."""
+    keep = choosing(QuestConfig(**QUEST), BLOCK, KV_HEADS, HEAD_SIZE)
+    return Llama(work / "deep-model", BLOCK).answer(case.tokens, case.max_tokens, keep(), stored=stored)
+
+
+def test_a_stored_prompt_is_selected_from_without_being_read(deep: Engine, stored: Case, work: Path) -> None:
+    """It is admitted with its representations and the blocks of its windows; the others are read when they are chosen,
+    those that will likely be are brought up by the prefetch engine, and its answer is that of the same selection."""
+    deep.reset()
+    size, read = worker(deep, "connector._worker._layout.block_bytes"), worker(deep, BYTES_READ)
+    before = worker(deep, "connector._worker.loads.blocks")
+    assert size >= 256 << 10
+    (name,) = deep.submit(stored.ask())
+
+    def admitted() -> int:
+        deep.step(1)
+        return int(deep.scheduler_eval("len(scheduler.finished_recving_kv_req_ids)"))
+
+    wait_until(admitted, "it is admitted")
+    read = worker(deep, BYTES_READ) - read
+    windows = worker(deep, "connector._worker.loads.blocks") - before
+    assert windows == WINDOWS - 1, "the last block of the window is the one that is computed"
+    record = worker(deep, "connector._worker._store.record_len")
+    assert 0 < read - windows * record <= 0.1 * DEEP_BLOCKS * size
+    (result,) = deep.collect([name])
+    assert result.cached == DEEP_BLOCKS * BLOCK
+    answer = deep_answer(work, stored, DEEP_BLOCKS * BLOCK)
+    assert_as_computed(result, answer)
+    assert_chosen(deep, result, answer)
+    stats = sparse_stats(deep)
+    assert stats.get("blocks_absent", 0) == stats.get("blocks_without_slot", 0) == 0
+    assert stats["blocks_loaded"] > 0 and stats["blocks_prefetched"] > 0 and stats["hit_rate"] > 0
+    state = deep.scheduler()
+    assert state["free_blocks"] == state["total_blocks"]
+    # The end of the prompt and the answer are approximate: what goes on from them computes them.
+    again = deep.ask(stored.tokens + result.tokens + prompt(98, 60), 1)
+    assert again.cached == DEEP_BLOCKS * BLOCK
+
+
+def test_a_stored_prompt_without_representations_is_read_whole(deep: Engine, stored: Case, work: Path) -> None:
+    """It is found out when they do not come; the end of the prompt is dense then, as when it is new."""
+    deep.reset()
+    representations = "connector._sparse_worker.representations"
+    name, before = worker(deep, f"{representations}.name"), worker(deep, "connector._worker.loads.blocks")
+    worker(deep, f"setattr({representations}, 'name', 'rep-unknown')")
+    result = deep.generate(stored.ask())[0]
+    worker(deep, f"setattr({representations}, 'name', '{name}')")
+    assert result.cached == DEEP_BLOCKS * BLOCK
+    assert worker(deep, "connector._worker.loads.blocks") - before == WINDOWS - 1 + DEEP_BLOCKS
+    answer = deep_answer(work, stored, None)
+    assert_as_computed(result, answer)
+    assert_chosen(deep, result, answer)
+    state = deep.scheduler()
+    assert state["free_blocks"] == state["total_blocks"]

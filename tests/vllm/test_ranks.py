@@ -1,16 +1,25 @@
-"""Two tensor ranks: a hit needs both, a failure on one fails the block, and nothing is shared with one rank.
+"""Two tensor ranks: with one selection they choose what one rank chooses; a hit needs both, a failure on one fails the
+block, and nothing is shared with one rank.
 
 The engine is ended in the middle of a load, for it is the last to use it; that needs no second rank.
 """
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
-from cases import STORED
-from checks import ask_until_reused, assert_reused, assert_same
+from cases import STORED, Case
+from checks import ask_until_reused, assert_as_computed, assert_chosen, assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
-from lives import Disk, Life
-from specs import Result
+from lives import Disk, Life, new_disk
+from models import HEAD_SIZE, KV_HEADS
+from software_driver import IN_USE
+from sparse_reference import Llama, choosing
+from specs import BLOCK, EngineSpec, Result, prompt
+
+from ucm.config.sparse import QuestConfig
 
 
 @pytest.fixture
@@ -89,3 +98,35 @@ class TestTwoRanks:
         wait_until(lambda: len(cold.disk.faults.events("load")) > since, "a load began")
         host.stop()
         cold.disk.faults.clear()
+
+
+@pytest.mark.skipif(IN_USE, reason="keys are read from memory that only a device may touch")
+def test_two_ranks_that_share_a_selection_choose_what_one_chooses(work: Path, model: Path, host: EngineHost) -> None:
+    """Each has half of the KV heads, and they add up integer scores: what they keep is what torch keeps by the scores
+    of all heads, and so are the tokens. What they keep leaves the device and comes back on both."""
+    quest = {"ratio": 0.2, "min_tokens": 330}
+    method = quest | {"shared_selection": True, "offload": True, "retrieval_ms": 60_000}
+    spec = EngineSpec(
+        model,
+        store=new_disk(work, "sparse-ranks").store(),
+        tensor_parallel=2,
+        extra_config={"sparse_type": "Quest", "ucm_sparse_config": {"Quest": method}},
+        label="sparse-ranks",
+    )
+    engine = host.get(spec)
+    engine.rpc("probe_record_choices")
+    cases = [Case(prompt(95, 700), 30), Case(prompt(96, 420), 30)]
+    torch, keep = Llama(model, BLOCK), choosing(QuestConfig(**quest), BLOCK, KV_HEADS, HEAD_SIZE)
+    for case, result in zip(cases, engine.generate(*(case.ask() for case in cases)), strict=True):
+        answer = torch.answer(case.tokens, case.max_tokens, keep())
+        assert 0 < answer.kept < 0.5 * answer.seen
+        assert_as_computed(result, answer)
+        assert_chosen(engine, result, answer)
+    for said in engine.rpc("probe_choices", ""):
+        _, reduced = ast.literal_eval(said)
+        scores = [shape for dtype, shape, combine in reduced if (dtype, combine) == ("torch.int64", "sum")]
+        assert any(len(shape) == 2 and shape[1] > 1 for shape in scores), "no scores were added up"
+    for stats in engine.rpc("probe_worker_eval", "connector.stats()['sparse']"):
+        counted = ast.literal_eval(stats)
+        assert counted["blocks_loaded"] > 0
+        assert counted.get("blocks_absent", 0) == counted.get("blocks_without_slot", 0) == 0

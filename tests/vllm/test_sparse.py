@@ -1,5 +1,6 @@
-"""Sparse attention in real engines: what a torch model computes over the same blocks, alone, together, again, after a
-preemption and from the store; and no dense engine ever meets KV that was computed under a selection."""
+"""Sparse attention in real engines: what a torch model computes over the same blocks, and the blocks that it chooses,
+alone, together, again, after a preemption, from the store and on two ranks; and no dense engine ever meets KV that was
+computed under a selection."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cases import STORED, Case
-from checks import assert_as_computed, assert_reused, assert_same, assert_stored
+from checks import assert_as_computed, assert_chosen, assert_reused, assert_same, assert_stored
 from harness import Engine, EngineHost
 from lives import Life
 from models import HEAD_SIZE, KV_HEADS
@@ -66,7 +67,14 @@ def sparse(cold: Life, host: EngineHost) -> Engine:
     """The engine with sparse attention, with vLLM's own cache empty."""
     engine = host.get(spec_of(cold))
     engine.reset()
+    engine.rpc("probe_record_choices")
     return engine
+
+
+def assert_selected(engine: Engine, result: Result, answer: Answer) -> None:
+    """What torch answers, from the blocks that torch keeps: whatever the batch and the past of the request."""
+    assert_as_computed(result, answer)
+    assert_chosen(engine, result, answer)
 
 
 def test_the_reference_selects(answers: Callable[[str], Answer], reference: dict[str, Result]) -> None:
@@ -84,23 +92,24 @@ def test_prompts_of_a_dense_engine_are_loaded_and_selected_from(
     """One identity for both, and representations of what was not computed here."""
     result = sparse.generate(STORED[name].ask())[0]
     assert_reused(result, STORED[name])
-    assert_as_computed(result, answers(name))
+    assert_selected(sparse, result, answers(name))
 
 
 @pytest.mark.parametrize("name", ["alone", "turns_sparse", "brief", "goes_on"])
 def test_new_prompts(sparse: Engine, answers: Callable[[str], Answer], name: str) -> None:
     """In chunks, and across the length from which on blocks are chosen."""
-    assert_as_computed(sparse.generate(NEW[name].ask())[0], answers(name))
+    result = sparse.generate(NEW[name].ask())[0]
+    assert_selected(sparse, result, answers(name))
 
 
 def test_what_the_device_still_has_is_selected_from_again(sparse: Engine, answers: Callable[[str], Answer]) -> None:
     for _ in range(2):
         result = sparse.generate(NEW["alone"].ask())[0]
-        assert_as_computed(result, answers("alone"))
+        assert_selected(sparse, result, answers("alone"))
     assert_reused(result, NEW["alone"])
     result = sparse.generate(NEW["continues"].ask())[0]
     assert result.cached >= STORED["middle"].full_blocks * BLOCK
-    assert_as_computed(result, answers("continues"))
+    assert_selected(sparse, result, answers("continues"))
 
 
 def test_neighbours_change_nothing(sparse: Engine, answers: Callable[[str], Answer]) -> None:
@@ -108,7 +117,7 @@ def test_neighbours_change_nothing(sparse: Engine, answers: Callable[[str], Answ
     names = ["brief", "continues", "turns_sparse", "middle"]
     results = sparse.generate(*((NEW | STORED)[name].ask() for name in names))
     for name, result in zip(names, results, strict=True):
-        assert_as_computed(result, answers(name))
+        assert_selected(sparse, result, answers(name))
 
 
 def test_several_sequences_of_one_request(sparse: Engine, runner: str, answers: Callable[[str], Answer]) -> None:
@@ -124,7 +133,7 @@ def test_preempted_requests(sparse: Engine, answers: Callable[[str], Answer]) ->
     results = sparse.generate(*(case.ask() for case in CROWDED.values()))
     assert sparse.metrics()["vllm:num_preemptions_total"] > before, "nothing was preempted: the pool is too large"
     for name, result in zip(CROWDED, results, strict=True):
-        assert_as_computed(result, answers(name))
+        assert_selected(sparse, result, answers(name))
 
 
 def test_output_stays_out_of_the_device_cache(sparse: Engine, answers: Callable[[str], Answer]) -> None:

@@ -359,6 +359,29 @@ class Beside(PlainBase):
         return Task()
 
 
+@pytest.mark.parametrize("lacks", ["nothing", "one", "all", "the request"])
+def test_blocks_that_are_not_read_need_their_representations(config: Any, lacks: str) -> None:
+    """They cannot be made from keys, so the load has failed without them, and its blocks are loaded whole."""
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, Rows.of([300], [1]), spare=7)
+    blocks = rig.rows.table[0, :9].long().numpy()
+    work = Representations(method, {0: torch.zeros(1), 1: torch.zeros(1)}, lambda *_: torch.zeros(0))
+    store = Beside({} if lacks == "all" else work.sides)
+    store.kept = dict(zip(IDS[:9], work._bytes(blocks), strict=True))
+    before = {layer: method.store.get(layer, blocks[2:]) for layer in method.store.layers}
+    if lacks == "one":
+        del store.kept[IDS[5]]
+    places = method.store.reserve(7)
+    work.rows_of = lambda request: () if lacks == "the request" else places
+    work.begin_load("r0", IDS[:2], blocks[:2], store, None, IDS[2:9])
+    if not work.arrived("r0", blocks[:2]):
+        assert work.work() == ["r0"]
+    assert work.selectable("r0") == method.store.ready(places) == (lacks == "nothing")
+    if lacks == "nothing":
+        assert all(torch.equal(method.store.get(layer, places), before[layer]) for layer in before)
+        assert method.store.ready(blocks[:2])
+
+
 def test_blocks_that_cannot_be_encoded_are_reported_all_the_same(config: Any) -> None:
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
     rig = Rig(config, method, Rows.of([300], [1]))

@@ -120,44 +120,59 @@ def test_one_identity_with_and_without_selection(engines: Any, tiny: Path, tmp_p
     assert texts[0] == texts[1]
 
 
-def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_path: Path) -> None:
-    """A request of 100 tokens of prompt whose first decode step selects: its output is no prefix for anybody."""
-    from vllm.config import set_current_vllm_config
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
+class Managed:
+    """vLLM's KV cache manager of an engine with sparse attention."""
 
-    from ucm.integration.vllm.attention.exactness import ExactTokens
-    from ucm.integration.vllm.attention.spec import SparseManager
+    def __init__(self, engines: Any, tiny: Path, tmp_path: Path, **keys: Any) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.kv_cache_utils import init_none_hash
 
+        from ucm.integration.vllm.attention.spec import SparseManager
+
+        self.config = sparse_engine(engines, tiny, tmp_path, **keys)
+        with set_current_vllm_config(self.config):
+            backend = backends.CPU_ATTN
+        specs = {name: backend.customize_spec(spec) for name, spec in engines.layer_specs(self.config).items()}
+        scheduler, _ = engines.kv_configs(self.config, [specs])
+        self.manager = KVCacheManager(
+            scheduler, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK, max_in_flight_tokens=2048
+        )
+        (self.single,) = self.manager.coordinator.single_type_managers
+        assert isinstance(self.single, SparseManager)
+        self.hash = _sha256()
+        init_none_hash(self.hash)
+
+    def request(self, tokens: list[int], name: str) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.request import Request
+
+        hasher = get_request_block_hasher(BLOCK, self.hash)
+        return Request(name, tokens, SamplingParams(max_tokens=100), None, block_hasher=hasher)
+
+
+def _sha256() -> Any:
     try:
         from vllm.utils.hashing import sha256
     except ImportError:
         from vllm.utils import sha256  # type: ignore[no-redef]
+    return sha256
 
-    config = sparse_engine(engines, tiny, tmp_path, **QUEST)
-    with set_current_vllm_config(config):
-        backend = backends.CPU_ATTN
-    specs = {name: backend.customize_spec(spec) for name, spec in engines.layer_specs(config).items()}
-    scheduler, _ = engines.kv_configs(config, [specs])
-    manager = KVCacheManager(
-        scheduler, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK, max_in_flight_tokens=2048
-    )
-    (single,) = manager.coordinator.single_type_managers
-    assert isinstance(single, SparseManager)
-    init_none_hash(sha256)
 
-    def request(tokens: list[int], name: str) -> Any:
-        hasher = get_request_block_hasher(BLOCK, sha256)
-        return Request(name, tokens, SamplingParams(max_tokens=100), None, block_hasher=hasher)
+def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """A request of 100 tokens of prompt whose first decode step selects: its output is no prefix for anybody."""
+    from ucm.integration.vllm.attention.exactness import ExactTokens
+
+    managed = Managed(engines, tiny, tmp_path, **QUEST)
+    manager, request = managed.manager, managed.request
 
     class Method(Windows):
         def exact_tokens(self, prefill_tokens: int) -> int:
             return max(prefill_tokens, 40)
 
     exact = ExactTokens(Method(None, UcmSparseRole.SCHEDULER, WindowsConfig(min_tokens=0)))
-    single.exact_tokens = exact
+    managed.single.exact_tokens = exact
     prompt = list(range(3, 103))
     first = request(prompt, "a")
     assert manager.allocate_slots(first, 100) is not None
@@ -176,6 +191,42 @@ def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_pat
     assert manager.allocate_slots(first, 160 - found, found, blocks) is not None
     assert exact.prefill_tokens(first) == 160
     assert manager.get_computed_blocks(again)[1] == 128
+
+
+def test_the_manager_gives_a_prompt_that_is_not_read_its_windows_and_hot_blocks(
+    engines: Any, tiny: Path, tmp_path: Path
+) -> None:
+    """While its load goes on, when it decodes, and when the load has failed and it is loaded whole."""
+    managed = Managed(engines, tiny, tmp_path, **QUEST)
+    manager, single = managed.manager, managed.single
+    free = manager.block_pool.get_num_free_blocks()
+    given: list[int] = []
+    plan = SimpleNamespace(
+        unread=lambda _: range(1, 28),
+        hot=lambda *_: 5,
+        given=lambda _, blocks: given.extend(blocks),
+        leaving=lambda *_: range(0),
+        gave_back=lambda _: None,
+    )
+    single.offload = plan
+    first = managed.request(list(range(30 * BLOCK + 5)), "a")
+    manager.block_pool.get_new_blocks(free - 9)  # there is no room for all of it
+    assert manager.allocate_slots(
+        first, 0, num_external_computed_tokens=30 * BLOCK, delay_cache_blocks=True, full_sequence_must_fit=True
+    )
+    table = manager.get_blocks("a").blocks[0]
+    assert [at for at, block in enumerate(table) if not block.is_null] == [0, 28, 29]
+    assert len(given) == 5 and manager.block_pool.get_num_free_blocks() == 1
+    first.num_computed_tokens = 30 * BLOCK
+    plan.unread = lambda _: range(0)  # it is admitted
+    manager.cache_blocks(first, first.num_computed_tokens)
+    assert manager.get_computed_blocks(managed.request(list(range(30 * BLOCK + 5)), "b"))[1] == 0
+    assert manager.allocate_slots(first, 5)
+    assert len(manager.get_blocks("a").blocks[0]) == 31 and manager.block_pool.get_num_free_blocks() == 0
+    manager.free(first)
+    assert manager.block_pool.get_num_free_blocks() == 9
+    first.num_computed_tokens = 0
+    assert manager.allocate_slots(first, 0, num_external_computed_tokens=30 * BLOCK, delay_cache_blocks=True) is None
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.host import set_active_host
 from ucm.integration.vllm.attention.offload import Offload
 from ucm.integration.vllm.attention.rows import OffloadChange, SparsePlan
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 from ucm.integration.vllm.connector.worker.layered_store import LayeredStore
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.methods import Quest
@@ -361,3 +364,110 @@ def test_a_decoding_request_holds_its_bound(lag_blocks: int) -> None:
     assert ids == b"".join(map(key, range(INIT, INIT + left)))
     assert np.concatenate([change.blocks for change in told]).tolist() == list(range(INIT, INIT + left))
     assert [block for change in told for block in change.hot] == list(range(held_hot))
+
+
+# Prompts that are stored --------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_stored_prompt_is_computed_over_chosen_blocks(config: Any) -> None:
+    """Its other blocks were never on the device: their representations came from the store."""
+    rows, queries = Rows.of([TOKENS, 40, 200], [5, 1, 7]), 5
+    method = quest()
+    rig, kept = Rig(config, method, rows), []
+    real = method.select_rows
+    method.select_rows = lambda *args: kept.append(real(*args)) or kept[-1]  # type: ignore[method-assign, func-returns-value]
+    expected = rig.attend(rig.plan([TOKENS - queries, 40, 200]))
+    ids = kept[0].kept(0).tolist()  # type: ignore[union-attr]
+    assert len(ids) < BLOCKS
+
+    rig = Offloaded(config, rows)
+    plan = rig.leaves()
+    plan.rows = rig.plan([TOKENS - queries, 40, 200]).rows
+    (change,) = plan.offloaded
+    change.unread, change.keys, change.blocks = change.keys, b"", np.empty(0, dtype=np.int64)
+    reps = {layer: rig.quest.store.get(layer, rig.gone) for layer in rig.quest.store.layers}
+    rig.quest.store.invalidate(rig.gone)
+    rig.offload.begin_step([change], [])
+    places = list(rig.offload.rows_of("r0"))
+    assert not rig.quest.store.ready(places)
+    for layer, found in reps.items():
+        rig.quest.store.put(layer, places, found)
+    rig.quest.store.mark_ready(places)
+    plan.offloaded = []
+    assert torch.equal(rig.attend(plan), expected)
+    assert rig.pages.loaded == [(0, [block for block in ids if block in LEFT])]
+    assert rig.count("blocks_absent") == rig.count("blocks_without_slot") == 0
+    rig.offload.begin_step([], ["r0"])
+    assert not rig.offload.rows_of("r0")
+
+
+def test_which_prompts_are_selected_from_without_being_read() -> None:
+    planned = Planned()
+    stored = (TOKENS - 1) // BLOCK
+    whole = range(INIT, stored + 1 - LOCAL)
+
+    def unread(request: Request, blocks: int = stored, first: int = 0) -> range:
+        planned.planner.consider(request, first, blocks)  # type: ignore[arg-type]
+        return planned.planner.unread("a")
+
+    request = planned.begins(TOKENS)
+    assert unread(request) == whole
+    assert unread(request, first=stored - 3) == range(0), "nearly all of it is on the device"
+    assert unread(request, stored - LOCAL) == range(0), "what is left to compute is more than the window"
+    request.stored = stored - 1
+    assert unread(request) == range(0), "a rank lacks one"
+    request.stored, request.num_preemptions = stored, 1
+    assert unread(request) == range(0), "what was answered is computed densely again"
+    request.num_preemptions = 0
+    assert unread(request) == whole
+    planned.planner.forget("a")
+    assert planned.planner.unread("a") == range(0)
+    for other in (
+        Planned(spare=len(whole) - 1),
+        Planned(keys={"select_stored": False}),
+        Planned(keys={"min_blocks": 99}),
+        Planned(keys={"init_blocks": 0}),
+    ):
+        other.planner.consider(other.begins(TOKENS), 0, stored)  # type: ignore[arg-type]
+        assert other.planner.unread("a") == range(0)
+
+
+def test_a_request_whose_prompt_is_not_read_is_as_one_whose_blocks_have_left() -> None:
+    planned = Planned()
+    request = planned.begins(TOKENS)
+    stored = (TOKENS - 1) // BLOCK
+    planned.planner.consider(request, 0, stored)  # type: ignore[arg-type]
+    hot = planned.planner.hot("a", stored * BLOCK)
+    planned.planner.given("a", list(range(hot)))
+    unread = planned.planner.admitted(request)  # type: ignore[arg-type]
+    assert unread == range(INIT, stored + 1 - LOCAL) and not planned.planner.unread("a")
+    assert planned.exact(request) == stored * BLOCK, "the end of the prompt is not exact"  # type: ignore[arg-type]
+    ((change,), _) = planned.planner.take()
+    assert change.unread == b"".join(map(key, unread)) and len(change.hot) == hot and not len(change.blocks)
+    request.num_tokens, request.num_output_tokens = TOKENS + 70, 70
+    assert planned.planner.leaving("a", TOKENS + 69, BLOCKS + 2).start == unread.stop
+    planned.planner.gave_back("a")
+    assert planned.planner.take() == ([], ["a"])
+    assert planned.exact(request) == TOKENS  # type: ignore[arg-type]
+
+
+def test_keys_of_what_is_approximate_are_no_other_requests(engines: Any) -> None:
+    """The last block of a prompt that is selected from is stored, and hashed, before it turns out to be approximate."""
+    del engines
+    prompt = list(range(4 * BLOCK))
+    request = SimpleNamespace(num_preemptions=0, lora_request=None, _all_token_ids=prompt, num_tokens=len(prompt))
+    maker = KeyMaker("identity", BLOCK, "sha256", SimpleNamespace(of=lambda *_: None))  # type: ignore[arg-type]
+    known, tracker = BlockTracker(), RequestTracker(request)  # type: ignore[arg-type]
+    real = maker.first(request)  # type: ignore[arg-type]
+    lookup = SimpleNamespace(keys=real, hits=4, done=True, adopted=False, answered=True, hashing=False)
+    tracker.lookup = lookup  # type: ignore[assignment]
+    tracker.adopt(known)
+    assert list(tracker.stored_keys(known)) == real
+    assert tracker.grow(4, maker, known, 3) == 4
+    assert tracker.keys[:3] == real[:3] and tracker.keys[3] not in real
+    assert list(tracker.stored_keys(known)) == real[:3]
+    prompt += range(BLOCK)
+    assert tracker.grow(5, maker, known, 3) == 5
+    assert tracker.keys[4] not in maker.first(request)  # type: ignore[arg-type]
+    tracker.restart()
+    assert tracker.keys == real[:3] and tracker.private_at is None

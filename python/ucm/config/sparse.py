@@ -96,6 +96,7 @@ class AlgorithmConfig(Section):
     retrieval_ms: Milliseconds = 200
     measure_recall: Flag = False
     offload: Flag = False
+    select_stored: Flag = True
     eviction: Annotated[Literal["lru", "score", "hybrid"], BeforeValidator(word)] = "hybrid"
     prefetch_enabled: Flag = True
     prefetch_ahead: Annotated[Number, Field(le=64)] = 2

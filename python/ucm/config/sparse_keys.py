@@ -64,6 +64,7 @@ MEANINGLESS: dict[str, str] = {
 
 #: Key that does nothing without another one -> that one, or several of which one is enough.
 NEEDS: dict[str, tuple[str, ...]] = {
+    "select_stored": ("offload",),
     "eviction": ("offload",),
     "prefetch_enabled": ("offload",),
     "prefetch_ahead": ("offload",),

@@ -17,7 +17,7 @@ class SparseRow:
     #: Tokens whose KV exists once this step has run (vLLM's ``seq_len`` of the row).
     tokens: int
     #: Tokens that are computed densely before the first decode step: the prompt, and after a preemption also the output
-    #: that is computed again.
+    #: that is computed again. Of a prompt that is selected from without being read, what is stored of it.
     prefill_tokens: int
     #: Tokens of the prompt alone: steps are counted from here, so that a resumed request keeps its rhythm.
     prompt_tokens: int
@@ -26,8 +26,9 @@ class SparseRow:
 
     @property
     def decodes(self) -> bool:
-        """Whether the row computes one token after everything that is computed densely."""
-        return self.queries == 1 and self.tokens > self.prefill_tokens
+        """Whether the row computes nothing but tokens after everything that is computed densely: one, or the last ones
+        of a prompt that is selected from."""
+        return self.tokens - self.queries >= self.prefill_tokens
 
     @property
     def step(self) -> int:

@@ -150,17 +150,22 @@ class RepStore:
         are until :meth:`release`. Raises :class:`~ucm.errors.BusyError` when there are too few, and then copies
         nothing."""
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
-        if len(ids) > len(self._free):
-            raise BusyError(
-                "too few spare rows for the representations of blocks that leave the device",
-                context={"needed": len(ids), "free": len(self._free)},
-            )
-        rows = [self._free.pop() for _ in ids]
+        rows = self.reserve(len(ids))
         source, target = torch.as_tensor(ids, device=self.device), torch.as_tensor(rows, device=self.device)
         for reps in self._reps.values():
             reps[target] = reps[source]
         self._ready[rows] = self._ready[ids]
         return rows
+
+    def reserve(self, count: int) -> list[int]:
+        """So many spare rows for representations of blocks that were never on the device. Raises
+        :class:`~ucm.errors.BusyError` when there are too few."""
+        if count > len(self._free):
+            raise BusyError(
+                "too few spare rows for the representations of blocks that are not on the device",
+                context={"needed": count, "free": len(self._free)},
+            )
+        return [self._free.pop() for _ in range(count)]
 
     def release(self, rows: Sequence[int]) -> None:
         """Give spare rows back."""

@@ -134,6 +134,15 @@ class Retriever:
             self._retrieve(layer, rows, tracks, due)
         return [self._current(track, step) for track, step in zip(tracks, rows.steps, strict=True)]
 
+    def upcoming(self, request_id: str, layer: int, step: int, ahead: int) -> list[int]:
+        """Blocks of the choices of a request that are made, and used in one of the ``ahead`` steps after ``step``."""
+        track = self._tracks.get(request_id, {}).get(layer)
+        found: dict[int, None] = {}
+        for asked, _, slot, place in () if track is None else track.pending:
+            if asked + self._policy.lag <= step + ahead and slot.written(0) and slot.value is not None:
+                found.update(dict.fromkeys(block for head in slot.value[place] for block in head.tolist()))
+        return list(found)
+
     def forget(self, request_id: str) -> None:
         """A request has ended, or computes its prompt again."""
         self._tracks.pop(request_id, None)

@@ -27,10 +27,23 @@ class ExactTokens:
         self._method = method
         #: Tokens that each request had when it was admitted last, and how often it had been preempted then.
         self._admitted: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
+        #: Dense tokens of those that were admitted with the rest of their prompt to be computed under a selection.
+        self._selecting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def selects_from(self, request: Request, tokens: int | None) -> None:
+        """What follows the first ``tokens`` of a request that is admitted is computed under a selection, be it of its
+        prompt; None: it has given back its blocks, and is admitted as others are."""
+        if tokens is None:
+            self._selecting.pop(request, None)
+        else:
+            self._selecting[request] = tokens
 
     def prefill_tokens(self, request: Request) -> int:
         """Tokens of a request that are computed densely before its first decode step: the prompt, and after a
-        preemption also the output that is computed again."""
+        preemption also the output that is computed again; of a prompt that is selected from in the store, what is
+        stored."""
+        if request in self._selecting:
+            return self._selecting[request]
         preemptions, tokens = self._admitted.get(request, (-1, 0))
         if preemptions != request.num_preemptions:
             # Asked for by both sides while the request is admitted, before anything is appended to it.

@@ -1,11 +1,14 @@
 """Requests whose middle blocks are in the store, and of which the device holds those that are chosen.
 
-A request that decodes keeps the blocks of its windows where vLLM put them. The others have left the device; it was
-given *hot* blocks for them, and in each layer a hot block holds the KV of whichever block was chosen there. What
-is chosen and not there is loaded, this layer alone, and waited for within the step's bound. A block that still is not
-there is left out of the step and counted: nothing is ever read that was not loaded.
+A request that decodes keeps the blocks of its windows where vLLM put them. The others have left the device, or were
+never loaded (a prompt that was stored before). It was given *hot* blocks for them, and in each layer a hot block holds
+the KV of whichever block was chosen there. What is chosen and not there is loaded, this layer alone, and waited for
+within the step's bound. A block that still is not there is left out of the step and counted: nothing is ever read that
+was not loaded.
 
-The representations of blocks that leave are kept in rows behind those of the device, so choosing reads no KV.
+The representations of blocks that leave are kept in rows behind those of the device, so choosing reads no KV. What the
+next steps will likely choose is brought into the store's upper tiers meanwhile, by a
+:class:`~ucm.sparse.prefetch.PrefetchEngine`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.predictor import Predictor
+from ucm.sparse.prefetch import PrefetchEngine, PrefetchPriority
 from ucm.sparse.residency import Residency
 from ucm.sparse.selection import Selection
 
@@ -60,6 +64,7 @@ class _Wanted:
 
     place: int  # in the batch
     request: _Request
+    row: SparseRow
     residency: Residency
     kept: list[int]  # logical blocks, ascending
     last_tokens: int  # of the last one
@@ -111,6 +116,11 @@ class Offload:
         self._deadline = 0.0
         self._requests: dict[str, _Request] = {}
         self._late: list[_Loading] = []
+        settings = method.settings
+        self._prefetch = PrefetchEngine(settings, self._bring_up) if settings.prefetch_enabled else None
+        #: Ids of blocks that will likely be chosen soon, the likeliest of each layer first, by request in the order of
+        #: the step's rows.
+        self._foreseen: dict[str, dict[bytes, None]] = {}
 
     # Steps ------------------------------------------------------------------------------------------------------
 
@@ -122,10 +132,27 @@ class Offload:
             if request is not None:
                 self._method.request_finished_in_worker(request_id)
                 given_back.update(map(id, request.layers.values()))
+                if self._prefetch is not None:
+                    self._prefetch.cancel(request_id)
         self._deadline = self._clock() + self._bound_s
         self._late = [each for each in self._late if not self._ended(each, given_back)]
         for change in changes:
             self._change(change)
+
+    def end_step(self) -> None:
+        """The model has run: have brought up what the next steps will likely choose, of the first rows first."""
+        foreseen, self._foreseen = self._foreseen, {}
+        if self._prefetch is None:
+            return
+        most = self._method.settings.prefetch_cache_size
+        for position, (request_id, ids) in enumerate(foreseen.items()):
+            priority = PrefetchPriority.compute_priority(None, 0, position)
+            self._prefetch.submit_prefetch(request_id, list(ids)[:most], priority)
+
+    def close(self) -> None:
+        """The engine ends."""
+        if self._prefetch is not None:
+            self._prefetch.shutdown()
 
     def _ended(self, loading: _Loading, given_back: set[int]) -> bool:
         """Whether a late load has ended. Where it writes into blocks that are given to others in this step it is waited
@@ -139,6 +166,10 @@ class Offload:
 
     def _change(self, change: OffloadChange) -> None:
         request = self._requests.setdefault(change.request, _Request(change.begin))
+        if change.unread:
+            request.ids += self._record_ids(change.unread)
+            request.rows += self._method.store.reserve(len(request.ids))
+            self._method.set_rep_rows(change.request, [0] * request.begin + request.rows)
         if len(change.blocks):
             request.ids += self._record_ids(change.keys)
             request.rows += self._method.store.adopt(change.blocks)
@@ -147,6 +178,11 @@ class Offload:
         request.hot += change.hot
         for residency in request.layers.values():
             residency.capacity = len(request.hot)
+
+    def rows_of(self, request_id: str) -> Sequence[int]:
+        """Where the representations of a request's blocks are that are not on the device, in their order."""
+        request = self._requests.get(request_id)
+        return () if request is None else request.rows
 
     def has_any(self, rows: Sequence[SparseRow | None]) -> bool:
         """Whether blocks of any of these have left."""
@@ -182,9 +218,10 @@ class Offload:
             kept = [] if number is None or selection is None else selection.kept(number).tolist()
             if not 0 < len(kept) < blocks:
                 kept = sorted([*range(request.begin), *residency.resident, *range(request.end, blocks)])
-            wanted.append(_Wanted(place, request, residency, kept, (row.tokens - 1) % size + 1))
+            wanted.append(_Wanted(place, request, row, residency, kept, (row.tokens - 1) % size + 1))
         self._bring(layer, wanted)
         for each in wanted:
+            self._foresee(layer, each)
             found = each.found(original[each.place])
             table[each.place, : len(found)] = found
             lens[each.place] = (len(found) - 1) * size + each.last_tokens
@@ -225,7 +262,6 @@ class Offload:
         loading = _Loading(task, store, loads)
         if not self._settle(loading, left):
             self._late.append(loading)
-        self._foresee(store, layer, wanted)
 
     def _settle(self, loading: _Loading, seconds: float) -> bool:
         """Wait so long for a load, and note what it brought; False: it has not ended."""
@@ -248,18 +284,25 @@ class Offload:
                 residency.arrived(block)
         return True
 
-    def _foresee(self, store: Any, layer: int, wanted: Sequence[_Wanted]) -> None:
-        """Have the store bring up what will likely be chosen next: a hint."""
-        if not self._method.settings.prefetch_enabled:
+    def _foresee(self, layer: int, each: _Wanted) -> None:
+        """Note what a request will likely choose next in a layer, and has not there: the choices that are made and wait
+        for their step, where there is a lag, else what its predictor says."""
+        if self._prefetch is None:
             return
-        for each in wanted:
-            request, there = each.request, each.residency.resident
-            likely = [block for block in request.predictors[layer].predict() if block not in there]
-            if likely:
-                try:
-                    store.prefetch([request.ids[block - request.begin] for block in likely], "next_batch")
-                except Exception as error:
-                    throttle.warning("hints", "the store could not be told what will be used: %r", error)
+        request, row, there = each.request, each.row, each.residency.resident
+        ahead = self._method.settings.prefetch_ahead
+        likely = self._method.retriever.upcoming(row.request_id, layer, row.step, ahead)
+        found = self._foreseen.setdefault(row.request_id, {})
+        for block in likely or request.predictors[layer].predict():
+            if request.begin <= block < request.end and block not in there:
+                found[request.ids[block - request.begin]] = None
+
+    def _bring_up(self, ids: Sequence[bytes | str]) -> int:
+        """Have the store bring blocks into its upper tiers, on a thread of the prefetch engine; how many it does."""
+        store = self._store()
+        taken = 0 if store is None or not ids else store.prefetch(list(ids), "next_batch") or 0
+        self._method.stats.add(blocks_prefetched=taken)
+        return int(taken)
 
     def held(self) -> dict[str, int]:
         """Hot blocks of each request."""

@@ -45,6 +45,7 @@ class _Load:
     ids: Sequence[bytes]
     blocks: Ids
     store: UcmKVStoreBaseV1
+    unread: int = 0  # blocks that are selected from and not filled: their side shards come behind those of the others
     task: Any = None
 
 
@@ -85,6 +86,9 @@ class Representations:
         self._loads: dict[str, _Load] = {}
         self._jobs: deque[_Job] = deque()
         self._writing: deque[tuple[UcmKVStoreBaseV1, Any]] = deque()
+        self._unselectable: set[str] = set()
+        #: Where the representations of a request's blocks are to be that are not on the device; none once it has ended.
+        self.rows_of: Callable[[str], Sequence[int]] = lambda _request: ()
         self.name = _name(method)
         self.size = rep_bytes(method.selector) * len(self._layers)
         self.rebuilt = self.loaded = 0  # blocks
@@ -105,14 +109,22 @@ class Representations:
     # Loads ------------------------------------------------------------------------------------------------------
 
     def begin_load(
-        self, request: str, ids: Sequence[bytes], blocks: Ids, store: UcmKVStoreBaseV1, timeout: float | None = None
+        self,
+        request: str,
+        ids: Sequence[bytes],
+        blocks: Ids,
+        store: UcmKVStoreBaseV1,
+        timeout: float | None = None,
+        unread: Sequence[bytes] = (),
     ) -> None:
-        """These blocks are about to be filled with the records of these ids."""
+        """These blocks are about to be filled with the records of these ids; those of ``unread`` are not, and their
+        representations go to :attr:`rows_of` the request."""
         self._method.store.invalidate(blocks)
-        load = self._loads[request] = _Load(ids, blocks, store)
+        load = self._loads[request] = _Load(ids, blocks, store, len(unread))
+        self._unselectable.discard(request)
         if self.name in store.side_sizes:
             try:
-                load.task = store.load_sides(ids, self.name, timeout)
+                load.task = store.load_sides([*ids, *unread], self.name, timeout)
             except Exception as error:
                 throttle.warning("load sides", "representations are made anew, the store gave none: %r", error)
 
@@ -123,11 +135,21 @@ class Representations:
     def arrived(self, request: str, blocks: Ids) -> bool:
         """The KV of these blocks is there. False: their representations are still to be made, see :meth:`work`."""
         load = self._loads.pop(request, None)
+        if load is not None and load.unread and load.task is None:
+            self._unselectable.add(request)
+            return True
         without = self._read is None and (load is None or load.task is None)
         if without or not self._layers or not len(blocks):
             return True
         self._jobs.append(_Job(request, blocks, load))
         return False
+
+    def selectable(self, request: str) -> bool:
+        """Whether all the representations came that a request needs for blocks that are not read; asked once, when its
+        load is over."""
+        found = request not in self._unselectable
+        self._unselectable.discard(request)
+        return found
 
     def work(self) -> list[str]:
         """Go on with what is to be made; the requests whose loads are over with it."""
@@ -141,6 +163,8 @@ class Representations:
                 over = self._go_on(job, deadline)
             except Exception as error:
                 throttle.warning("representations", "loaded blocks could not be encoded, and are dense: %r", error)
+                if job.load is not None and job.load.unread:
+                    self._unselectable.add(job.request)
                 over = True
             if over:
                 done.append(job.request)
@@ -175,6 +199,9 @@ class Representations:
             if not _finished(load.store, load.task):
                 return False
             data, found = load.task.result()
+            if load.unread:
+                self._take_unread(job.request, data[len(job.blocks) :], found[len(job.blocks) :])
+                data, found = data[: len(job.blocks)], found[: len(job.blocks)]
             self._put(job.blocks[found], data[found])
             self.loaded += int(found.sum())
             job.store_them = ~found
@@ -183,6 +210,16 @@ class Representations:
             self._method.store.mark_ready(job.blocks[found])
             job.missing = job.missing[:0]
         return True
+
+    def _take_unread(self, request: str, data: npt.NDArray[np.uint8], found: npt.NDArray[np.bool_]) -> None:
+        """Take those of blocks that are not read: all of them, or the request cannot be selected from."""
+        rows = np.array(self.rows_of(request)[: len(data)], dtype=np.int64)
+        if len(rows) < len(data) or not found.all():
+            self._unselectable.add(request)
+            return
+        self._put(rows, data)
+        self._method.store.mark_ready(rows)
+        self.loaded += len(rows)
 
     def _piece(self, job: _Job, missing: Ids) -> bool:
         """Encode the next blocks from their keys; whether those were the last."""

@@ -20,13 +20,15 @@ from ucm.sparse.batch import SparseRow
 
 @dataclass(slots=True)
 class OffloadChange:
-    """Blocks of a request that leave the device, and hot blocks that it was given for those that have left."""
+    """Blocks of a request that leave the device, or that stay in the store when it is admitted, and hot blocks that it
+    was given for those that are not there."""
 
     request: str
     begin: int  # logical: the first of its blocks that may leave
     blocks: npt.NDArray[np.int64]  # the device blocks that leave now, which follow those that left before
     keys: bytes  # and their keys in the store
     hot: list[int] = field(default_factory=list)  # device blocks, further ones
+    unread: bytes = b""  # keys of the first of these blocks, which are not loaded: no others have left before
 
 
 @dataclass(slots=True)

@@ -119,8 +119,51 @@ class SparseManager(FullAttentionManager):
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Blocks for new tokens, and hot ones that are still to be given."""
-        needed: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        unread = self._unread(request_id)
+        needed: int
+        if unread and request_id not in self.num_cached_block:
+            needed = max(-(-num_tokens // self.block_size) - len(unread), 0)
+        else:
+            needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         return needed + self._hot_missing(request_id, num_tokens)
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Blocks of the prefix cache. A prompt that is selected from in the store uses none and puts none there: a load
+        that fails then leaves nothing to go on from."""
+        if not self._unread(request_id):
+            super().add_local_computed_blocks(
+                request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+            )
+            return
+        tokens = num_local_computed_tokens + num_external_computed_tokens
+        self.num_cached_block[request_id] = tokens // self.block_size
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        """Blocks that are loaded. Of a prompt that is selected from in the store, those of the windows."""
+        unread = self._unread(request_id)
+        if not unread:
+            super().allocate_external_computed_blocks(
+                request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing
+            )
+            return
+        tokens = num_local_computed_tokens + num_external_computed_tokens
+        new = self.block_pool.get_new_blocks(-(-tokens // self.block_size) - len(unread))
+        if self._record_new_block_ids and record_for_zeroing:
+            self.new_block_ids.extend(block.block_id for block in new)
+        absent = [self._null_block] * len(unread)
+        self.req_to_blocks[request_id].extend([*new[: unread.start], *absent, *new[unread.start :]])
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """Blocks for new tokens; hot ones are not among them, for the workers' block tables do not have them."""
@@ -138,6 +181,10 @@ class SparseManager(FullAttentionManager):
         if self.offload is not None:
             self.offload.gave_back(request_id)
         return [*self._hot.pop(request_id, ()), *blocks]
+
+    def _unread(self, request_id: str) -> range:
+        """Logical blocks that stay in the store, of a request that is being admitted."""
+        return range(0) if self.offload is None else self.offload.unread(request_id)
 
     def _hot_missing(self, request_id: str, num_tokens: int) -> int:
         if self.offload is None:

@@ -25,7 +25,7 @@ from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
-VERSION = 8
+VERSION = 9
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -50,6 +50,9 @@ class Load:
     keys: bytes
     blocks: npt.NDArray[np.int64]  # device block numbers
     timeout: float | None = None  # seconds it may take, None for the store's own deadline
+    #: Keys of blocks that are selected from without being read: their representations alone are loaded. The others are
+    #: then those of the windows, on both sides of these.
+    unread: bytes = b""
 
 
 @dataclass(slots=True)
@@ -123,6 +126,7 @@ class LoadFailure:
     refused: bytes  # keys whose records are bad, not merely late
     reasons: tuple[str, ...] = ()  # names of MissReason, of every block from the first on
     newer: bytes = b""  # keys whose records are of a newer version: no hits, and not replaced
+    unselectable: bool = False  # representations are missing, which says nothing of the KV: it may be loaded whole
 
 
 @dataclass(slots=True)

@@ -5,6 +5,9 @@ may leave once every rank has stored it, and once it lies between the windows of
 much a request is to hold (:meth:`~ucm.sparse.base.UcmSparseBase.estimate_num_slots_sparsed`). What has left, and which
 blocks were given instead, goes to the workers with the next plan, whether the request is in it or not: its blocks may
 be written to by others in that very step.
+
+A prompt that is stored but for its last tokens is not loaded at all to be decoded from: it is admitted with the blocks
+of its windows and with hot ones, as if the others had left, and the workers load their representations alone.
 """
 
 from __future__ import annotations
@@ -36,6 +39,14 @@ class _State:
     hot: int = 0  # blocks that it is to have for them
 
 
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """A prompt that is about to be selected from without being read."""
+
+    unread: range  # logical: the blocks that stay in the store
+    stored: int  # blocks of it that are stored, the last ones of which are loaded
+
+
 class OffloadPlanner:
     """For one engine."""
 
@@ -46,9 +57,12 @@ class OffloadPlanner:
         exact: ExactTokens,
         block_tokens: int,
         spare: int,
+        *,
+        several_queries: bool = True,
     ) -> None:
         """``requests``: those that are alive, by id; ``spare``: most blocks that may have left at a time, for which the
-        workers keep representations."""
+        workers keep representations; ``several_queries``: attention reads a selection for rows of several tokens too
+        (latent attention does not), so that the end of a prompt can be selected for."""
         self._method = method
         self._requests = requests
         self._exact = exact
@@ -58,11 +72,58 @@ class OffloadPlanner:
         self._init, self._local, self._budget = policy.init, policy.local, policy.budget
         # What was in the last window when a choice was made is kept until the next one is used.
         self._local_until_chosen = policy.local + -(-(policy.stride - 1 + policy.lag) // block_tokens)
+        self._selects_stored = several_queries and method.settings.select_stored
         self._states: dict[str, _State] = {}
+        self._admissions: dict[str, _Admission] = {}
         self._changes: dict[str, OffloadChange] = {}
         self._given_back: list[str] = []
         #: The connector's: which blocks every rank has stored. None until there is a store.
         self.stored: StoredKeys | None = None
+
+    # Prompts that are stored -----------------------------------------------------------------------------------------
+
+    def consider(self, request: Request, first: int, stored: int) -> None:
+        """vLLM has the first ``first`` blocks of a new request, and is told that those up to ``stored`` can be loaded:
+        decide whether all of them are. Where the rest of its prompt fits into the last window, and loading them would
+        be more than giving it hot blocks, they are selected from, and those of the windows alone are loaded."""
+        size = self._block_tokens
+        self.forget(request.request_id)
+        if not self._selects_stored or self.stored is None or request.num_preemptions or request.num_output_tokens:
+            return
+        if self._init == 0:  # what fails is told by the first block, which must be one that is loaded
+            return
+        unread = range(self._init, stored + 1 - self._local_until_chosen)
+        blocks = -(-request.num_tokens // size)
+        if (
+            blocks - stored <= self._local
+            and stored * size >= self._method.exact_tokens(0)
+            and self._budget(blocks) < min(len(unread), stored - first)
+            and len(unread) <= self._free
+            and len(self.stored(request)) >= stored
+        ):
+            self._admissions[request.request_id] = _Admission(unread, stored)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing of a request is loaded, as far as is known."""
+        self._admissions.pop(request_id, None)
+
+    def unread(self, request_id: str) -> range:
+        """Blocks for which a request that is being admitted needs no place."""
+        admission = self._admissions.get(request_id)
+        return range(0) if admission is None else admission.unread
+
+    def admitted(self, request: Request) -> range:
+        """A request was given blocks; those of it that stay in the store, and are not to be loaded."""
+        admission = self._admissions.pop(request.request_id, None)
+        if admission is None:
+            return range(0)
+        assert self.stored is not None
+        unread = admission.unread
+        self._states[request.request_id] = _State(unread.stop)
+        self._free -= len(unread)
+        self._change(request.request_id).unread = join_keys(self.stored(request)[unread.start : unread.stop])
+        self._exact.selects_from(request, admission.stored * self._block_tokens)
+        return unread
 
     # What the manager asks -------------------------------------------------------------------------------------------
 
@@ -104,12 +165,12 @@ class OffloadPlanner:
 
     def hot(self, request_id: str, tokens: int) -> int:
         """How many hot blocks a request is to have in a step after which it has so many tokens."""
-        state = self._states.get(request_id)
-        if state is None:
-            return 0
-        wanted = self._budget(-(-tokens // self._block_tokens))
-        state.hot = max(state.hot, min(wanted, state.end - self._init))
-        return state.hot
+        state, unread = self._states.get(request_id), self.unread(request_id)
+        end = unread.stop if state is None and unread else self._init if state is None else state.end
+        wanted = min(self._budget(-(-tokens // self._block_tokens)), end - self._init)
+        if state is not None:
+            wanted = state.hot = max(state.hot, wanted)
+        return wanted
 
     def given(self, request_id: str, blocks: Sequence[int]) -> None:
         """It was given further hot blocks."""
@@ -118,10 +179,13 @@ class OffloadPlanner:
     def gave_back(self, request_id: str) -> None:
         """It holds nothing any more: it has ended, or was preempted."""
         self._changes.pop(request_id, None)
+        self.forget(request_id)
         state = self._states.pop(request_id, None)
         if state is not None:
             self._free += state.end - self._init
             self._given_back.append(request_id)
+            if request := self._requests.get(request_id):
+                self._exact.selects_from(request, None)
 
     # What the workers are told ---------------------------------------------------------------------------------------
 

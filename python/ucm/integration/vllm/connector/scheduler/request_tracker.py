@@ -48,6 +48,7 @@ class RequestTracker:
         "ran_from",
         "reason",
         "request",
+        "selectable",
         "stored",
         "tally",
         "touched_at",
@@ -64,6 +65,7 @@ class RequestTracker:
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
         self.stored = 0  # blocks before it are in the store, on every rank
+        self.selectable = True  # it may be selected from without being read
         self.private_at: int | None = None  # ordinal of the first key that no other request can have
         #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
         self.confirming: tuple[int, float] | None = None

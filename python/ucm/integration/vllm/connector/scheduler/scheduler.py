@@ -165,6 +165,8 @@ class UCMConnectorScheduler:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those found on the device; vLLM asks again at every step."""
         tracker = self._live.get(request.request_id)
+        if self._offload is not None:
+            self._offload.forget(request.request_id)
         if tracker is None:
             return 0, False
         if tracker.preemptions != request.num_preemptions:
@@ -205,6 +207,8 @@ class UCMConnectorScheduler:
             return 0, False
         first, end = num_computed_tokens // self._block_tokens, (num_computed_tokens + tokens) // self._block_tokens
         end, tracker.reason = self._hit_policy.taken(tracker, first, end)
+        if self._offload is not None and end > first and tracker.selectable:
+            self._offload.consider(request, first, end)
         return ((end - first) * self._block_tokens, end > first)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -216,14 +220,16 @@ class UCMConnectorScheduler:
         first, count = tracker.local // self._block_tokens, num_external_tokens // self._block_tokens
         if num_external_tokens > 0:
             table = blocks.blocks[0]
-            keys = tracker.keys[first : first + count]
+            unread = range(0) if self._offload is None else self._offload.admitted(request)
+            read = [at for at in range(0 if unread else first, first + count) if at not in unread]
             self._loads.append(
                 Load(
                     request=request.request_id,
-                    first=first,
-                    keys=join_keys(keys),
-                    blocks=np.fromiter((b.block_id for b in table[first : first + count]), np.int64, count),
-                    timeout=self._load_timeout(tracker, num_external_tokens),
+                    first=read[0],
+                    keys=join_keys([tracker.keys[at] for at in read]),
+                    blocks=np.fromiter((table[at].block_id for at in read), np.int64, len(read)),
+                    timeout=self._load_timeout(tracker, len(read) * self._block_tokens),
+                    unread=join_keys(tracker.keys[unread.start : unread.stop]),
                 )
             )
             tracker.loading, tracker.failures = range(first, first + count), {}
@@ -508,7 +514,9 @@ class UCMConnectorScheduler:
                     self._block_tracker.refuse(key)
                 for key in split_keys(failure.newer):
                     self._block_tracker.mark_newer(key)
-                if tracker := self._live.get(failure.request):
+                if (tracker := self._live.get(failure.request)) and failure.unselectable:
+                    tracker.selectable, tracker.loading = False, range(0)
+                elif tracker:
                     tracker.failed_at(failure.first)
                     reasons = (named(name, MissReason.INTERNAL) for name in failure.reasons)
                     tracker.failed_because(failure.first, reasons)

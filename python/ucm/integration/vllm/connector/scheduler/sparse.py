@@ -12,7 +12,7 @@ from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.making import make_method
 from ucm.integration.vllm.attention.offload import spare_rows
 from ucm.integration.vllm.attention.rows import SparsePlan
-from ucm.integration.vllm.attention.spec import SparseManager
+from ucm.integration.vllm.attention.spec import SparseManager, SparseMLAAttentionSpec
 from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
@@ -93,8 +93,10 @@ class BreakEven:
 class SparseScheduler:
     """One engine's method, on the scheduler's side."""
 
-    def __init__(self, method: UcmSparseBase, block_tokens: int, world: int = 1, num_blocks: int = 0) -> None:
-        """``world`` is the number of ranks, ``num_blocks`` of device blocks."""
+    def __init__(
+        self, method: UcmSparseBase, block_tokens: int, world: int = 1, num_blocks: int = 0, *, latent: bool = False
+    ) -> None:
+        """``world`` is the number of ranks, ``num_blocks`` of device blocks; ``latent``: attention is."""
         self.method = method
         self.break_even = BreakEven(method, world)
         self._block_tokens = block_tokens
@@ -107,7 +109,9 @@ class SparseScheduler:
         self.offload: OffloadPlanner | None = None
         if isinstance(method, BlockSparse) and method.settings.offload:
             spare = spare_rows(num_blocks)
-            self.offload = OffloadPlanner(method, self._requests, self.exact_tokens, block_tokens, spare)
+            self.offload = OffloadPlanner(
+                method, self._requests, self.exact_tokens, block_tokens, spare, several_queries=not latent
+            )
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """The block tables, and the managers that fill vLLM's prefix cache."""
@@ -129,6 +133,8 @@ class SparseScheduler:
 
     def request_finished(self, request: Request) -> None:
         """It ended, or was aborted."""
+        if self.offload is not None:
+            self.offload.forget(request.request_id)
         if self._requests.pop(request.request_id, None) is not None:
             self._finished.append(request.request_id)
         self._hook("request_finished_in_scheduler", request.request_id)
@@ -201,4 +207,5 @@ def make_sparse_scheduler(
         set_ucm_sparse(method)
     tokens = block_tokens(vllm_config, kv_cache_config)
     world = vllm_config.parallel_config.world_size
-    return SparseScheduler(method, tokens, world, int(kv_cache_config.num_blocks))
+    latent = isinstance(kv_cache_config.kv_cache_groups[0].kv_cache_spec, SparseMLAAttentionSpec)
+    return SparseScheduler(method, tokens, world, int(kv_cache_config.num_blocks), latent=latent)

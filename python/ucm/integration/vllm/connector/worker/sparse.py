@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 #: Backends whose pages can be read with a block table for each KV head: a page is one head after the other.
 _PER_HEAD = ("CPU_ATTN",)
 
-#: Keys of ucm.sparse.prefetch.PrefetchEngine, for engines of a user's own.
-_OF_OWN_ENGINES = {"prefetch_ahead", "prefetch_workers", "max_pending_prefetch", "prefetch_cache_size"}
-
 
 class SparseWorker:
     """One rank's method and what it needs."""
@@ -91,6 +88,8 @@ class SparseWorker:
             self._prepare_representations(self.method, layers, backend, caches, int(spec.block_size))
             if self.method.settings.offload:
                 self.offload = self._make_offload(self.method, group.layer_names, caches)
+                if self.representations is not None:
+                    self.representations.rows_of = self.offload.rows_of
         self.method.register_kv_caches(caches)
         self.host = SparseHost(self.method, layers)
         self.host.offload = self.offload
@@ -126,11 +125,6 @@ class SparseWorker:
             raise ConfigError(
                 f"offload: {type(method).__name__} has an attention_begin of its own, which would be given blocks that "
                 "have left the device; leave `offload` out"
-            )
-        if idle := sorted(_OF_OWN_ENGINES & method.settings.model_fields_set):
-            logger.warning(
-                "sparse attention: %s do nothing under vLLM: the store's own queue brings up what is foreseen",
-                ", ".join(idle),
             )
         layout = KVLayout(caches, names)
         layer_bytes(layout)
@@ -187,6 +181,8 @@ class SparseWorker:
         """After it."""
         if self.host is not None:
             self.host.end_step()
+        if self.offload is not None:
+            self.offload.end_step()
 
     def stats(self) -> dict[str, float]:
         """What the method counted."""
@@ -196,6 +192,8 @@ class SparseWorker:
         """The engine ends."""
         if self._eager is not None:
             self._eager.remove()
+        if self.offload is not None:
+            self.offload.close()
         if self.host is not None:
             self.host.close()
             set_ucm_sparse(None)

@@ -114,6 +114,7 @@ class Loads:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.times = _Times(clock)
         self._running: list[_Running] = []
+        self._selecting: dict[str, Load] = {}  # loads whose blocks are there, and their representations perhaps not
         self._ended: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
@@ -128,7 +129,8 @@ class Loads:
             return self._fail_all(load, MissReason.UNHEALTHY)
         ids = record_ids(load.keys, mask)
         if self.representations is not None:
-            self.representations.begin_load(load.request, ids, load.blocks, store, load.timeout)
+            unread = record_ids(load.unread, mask)
+            self.representations.begin_load(load.request, ids, load.blocks, store, load.timeout, unread)
         try:
             task = store.load_blocks(ids, load.blocks, load.timeout)
         except Exception as error:
@@ -149,8 +151,10 @@ class Loads:
             failures = failed_rows(store, running.task, len(load.blocks))
             self.blocks += len(load.blocks) - len(failures)
             if failures:
-                first = min(failures)
-                throttle.warning("load failed", "request %s: block %d: %s", load.request, first, failures[first])
+                first = 0 if load.unread else min(failures)
+                throttle.warning(
+                    "load failed", "request %s: block %d: %s", load.request, first, failures[min(failures)]
+                )
                 keys = split_keys(load.keys)
                 newer = [row for row, why in failures.items() if reason_of(why) == MissReason.NEWER_VERSION]
                 bad = [
@@ -167,12 +171,24 @@ class Loads:
                     self._served.append(LoadServed(load.request, tiers))
         self._running = still
         if self.representations is not None:
-            self._ended.update(self.representations.work())
+            for request in self.representations.work():
+                self._over(request)
 
     def _arrived(self, load: Load) -> None:
         """All blocks of a load are there."""
+        if load.unread:
+            self._selecting[load.request] = load
         if self.representations is None or self.representations.arrived(load.request, load.blocks):
-            self._ended.add(load.request)
+            self._over(load.request)
+
+    def _over(self, request: str) -> None:
+        """Nothing more comes of a load whose blocks are there. Without the representations of what was not read, its
+        request cannot go on: vLLM is to admit it again, and to load all of it."""
+        load = self._selecting.pop(request, None)
+        if load is None or self.representations is None or self.representations.selectable(request):
+            self._ended.add(request)
+            return
+        self._fail(load, 0, [], [MissReason.LOAD_FAILED] * len(load.blocks), unselectable=True)
 
     def _fail_all(self, load: Load, reason: MissReason) -> None:
         self._fail(load, 0, [], [reason] * len(load.blocks))
@@ -184,12 +200,14 @@ class Loads:
         bad: Sequence[bytes],
         why: Sequence[MissReason],
         newer: Sequence[bytes] = (),
+        *,
+        unselectable: bool = False,
     ) -> None:
         if self.representations is not None:
             self.representations.failed(load.request)
         self._bad_blocks.update(load.blocks[row:].tolist())
         reasons = tuple(str(reason) for reason in why)
-        failure = LoadFailure(load.request, load.first + row, join_keys(bad), reasons, join_keys(newer))
+        failure = LoadFailure(load.request, load.first + row, join_keys(bad), reasons, join_keys(newer), unselectable)
         self._failures.append(failure)
         self._ended.add(load.request)
 
