@@ -16,6 +16,7 @@ from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Rig, Rows, context
 from torch import Tensor
 
 from ucm.config.sparse import QuestConfig, WindowsConfig
+from ucm.integration.vllm.attention.break_even import measure
 from ucm.integration.vllm.attention.eager_hooks import EagerHooks
 from ucm.integration.vllm.attention.host import active_host, set_active_host
 from ucm.integration.vllm.attention.pages import key_reader
@@ -213,6 +214,33 @@ def test_changed_query_value_and_output_take_effect(config: Any) -> None:
         rows.table,
     )
     assert close(found, changed.attended([None, None]))
+
+
+class Measured(Quest):
+    """A user's subclass with an ``attention_begin`` of its own, and no ``min_tokens``."""
+
+    def attention_begin(self, *args: Any, **kwargs: Any) -> Any:
+        return super().attention_begin(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Quest, Measured])
+def test_measuring_leaves_the_cache_as_it_is(config: Any, engines: Any, kind: type[Quest]) -> None:
+    """Its blocks hold the KV of requests that run."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    rows = Rows.of([1200], [1])
+    method = kind(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2))
+    rig = Rig(config, method, rows)
+    before = [layer.kv_cache.clone() for layer in rig.layers.values()]
+    for layer in rig.layers.values():
+        layer.get_attn_backend = lambda: CPUAttentionBackend  # type: ignore[attr-defined]
+    spec = next(iter(engines.layer_specs(config).values()))
+    assert rig.host is not None
+    found = measure(rig.host, rig.layers, spec, config, rows.blocks)
+    assert all(torch.equal(layer.kv_cache, was) for layer, was in zip(rig.layers.values(), before, strict=True))
+    if kind is Measured:
+        policy = method.policy
+        assert found == 4 * (policy.windows + policy.budget(1024 // BLOCK)) * BLOCK
 
 
 class Broken(UcmSparseBase):

@@ -145,9 +145,12 @@ class RequestTracker:
         tokens alone.
         """
         self.adopt(block_tracker)
-        if private_from is not None and self.private_at is None and len(self.keys) > private_from:
-            self.private_at, self.stored = private_from, min(self.stored, private_from)
+        if private_from is not None and self.private_at is None:
+            # What was offered until now was exact. Keys of the tokens may be known beyond it: a lookup hashed them, or
+            # fewer blocks are exact since it is known from which length on choosing pays.
+            private_from = max(private_from, self.cursor)
             del self.keys[private_from:]
+            self.stored = min(self.stored, private_from)
         if len(self.keys) < upto:
             if self.lookup is not None and self.lookup.hashing:
                 return len(self.keys)
@@ -162,16 +165,21 @@ class RequestTracker:
 
     def _parents(self, private_from: int | None) -> list[bytes]:
         """The keys that further ones are chained to; where these begin to be private, the last is drawn by lot."""
+        if self.private_at is not None:
+            private_from = self.private_at
         if private_from is None or len(self.keys) != private_from or not self.keys:
             return self.keys
         self.private_at = private_from
         return [*self.keys[:-1], os.urandom(len(self.keys[-1]))]
 
-    def stored_keys(self, block_tracker: BlockTracker) -> Sequence[bytes]:
-        """Keys of its first blocks that every rank has stored."""
+    def stored_keys(self, block_tracker: BlockTracker, private_from: int | None = None) -> Sequence[bytes]:
+        """Keys of its first blocks that every rank has stored. Beyond ``private_from`` the keys of the tokens are not
+        those of what the blocks hold, though the store may have them too."""
         while self.stored < len(self.keys) and block_tracker.is_stored(self.keys[self.stored]):
             self.stored += 1
-        return self.keys[: self.stored]
+        if private_from is None or self.private_at is not None:
+            return self.keys[: self.stored]
+        return self.keys[: min(self.stored, max(private_from, self.cursor))]
 
     def confirmed(self, upto: int, settled: int, maker: KeyMaker, now: float) -> int:
         """How many of the first ``upto`` blocks may be offered; ``settled`` of them were computed in steps that ended.

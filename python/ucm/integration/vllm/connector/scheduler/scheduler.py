@@ -410,7 +410,7 @@ class UCMConnectorScheduler:
     def _stored_keys(self, request: Request) -> Sequence[bytes]:
         """Keys of the first blocks of a request that every rank has stored."""
         tracker = self._live.get(request.request_id)
-        return () if tracker is None else tracker.stored_keys(self._block_tracker)
+        return () if tracker is None else tracker.stored_keys(self._block_tracker, self._private_from(request))
 
     def _offer(
         self, tracker: RequestTracker, computed: int, settled: int, room: int, *, lives: bool = True

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class BreakEven:
     """From which length on choosing blocks pays in this engine: what its slowest rank measured, remembered with the
     speeds of this machine. Until it is known every request is dense, and where ``min_tokens`` is configured that is the
-    answer."""
+    answer. vLLM caches blocks as exact before the workers are told of the step that computes them, so what is learnt
+    holds from the next step on (:meth:`take_effect`)."""
 
     def __init__(self, method: UcmSparseBase, world: int) -> None:
         self._method = method if isinstance(method, BlockSparse) else None
@@ -40,7 +41,8 @@ class BreakEven:
         self._measured: list[int] = []
         self.asked = False
         self._known = self._method is None or self._method.settings.min_tokens is not None
-        self._set(0 if self._known else NEVER)
+        self._next = 0 if self._known else NEVER
+        self.take_effect()
 
     @property
     def tokens(self) -> int:
@@ -59,13 +61,13 @@ class BreakEven:
         self._measured += tokens
         if len(self._measured) >= self._world:
             self.asked, self._known = False, True
-            self._set(max(self._measured))
+            self._next = max(self._measured)
 
     def known(self) -> dict[str, Any]:
         """What is to be remembered."""
         if self._method is None or not self._measured or not self._known:
             return {}
-        return {"sparse": {"method": self._named(), "tokens": self.tokens}}
+        return {"sparse": {"method": self._named(), "tokens": self._next}}
 
     def recall(self, entry: Mapping[str, Any]) -> None:
         """What an earlier process had measured; anything that makes no sense counts as missing."""
@@ -75,16 +77,17 @@ class BreakEven:
         tokens = stored.get("tokens")
         if isinstance(tokens, int) and 0 <= tokens <= NEVER:
             self._known, self.asked = True, False
-            self._set(tokens)
+            self._next = tokens
             logger.info("sparse attention pays from %s tokens on: remembered of this machine", length_text(tokens))
 
     def _named(self) -> str:
         assert self._method is not None
         return f"{type(self._method).__qualname__} {self._method.settings!r}"
 
-    def _set(self, tokens: int) -> None:
+    def take_effect(self) -> None:
+        """A step was planned: what was learnt since the one before holds for the next."""
         if self._method is not None:
-            self._method.break_even_tokens = tokens
+            self._method.break_even_tokens = self._next
 
 
 class SparseScheduler:
@@ -161,6 +164,7 @@ class SparseScheduler:
             self._add(plan, name, computed, output.num_scheduled_tokens[name])
         for new in output.scheduled_new_reqs:
             self._add(plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
+        self.break_even.take_effect()
         return plan
 
     def _add(self, plan: SparsePlan, name: str, computed: int, scheduled: int) -> None:

@@ -1,0 +1,91 @@
+"""Keys of a request whose KV is not that of its tokens alone from some block on: no other request can have them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from parts import BLOCK
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
+from ucm.integration.vllm.connector.scheduler.lookup import Lookup
+from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
+
+PROMPT, BLOCKS = 4, 8
+
+
+class Case:
+    """A request that has decoded, the keys of its tokens, and what is kept of it."""
+
+    def __init__(self) -> None:
+        self.maker = KeyMaker("identity", BLOCK, "sha256", ExtraKeys(BLOCK))
+        self.known = BlockTracker()
+        tokens = list(range(BLOCKS * BLOCK + 1))
+        self.request = Request("a", tokens[: PROMPT * BLOCK], SamplingParams(max_tokens=64), None)
+        self.request.append_output_token_ids(tokens[PROMPT * BLOCK :])
+        self.real = self.maker.first(self.request)
+        self.tracker = RequestTracker(self.request)
+
+    def grow(self, private_from: int | None) -> list[bytes]:
+        """Keys of all its blocks."""
+        assert self.tracker.grow(BLOCKS, self.maker, self.known, private_from) == BLOCKS
+        return list(self.tracker.keys)
+
+
+def test_a_lookup_that_hashed_output_too_gives_no_keys_to_approximate_blocks() -> None:
+    """It ran on a thread, after the request had begun to decode."""
+    case = Case()
+    case.tracker.lookup = Lookup()
+    case.tracker.lookup.hashed(list(case.real))
+    case.tracker.cursor = PROMPT - 1
+    found = case.grow(PROMPT)
+    assert found[:PROMPT] == case.real[:PROMPT]
+    assert not set(found[PROMPT:]) & set(case.real)
+    assert case.grow(PROMPT) == found, "and it does not bring them later"
+
+
+def test_keys_beyond_what_is_exact_from_now_on_are_forgotten() -> None:
+    """From which length on choosing pays has just become known, and the keys were made before."""
+    case = Case()
+    assert case.grow(None) == case.real
+    case.tracker.cursor = PROMPT
+    found = case.grow(PROMPT)
+    assert found[:PROMPT] == case.real[:PROMPT]
+    assert not set(found[PROMPT:]) & set(case.real)
+
+
+def test_blocks_that_were_offered_as_exact_keep_their_keys() -> None:
+    """They were computed before choosing began, and are in the store under these."""
+    case = Case()
+    case.grow(None)
+    case.tracker.cursor = 6
+    case.known.writing(case.real, 1)
+    for key in case.real[:6]:
+        case.known.written(key)
+    assert list(case.tracker.stored_keys(case.known)) == case.real[:6]
+    found = case.grow(PROMPT)
+    assert found[:6] == case.real[:6]
+    assert not set(found[6:]) & set(case.real)
+    assert list(case.tracker.stored_keys(case.known)) == case.real[:6]
+
+
+def test_approximate_blocks_are_not_in_the_store_because_exact_ones_of_their_tokens_are() -> None:
+    case = Case()
+    case.known.found(case.real, BLOCKS)
+    case.grow(None)
+    assert list(case.tracker.stored_keys(case.known)) == case.real
+    assert list(case.tracker.stored_keys(case.known, PROMPT)) == case.real[:PROMPT]
+    case.grow(PROMPT)
+    assert list(case.tracker.stored_keys(case.known, PROMPT)) == case.real[:PROMPT]
+
+
+def test_a_preempted_request_has_the_keys_of_its_tokens_again() -> None:
+    case = Case()
+    case.grow(PROMPT)
+    case.tracker.restart()
+    assert case.grow(None) == case.real
