@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use ucm_core::{BlockId, ErrorKind};
+use ucm_core::{BlockId, ErrorKind, crc32c};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{IoOptions, IoPool};
 use ucm_store::engine::Task;
@@ -420,6 +420,53 @@ fn a_segment_of_a_clock_that_is_behind_is_found_with_all() {
         finds(&store, &ids(2)) == [true; 2]
     });
     assert!(loads(&store, &ids(2)) && loads(&late, &ids(2)));
+}
+
+/// An id beyond those of [`id`].
+fn numbered(n: u16) -> BlockId {
+    BlockId(std::array::from_fn(|at| n.to_le_bytes()[at % 2] ^ at as u8))
+}
+
+/// Copies a segment of one record, as if a writer had put another one with this id `later` ns after it.
+fn copy_with(segment: &Path, block: BlockId, later: u64) {
+    let mut bytes = std::fs::read(segment).unwrap();
+    let trailer = bytes.len() - 128;
+    let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let (footer, writer) = (number(trailer + 8) as usize, number(trailer + 64));
+    let (sequence, time) = (number(trailer + 72) + later, number(trailer + 80) + later);
+    let mut put = |at: usize, put: &[u8]| bytes[at..at + put.len()].copy_from_slice(put);
+    put(footer, &block.0);
+    put(trailer + 72, &sequence.to_le_bytes());
+    put(trailer + 80, &time.to_le_bytes());
+    let entries = crc32c(&bytes[footer..trailer]);
+    bytes[trailer + 104..trailer + 108].copy_from_slice(&entries.to_le_bytes());
+    let all = crc32c(&bytes[trailer..trailer + 124]);
+    bytes[trailer + 124..].copy_from_slice(&all.to_le_bytes());
+    let name = format!("{time:016x}-{writer:016x}-{sequence:016x}.seg");
+    std::fs::write(segment.with_file_name(name), bytes).unwrap();
+}
+
+/// More segments than one turn of a finder reads, and a young one behind them: a restart finds them all.
+#[test]
+fn a_restart_finds_the_old_segments_too() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let open = || Store::with_clock_now(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = open();
+    let blocks: Vec<BlockId> = (0..300_u16).map(numbered).collect();
+    dumped(&store, &blocks[..1]);
+    let first = store.segments().pop().unwrap();
+    for (n, block) in blocks.iter().enumerate().skip(1) {
+        copy_with(&first, *block, n as u64);
+    }
+    clock.advance(Duration::from_secs(400));
+    dumped(&store, &[numbered(999)]);
+    drop(store);
+    let anew = open();
+    assert_eq!(finds(&anew, &blocks), [true; 300]);
+    assert_eq!(finds(&anew, &[numbered(999)]), [true]);
 }
 
 /// Stands before a server and answers for it where a request has conditions, as a server does that has never heard of them.

@@ -161,7 +161,13 @@ impl Objects {
         let is_new = |object: &SegmentObject| {
             !self.index.knows(object.name) && state.odd.get(&object.name).is_none_or(|tries| *tries < TRIES)
         };
-        state.queue = there.into_iter().filter(|(object, _)| is_new(object)).collect();
+        if all {
+            state.queue.clear(); // what went meanwhile is not asked for
+        }
+        // Of a look at the younger ones alone the older ones still wait for their turn.
+        state
+            .queue
+            .extend(there.into_iter().filter(|(object, _)| is_new(object)));
         Ok(())
     }
 
