@@ -9,6 +9,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -469,20 +470,22 @@ fn a_restart_finds_the_old_segments_too() {
     assert_eq!(finds(&anew, &[numbered(999)]), [true]);
 }
 
-/// Stands before a server and answers for it where a request has conditions, as a server does that has never heard of them.
-fn without_conditions(server: u16) -> u16 {
+/// Stands before a server and answers for it, so many times, where a request has conditions.
+fn refusing_conditions(server: u16, status: &'static str, times: usize) -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
+    let left = Arc::new(AtomicUsize::new(times));
     std::thread::spawn(move || {
         for client in listener.incoming().flatten() {
-            std::thread::spawn(move || pass_on(client, server));
+            let left = Arc::clone(&left);
+            std::thread::spawn(move || pass_on(client, server, status, &left));
         }
     });
     port
 }
 
 /// One request of a connection; the next one comes over another.
-fn pass_on(mut client: TcpStream, server: u16) -> Option<()> {
+fn pass_on(mut client: TcpStream, server: u16, status: &str, left: &AtomicUsize) -> Option<()> {
     let (mut request, mut buffer) = (Vec::new(), [0; 1 << 14]);
     let head = loop {
         let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
@@ -500,8 +503,13 @@ fn pass_on(mut client: TcpStream, server: u16) -> Option<()> {
         let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
         request.extend_from_slice(&buffer[..len]);
     }
-    if field("if-none-match:").or(field("if-match:")).is_some() {
-        let answer = "HTTP/1.1 501 Not Implemented\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+    let one_less = |left: usize| left.checked_sub(1);
+    if field("if-none-match:").or(field("if-match:")).is_some()
+        && left
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
+            .is_ok()
+    {
+        let answer = format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         return client.write_all(answer.as_bytes()).ok();
     }
     let mut there = TcpStream::connect(("127.0.0.1", server)).ok()?;
@@ -511,15 +519,43 @@ fn pass_on(mut client: TcpStream, server: u16) -> Option<()> {
     std::io::copy(&mut there, &mut client).ok().map(|_| ())
 }
 
+/// A store that talks to what stands before the server.
+fn before(setup: &Setup, port: u16) -> Setup {
+    let endpoint = format!("http://127.0.0.1:{port}");
+    with(
+        setup,
+        &[("object_endpoint", json!(endpoint)), ("object_retries", json!(0))],
+    )
+}
+
+#[test]
+fn an_error_that_passes_does_not_switch_the_limit_off() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let limit: u64 = 1 << 20;
+    let port = refusing_conditions(server.server.port, "503 Service Unavailable", 1);
+    let setup = with(&before(&setup, port), &[("storage_capacity", json!(limit))]);
+    let store = Store::open(dir.path(), setup);
+    eventually("it is looked at again", || {
+        let blocks = [id(1)];
+        store
+            .dump(&Device::filled(&store.setup, &blocks), &blocks)
+            .is_ok()
+    });
+    assert_eq!(store.stat("storage_capacity_bytes"), limit);
+    let said = store.said().join("\n");
+    assert!(!said.contains("has no conditional writes"), "{said}");
+}
+
 #[test]
 fn a_server_without_conditions_keeps_what_is_young() {
     let Some((dir, server, setup)) = started() else {
         return;
     };
-    let endpoint = format!("http://127.0.0.1:{}", without_conditions(server.server.port));
-    let setup = with(
+    let setup = before(
         &setup,
-        &[("object_endpoint", json!(endpoint)), ("object_retries", json!(0))],
+        refusing_conditions(server.server.port, "501 Not Implemented", usize::MAX),
     );
     let store = Store::open(dir.path(), setup.clone());
     let said = store.said().join("\n");

@@ -47,6 +47,14 @@ const FULL: [&str; 6] = [
     "StorageQuotaExceeded",
 ];
 
+/// How servers say that they do not know a condition of a put.
+const NO_CONDITIONS: [&str; 4] = [
+    "501 Not Implemented",
+    "405 Method Not Allowed",
+    "400 Bad Request: NotImplemented",
+    "400 Bad Request: InvalidArgument",
+];
+
 /// Where a bucket is, as a user says it.
 #[derive(Debug, Clone, Default)]
 pub struct Place {
@@ -280,12 +288,18 @@ impl Bucket {
         self.put_as(path, bytes, PutMode::Update(version)).await
     }
 
+    /// `Unsupported` where the server says that it does not know the condition.
     async fn put_as(&self, path: &Path, bytes: Bytes, mode: PutMode) -> Result<bool> {
+        let conditional = !matches!(mode, PutMode::Overwrite);
         let options = PutOptions::from(mode);
         match self.store.put_opts(path, PutPayload::from(bytes), options).await {
             Ok(_) => Ok(true),
             Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => {
                 Ok(false)
+            }
+            Err(error) if conditional && has_no_conditions(&error) => {
+                let text = "the object store has no conditional writes";
+                Err(Error::new(ErrorKind::Unsupported, text).caused_by(Told::of(&error)))
             }
             Err(error) => Err(self.failed(path, &error)),
         }
@@ -369,6 +383,15 @@ impl Bucket {
     }
 }
 
+/// Whether a server, or the client for it, refuses the condition of a put and not this one put.
+fn has_no_conditions(error: &object_store::Error) -> bool {
+    let told = Told::of(error);
+    matches!(
+        error,
+        object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. }
+    ) || NO_CONDITIONS.iter().any(|refusal| told.0.contains(refusal))
+}
+
 /// An upload that was begun and not completed: what was sent of it is removed, or it would lie there unseen for ever.
 struct Upload(Option<Box<dyn MultipartUpload>>);
 
@@ -437,6 +460,28 @@ mod tests {
         ] {
             let error = Url::parse(wrong).err().unwrap();
             assert!(!error.to_string().contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn only_a_refusal_says_that_a_server_has_no_conditions() {
+        let answer = |text: &str| object_store::Error::Generic {
+            store: "S3",
+            source: format!("PUT http://h/b in 3ms - Server returned non-2xx status code: {text}").into(),
+        };
+        for refusal in [
+            "501 Not Implemented: ",
+            "405 Method Not Allowed: <Error><Code>MethodNotAllowed</Code></Error>",
+            "400 Bad Request: <Error><Code>InvalidArgument</Code></Error>",
+        ] {
+            assert!(has_no_conditions(&answer(refusal)), "{refusal}");
+        }
+        for passing in [
+            "500 Internal Server Error: ",
+            "503 Service Unavailable: <Error><Code>SlowDown</Code></Error>",
+            "400 Bad Request: <Error><Code>RequestTimeout</Code></Error>",
+        ] {
+            assert!(!has_no_conditions(&answer(passing)), "{passing}");
         }
     }
 

@@ -128,8 +128,11 @@ struct Contents {
 }
 
 impl Objects {
-    /// Looks whether the server has conditional writes.
+    /// Looks whether the server has conditional writes, unless it was seen to: then the limit is kept to from there on.
     pub(super) fn look_for_conditions(&self, deadline: MonotonicTime) -> Result<()> {
+        if self.has_conditions() {
+            return Ok(());
+        }
         let (bucket, path) = (Arc::clone(&self.bucket), self.names.probe());
         let conditions = self.call(deadline, async move { has_conditions(&bucket, &path).await })?;
         self.space.conditions.store(conditions, Ordering::Release);
@@ -571,33 +574,42 @@ impl Objects {
     }
 }
 
-/// Whether the server keeps to `If-None-Match` and `If-Match`.
+/// Whether the server keeps to `If-None-Match` and `If-Match`. Only its own answer says that it does not: an error that may
+/// pass is an error here.
 async fn has_conditions(bucket: &Bucket, path: &Path) -> Result<bool> {
+    let conditions = try_conditions(bucket, path).await;
+    let removed = bucket.delete(path).await;
+    match conditions {
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(false),
+        Err(error) => Err(error),
+        Ok(conditions) => removed.map(|()| conditions),
+    }
+}
+
+/// The same; what it puts may be left behind, and `Unsupported` is a refusal.
+async fn try_conditions(bucket: &Bucket, path: &Path) -> Result<bool> {
     let word = |text: &'static str| bytes::Bytes::from_static(text.as_bytes());
-    let first = match bucket.put_new(path, word("first")).await {
-        Ok(first) => first,
-        // A server that knows no such thing may refuse it. Whoever may not write at all is told so by the next.
-        Err(_) => {
-            bucket.put(path, word("plain")).await?;
-            bucket.delete(path).await?;
+    // False only where an answer was lost and the client has put it twice: it is read below.
+    let _first = bucket.put_new(path, word("first")).await?;
+    if bucket.put_new(path, word("again")).await? {
+        return Ok(false);
+    }
+    let Some((found, version)) = bucket.get(path, DOCUMENT).await? else {
+        return Err(Error::new(
+            ErrorKind::Io,
+            "the object store does not have what was put there just now",
+        ));
+    };
+    if found != "first" || (version.e_tag.is_none() && version.version.is_none()) {
+        return Ok(false);
+    }
+    if !bucket.replace(path, word("second"), version.clone()).await? {
+        let found = bucket.get(path, DOCUMENT).await?;
+        if found.is_none_or(|(found, _)| found != "second") {
             return Ok(false);
         }
-    };
-    let again = bucket.put_new(path, word("again")).await.unwrap_or(true);
-    let found = bucket.get(path, DOCUMENT).await?;
-    let swaps = match found {
-        Some((bytes, version)) if first && !again && bytes == "first" => {
-            let replaced = bucket
-                .replace(path, word("second"), version.clone())
-                .await
-                .unwrap_or(false);
-            let late = bucket.replace(path, word("third"), version).await.unwrap_or(true);
-            replaced && !late
-        }
-        _ => false,
-    };
-    bucket.delete(path).await?;
-    Ok(swaps)
+    }
+    Ok(!bucket.replace(path, word("third"), version).await?)
 }
 
 /// Lists what lies below the prefix, and reads what writers tell of their uses.
