@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -470,22 +470,25 @@ fn a_restart_finds_the_old_segments_too() {
     assert_eq!(finds(&anew, &[numbered(999)]), [true]);
 }
 
-/// Stands before a server and answers for it, so many times, where a request has conditions.
-fn refusing_conditions(server: u16, status: &'static str, times: usize) -> u16 {
+/// What a request is refused with: its head is given, in small letters.
+type Refusal = Box<dyn Fn(&str) -> Option<&'static str> + Send + Sync>;
+
+/// Stands before a server and refuses requests for it.
+fn refusing(server: u16, refusal: Refusal) -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
-    let left = Arc::new(AtomicUsize::new(times));
+    let refusal = Arc::new(refusal);
     std::thread::spawn(move || {
         for client in listener.incoming().flatten() {
-            let left = Arc::clone(&left);
-            std::thread::spawn(move || pass_on(client, server, status, &left));
+            let refusal = Arc::clone(&refusal);
+            std::thread::spawn(move || pass_on(client, server, &refusal));
         }
     });
     port
 }
 
 /// One request of a connection; the next one comes over another.
-fn pass_on(mut client: TcpStream, server: u16, status: &str, left: &AtomicUsize) -> Option<()> {
+fn pass_on(mut client: TcpStream, server: u16, refusal: &Refusal) -> Option<()> {
     let (mut request, mut buffer) = (Vec::new(), [0; 1 << 14]);
     let head = loop {
         let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
@@ -494,21 +497,15 @@ fn pass_on(mut client: TcpStream, server: u16, status: &str, left: &AtomicUsize)
             break String::from_utf8(request[..end].to_vec()).ok()?.to_lowercase();
         }
     };
-    let field = |name: &str| {
-        head.lines()
-            .find_map(|line| line.strip_prefix(name).map(str::trim))
-    };
-    let len = field("content-length:").map_or(0, |len| len.parse().unwrap());
+    let len = head
+        .lines()
+        .find_map(|line| line.strip_prefix("content-length:"))
+        .map_or(0, |len| len.trim().parse().unwrap());
     while request.len() < head.len() + 4 + len {
         let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
         request.extend_from_slice(&buffer[..len]);
     }
-    let one_less = |left: usize| left.checked_sub(1);
-    if field("if-none-match:").or(field("if-match:")).is_some()
-        && left
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
-            .is_ok()
-    {
+    if let Some(status) = refusal(&head) {
         let answer = format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         return client.write_all(answer.as_bytes()).ok();
     }
@@ -517,6 +514,11 @@ fn pass_on(mut client: TcpStream, server: u16, status: &str, left: &AtomicUsize)
     there.write_all(b"\r\nconnection: close").ok()?;
     there.write_all(&request[head.len()..]).ok()?;
     std::io::copy(&mut there, &mut client).ok().map(|_| ())
+}
+
+/// Whether a request has conditions.
+fn is_conditional(head: &str) -> bool {
+    head.contains("\r\nif-none-match:") || head.contains("\r\nif-match:")
 }
 
 /// A store that talks to what stands before the server.
@@ -534,7 +536,12 @@ fn an_error_that_passes_does_not_switch_the_limit_off() {
         return;
     };
     let limit: u64 = 1 << 20;
-    let port = refusing_conditions(server.server.port, "503 Service Unavailable", 1);
+    let first = AtomicBool::new(true);
+    let once = move |head: &str| {
+        let refused = is_conditional(head) && first.swap(false, Ordering::AcqRel);
+        refused.then_some("503 Service Unavailable")
+    };
+    let port = refusing(server.server.port, Box::new(once));
     let setup = with(&before(&setup, port), &[("storage_capacity", json!(limit))]);
     let store = Store::open(dir.path(), setup);
     eventually("it is looked at again", || {
@@ -549,14 +556,43 @@ fn an_error_that_passes_does_not_switch_the_limit_off() {
 }
 
 #[test]
+fn a_listing_that_is_refused_is_not_repeated_at_once() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let (refuses, refused) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let (when, count) = (Arc::clone(&refuses), Arc::clone(&refused));
+    let refusal = move |head: &str| {
+        let line = head.lines().next().unwrap_or_default();
+        let refused = when.load(Ordering::Acquire) && line.contains("list-type") && line.contains("segments");
+        refused.then(|| {
+            count.fetch_add(1, Ordering::AcqRel);
+            "403 Forbidden"
+        })
+    };
+    let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
+    let clock = ManualClock::new();
+    let store = Store::with_clock_now(dir.path(), behind, Arc::clone(&clock) as Arc<dyn Clock>);
+    refuses.store(true, Ordering::Release);
+    clock.advance(Duration::from_secs(1));
+    eventually("a listing is refused", || refused.load(Ordering::Acquire) > 0);
+    // As long as its clock stands it does not try again, whatever it is asked and however long others take.
+    let other = Store::open(dir.path(), setup);
+    dumped(&other, &ids(40));
+    assert_eq!(finds(&store, &ids(40)), [false; 40]);
+    assert_eq!(refused.load(Ordering::Acquire), 1);
+    refuses.store(false, Ordering::Release);
+    clock.advance(Duration::from_secs(1));
+    eventually("the next one finds what is there", || finds(&store, &ids(40)) == [true; 40]);
+}
+
+#[test]
 fn a_server_without_conditions_keeps_what_is_young() {
     let Some((dir, server, setup)) = started() else {
         return;
     };
-    let setup = before(
-        &setup,
-        refusing_conditions(server.server.port, "501 Not Implemented", usize::MAX),
-    );
+    let refusal = |head: &str| is_conditional(head).then_some("501 Not Implemented");
+    let setup = before(&setup, refusing(server.server.port, Box::new(refusal)));
     let store = Store::open(dir.path(), setup.clone());
     let said = store.said().join("\n");
     assert_eq!(store.stat("healthy"), 1, "{said}");

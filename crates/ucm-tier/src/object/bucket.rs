@@ -20,6 +20,7 @@ use object_store::{
     BackoffConfig, Certificate, ClientOptions, GetOptions, GetRange, MultipartUpload, ObjectMeta,
     ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
+use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::credentials;
@@ -36,7 +37,7 @@ const TRIED_FOR: Duration = Duration::from_secs(30);
 const PART: usize = 16 << 20;
 const PARTS_AT_ONCE: usize = 4;
 /// Most objects that one listing names.
-const MOST_LISTED: usize = 1 << 20;
+pub(super) const MOST_LISTED: usize = 1 << 20;
 /// What servers call it when there is no room.
 const FULL: [&str; 6] = [
     "507 Insufficient Storage",
@@ -334,14 +335,44 @@ impl Bucket {
         Ok(())
     }
 
-    /// What lies below a prefix, from behind this name on if one is given, in order of names.
-    pub(super) async fn list(&self, prefix: &Path, behind: Option<&Path>) -> Result<Vec<ObjectMeta>> {
-        let listing = match behind {
+    /// What lies below a prefix. `NoSpace` where that is more than one listing names.
+    pub(super) async fn list(&self, prefix: &Path) -> Result<Vec<ObjectMeta>> {
+        let found = Mutex::default();
+        if self.list_into(prefix, None, MOST_LISTED, &found).await? {
+            return Ok(found.into_inner());
+        }
+        let text = "there are more objects below this prefix than can be counted; give the store a prefix of its own, or a \
+                    larger object_size";
+        let cut = Error::new(ErrorKind::NoSpace, text).with("bucket", &self.shown);
+        Err(cut.with("most", MOST_LISTED))
+    }
+
+    /// Adds to `found` what lies below a prefix, from behind this name on if one is given, in order of names and as it
+    /// arrives: what was found stays where this fails, or the caller waits no longer. False where it ends at the `most`
+    /// first ones.
+    pub(super) async fn list_into(
+        &self,
+        prefix: &Path,
+        behind: Option<&Path>,
+        most: usize,
+        found: &Mutex<Vec<ObjectMeta>>,
+    ) -> Result<bool> {
+        let mut listing = match behind {
             Some(behind) => self.store.list_with_offset(Some(prefix), behind),
             None => self.store.list(Some(prefix)),
         };
-        let listed = listing.take(MOST_LISTED).try_collect::<Vec<_>>().await;
-        listed.map_err(|error| self.failed(prefix, &error))
+        while let Some(meta) = listing
+            .try_next()
+            .await
+            .map_err(|error| self.failed(prefix, &error))?
+        {
+            let mut found = found.lock();
+            if found.len() == most {
+                return Ok(false);
+            }
+            found.push(meta);
+        }
+        Ok(true)
     }
 
     /// What is told of an object; nothing where there is none.
@@ -461,6 +492,32 @@ mod tests {
             let error = Url::parse(wrong).err().unwrap();
             assert!(!error.to_string().contains("secret"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_listing_that_ends_early_says_so_and_goes_on() {
+        let bucket = Bucket {
+            store: Arc::new(object_store::memory::InMemory::new()),
+            shown: "memory".to_owned(),
+        };
+        let work = async move {
+            for name in ["a/1", "a/2", "a/3", "b/1"] {
+                bucket.put(&Path::from(name), Bytes::new()).await?;
+            }
+            let (found, prefix) = (Mutex::default(), Path::from("a"));
+            let all = bucket.list_into(&prefix, None, 2, &found).await?;
+            let behind = found.lock().last().map(|meta: &ObjectMeta| meta.location.clone());
+            let rest = bucket.list_into(&prefix, behind.as_ref(), 3, &found).await?;
+            let names: Vec<String> = found.lock().iter().map(|meta| meta.location.to_string()).collect();
+            Ok((all, rest, names))
+        };
+        let clock = ucm_infra::SystemClock::shared();
+        let runtime = ucm_infra::Runtime::of_this_process().unwrap();
+        let (all, rest, names) = runtime
+            .wait(&*clock, ucm_infra::MonotonicTime::NEVER, work)
+            .unwrap();
+        assert_eq!((all, rest), (false, true));
+        assert_eq!(names, ["a/1", "a/2", "a/3"]);
     }
 
     #[test]

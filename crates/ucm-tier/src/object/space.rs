@@ -620,7 +620,7 @@ async fn look(bucket: &Arc<Bucket>, names: &Names) -> Result<Contents> {
     let now = bucket.head(&clock).await?;
     bucket.delete(&clock).await?;
     let now_ns = now.as_ref().map_or(0, time_of);
-    let listed = bucket.list(names.prefix(), None).await?;
+    let listed = bucket.list(names.prefix()).await?;
     let kept = u64::try_from(USES_KEPT.as_nanos()).unwrap_or(u64::MAX);
     let before = now_ns.saturating_sub(kept);
     let mut contents = Contents {
