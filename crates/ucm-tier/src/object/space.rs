@@ -79,6 +79,8 @@ struct State {
     uses: Told,
     /// Segments that were removed here, and their bytes.
     removed: (u64, u64),
+    /// It was said that there is too much to count.
+    said_too_much: bool,
 }
 
 /// What this writer may write.
@@ -395,10 +397,19 @@ impl Objects {
         } else {
             Ok(())
         };
-        {
+        let too_much = counted.as_ref().err();
+        let too_much = too_much.filter(|error| error.kind() == ErrorKind::NoSpace);
+        let said = {
             let mut state = self.space.state.lock();
             state.counted = Some(now).filter(|_| counted.is_ok()).or(state.counted);
             state.short = false;
+            too_much.is_some() && std::mem::replace(&mut state.said_too_much, true)
+        };
+        if let Some(error) = too_much.filter(|_| !said) {
+            warn!(
+                store = self.config.scope.writer,
+                "nothing can be counted or removed, and nothing more is stored once the grants are used up: {error}"
+            );
         }
         self.space.changed.notify();
         match counted {
