@@ -8,7 +8,7 @@ mod common;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -584,6 +584,41 @@ fn a_listing_that_is_refused_is_not_repeated_at_once() {
     refuses.store(false, Ordering::Release);
     clock.advance(Duration::from_secs(1));
     eventually("the next one finds what is there", || finds(&store, &ids(40)) == [true; 40]);
+}
+
+/// What cannot be removed (the first segment here) counts on, and room is made of the others.
+#[test]
+fn a_segment_that_cannot_be_removed_does_not_end_a_count() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let kept: Arc<OnceLock<String>> = Arc::default();
+    let name = Arc::clone(&kept);
+    let refusal = move |head: &str| {
+        let kept = name.get().is_some_and(|name| head.contains(name));
+        (head.starts_with("delete ") && kept).then_some("403 Forbidden")
+    };
+    let limit: u64 = 1 << 20;
+    let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
+    let store = Store::open(dir.path(), with(&behind, &[("storage_capacity", json!(limit))]));
+    dumped(&store, &[id(0)]);
+    let first = store.segments().pop().unwrap();
+    let file_name = first.file_name().unwrap().to_string_lossy().into_owned();
+    kept.set(file_name).unwrap();
+    let (mut stored, all) = (0, 200);
+    for n in 1..all {
+        let ended = store.dump(&Device::filled(&store.setup, &[id(n)]), &[id(n)]);
+        stored += u64::from(ended.is_ok());
+        let there = bytes_of(&store.objects());
+        assert!(there <= limit, "{there} bytes");
+    }
+    let one = std::fs::metadata(&first).unwrap().len();
+    assert!(
+        stored * one > limit + limit / 4,
+        "{stored} of {one} bytes: room is made"
+    );
+    let said = store.said().join("\n");
+    assert!(said.contains("cannot be removed"), "{said}");
 }
 
 #[test]
