@@ -329,11 +329,15 @@ impl Thread {
                 self.work(items);
             }
         }
-        if let Some(mover) = self.mover.take() {
-            mover.handle.close();
-        }
-        if let Some(lender) = self.lender.take() {
-            lender.close();
+        let mover = self.mover.take().map(|mover| mover.handle);
+        let clients: Vec<Handle> = mover.into_iter().chain(self.lender.take()).collect();
+        if !clients.is_empty() {
+            // Closing one holds the GIL until the master has answered.
+            let end = match self.pool.host() {
+                Ok(_) => Handle::close,
+                Err(_) => Handle::leave,
+            };
+            clients.into_iter().for_each(end);
         }
         self.shared.line.lock().over = true;
         self.shared.ended.notify();
