@@ -210,8 +210,8 @@ impl Client {
         (calls.load(Ordering::Relaxed), records.load(Ordering::Relaxed))
     }
 
-    /// Takes no more work and ends the client, waiting for that `drain` long.
-    pub(super) fn close(&self, drain: Duration) {
+    /// Takes no more work and ends the client, waiting for that `drain` long; what is left of that time.
+    pub(super) fn close(&self, drain: Duration) -> Duration {
         let until = self.0.clock.now().after(drain);
         let waiting = {
             let mut line = self.0.line.lock();
@@ -224,8 +224,9 @@ impl Client {
         self.0.news.notify();
         loop {
             let seen = self.0.ended.seen();
-            if self.0.line.lock().over || self.0.clock.now() >= until {
-                return;
+            let left = until.since(self.0.clock.now());
+            if left.is_zero() || self.0.line.lock().over {
+                return left;
             }
             self.0.clock.sleep(&self.0.ended, seen, Some(until));
         }
@@ -234,7 +235,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        self.close(Duration::ZERO);
+        let _none = self.close(Duration::ZERO);
     }
 }
 
