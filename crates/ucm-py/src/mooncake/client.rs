@@ -21,6 +21,7 @@ use ucm_device::{ArenaOptions, HostArena, Slot, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, Notify, begin_thread};
 use ucm_record::RecordHeader;
 
+use super::LEAST_BUFFER;
 use super::library::{Calls, FOUND, Handle, OK, Pool, error_of, is_settled};
 
 /// Most bytes of one call; a single record may be larger.
@@ -435,9 +436,9 @@ impl Thread {
         if self.mover.is_none() {
             let host = self.pool.host()?;
             if self.lender.is_none() && self.pool.lent > 0 {
-                self.lender = Some(Handle::set_up(&self.pool, &host, self.pool.lent)?);
+                self.lender = Some(Handle::set_up(&self.pool, &host, self.pool.lent, LEAST_BUFFER)?);
             }
-            let handle = Handle::set_up(&self.pool, &host, 0)?;
+            let handle = Handle::set_up(&self.pool, &host, 0, self.pool.buffer)?;
             self.mover = Some(Mover {
                 handle,
                 registered: Vec::new(),

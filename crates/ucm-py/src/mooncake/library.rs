@@ -44,7 +44,7 @@ pub(super) struct Pool {
     pub(super) device: String,
     /// Bytes that this process lends.
     pub(super) lent: u64,
-    /// Bytes for the client itself.
+    /// Bytes for the client that moves records.
     pub(super) buffer: u64,
 }
 
@@ -137,8 +137,9 @@ pub(super) fn attached<T>(work: impl FnOnce(Python<'_>) -> PyResult<T>) -> Resul
 pub(super) struct Handle(Py<PyAny>);
 
 impl Handle {
-    /// A client under this name that lends so many bytes. Holds the GIL, for minutes where the master does not answer.
-    pub(super) fn set_up(pool: &Pool, host: &str, lent: u64) -> Result<Self> {
+    /// A client under this name that lends so many bytes and has so many for itself. Holds the GIL, for minutes where the
+    /// master does not answer.
+    pub(super) fn set_up(pool: &Pool, host: &str, lent: u64, buffer: u64) -> Result<Self> {
         let (handle, code) = attached(|py| {
             let client = py
                 .import("mooncake.store")?
@@ -148,7 +149,7 @@ impl Handle {
                 host,
                 &pool.metadata,
                 lent,
-                pool.buffer,
+                buffer,
                 &pool.protocol,
                 &pool.device,
                 &pool.master,
