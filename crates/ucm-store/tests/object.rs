@@ -8,8 +8,8 @@ mod common;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -583,7 +583,9 @@ fn a_listing_that_is_refused_is_not_repeated_at_once() {
     assert_eq!(refused.load(Ordering::Acquire), 1);
     refuses.store(false, Ordering::Release);
     clock.advance(Duration::from_secs(1));
-    eventually("the next one finds what is there", || finds(&store, &ids(40)) == [true; 40]);
+    eventually("the next one finds what is there", || {
+        finds(&store, &ids(40)) == [true; 40]
+    });
 }
 
 /// What cannot be removed (the first segment here) counts on, and room is made of the others.

@@ -48,6 +48,8 @@ const FULL: [&str; 6] = [
     "StorageQuotaExceeded",
 ];
 
+/// Where the client asks for keys when it was given none: services of the vendor's own machines.
+const NO_KEYS: [&str; 2] = ["//169.254.169.254", "//metadata.google.internal"];
 /// How servers say that they do not know a condition of a put.
 const NO_CONDITIONS: [&str; 4] = [
     "501 Not Implemented",
@@ -400,6 +402,11 @@ impl Bucket {
             _ if FULL.iter().any(|full| told.0.contains(full)) => {
                 (ErrorKind::NoSpace, "the object store has no more room")
             }
+            _ if NO_KEYS.iter().any(|service| told.0.contains(service)) => {
+                let text = "no keys were found in the environment, the files of the vendor's tools or object_credentials, and \
+                            this machine has no service that gives them";
+                (ErrorKind::Io, text)
+            }
             object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
                 let text = "the object store does not let us; check the keys (environment, files of the vendor's tools) and \
                             their rights";
@@ -495,6 +502,25 @@ mod tests {
     }
 
     #[test]
+    fn keys_that_are_missing_are_named() {
+        let bucket = Bucket {
+            store: Arc::new(object_store::memory::InMemory::new()),
+            shown: "s3://bucket".to_owned(),
+        };
+        let error = object_store::Error::Generic {
+            store: "S3",
+            source:
+                "Error performing PUT http://169.254.169.254/latest/api/token in 1s - error sending request"
+                    .into(),
+        };
+        let told = bucket.failed(&Path::from("a"), &error).to_string();
+        assert!(
+            told.contains("no keys were found") && told.contains("object_credentials"),
+            "{told}"
+        );
+    }
+
+    #[test]
     fn a_listing_that_ends_early_says_so_and_goes_on() {
         let bucket = Bucket {
             store: Arc::new(object_store::memory::InMemory::new()),
@@ -508,7 +534,11 @@ mod tests {
             let all = bucket.list_into(&prefix, None, 2, &found).await?;
             let behind = found.lock().last().map(|meta: &ObjectMeta| meta.location.clone());
             let rest = bucket.list_into(&prefix, behind.as_ref(), 3, &found).await?;
-            let names: Vec<String> = found.lock().iter().map(|meta| meta.location.to_string()).collect();
+            let names: Vec<String> = found
+                .lock()
+                .iter()
+                .map(|meta| meta.location.to_string())
+                .collect();
             Ok((all, rest, names))
         };
         let clock = ucm_infra::SystemClock::shared();

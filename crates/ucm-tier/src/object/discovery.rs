@@ -263,16 +263,14 @@ impl Objects {
     }
 
     /// The objects behind a name that were listed by the deadline, and how that ended: whether there were no more.
-    fn names_behind(
-        &self,
-        behind: Option<Path>,
-        deadline: MonotonicTime,
-    ) -> (Vec<ObjectMeta>, Result<bool>) {
+    fn names_behind(&self, behind: Option<Path>, deadline: MonotonicTime) -> (Vec<ObjectMeta>, Result<bool>) {
         let (bucket, prefix) = (Arc::clone(&self.bucket), self.names.segments());
         let found = Arc::new(Mutex::new(Vec::new()));
         let into = Arc::clone(&found);
         let ended = self.call(deadline, async move {
-            bucket.list_into(&prefix, behind.as_ref(), MOST_LISTED, &into).await
+            bucket
+                .list_into(&prefix, behind.as_ref(), MOST_LISTED, &into)
+                .await
         });
         let listed = std::mem::take(&mut *found.lock());
         (listed, ended)

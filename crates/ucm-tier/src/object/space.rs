@@ -518,7 +518,10 @@ impl Objects {
         let said = error.is_some() && std::mem::replace(&mut self.space.state.lock().said_stuck, true);
         if let Some(error) = error.filter(|_| !said) {
             let store = self.config.scope.writer;
-            warn!(store, "some of what should go cannot be removed, and others go in its place: {error}");
+            warn!(
+                store,
+                "some of what should go cannot be removed, and others go in its place: {error}"
+            );
         }
         Ok(gone)
     }
