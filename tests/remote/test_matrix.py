@@ -29,8 +29,8 @@ PATIENCE = 60.0
 
 
 @contextmanager
-def opened(column: Column, at: str, **keys: Any) -> Iterator[Any]:
-    """A store on the server at this place."""
+def opened(column: Column, at: str, reached: bool = True, **keys: Any) -> Iterator[Any]:
+    """A store on the server at this place; ``reached``: once it has reached it."""
     told = {
         "identity": "tests",
         "tensor_size_list": PIECES,
@@ -43,6 +43,8 @@ def opened(column: Column, at: str, **keys: Any) -> Iterator[Any]:
     }
     assert sum(PIECES) * LAYERS == BLOCK
     with UcmConnectorFactoryV1.create_connector(column.store, told) as store:
+        if reached:
+            soon("it reaches the server", store.healthy)
         yield store
 
 
@@ -137,7 +139,7 @@ def test_restart_of_both(column: Column, server: Server, source: Memory) -> None
 def test_refused_at_first(column: Column, proxy: Proxy, source: Memory) -> None:
     """nobody listens when the store is opened, and later somebody does"""
     proxy.become("refuse")
-    with opened(column, proxy.at) as store:
+    with opened(column, proxy.at, reached=False) as store:
         assert not store.healthy() and store.trouble()
         assert store.lookup(ids(4)) == [False] * 4
         proxy.become("pass")
@@ -251,7 +253,7 @@ def test_no_secret_in_the_log(
     else:
         redis_says(server, "CONFIG", "SET", "requirepass", "another")
         keys["storage_backends"] = f"redis://user:{secret}@{server.at}"
-    with caplog.at_level("DEBUG"), opened(column, server.at, **keys) as store:
+    with caplog.at_level("DEBUG"), opened(column, server.at, reached=False, **keys) as store:
         assert not store.healthy()
         assert not dumped(store, source, 0, 2)
         said = store.trouble()

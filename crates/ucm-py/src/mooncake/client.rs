@@ -658,20 +658,11 @@ impl Thread {
         let to = address(&mut slot);
         let start = usize::try_from(start).unwrap_or(usize::MAX);
         let code = self.batch(&arenas_of([&slot]), |calls| calls.piece(&key, to, start, len))?;
-        match usize::try_from(code) {
-            Ok(read) => Ok(Some((slot, read.min(len)))),
-            Err(_) => {
-                if !is_settled(code) {
-                    self.settle(vec![slot]);
-                }
-                let error = error_of(code);
-                if error.kind() == ErrorKind::NotFound {
-                    Ok(None)
-                } else {
-                    Err(error)
-                }
-            }
+        if !is_settled(code) {
+            self.settle(vec![slot]);
+            return Err(error_of(code));
         }
+        Ok(length_of(code)?.map(|read| (slot, usize::try_from(read).map_or(len, |read| read.min(len)))))
     }
 
     fn count(&self, records: usize) {
