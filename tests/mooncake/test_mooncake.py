@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -334,6 +334,56 @@ def test_a_store_ends_while_its_master_hangs(own_pool: Callable[..., Pool], open
     stop(pool.master)
     assert loaded(store, source, 3) == [False] * 3
     store.close()
+
+
+class Ticks:
+    """Counts on a thread of its own, which stands still while another one holds the GIL."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._over.wait(0.001):
+            self.count += 1
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def test_a_lending_store_closes_while_its_master_hangs(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool(lent=0)
+    store = opened(pool, **(HASTY | {"global_segment_size": "64MiB", "deadlines": PATIENT["deadlines"]}))
+    dump(store, 1)
+    assert pool.master is not None
+    stop(pool.master)
+    with Ticks() as ticks:
+        store.close()
+        closed = ticks.count
+        eventually(lambda: ticks.count > closed + 50)
+    assert closed > 50, "other threads of this process stood still"
+
+
+def test_a_store_opens_while_its_master_hangs(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool()
+    assert pool.master is not None
+    stop(pool.master)
+    with Ticks() as ticks:
+        store = opened(pool, **HASTY)
+        there = ticks.count
+        assert store.lookup(ids(1)) == [False]
+        assert not store.healthy()
+    assert there > 50, "other threads of this process stood still"
+    pool.master.send_signal(signal.SIGCONT)
+    eventually(lambda: store.lookup(ids(1)) == [False] and store.healthy())
+    source = dump(store, 1)
+    assert loaded(store, source, 1) == [True]
 
 
 def test_a_killed_lender_is_misses_of_what_it_lent(own_pool: Callable[..., Pool], opened: Open) -> None:

@@ -8,12 +8,13 @@ mod common;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use ucm_core::{BlockId, ErrorKind};
+use ucm_core::{BlockId, ErrorKind, crc32c};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{IoOptions, IoPool};
 use ucm_store::engine::Task;
@@ -422,20 +423,72 @@ fn a_segment_of_a_clock_that_is_behind_is_found_with_all() {
     assert!(loads(&store, &ids(2)) && loads(&late, &ids(2)));
 }
 
-/// Stands before a server and answers for it where a request has conditions, as a server does that has never heard of them.
-fn without_conditions(server: u16) -> u16 {
+/// An id beyond those of [`id`].
+fn numbered(n: u16) -> BlockId {
+    BlockId(std::array::from_fn(|at| n.to_le_bytes()[at % 2] ^ at as u8))
+}
+
+/// Copies a segment of one record, as if a writer had put another one with this id `later` ns after it.
+fn copy_with(segment: &Path, block: BlockId, later: u64) {
+    let mut bytes = std::fs::read(segment).unwrap();
+    let trailer = bytes.len() - 128;
+    let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let (footer, writer) = (number(trailer + 8) as usize, number(trailer + 64));
+    let (sequence, time) = (number(trailer + 72) + later, number(trailer + 80) + later);
+    let mut put = |at: usize, put: &[u8]| bytes[at..at + put.len()].copy_from_slice(put);
+    put(footer, &block.0);
+    put(trailer + 72, &sequence.to_le_bytes());
+    put(trailer + 80, &time.to_le_bytes());
+    let entries = crc32c(&bytes[footer..trailer]);
+    bytes[trailer + 104..trailer + 108].copy_from_slice(&entries.to_le_bytes());
+    let all = crc32c(&bytes[trailer..trailer + 124]);
+    bytes[trailer + 124..].copy_from_slice(&all.to_le_bytes());
+    let name = format!("{time:016x}-{writer:016x}-{sequence:016x}.seg");
+    std::fs::write(segment.with_file_name(name), bytes).unwrap();
+}
+
+/// More segments than one turn of a finder reads, and a young one behind them: a restart finds them all.
+#[test]
+fn a_restart_finds_the_old_segments_too() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let open = || Store::with_clock_now(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = open();
+    let blocks: Vec<BlockId> = (0..300_u16).map(numbered).collect();
+    dumped(&store, &blocks[..1]);
+    let first = store.segments().pop().unwrap();
+    for (n, block) in blocks.iter().enumerate().skip(1) {
+        copy_with(&first, *block, n as u64);
+    }
+    clock.advance(Duration::from_secs(400));
+    dumped(&store, &[numbered(999)]);
+    drop(store);
+    let anew = open();
+    assert_eq!(finds(&anew, &blocks), [true; 300]);
+    assert_eq!(finds(&anew, &[numbered(999)]), [true]);
+}
+
+/// What a request is refused with: its head is given, in small letters.
+type Refusal = Box<dyn Fn(&str) -> Option<&'static str> + Send + Sync>;
+
+/// Stands before a server and refuses requests for it.
+fn refusing(server: u16, refusal: Refusal) -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
+    let refusal = Arc::new(refusal);
     std::thread::spawn(move || {
         for client in listener.incoming().flatten() {
-            std::thread::spawn(move || pass_on(client, server));
+            let refusal = Arc::clone(&refusal);
+            std::thread::spawn(move || pass_on(client, server, &refusal));
         }
     });
     port
 }
 
 /// One request of a connection; the next one comes over another.
-fn pass_on(mut client: TcpStream, server: u16) -> Option<()> {
+fn pass_on(mut client: TcpStream, server: u16, refusal: &Refusal) -> Option<()> {
     let (mut request, mut buffer) = (Vec::new(), [0; 1 << 14]);
     let head = loop {
         let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
@@ -444,17 +497,16 @@ fn pass_on(mut client: TcpStream, server: u16) -> Option<()> {
             break String::from_utf8(request[..end].to_vec()).ok()?.to_lowercase();
         }
     };
-    let field = |name: &str| {
-        head.lines()
-            .find_map(|line| line.strip_prefix(name).map(str::trim))
-    };
-    let len = field("content-length:").map_or(0, |len| len.parse().unwrap());
+    let len = head
+        .lines()
+        .find_map(|line| line.strip_prefix("content-length:"))
+        .map_or(0, |len| len.trim().parse().unwrap());
     while request.len() < head.len() + 4 + len {
         let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
         request.extend_from_slice(&buffer[..len]);
     }
-    if field("if-none-match:").or(field("if-match:")).is_some() {
-        let answer = "HTTP/1.1 501 Not Implemented\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+    if let Some(status) = refusal(&head) {
+        let answer = format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         return client.write_all(answer.as_bytes()).ok();
     }
     let mut there = TcpStream::connect(("127.0.0.1", server)).ok()?;
@@ -464,16 +516,120 @@ fn pass_on(mut client: TcpStream, server: u16) -> Option<()> {
     std::io::copy(&mut there, &mut client).ok().map(|_| ())
 }
 
+/// Whether a request has conditions.
+fn is_conditional(head: &str) -> bool {
+    head.contains("\r\nif-none-match:") || head.contains("\r\nif-match:")
+}
+
+/// A store that talks to what stands before the server.
+fn before(setup: &Setup, port: u16) -> Setup {
+    let endpoint = format!("http://127.0.0.1:{port}");
+    with(
+        setup,
+        &[("object_endpoint", json!(endpoint)), ("object_retries", json!(0))],
+    )
+}
+
+#[test]
+fn an_error_that_passes_does_not_switch_the_limit_off() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let limit: u64 = 1 << 20;
+    let first = AtomicBool::new(true);
+    let once = move |head: &str| {
+        let refused = is_conditional(head) && first.swap(false, Ordering::AcqRel);
+        refused.then_some("503 Service Unavailable")
+    };
+    let port = refusing(server.server.port, Box::new(once));
+    let setup = with(&before(&setup, port), &[("storage_capacity", json!(limit))]);
+    let store = Store::open(dir.path(), setup);
+    eventually("it is looked at again", || {
+        let blocks = [id(1)];
+        store
+            .dump(&Device::filled(&store.setup, &blocks), &blocks)
+            .is_ok()
+    });
+    assert_eq!(store.stat("storage_capacity_bytes"), limit);
+    let said = store.said().join("\n");
+    assert!(!said.contains("has no conditional writes"), "{said}");
+}
+
+#[test]
+fn a_listing_that_is_refused_is_not_repeated_at_once() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let (refuses, refused) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let (when, count) = (Arc::clone(&refuses), Arc::clone(&refused));
+    let refusal = move |head: &str| {
+        let line = head.lines().next().unwrap_or_default();
+        let refused = when.load(Ordering::Acquire) && line.contains("list-type") && line.contains("segments");
+        refused.then(|| {
+            count.fetch_add(1, Ordering::AcqRel);
+            "403 Forbidden"
+        })
+    };
+    let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
+    let clock = ManualClock::new();
+    let store = Store::with_clock_now(dir.path(), behind, Arc::clone(&clock) as Arc<dyn Clock>);
+    refuses.store(true, Ordering::Release);
+    clock.advance(Duration::from_secs(1));
+    eventually("a listing is refused", || refused.load(Ordering::Acquire) > 0);
+    // As long as its clock stands it does not try again, whatever it is asked and however long others take.
+    let other = Store::open(dir.path(), setup);
+    dumped(&other, &ids(40));
+    assert_eq!(finds(&store, &ids(40)), [false; 40]);
+    assert_eq!(refused.load(Ordering::Acquire), 1);
+    refuses.store(false, Ordering::Release);
+    clock.advance(Duration::from_secs(1));
+    eventually("the next one finds what is there", || {
+        finds(&store, &ids(40)) == [true; 40]
+    });
+}
+
+/// What cannot be removed (the first segment here) counts on, and room is made of the others.
+#[test]
+fn a_segment_that_cannot_be_removed_does_not_end_a_count() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let kept: Arc<OnceLock<String>> = Arc::default();
+    let name = Arc::clone(&kept);
+    let refusal = move |head: &str| {
+        let kept = name.get().is_some_and(|name| head.contains(name));
+        (head.starts_with("delete ") && kept).then_some("403 Forbidden")
+    };
+    let limit: u64 = 1 << 20;
+    let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
+    let store = Store::open(dir.path(), with(&behind, &[("storage_capacity", json!(limit))]));
+    dumped(&store, &[id(0)]);
+    let first = store.segments().pop().unwrap();
+    let file_name = first.file_name().unwrap().to_string_lossy().into_owned();
+    kept.set(file_name).unwrap();
+    let (mut stored, all) = (0, 200);
+    for n in 1..all {
+        let ended = store.dump(&Device::filled(&store.setup, &[id(n)]), &[id(n)]);
+        stored += u64::from(ended.is_ok());
+        let there = bytes_of(&store.objects());
+        assert!(there <= limit, "{there} bytes");
+    }
+    let one = std::fs::metadata(&first).unwrap().len();
+    assert!(
+        stored * one > limit + limit / 4,
+        "{stored} of {one} bytes: room is made"
+    );
+    let said = store.said().join("\n");
+    assert!(said.contains("cannot be removed"), "{said}");
+}
+
 #[test]
 fn a_server_without_conditions_keeps_what_is_young() {
     let Some((dir, server, setup)) = started() else {
         return;
     };
-    let endpoint = format!("http://127.0.0.1:{}", without_conditions(server.server.port));
-    let setup = with(
-        &setup,
-        &[("object_endpoint", json!(endpoint)), ("object_retries", json!(0))],
-    );
+    let refusal = |head: &str| is_conditional(head).then_some("501 Not Implemented");
+    let setup = before(&setup, refusing(server.server.port, Box::new(refusal)));
     let store = Store::open(dir.path(), setup.clone());
     let said = store.said().join("\n");
     assert_eq!(store.stat("healthy"), 1, "{said}");

@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -414,7 +415,7 @@ fn cluster(dir: &Path) -> Option<Vec<Server>> {
         let bus = free_port();
         redis(
             &own,
-            &format!("--cluster-enabled yes --cluster-node-timeout 2000 --cluster-port {bus}"),
+            &format!("--cluster-enabled yes --cluster-node-timeout 2000 --cluster-require-full-coverage no --cluster-port {bus}"),
         )
         .map(|server| (server, bus))
     };
@@ -481,4 +482,40 @@ fn the_nodes_of_a_cluster_are_one_store() {
         other.engine.lookup(&all[..4]).unwrap(),
         [false, false, false, true]
     );
+}
+
+#[test]
+fn a_node_that_is_gone_takes_its_own_blocks_alone() {
+    let dir = directory();
+    let Some(mut nodes) = cluster(dir.path()) else {
+        return;
+    };
+    let all = ids(40);
+    let store = Store::open(dir.path(), on_server(&nodes[1]));
+    dumped(&store, &all);
+    drop(store);
+    drop(nodes.remove(0));
+    // One address takes connections and never answers.
+    let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let addresses = [
+        silent.local_addr().unwrap().to_string(),
+        format!("127.0.0.1:{}", nodes[0].port),
+        format!("127.0.0.1:{}", nodes[1].port),
+    ]
+    .map(|address| format!("redis://{address}"));
+    let setup = Setup {
+        options: vec![("storage_backends", json!(addresses))],
+        ..on_server(&nodes[0])
+    };
+    let anew = Store::open(dir.path(), setup);
+    assert_eq!(anew.stat("healthy"), 1, "{}", anew.said().join("\n"));
+    let found = || -> Vec<BlockId> {
+        let there = anew.engine.lookup(&all).unwrap();
+        let found = all.iter().zip(there).filter(|(_, there)| *there);
+        found.map(|(id, _)| *id).collect()
+    };
+    eventually("the other nodes answer", || !found().is_empty());
+    let found = found();
+    assert!((10..40).contains(&found.len()), "{} of 40", found.len());
+    eventually("and give what they have", || loads(&anew, &found));
 }

@@ -196,8 +196,8 @@ impl Backend for Mooncake {
     }
 
     fn close(&self, drain: Duration) {
-        self.client.close(drain);
-        self.threads.shutdown(drain);
+        let left = self.client.close(drain);
+        self.threads.shutdown(left);
     }
 }
 

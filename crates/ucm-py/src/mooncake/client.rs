@@ -21,6 +21,7 @@ use ucm_device::{ArenaOptions, HostArena, Slot, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, Notify, begin_thread};
 use ucm_record::RecordHeader;
 
+use super::LEAST_BUFFER;
 use super::library::{Calls, FOUND, Handle, OK, Pool, error_of, is_settled};
 
 /// Most bytes of one call; a single record may be larger.
@@ -210,8 +211,8 @@ impl Client {
         (calls.load(Ordering::Relaxed), records.load(Ordering::Relaxed))
     }
 
-    /// Takes no more work and ends the client, waiting for that `drain` long.
-    pub(super) fn close(&self, drain: Duration) {
+    /// Takes no more work and ends the client, waiting for that `drain` long; what is left of that time.
+    pub(super) fn close(&self, drain: Duration) -> Duration {
         let until = self.0.clock.now().after(drain);
         let waiting = {
             let mut line = self.0.line.lock();
@@ -224,8 +225,9 @@ impl Client {
         self.0.news.notify();
         loop {
             let seen = self.0.ended.seen();
-            if self.0.line.lock().over || self.0.clock.now() >= until {
-                return;
+            let left = until.since(self.0.clock.now());
+            if left.is_zero() || self.0.line.lock().over {
+                return left;
             }
             self.0.clock.sleep(&self.0.ended, seen, Some(until));
         }
@@ -234,7 +236,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        self.close(Duration::ZERO);
+        let _none = self.close(Duration::ZERO);
     }
 }
 
@@ -329,11 +331,15 @@ impl Thread {
                 self.work(items);
             }
         }
-        if let Some(mover) = self.mover.take() {
-            mover.handle.close();
-        }
-        if let Some(lender) = self.lender.take() {
-            lender.close();
+        let mover = self.mover.take().map(|mover| mover.handle);
+        let clients: Vec<Handle> = mover.into_iter().chain(self.lender.take()).collect();
+        if !clients.is_empty() {
+            // Closing one holds the GIL until the master has answered.
+            let end = match self.pool.host() {
+                Ok(_) => Handle::close,
+                Err(_) => Handle::leave,
+            };
+            clients.into_iter().for_each(end);
         }
         self.shared.line.lock().over = true;
         self.shared.ended.notify();
@@ -430,9 +436,9 @@ impl Thread {
         if self.mover.is_none() {
             let host = self.pool.host()?;
             if self.lender.is_none() && self.pool.lent > 0 {
-                self.lender = Some(Handle::set_up(&self.pool, &host, self.pool.lent)?);
+                self.lender = Some(Handle::set_up(&self.pool, &host, self.pool.lent, LEAST_BUFFER)?);
             }
-            let handle = Handle::set_up(&self.pool, &host, 0)?;
+            let handle = Handle::set_up(&self.pool, &host, 0, self.pool.buffer)?;
             self.mover = Some(Mover {
                 handle,
                 registered: Vec::new(),

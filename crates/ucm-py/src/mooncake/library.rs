@@ -1,7 +1,10 @@
 //! Mooncake's Python client: what is called of it, and what its numbers mean.
 //!
-//! Every call releases the GIL while it waits, so holding it here costs other threads no more than the arguments take.
+//! A call that asks the pool releases the GIL while it waits, so holding it here costs other threads no more than the
+//! arguments take. Setting a client up and closing it do not, and take minutes where the master hangs: they are called
+//! only after it was seen to answer ([`Pool::host`]).
 
+use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
@@ -9,8 +12,12 @@ use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
 use ucm_core::{Error, ErrorKind, Result};
 
-/// How long the master may take to accept a connection.
+/// How long the master may take to accept a connection, and to answer.
 const REACH: Duration = Duration::from_secs(2);
+/// The head of a call of a function that no master has, as its RPC (coro_rpc of yalantinglibs) is written: magic, version,
+/// form of the arguments, type, then u32 each: sequence, function, length of the arguments and of the attachment. A master
+/// that runs says at once that there is no such function.
+const NO_CALL: [u8; 20] = [21, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
 /// A value was found.
 pub(super) const FOUND: i64 = 1;
@@ -37,13 +44,13 @@ pub(super) struct Pool {
     pub(super) device: String,
     /// Bytes that this process lends.
     pub(super) lent: u64,
-    /// Bytes for the client itself.
+    /// Bytes for the client that moves records.
     pub(super) buffer: u64,
 }
 
 impl Pool {
-    /// The name of this host for a new client, once the master was seen to accept connections: Mooncake itself tries
-    /// for minutes. `Io` where it does not.
+    /// The name of this host for a new client, once the master was seen to answer: Mooncake itself tries for minutes. `Io`
+    /// where it does not. A master behind another service is not asked.
     pub(super) fn host(&self) -> Result<String> {
         let given = self.host.clone().filter(|host| !host.is_empty());
         if self.master.contains("://") {
@@ -58,7 +65,7 @@ impl Pool {
         };
         let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
         for address in self.master.to_socket_addrs().map_err(unreachable)? {
-            match TcpStream::connect_timeout(&address, REACH) {
+            match TcpStream::connect_timeout(&address, REACH).and_then(answered) {
                 Ok(stream) => {
                     let found = || {
                         stream
@@ -72,6 +79,21 @@ impl Pool {
             }
         }
         Err(unreachable(last))
+    }
+}
+
+/// The connection, once something came over it: an answer, or its end. An error that says what did not come.
+fn answered(mut stream: TcpStream) -> std::io::Result<TcpStream> {
+    use std::io::ErrorKind::{TimedOut, WouldBlock};
+    stream.set_read_timeout(Some(REACH))?;
+    stream.write_all(&NO_CALL)?;
+    let came = stream.read(&mut [0]);
+    match came {
+        Err(error) if matches!(error.kind(), TimedOut | WouldBlock) => {
+            let text = "it accepts connections and does not answer";
+            Err(std::io::Error::new(TimedOut, text))
+        }
+        _ => Ok(stream),
     }
 }
 
@@ -115,9 +137,9 @@ pub(super) fn attached<T>(work: impl FnOnce(Python<'_>) -> PyResult<T>) -> Resul
 pub(super) struct Handle(Py<PyAny>);
 
 impl Handle {
-    /// A client under this name that lends so many bytes. May take minutes where the master accepts connections and
-    /// does not answer.
-    pub(super) fn set_up(pool: &Pool, host: &str, lent: u64) -> Result<Self> {
+    /// A client under this name that lends so many bytes and has so many for itself. Holds the GIL, for minutes where the
+    /// master does not answer.
+    pub(super) fn set_up(pool: &Pool, host: &str, lent: u64, buffer: u64) -> Result<Self> {
         let (handle, code) = attached(|py| {
             let client = py
                 .import("mooncake.store")?
@@ -127,7 +149,7 @@ impl Handle {
                 host,
                 &pool.metadata,
                 lent,
-                pool.buffer,
+                buffer,
                 &pool.protocol,
                 &pool.device,
                 &pool.master,
@@ -157,12 +179,18 @@ impl Handle {
         })
     }
 
-    /// Ends the client and every transfer of it.
+    /// Ends the client and every transfer of it. Holds the GIL, of a client that lends for minutes where the master does not
+    /// answer.
     pub(super) fn close(self) {
         let _ended = attached(|py| {
             let client = self.0.into_bound(py);
             client.call_method0("close").map(drop)
         });
+    }
+
+    /// Leaves the client as it is until the process ends; the master drops it once it hears nothing of it.
+    pub(super) fn leave(self) {
+        std::mem::forget(self.0); // its destructor closes it
     }
 }
 

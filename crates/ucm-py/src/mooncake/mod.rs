@@ -30,8 +30,8 @@ const MASTER_PORT: u16 = 50051;
 const HTTP_PORT: u16 = 9003;
 /// The least memory that Mooncake takes, bytes.
 const LEAST: u64 = 16 << 20;
-/// Bytes that a client takes for itself where it only looks up.
-const LOOKUP_BUFFER: u64 = LEAST;
+/// Bytes that a client takes for itself that moves no records: it looks up, or lends.
+const LEAST_BUFFER: u64 = LEAST;
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -115,7 +115,7 @@ fn pool_of(options: MooncakeOptions, lent: u64, buffer: u64) -> Result<Pool> {
 /// What tools see of a pool.
 fn open_place(options: MooncakeOptions) -> Result<Box<dyn Place>> {
     let given = options.master_http_address.clone();
-    let pool = pool_of(options, 0, LOOKUP_BUFFER)?;
+    let pool = pool_of(options, 0, LEAST_BUFFER)?;
     let beside = || {
         let host = pool
             .master
@@ -129,7 +129,7 @@ fn open_place(options: MooncakeOptions) -> Result<Box<dyn Place>> {
 
 fn make(context: &BuildContext<'_>, options: MooncakeOptions) -> Result<BuiltTier> {
     let (lent, buffer) = if context.lookup_only {
-        (0, LOOKUP_BUFFER)
+        (0, LEAST_BUFFER)
     } else {
         (options.global_segment_size.0, options.local_buffer_size.0)
     };

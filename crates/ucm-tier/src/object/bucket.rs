@@ -20,6 +20,7 @@ use object_store::{
     BackoffConfig, Certificate, ClientOptions, GetOptions, GetRange, MultipartUpload, ObjectMeta,
     ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
+use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::credentials;
@@ -36,7 +37,7 @@ const TRIED_FOR: Duration = Duration::from_secs(30);
 const PART: usize = 16 << 20;
 const PARTS_AT_ONCE: usize = 4;
 /// Most objects that one listing names.
-const MOST_LISTED: usize = 1 << 20;
+pub(super) const MOST_LISTED: usize = 1 << 20;
 /// What servers call it when there is no room.
 const FULL: [&str; 6] = [
     "507 Insufficient Storage",
@@ -45,6 +46,16 @@ const FULL: [&str; 6] = [
     "QuotaExceeded",
     "StorageFull",
     "StorageQuotaExceeded",
+];
+
+/// Where the client asks for keys when it was given none: services of the vendor's own machines.
+const NO_KEYS: [&str; 2] = ["//169.254.169.254", "//metadata.google.internal"];
+/// How servers say that they do not know a condition of a put.
+const NO_CONDITIONS: [&str; 4] = [
+    "501 Not Implemented",
+    "405 Method Not Allowed",
+    "400 Bad Request: NotImplemented",
+    "400 Bad Request: InvalidArgument",
 ];
 
 /// Where a bucket is, as a user says it.
@@ -280,12 +291,18 @@ impl Bucket {
         self.put_as(path, bytes, PutMode::Update(version)).await
     }
 
+    /// `Unsupported` where the server says that it does not know the condition.
     async fn put_as(&self, path: &Path, bytes: Bytes, mode: PutMode) -> Result<bool> {
+        let conditional = !matches!(mode, PutMode::Overwrite);
         let options = PutOptions::from(mode);
         match self.store.put_opts(path, PutPayload::from(bytes), options).await {
             Ok(_) => Ok(true),
             Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => {
                 Ok(false)
+            }
+            Err(error) if conditional && has_no_conditions(&error) => {
+                let text = "the object store has no conditional writes";
+                Err(Error::new(ErrorKind::Unsupported, text).caused_by(Told::of(&error)))
             }
             Err(error) => Err(self.failed(path, &error)),
         }
@@ -320,14 +337,44 @@ impl Bucket {
         Ok(())
     }
 
-    /// What lies below a prefix, from behind this name on if one is given, in order of names.
-    pub(super) async fn list(&self, prefix: &Path, behind: Option<&Path>) -> Result<Vec<ObjectMeta>> {
-        let listing = match behind {
+    /// What lies below a prefix. `NoSpace` where that is more than one listing names.
+    pub(super) async fn list(&self, prefix: &Path) -> Result<Vec<ObjectMeta>> {
+        let found = Mutex::default();
+        if self.list_into(prefix, None, MOST_LISTED, &found).await? {
+            return Ok(found.into_inner());
+        }
+        let text = "there are more objects below this prefix than can be counted; give the store a prefix of its own, or a \
+                    larger object_size";
+        let cut = Error::new(ErrorKind::NoSpace, text).with("bucket", &self.shown);
+        Err(cut.with("most", MOST_LISTED))
+    }
+
+    /// Adds to `found` what lies below a prefix, from behind this name on if one is given, in order of names and as it
+    /// arrives: what was found stays where this fails, or the caller waits no longer. False where it ends at the `most`
+    /// first ones.
+    pub(super) async fn list_into(
+        &self,
+        prefix: &Path,
+        behind: Option<&Path>,
+        most: usize,
+        found: &Mutex<Vec<ObjectMeta>>,
+    ) -> Result<bool> {
+        let mut listing = match behind {
             Some(behind) => self.store.list_with_offset(Some(prefix), behind),
             None => self.store.list(Some(prefix)),
         };
-        let listed = listing.take(MOST_LISTED).try_collect::<Vec<_>>().await;
-        listed.map_err(|error| self.failed(prefix, &error))
+        while let Some(meta) = listing
+            .try_next()
+            .await
+            .map_err(|error| self.failed(prefix, &error))?
+        {
+            let mut found = found.lock();
+            if found.len() == most {
+                return Ok(false);
+            }
+            found.push(meta);
+        }
+        Ok(true)
     }
 
     /// What is told of an object; nothing where there is none.
@@ -355,6 +402,11 @@ impl Bucket {
             _ if FULL.iter().any(|full| told.0.contains(full)) => {
                 (ErrorKind::NoSpace, "the object store has no more room")
             }
+            _ if NO_KEYS.iter().any(|service| told.0.contains(service)) => {
+                let text = "no keys were found in the environment, the files of the vendor's tools or object_credentials, and \
+                            this machine has no service that gives them";
+                (ErrorKind::Io, text)
+            }
             object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
                 let text = "the object store does not let us; check the keys (environment, files of the vendor's tools) and \
                             their rights";
@@ -367,6 +419,15 @@ impl Bucket {
             .with("object", path);
         failed.caused_by(told)
     }
+}
+
+/// Whether a server, or the client for it, refuses the condition of a put and not this one put.
+fn has_no_conditions(error: &object_store::Error) -> bool {
+    let told = Told::of(error);
+    matches!(
+        error,
+        object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. }
+    ) || NO_CONDITIONS.iter().any(|refusal| told.0.contains(refusal))
 }
 
 /// An upload that was begun and not completed: what was sent of it is removed, or it would lie there unseen for ever.
@@ -437,6 +498,77 @@ mod tests {
         ] {
             let error = Url::parse(wrong).err().unwrap();
             assert!(!error.to_string().contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn keys_that_are_missing_are_named() {
+        let bucket = Bucket {
+            store: Arc::new(object_store::memory::InMemory::new()),
+            shown: "s3://bucket".to_owned(),
+        };
+        let error = object_store::Error::Generic {
+            store: "S3",
+            source:
+                "Error performing PUT http://169.254.169.254/latest/api/token in 1s - error sending request"
+                    .into(),
+        };
+        let told = bucket.failed(&Path::from("a"), &error).to_string();
+        assert!(
+            told.contains("no keys were found") && told.contains("object_credentials"),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn a_listing_that_ends_early_says_so_and_goes_on() {
+        let bucket = Bucket {
+            store: Arc::new(object_store::memory::InMemory::new()),
+            shown: "memory".to_owned(),
+        };
+        let work = async move {
+            for name in ["a/1", "a/2", "a/3", "b/1"] {
+                bucket.put(&Path::from(name), Bytes::new()).await?;
+            }
+            let (found, prefix) = (Mutex::default(), Path::from("a"));
+            let all = bucket.list_into(&prefix, None, 2, &found).await?;
+            let behind = found.lock().last().map(|meta: &ObjectMeta| meta.location.clone());
+            let rest = bucket.list_into(&prefix, behind.as_ref(), 3, &found).await?;
+            let names: Vec<String> = found
+                .lock()
+                .iter()
+                .map(|meta| meta.location.to_string())
+                .collect();
+            Ok((all, rest, names))
+        };
+        let clock = ucm_infra::SystemClock::shared();
+        let runtime = ucm_infra::Runtime::of_this_process().unwrap();
+        let (all, rest, names) = runtime
+            .wait(&*clock, ucm_infra::MonotonicTime::NEVER, work)
+            .unwrap();
+        assert_eq!((all, rest), (false, true));
+        assert_eq!(names, ["a/1", "a/2", "a/3"]);
+    }
+
+    #[test]
+    fn only_a_refusal_says_that_a_server_has_no_conditions() {
+        let answer = |text: &str| object_store::Error::Generic {
+            store: "S3",
+            source: format!("PUT http://h/b in 3ms - Server returned non-2xx status code: {text}").into(),
+        };
+        for refusal in [
+            "501 Not Implemented: ",
+            "405 Method Not Allowed: <Error><Code>MethodNotAllowed</Code></Error>",
+            "400 Bad Request: <Error><Code>InvalidArgument</Code></Error>",
+        ] {
+            assert!(has_no_conditions(&answer(refusal)), "{refusal}");
+        }
+        for passing in [
+            "500 Internal Server Error: ",
+            "503 Service Unavailable: <Error><Code>SlowDown</Code></Error>",
+            "400 Bad Request: <Error><Code>RequestTimeout</Code></Error>",
+        ] {
+            assert!(!has_no_conditions(&answer(passing)), "{passing}");
         }
     }
 

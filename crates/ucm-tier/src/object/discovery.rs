@@ -4,24 +4,25 @@
 //! and some minutes more, for clocks differ. Now and then all are listed: what has gone leaves the index, and what came with a
 //! clock that is far behind is found. Nobody looks while nobody asks for anything.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::StreamExt;
 use object_store::ObjectMeta;
+use object_store::path::Path;
 use parking_lot::Mutex;
-use ucm_core::{ErrorKind, MissReason, Part, Result};
+use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_quota::layout::SegmentName;
 
 use super::Objects;
-use super::bucket::Bucket;
+use super::bucket::{Bucket, MOST_LISTED};
 use super::names::SegmentObject;
 use crate::backend::Done;
 use crate::pending_looks::PendingLooks;
 use crate::segment::format::{Entry, TRAILER_LEN, Trailer};
-use crate::segment::index::Known;
+use crate::segment::index::{Known, SegmentNumber};
 
 /// Time between two listings of all.
 const LIST_ALL: Duration = Duration::from_secs(300);
@@ -38,6 +39,10 @@ const TAIL: u64 = 32 << 10;
 const LONGEST_FOOTER: u64 = 64 << 20;
 /// How often a segment whose footer cannot be used is looked at.
 const TRIES: u8 = 3;
+/// Longest pause after looks that failed one after the other.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// Segments that wait for their footers to be read, above which no more are listed.
+const MOST_QUEUED: usize = 1 << 20;
 /// How long one look may take.
 pub(super) const TURN: Duration = Duration::from_secs(30);
 
@@ -45,6 +50,7 @@ pub(super) const TURN: Duration = Duration::from_secs(30);
 #[derive(Default)]
 pub(super) struct Discovery {
     state: Mutex<State>,
+    pace: Mutex<Pace>,
     /// Who waits for a look.
     pub(super) looks: PendingLooks,
     /// When somebody last asked for anything.
@@ -55,15 +61,55 @@ pub(super) struct Discovery {
 
 #[derive(Default)]
 struct State {
-    /// When all were listed, and when any.
+    /// When all were last listed to the end.
     listed_all: Option<MonotonicTime>,
-    listed: Option<MonotonicTime>,
+    /// A listing of all that goes on with the next turn.
+    all: Option<ListingAll>,
     /// The youngest segment that was seen, by its own time.
     youngest_ns: u64,
     /// Segments whose footers are to be read, by time.
     queue: BTreeMap<SegmentObject, u64>,
     /// Segments that cannot be used, and how often that was seen.
     odd: HashMap<SegmentName, u8>,
+}
+
+/// How far a listing of all has come.
+struct ListingAll {
+    /// The last name that was listed.
+    behind: Option<Path>,
+    /// Segments of the index at its beginning that were not listed yet.
+    missing: HashMap<SegmentName, SegmentNumber>,
+    /// Segments that cannot be used and are still there.
+    odd: HashSet<SegmentName>,
+}
+
+/// When the last look was made, and how it ended.
+#[derive(Default)]
+struct Pace {
+    began: Option<MonotonicTime>,
+    /// Why it failed, and how many have, one after the other.
+    failed: Option<(Error, u32)>,
+    /// There is more to list or to read.
+    more: bool,
+}
+
+impl Pace {
+    /// When the next look is due by itself: later and later as long as they fail.
+    fn due(&self, now: MonotonicTime, refresh: Duration) -> MonotonicTime {
+        let failed = self.failed.as_ref().map_or(0, |(_, times)| times - 1);
+        let pause = refresh.saturating_mul(1 << failed.min(6));
+        let pause = pause.min(LONGEST_PAUSE.max(refresh));
+        self.began.map_or(now, |began| began.after(pause))
+    }
+
+    /// Notes how a look ended: whether there is more to look at.
+    fn ended(&mut self, result: &Result<bool>) {
+        self.more = result.as_ref().is_ok_and(|more| *more);
+        self.failed = result.as_ref().err().map(|error| {
+            let before = self.failed.as_ref().map_or(0, |(_, times)| *times);
+            (error.clone(), before.saturating_add(1))
+        });
+    }
 }
 
 /// What a footer says.
@@ -95,8 +141,21 @@ impl Objects {
         while self.find(deadline) && self.clock.now() < deadline {}
     }
 
-    /// Calls back after the next look: with an error when it could not be made by the deadline, or too many wait for it.
+    /// Calls back after the next look: with an error when it could not be made by the deadline, or too many wait for it; with
+    /// that of the last look where that failed and the next one is not due yet.
     pub(super) fn after_look(&self, deadline: MonotonicTime, done: Done<()>) {
+        let failed = {
+            let pace = self.discovery.pace.lock();
+            let now = self.clock.now();
+            let pauses = pace.due(now, self.config.refresh) > now;
+            pace.failed
+                .as_ref()
+                .filter(|_| pauses)
+                .map(|(error, _)| error.clone())
+        };
+        if let Some(error) = failed {
+            return done(Err(error));
+        }
         if self.discovery.looks.add(deadline, done, || self.is_closing()) {
             self.discovery.notify.notify();
             self.upkeep.timer.notify(); // whoever keeps the time
@@ -107,67 +166,137 @@ impl Objects {
     pub(super) fn next_look(&self, now: MonotonicTime) -> Option<MonotonicTime> {
         let asked = self.discovery.looks.is_asked();
         let wanted = now.since(*self.discovery.wanted.lock()) < WANTED_FOR;
-        let state = self.discovery.state.lock();
-        let due = state.listed.map_or(now, |at| at.after(self.config.refresh));
-        match (asked || !state.queue.is_empty(), wanted) {
-            (true, _) => Some(now),
-            (false, true) => Some(due),
-            (false, false) => None,
+        let pace = self.discovery.pace.lock();
+        match (asked || pace.more, &pace.failed) {
+            (true, None) => Some(now),
+            (false, _) if !wanted => None,
+            _ => Some(pace.due(now, self.config.refresh)),
         }
     }
 
-    /// One look around; whether there is more to read at once.
+    /// One look around; whether there is more to look at at once.
     pub(super) fn find(&self, deadline: MonotonicTime) -> bool {
-        let mut state = self.discovery.state.lock(); // one look at a time
+        let now = self.clock.now();
+        // One look at a time.
+        let Some(mut state) = self.discovery.state.try_lock_for(deadline.since(now)) else {
+            return false;
+        };
+        self.discovery.pace.lock().began = Some(now);
         self.discovery.looks.begin();
         let listed = self.list(&mut state, deadline);
         let read = listed.and_then(|()| self.read_footers(&mut state, deadline));
-        let more = !state.queue.is_empty() && read.is_ok();
+        let read = read.map(|()| !state.queue.is_empty() || state.all.is_some());
+        self.discovery.pace.lock().ended(&read);
         let looked = self.discovery.looks.looked();
         drop(state);
+        let more = read.as_ref().is_ok_and(|more| *more);
+        let read = read.map(|_| ());
         looked.tell(&read);
+        if read.is_err() {
+            self.discovery.looks.begin(); // there will be no look for a while
+            self.discovery.looks.looked().tell(&read);
+        }
         self.index.sweep_if_due();
         more
     }
 
-    /// Lists what is younger than what was seen, or all of it when it is time for that.
+    /// Lists what is younger than what was seen, and all of it when it is time for that.
     fn list(&self, state: &mut State, deadline: MonotonicTime) -> Result<()> {
-        let now = self.clock.now();
-        let all = state.listed_all.is_none_or(|at| now.since(at) >= LIST_ALL);
-        let before = self.index.public();
-        let (bucket, prefix) = (Arc::clone(&self.bucket), self.names.segments());
-        let from = (!all).then(|| {
-            self.names
-                .segments_from(state.youngest_ns.saturating_sub(APART_NS))
-        });
-        let listed = self.call(deadline, async move { bucket.list(&prefix, from.as_ref()).await })?;
-        state.listed = Some(now);
-        let ours = |meta: ObjectMeta| Some((self.names.parse_segment(&meta.location)?, meta.size));
-        let there: BTreeMap<SegmentObject, u64> = listed.into_iter().filter_map(ours).collect();
-        if all {
-            state.listed_all = Some(now);
-            let names: HashMap<SegmentName, u64> =
-                there.iter().map(|(object, size)| (object.name, *size)).collect();
-            state.odd.retain(|name, _| names.contains_key(name));
-            for (name, number) in before {
-                if names.get(&name).copied() != self.index.file_len(number) {
-                    self.index.vanished(number);
-                }
+        if state.listed_all.is_some() {
+            let from = state.youngest_ns.saturating_sub(APART_NS);
+            let from = self.names.segments_from(from);
+            let (listed, ended) = self.names_behind(Some(from), deadline);
+            let came_on = !listed.is_empty();
+            self.take_up(state, listed);
+            if !came_on {
+                ended?; // else the rest comes with the next look
             }
         }
-        let youngest = there.last_key_value().map_or(0, |(object, _)| object.sealed_ns);
-        // A clock that is far ahead must not hide what comes after it.
-        state.youngest_ns = state.youngest_ns.max(youngest.min(self.now_ns()));
-        let is_new = |object: &SegmentObject| {
-            !self.index.knows(object.name) && state.odd.get(&object.name).is_none_or(|tries| *tries < TRIES)
-        };
-        state.queue = there.into_iter().filter(|(object, _)| is_new(object)).collect();
+        let now = self.clock.now();
+        let due = state.listed_all.is_none_or(|at| now.since(at) >= LIST_ALL);
+        if due && state.queue.len() < MOST_QUEUED {
+            // The other half of the time is for footers.
+            self.list_all(state, now.after(deadline.since(now) / 2))?;
+        }
         Ok(())
+    }
+
+    /// Lists all, from where the last turn ended. Of one that fails half-way the rest comes with the next turn.
+    fn list_all(&self, state: &mut State, deadline: MonotonicTime) -> Result<()> {
+        let mut all = state.all.take().unwrap_or_else(|| ListingAll {
+            behind: None,
+            missing: self.index.public().into_iter().collect(),
+            odd: HashSet::new(),
+        });
+        let (listed, ended) = self.names_behind(all.behind.clone(), deadline);
+        let further = listed.last().map(|meta| meta.location.clone());
+        for (object, size) in listed.iter().filter_map(|meta| self.segment_of(meta)) {
+            let known = all.missing.remove(&object.name);
+            if let Some(number) = known.filter(|number| self.index.file_len(*number) != Some(size)) {
+                self.index.vanished(number);
+            }
+            if state.odd.contains_key(&object.name) {
+                all.odd.insert(object.name);
+            }
+        }
+        self.take_up(state, listed);
+        match (ended, further) {
+            (Ok(true), _) => {
+                let ListingAll { missing, odd, .. } = all;
+                missing
+                    .into_values()
+                    .for_each(|number| self.index.vanished(number));
+                state.odd.retain(|name, _| odd.contains(name));
+                state.listed_all = Some(self.clock.now());
+                Ok(())
+            }
+            (ended, None) => {
+                state.all = Some(all);
+                ended.map(|_| ())
+            }
+            (_, further) => {
+                all.behind = further;
+                state.all = Some(all);
+                Ok(())
+            }
+        }
+    }
+
+    /// The objects behind a name that were listed by the deadline, and how that ended: whether there were no more.
+    fn names_behind(&self, behind: Option<Path>, deadline: MonotonicTime) -> (Vec<ObjectMeta>, Result<bool>) {
+        let (bucket, prefix) = (Arc::clone(&self.bucket), self.names.segments());
+        let found = Arc::new(Mutex::new(Vec::new()));
+        let into = Arc::clone(&found);
+        let ended = self.call(deadline, async move {
+            bucket
+                .list_into(&prefix, behind.as_ref(), MOST_LISTED, &into)
+                .await
+        });
+        let listed = std::mem::take(&mut *found.lock());
+        (listed, ended)
+    }
+
+    fn segment_of(&self, meta: &ObjectMeta) -> Option<(SegmentObject, u64)> {
+        Some((self.names.parse_segment(&meta.location)?, meta.size))
+    }
+
+    /// Has the footers of those read that are new. Others that wait for that wait on.
+    fn take_up(&self, state: &mut State, listed: Vec<ObjectMeta>) {
+        let now_ns = self.now_ns();
+        for (object, size) in listed.iter().filter_map(|meta| self.segment_of(meta)) {
+            // A clock that is far ahead must not hide what comes after it.
+            state.youngest_ns = state.youngest_ns.max(object.sealed_ns.min(now_ns));
+            let usable = state.odd.get(&object.name).is_none_or(|tries| *tries < TRIES);
+            if usable && !self.index.knows(object.name) {
+                state.queue.insert(object, size);
+            }
+        }
     }
 
     /// Reads footers of segments that are new, the youngest first.
     fn read_footers(&self, state: &mut State, deadline: MonotonicTime) -> Result<()> {
-        let mut left = PER_TURN;
+        let (mut left, mut unread, mut failed) = (PER_TURN, BTreeMap::new(), None);
+        let mut came_on = false;
         while left > 0 && !state.queue.is_empty() {
             let batch = state
                 .queue
@@ -183,7 +312,7 @@ impl Objects {
                 *self.config.scope.identity.digest(),
             );
             let asked = batch.clone();
-            let read = self.call(deadline, async move {
+            let read = match self.call(deadline, async move {
                 let one = |(object, size): (SegmentObject, u64)| {
                     let (bucket, path) = (Arc::clone(&bucket), names.segment(object));
                     async move {
@@ -196,9 +325,19 @@ impl Objects {
                 };
                 let reads = futures_util::stream::iter(asked.into_iter().map(one));
                 Ok(reads.buffer_unordered(AT_ONCE).collect::<Vec<_>>().await)
-            })?;
-            let mut failed = None;
+            }) {
+                Ok(read) => read,
+                // The time of this turn is over, and the rest comes with the next one.
+                Err(error) if came_on && error.kind() == ErrorKind::Timeout => break,
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            };
+            let asked = read.len();
+            let before = unread.len();
             for (object, size, found) in read {
+                state.queue.remove(&object);
                 match found {
                     Ok(Ok(footer)) => {
                         let known = Known {
@@ -217,22 +356,26 @@ impl Objects {
                     Ok(Err(_)) => *state.odd.entry(object.name).or_default() += 1,
                     Err(error) if error.kind() == ErrorKind::NotFound => {} // removed meanwhile
                     // The server does not answer now, which says nothing of the segment.
-                    Err(error) => failed = Some(error),
+                    Err(error) => {
+                        failed = Some(error);
+                        unread.insert(object, size);
+                    }
                 }
-                state.queue.remove(&object);
             }
-            if let Some(error) = failed {
-                return Err(error);
+            if unread.len() - before == asked {
+                break;
             }
+            came_on = true;
         }
-        Ok(())
+        state.queue.append(&mut unread);
+        failed.map_or(Ok(()), Err)
     }
 }
 
 /// The footer of a segment. Two kinds of failure: of the server, and of what lies there.
 async fn footer(
     bucket: &Bucket,
-    path: &object_store::path::Path,
+    path: &Path,
     object: SegmentObject,
     size: u64,
     identity: &[u8; 32],
@@ -265,4 +408,36 @@ async fn footer(
         part: owner.part,
         entries,
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_that_fail_come_later_and_later() {
+        let second = Duration::from_secs(1);
+        let failed = || Err(Error::new(ErrorKind::Io, "the server does not answer"));
+        let mut pace = Pace {
+            began: Some(MonotonicTime::default()),
+            ..Pace::default()
+        };
+        let pause = |pace: &Pace| {
+            let due = pace.due(MonotonicTime::default(), second);
+            due.since(MonotonicTime::default()).as_secs()
+        };
+        assert_eq!(pause(&pace), 1);
+        let pauses = [(); 8].map(|()| {
+            pace.ended(&failed());
+            pause(&pace)
+        });
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
+        pace.ended(&Ok(false));
+        assert_eq!(pause(&pace), 1);
+        pace.ended(&failed());
+        assert_eq!(
+            pace.due(MonotonicTime::default(), 100 * second),
+            MonotonicTime::default().after(100 * second)
+        );
+    }
 }

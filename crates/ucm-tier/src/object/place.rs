@@ -56,7 +56,7 @@ impl Place for ObjectPlace {
     fn list(&self) -> Result<Vec<Item>> {
         let (bucket, names) = (Arc::clone(&self.bucket), self.names.clone());
         let (listed, used) = self.call(async move {
-            let listed = bucket.list(names.prefix(), None).await?;
+            let listed = bucket.list(names.prefix()).await?;
             let used = space::uses_told(&bucket, &names, &listed).await;
             Ok((listed, used))
         })?;

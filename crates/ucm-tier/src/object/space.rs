@@ -6,12 +6,12 @@
 //! writer in a small object of its own, once a minute at most. A server without conditional writes cannot keep a limit that
 //! several share: there segments go by their age alone, and the log says so.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use futures_util::stream::{StreamExt, TryStreamExt};
+use futures_util::stream::StreamExt;
 use object_store::ObjectMeta;
 use object_store::path::Path;
 use parking_lot::Mutex;
@@ -46,6 +46,8 @@ const COUNT: Duration = Duration::from_secs(90);
 /// How often a change of the document that others overtook is tried again, and the longest pause before that.
 const RACES: u32 = 8;
 const PAUSE: Duration = Duration::from_millis(40);
+/// How often one count looks for others in place of what it could not remove.
+const ROUNDS: usize = 8;
 /// Objects that are removed, or read, at once.
 const AT_ONCE: usize = 16;
 /// Writers whose uses are read, those heard of last; what one tells of at most; and how long it is kept.
@@ -79,6 +81,9 @@ struct State {
     uses: Told,
     /// Segments that were removed here, and their bytes.
     removed: (u64, u64),
+    /// It was said that there is too much to count, and that something cannot be removed.
+    said_too_much: bool,
+    said_stuck: bool,
 }
 
 /// What this writer may write.
@@ -128,8 +133,11 @@ struct Contents {
 }
 
 impl Objects {
-    /// Looks whether the server has conditional writes.
+    /// Looks whether the server has conditional writes, unless it was seen to: then the limit is kept to from there on.
     pub(super) fn look_for_conditions(&self, deadline: MonotonicTime) -> Result<()> {
+        if self.has_conditions() {
+            return Ok(());
+        }
         let (bucket, path) = (Arc::clone(&self.bucket), self.names.probe());
         let conditions = self.call(deadline, async move { has_conditions(&bucket, &path).await })?;
         self.space.conditions.store(conditions, Ordering::Release);
@@ -392,10 +400,19 @@ impl Objects {
         } else {
             Ok(())
         };
-        {
+        let too_much = counted.as_ref().err();
+        let too_much = too_much.filter(|error| error.kind() == ErrorKind::NoSpace);
+        let said = {
             let mut state = self.space.state.lock();
             state.counted = Some(now).filter(|_| counted.is_ok()).or(state.counted);
             state.short = false;
+            too_much.is_some() && std::mem::replace(&mut state.said_too_much, true)
+        };
+        if let Some(error) = too_much.filter(|_| !said) {
+            warn!(
+                store = self.config.scope.writer,
+                "nothing can be counted or removed, and nothing more is stored once the grants are used up: {error}"
+            );
         }
         self.space.changed.notify();
         match counted {
@@ -438,26 +455,22 @@ impl Objects {
             None
         };
         let (bucket, names) = (Arc::clone(&self.bucket), self.names.clone());
-        let contents = self.call(deadline, async move { look(&bucket, &names).await })?;
-        let gone = self.choose(&contents);
-        let (removed, freed) = (gone.len() as u64, gone.iter().map(|(_, size)| size).sum::<u64>());
-        let (bucket, total) = (Arc::clone(&self.bucket), contents.total - freed);
-        let left = contents.segments.len() as u64 - removed;
-        let paths: Vec<Path> = gone
-            .into_iter()
-            .map(|(path, _)| path)
-            .chain(contents.stale)
-            .collect();
-        self.call(deadline, async move {
-            let removals = paths.into_iter().map(|path| {
-                let bucket = Arc::clone(&bucket);
-                async move { bucket.delete(&path).await }
-            });
-            futures_util::stream::iter(removals)
-                .buffer_unordered(AT_ONCE)
-                .try_collect::<Vec<()>>()
-                .await
-        })?;
+        let mut contents = self.call(deadline, async move { look(&bucket, &names).await })?;
+        let found = contents.segments.len() as u64;
+        let (mut removed, mut freed) = (0, 0);
+        for _ in 0..ROUNDS {
+            let gone = self.choose(&contents);
+            let stale = std::mem::take(&mut contents.stale);
+            if gone.is_empty() && stale.is_empty() {
+                break;
+            }
+            let tried: HashSet<Path> = gone.iter().map(|(path, _)| path.clone()).collect();
+            contents.segments.retain(|(_, path, _)| !tried.contains(path));
+            let (count, bytes) = self.remove(gone, stale, deadline)?;
+            (removed, freed) = (removed + count, freed + bytes);
+            contents.total -= bytes;
+        }
+        let (total, left) = (contents.total, found - removed);
         if let Some(before) = before {
             let end = move |document: &mut SpaceDocument| {
                 document.end_count(&before, total, left);
@@ -472,6 +485,45 @@ impl Objects {
         state.removed.0 += removed;
         state.removed.1 += freed;
         Ok(())
+    }
+
+    /// Removes these segments, and what is stale: how many went, and their bytes. One that cannot be removed (a lock on it, no
+    /// right) stays, counts on, and others go in its place.
+    fn remove(
+        &self,
+        segments: Vec<(Path, u64)>,
+        stale: Vec<Path>,
+        deadline: MonotonicTime,
+    ) -> Result<(u64, u64)> {
+        let bucket = Arc::clone(&self.bucket);
+        let segments = segments.into_iter().map(|(path, size)| (path, 1, size));
+        let all: Vec<(Path, u64, u64)> = segments
+            .chain(stale.into_iter().map(|path| (path, 0, 0)))
+            .collect();
+        let (gone, error) = self.call(deadline, async move {
+            let removals = all.into_iter().map(|(path, count, size)| {
+                let bucket = Arc::clone(&bucket);
+                async move { bucket.delete(&path).await.map(|()| (count, size)) }
+            });
+            let removals = futures_util::stream::iter(removals).buffer_unordered(AT_ONCE);
+            let add = |(gone, failed): ((u64, u64), Option<Error>), removed: Result<(u64, u64)>| {
+                let sum = match removed {
+                    Ok((count, size)) => ((gone.0 + count, gone.1 + size), failed),
+                    Err(error) => (gone, Some(error)),
+                };
+                std::future::ready(sum)
+            };
+            Ok(removals.fold(((0, 0), None), add).await)
+        })?;
+        let said = error.is_some() && std::mem::replace(&mut self.space.state.lock().said_stuck, true);
+        if let Some(error) = error.filter(|_| !said) {
+            let store = self.config.scope.writer;
+            warn!(
+                store,
+                "some of what should go cannot be removed, and others go in its place: {error}"
+            );
+        }
+        Ok(gone)
     }
 
     fn begin_count(&self, deadline: MonotonicTime) -> Result<Snapshot> {
@@ -571,33 +623,42 @@ impl Objects {
     }
 }
 
-/// Whether the server keeps to `If-None-Match` and `If-Match`.
+/// Whether the server keeps to `If-None-Match` and `If-Match`. Only its own answer says that it does not: an error that may
+/// pass is an error here.
 async fn has_conditions(bucket: &Bucket, path: &Path) -> Result<bool> {
+    let conditions = try_conditions(bucket, path).await;
+    let removed = bucket.delete(path).await;
+    match conditions {
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(false),
+        Err(error) => Err(error),
+        Ok(conditions) => removed.map(|()| conditions),
+    }
+}
+
+/// The same; what it puts may be left behind, and `Unsupported` is a refusal.
+async fn try_conditions(bucket: &Bucket, path: &Path) -> Result<bool> {
     let word = |text: &'static str| bytes::Bytes::from_static(text.as_bytes());
-    let first = match bucket.put_new(path, word("first")).await {
-        Ok(first) => first,
-        // A server that knows no such thing may refuse it. Whoever may not write at all is told so by the next.
-        Err(_) => {
-            bucket.put(path, word("plain")).await?;
-            bucket.delete(path).await?;
+    // False only where an answer was lost and the client has put it twice: it is read below.
+    let _first = bucket.put_new(path, word("first")).await?;
+    if bucket.put_new(path, word("again")).await? {
+        return Ok(false);
+    }
+    let Some((found, version)) = bucket.get(path, DOCUMENT).await? else {
+        return Err(Error::new(
+            ErrorKind::Io,
+            "the object store does not have what was put there just now",
+        ));
+    };
+    if found != "first" || (version.e_tag.is_none() && version.version.is_none()) {
+        return Ok(false);
+    }
+    if !bucket.replace(path, word("second"), version.clone()).await? {
+        let found = bucket.get(path, DOCUMENT).await?;
+        if found.is_none_or(|(found, _)| found != "second") {
             return Ok(false);
         }
-    };
-    let again = bucket.put_new(path, word("again")).await.unwrap_or(true);
-    let found = bucket.get(path, DOCUMENT).await?;
-    let swaps = match found {
-        Some((bytes, version)) if first && !again && bytes == "first" => {
-            let replaced = bucket
-                .replace(path, word("second"), version.clone())
-                .await
-                .unwrap_or(false);
-            let late = bucket.replace(path, word("third"), version).await.unwrap_or(true);
-            replaced && !late
-        }
-        _ => false,
-    };
-    bucket.delete(path).await?;
-    Ok(swaps)
+    }
+    Ok(!bucket.replace(path, word("third"), version).await?)
 }
 
 /// Lists what lies below the prefix, and reads what writers tell of their uses.
@@ -608,7 +669,7 @@ async fn look(bucket: &Arc<Bucket>, names: &Names) -> Result<Contents> {
     let now = bucket.head(&clock).await?;
     bucket.delete(&clock).await?;
     let now_ns = now.as_ref().map_or(0, time_of);
-    let listed = bucket.list(names.prefix(), None).await?;
+    let listed = bucket.list(names.prefix()).await?;
     let kept = u64::try_from(USES_KEPT.as_nanos()).unwrap_or(u64::MAX);
     let before = now_ns.saturating_sub(kept);
     let mut contents = Contents {

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use futures_util::stream::{FuturesUnordered, StreamExt};
 use parking_lot::{Mutex, RwLock};
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::cluster::{ClusterClient, ClusterClientBuilder};
@@ -16,6 +17,7 @@ use redis::cluster_async::ClusterConnection;
 use redis::cluster_routing::{MultipleNodeRoutingInfo, RoutingInfo, SingleNodeRoutingInfo};
 use redis::io::tcp::TcpSettings;
 use redis::{AsyncConnectionConfig, Client, Cmd, RedisError, Value};
+use tokio::time::error::Elapsed;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Runtime};
 use ucm_io::IoJob;
@@ -26,6 +28,10 @@ use crate::network::use_ring;
 
 /// How long making one connection may take.
 const CONNECT: Duration = Duration::from_secs(5);
+/// How long one node of a cluster may take, so that the others are reached within [`CONNECT`].
+const CONNECT_NODE: Duration = Duration::from_millis(1500);
+/// Share of the time of a job within which a node of a cluster answers.
+const NODE_SHARE: f64 = 0.75;
 /// How long after one could not be made the next attempt waits; who asks meanwhile gets the same answer.
 const AGAIN: Duration = Duration::from_millis(500);
 /// A connection on which somebody waits and nothing has come for this long is given up: the other end may be gone without
@@ -131,12 +137,20 @@ impl Connections {
             .map(|address| Ok((address.to_string(), self.client(address)?)));
         let clients: Vec<_> = clients.collect::<Result<_>>()?;
         let first = async move {
-            let mut failed = Error::internal("no address was given");
-            for (at, client) in clients {
+            // All at once: one that does not answer keeps nobody from the others.
+            let ask = |(at, client): (String, Client)| async move {
                 match tokio::time::timeout(CONNECT, ask_info(&client)).await {
-                    Ok(Ok(info)) => return Ok((client, info)),
-                    Ok(Err(error)) => failed = error.with("address", at),
-                    Err(_) => failed = late().with("address", at),
+                    Ok(Ok(info)) => Ok((client, info)),
+                    Ok(Err(error)) => Err(error.with("address", at)),
+                    Err(_) => Err(late().with("address", at)),
+                }
+            };
+            let mut asked: FuturesUnordered<_> = clients.into_iter().map(ask).collect();
+            let mut failed = Error::internal("no address was given");
+            while let Some(answer) = asked.next().await {
+                match answer {
+                    Ok(answer) => return Ok(answer),
+                    Err(error) => failed = error,
                 }
             }
             Err(failed)
@@ -177,7 +191,7 @@ impl Connections {
         // Its own timeouts are out of the way: those of our jobs hold.
         let mut builder = ClusterClientBuilder::new(nodes)
             .tcp_settings(tcp_settings())
-            .connection_timeout(CONNECT)
+            .connection_timeout(CONNECT_NODE)
             .response_timeout(Duration::from_secs(3600))
             .retries(3);
         if tls {
@@ -195,9 +209,11 @@ impl Connections {
         questions: Vec<Cmd>,
     ) -> Result<Vec<Result<Value>>> {
         let (asked, questions) = (questions.len(), Arc::new(questions));
+        // Sooner than the deadline, so that what other nodes have answered counts.
+        let time = io.deadline().since(self.clock.now()).mul_f64(NODE_SHARE);
         let answers = self.with_link(io, traffic, move |mut link| {
             let questions = Arc::clone(&questions);
-            async move { link.ask(&questions).await }
+            async move { link.ask(&questions, time).await }
         })?;
         if answers.len() != asked {
             return Err(Error::internal("the server did not answer every question"));
@@ -381,8 +397,9 @@ async fn ask_info(client: &Client) -> Result<ServerInfo> {
 }
 
 impl Link {
-    /// An answer or a refusal for each question; an error where the connection broke.
-    async fn ask(&mut self, questions: &[Cmd]) -> Result<Vec<Result<Value>>, RedisError> {
+    /// An answer or a refusal for each question, of a cluster also why none came in `time`; an error where the connection to
+    /// the only server broke.
+    async fn ask(&mut self, questions: &[Cmd], time: Duration) -> Result<Vec<Result<Value>>, RedisError> {
         let answers = match (self, questions) {
             (Self::One(connection), [one]) => vec![connection.req_packed_command(one).await],
             (Self::One(connection), several) => {
@@ -395,14 +412,7 @@ impl Link {
                     .await?;
                 answers.into_iter().map(Ok).collect()
             }
-            // The nodes are asked side by side; over each connection that is a pipeline again.
-            (Self::Cluster(connection), several) => {
-                let one = |question| {
-                    let mut connection = connection.clone();
-                    async move { connection.req_packed_command(question).await }
-                };
-                futures_util::future::join_all(several.iter().map(one)).await
-            }
+            (Self::Cluster(connection), several) => return Ok(ask_nodes(connection, several, time).await),
         };
         let settled = |answer: Result<Value, RedisError>| match answer.and_then(Value::extract_error) {
             Ok(value) => Ok(Ok(value)),
@@ -465,6 +475,28 @@ impl Link {
         found.dedup(); // a step may name a key that another one named
         Ok(found)
     }
+}
+
+/// Asks the nodes side by side; over each connection that is a pipeline again. A node that is gone, or silent for so long,
+/// fails its own questions alone: the others go on, and the client looks for it by itself.
+async fn ask_nodes(connection: &ClusterConnection, questions: &[Cmd], time: Duration) -> Vec<Result<Value>> {
+    let one = |question| {
+        let mut connection = connection.clone();
+        let asked = async move { connection.req_packed_command(question).await };
+        tokio::time::timeout(time, asked)
+    };
+    let answers = futures_util::future::join_all(questions.iter().map(one)).await;
+    if answers.iter().all(Result::is_err) && !answers.is_empty() {
+        std::future::pending::<()>().await; // nobody answers: the deadline of whoever waits says so
+    }
+    let settled = |answer: Result<Result<Value, RedisError>, Elapsed>| match answer {
+        Ok(answer) => answer.and_then(Value::extract_error).map_err(no_answer),
+        Err(_) => Err(Error::new(
+            ErrorKind::Timeout,
+            "this node of the cluster did not answer in time",
+        )),
+    };
+    answers.into_iter().map(settled).collect()
 }
 
 /// The primaries of a cluster: host and port of each.

@@ -139,9 +139,19 @@ impl RedisBackend {
 impl Backend for RedisBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let info = self.shared.connections.discover(deadline)?;
+        let is_cluster = info.is_cluster;
         self.shared.note(info);
         if !self.shared.config.scope.lookup_only {
-            self.shared.describe(&self.pool.here(LANE_SPACE, deadline))?;
+            let now = self.shared.clock.now();
+            let until = match is_cluster {
+                true => now.after(deadline.since(now) / 2),
+                false => deadline,
+            };
+            match self.shared.describe(&self.pool.here(LANE_SPACE, until)) {
+                // The node that has this document may be the one that is gone; a use of a block tries again.
+                Err(error) if is_cluster && matches!(error.kind(), ErrorKind::Io | ErrorKind::Timeout) => {}
+                described => described?,
+            }
         }
         Ok(self.shared.words())
     }
@@ -342,6 +352,11 @@ impl Shared {
 
     /// Asks the same of each record, for answers that are numbers; -1 where what has its key is no record.
     fn ask_each(&self, io: &IoJob, ids: &[BlockId], ask: impl Fn(String) -> Cmd) -> Result<Vec<i64>> {
+        self.answers(io, ids, ask)?.into_iter().collect()
+    }
+
+    /// The same, each with its own error; that of the first where none was answered.
+    fn answers(&self, io: &IoJob, ids: &[BlockId], ask: impl Fn(String) -> Cmd) -> Result<Vec<Result<i64>>> {
         if ids.is_empty() {
             return Ok(Vec::new());
         }
@@ -353,7 +368,11 @@ impl Shared {
             Err(error) if error.kind() == ErrorKind::Foreign => Ok(-1),
             Err(error) => Err(error),
         };
-        answers.into_iter().map(number).collect()
+        let numbers: Vec<Result<i64>> = answers.into_iter().map(number).collect();
+        match numbers.first() {
+            Some(Err(error)) if numbers.iter().all(Result::is_err) => Err(error.clone()),
+            _ => Ok(numbers),
+        }
     }
 
     /// Whether a value of so many bytes is one of our records whole and with KV.
@@ -379,8 +398,10 @@ impl Shared {
         let known = self.known.are(ids, self.clock.now());
         let unknown = ids.iter().zip(&known).filter(|(_, known)| !**known);
         let unknown: Vec<BlockId> = unknown.map(|(id, _)| *id).collect();
-        let lengths = self.ask_each(io, &unknown, |key| question("STRLEN", &key))?;
-        let asked: Vec<Presence> = lengths.into_iter().map(|len| self.presence(len)).collect();
+        let lengths = self.answers(io, &unknown, |key| question("STRLEN", &key))?;
+        // What the node of a cluster that is gone has is a miss, and the others go on.
+        let presence = |len: Result<i64>| len.map_or(Err(MissReason::IoError), |len| self.presence(len));
+        let asked: Vec<Presence> = lengths.into_iter().map(presence).collect();
         let there = unknown.iter().zip(&asked).filter(|(_, there)| there.is_ok());
         self.known.learn(there.map(|(id, _)| *id), self.clock.now());
         let mut asked = asked.into_iter();
