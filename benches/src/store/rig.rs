@@ -94,6 +94,7 @@ impl Shape {
             tokens: BLOCK_TOKENS,
             time_ns: 0,
             writer: 1,
+            tenant: [0; 32],
         };
         self.layout.seal(&meta, slot.as_mut_slice())
     }

@@ -30,6 +30,9 @@ pub struct RecordMeta {
     pub time_ns: u64,
     /// Random number of the writing process.
     pub writer: u64,
+    /// Whose block it is, made from the cache salt by whoever writes it; zero when not described. It says nothing of
+    /// the block's content and is not asked for by a reader.
+    pub tenant: [u8; 32],
 }
 
 /// One layer in the header's table.
@@ -91,8 +94,6 @@ pub struct RecordHeader {
     pub layer_len: u64,
     /// CRC-32C of the sizes of a layer's tensors, each as u64 LE.
     pub shape: u32,
-    /// 32 bytes kept for a keyed tag.
-    pub tag: [u8; 32],
     /// The layers, in order.
     pub table: Vec<LayerEntry>,
     /// The side shards, in order.
@@ -230,6 +231,7 @@ fn write_header(
     put(at::STORED_LEN, &contents.stored_len.to_le_bytes());
     put(at::TIME, &meta.time_ns.to_le_bytes());
     put(at::WRITER, &meta.writer.to_le_bytes());
+    put(at::TENANT, &meta.tenant);
     put(at::SIDES, &(contents.sides.len() as u32).to_le_bytes());
     put(at::TENSORS, &layout.tensors.to_le_bytes());
     put(at::LAYER_LEN, &layout.layer_len.to_le_bytes());
@@ -368,6 +370,7 @@ impl RecordHeader {
                 tokens: u32_at(bytes, at::TOKENS),
                 time_ns: u64_at(bytes, at::TIME),
                 writer: u64_at(bytes, at::WRITER),
+                tenant: array(bytes, at::TENANT),
             },
             version: VERSION,
             without_kv,
@@ -382,7 +385,6 @@ impl RecordHeader {
             tensors: u32_at(bytes, at::TENSORS),
             layer_len: u64_at(bytes, at::LAYER_LEN),
             shape: u32_at(bytes, at::SHAPE),
-            tag: array(bytes, at::TAG),
             table: (0..shards).map(|i| layer_entry(bytes, codec, i)).collect(),
             sides: (0..sides)
                 .map(|i| side_entry(bytes, i))

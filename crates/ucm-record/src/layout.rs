@@ -39,6 +39,7 @@ pub struct SideSpec {
 ///     tokens: 16,
 ///     time_ns: 0,
 ///     writer: 0,
+///     tenant: [0; 32],
 /// };
 /// layout.seal(&meta, &mut record).unwrap();
 ///

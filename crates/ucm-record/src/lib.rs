@@ -70,7 +70,7 @@ mod at {
     pub(super) const STORED_LEN: usize = 152;
     pub(super) const TIME: usize = 160;
     pub(super) const WRITER: usize = 168;
-    pub(super) const TAG: usize = 184;
+    pub(super) const TENANT: usize = 184;
     pub(super) const SIDES: usize = 216;
     pub(super) const TENSORS: usize = 220;
     pub(super) const LAYER_LEN: usize = 224;

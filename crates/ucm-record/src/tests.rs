@@ -23,6 +23,7 @@ fn meta() -> RecordMeta {
         tokens: 16,
         time_ns: 1_800_000_000_000_000_000,
         writer: 0x0102_0304_0506_0708,
+        tenant: [0x7e; 32],
     }
 }
 

@@ -77,6 +77,7 @@ fn meta() -> RecordMeta {
         tokens: 16,
         time_ns: 1_700_000_000_123_456_789,
         writer: 0x1122_3344_5566_7788,
+        tenant: [0; 32],
     }
 }
 

@@ -204,6 +204,7 @@ class UcmConfig(StoreSettings):
     admission: Annotated[Literal["measured", "always", "never"], BeforeValidator(word)] = "measured"
     admission_share: Annotated[float, BeforeValidator(no_flag), Field(gt=0, le=1)] = 0.8
     audit_one_in: Number = 0
+    tenant_key_file: str | None = None
     dump: Annotated[Literal["all", "prompt"], BeforeValidator(word)] = "all"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False

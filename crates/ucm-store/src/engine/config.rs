@@ -141,4 +141,6 @@ pub struct Hint {
     pub ordinal: u32,
     /// Tokens in the block, 0 for the configured number.
     pub tokens: u32,
+    /// Tag of the tenant it belongs to, zero for none.
+    pub tenant: [u8; 32],
 }

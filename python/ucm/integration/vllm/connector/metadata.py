@@ -25,7 +25,7 @@ from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
-VERSION = 8
+VERSION = 9
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -64,6 +64,7 @@ class Dump:
     blocks: npt.NDArray[np.int64]
     audit: bool = False  # compare with what is stored
     refused: tuple[int, ...] = ()  # rows whose stored record some rank could not use: to be replaced
+    tenant: bytes = b""  # tag of the tenant whose blocks these are, empty for none
 
 
 @dataclass(slots=True)
