@@ -191,6 +191,7 @@ impl Rig {
             staging_bytes: (slots * shape.layout.record_len()) as u64,
             copy_threads: 1,
             paranoid: false,
+            keys: None,
             deadlines: Deadlines {
                 lookup: LONG,
                 dump: LONG,

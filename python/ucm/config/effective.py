@@ -41,6 +41,7 @@ DEFAULT_TEXT: dict[str, str] = {
     "sparse.type": "none",
     "log.file": "none",
     "tenant_key_file": "none",
+    "encryption_key_file": "none",
     "log.format": "built in",
 }
 

@@ -123,7 +123,7 @@ class LoadFailure:
     first: int  # ordinal of the first block that is not there
     refused: bytes  # keys whose records are bad, not merely late
     reasons: tuple[str, ...] = ()  # names of MissReason, of every block from the first on
-    newer: bytes = b""  # keys whose records are of a newer version: no hits, and not replaced
+    newer: bytes = b""  # keys whose records are left alone, newer or of another key: no hits, and not replaced
 
 
 @dataclass(slots=True)

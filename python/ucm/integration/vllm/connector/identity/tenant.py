@@ -1,7 +1,7 @@
 """Tags of tenants: what stands in a record's header for the ``cache_salt`` of the request that wrote it.
 
-The salt itself is part of the block keys, so tenants with different salts never share a block. The tag only says whose a
-record is, so that records can be counted and bounded by tenant. With a key it is HMAC-SHA256 of the salt: who reads the
+The salt itself is part of the block keys, so tenants with different salts never share a block. The tag only says whose
+a record is, so that records can be counted by tenant. With a key it is HMAC-SHA256 of the salt: who reads the
 store cannot test guesses of a salt against it. Without one it is SHA-256 of the salt.
 """
 

@@ -94,8 +94,8 @@ class UCMConnectorScheduler:
         under way still writes; ``audit_one_in``: one hit in so many is computed and compared, 0 for none;
         ``items_used``: told which requests a step begins with, and how many tokens of each were computed before;
         ``exact_tokens``: how many of a request's first tokens have exact KV, all where it is None; ``offload``: which
-        blocks leave the device, once they are stored; ``tenants``: what tells in a record's header whose it is, without a
-        key where it is None."""
+        blocks leave the device, once they are stored; ``tenants``: what tells in a record's header whose it is, without
+        a key where it is None."""
         self.readiness = readiness
         self._make_keys = make_keys
         self._make_lookups = make_lookups

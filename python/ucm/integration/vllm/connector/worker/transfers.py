@@ -26,7 +26,7 @@ from ucm.integration.vllm.connector.metadata import (
     split_keys,
 )
 from ucm.integration.vllm.connector.miss_stats import TIMES
-from ucm.reasons import MissReason, reason_of
+from ucm.reasons import LEFT_ALONE, MissReason, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -161,7 +161,7 @@ class Loads:
                 first = min(failures)
                 throttle.warning("load failed", "request %s: block %d: %s", load.request, first, failures[first])
                 keys = split_keys(load.keys)
-                newer = [row for row, why in failures.items() if reason_of(why) == MissReason.NEWER_VERSION]
+                newer = [row for row, why in failures.items() if reason_of(why) in LEFT_ALONE]
                 bad = [
                     keys[row]
                     for row, why in failures.items()
