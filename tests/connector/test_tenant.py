@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from parts import BLOCK, Rig  # noqa: E402
+from parts import BLOCK, Rig
 
-from ucm.errors import ConfigError  # noqa: E402
-from ucm.integration.vllm.connector.identity.tenant import TAG, TenantTags  # noqa: E402
+from ucm.errors import ConfigError
+from ucm.integration.vllm.connector.identity.tenant import TAG, TenantTags
 
 KEY = "0123456789abcdef"
 
