@@ -124,7 +124,9 @@ def test_a_key_that_is_none_is_refused_and_not_shown(opened: Open, tmp_path: Pat
     with pytest.raises(ConfigError, match="no-such-key"):
         opened(None, encryption_key_file=str(tmp_path / "no-such-key")).lookup(NAMES)
     with pytest.raises(ConfigError, match="beside the pipeline"):
-        load({"store_pipeline": [{"type": "posix", "encryption_key_file": "/key", "storage_backends": "/d"}]}, {})
+        load(
+            {"store_pipeline": ["Cache", {"type": "posix", "encryption_key_file": "/k", "storage_backends": "/d"}]}, {}
+        )
     with pytest.raises(ConfigError, match="encryption_key_file"):
         load({"storage_backends": "/d", "encryption_key_fil": "/key"}, {})
     own = {"ucm_connector_name": "Mine", "ucm_connector_module_path": "mine", "encryption_key_file": "/key"}
