@@ -238,8 +238,10 @@ class Store:
         parents: Sequence[bytes] | None,
         ordinals: Sequence[int] | None,
         tokens: Sequence[int] | None,
+        tenant: bytes | None = None,
     ) -> None:
-        """Hints for the header: parallel lists of ids, parents, ordinals and token counts."""
+        """Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the tag of the tenant
+        whose blocks they are, 32 bytes."""
 
     def audit(self, block_ids: Sequence[bytes]) -> None:
         """The next dump of these blocks is compared with what is stored."""

@@ -46,6 +46,12 @@ class MissReason(StrEnum):
     INTERNAL = "internal"
     AUDIT = "audit"
     DECLINED = "declined"
+    WRONG_KEY = "wrong_key"
+    NOT_ENCRYPTED = "not_encrypted"
+
+
+#: Reasons after which a record is left as it is: no hit, and no dump replaces it.
+LEFT_ALONE = frozenset({MissReason.NEWER_VERSION, MissReason.WRONG_KEY})
 
 
 _NAMES = frozenset(MissReason)

@@ -37,6 +37,24 @@ def test_a_root_for_people(root: Written, ucm: Run) -> None:
     assert [line.split()[0] for line in lines[at + 1 :]] == ["key", "weights"], "only what differs"
 
 
+@pytest.mark.parametrize("layout", ["file", "segment"])
+def test_records_and_bytes_are_counted_by_tenant(root: Written, ucm_json: Json, ucm: Run, layout: str) -> None:
+    tag = bytes(range(32))
+    with root.open(layout=layout) as store:
+        ids = root.dump(store, 1)
+        more = [bytes([n * 37 % 256]) * 8 + n.to_bytes(8, "little") for n in (1, 2)]
+        store.describe(more, tenant=tag)
+        root.dump(store, 2, first=1)
+    assert ids[0] not in more
+    (found,) = ucm_json("inspect", root.path, "--tenants")["roots"]
+    assert found["tenants"] == [
+        {"tenant": tag.hex(), "records": 2, "bytes": 2 * RECORD},
+        {"tenant": "", "records": 1, "bytes": RECORD},
+    ]
+    assert tag.hex() in ucm("inspect", root.path, "--tenants").stdout
+    assert "tenants" not in ucm_json("inspect", root.path)["roots"][0]
+
+
 def test_a_root_of_two_builds_of_an_engine(root: Written, ucm: Run) -> None:
     """Versions may be longer than there is room for; what differs is shown."""
     one, two = (f"vllm 0.33.1rc2.dev1207+g0123456789abcdef.d2026112{day}.cpu" for day in (1, 2))

@@ -155,6 +155,30 @@ def test_a_newer_version_is_good_news_and_left_alone(root: Written, ucm_json: Js
     assert root.tree() == before
 
 
+def test_encrypted_records_are_judged_with_and_without_their_key(
+    root: Written, ucm_json: Json, ucm: Run, later: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCM_ENCRYPTION_KEY", raising=False)
+    key, other = tmp_path / "key", tmp_path / "other"
+    key.write_text("5a" * 32)
+    other.write_text("5b" * 32)
+    root.fill("one", 3, encryption_key_file=str(key))
+    for arguments, decrypted in (((), 0), (("--key-file", key), 3), (("--key-file", other), 0)):
+        document = ucm_json("verify", root.path, *arguments)
+        assert (document["exit"], document["good"]) == (0, 3)
+        assert (document["encrypted"], document["decrypted"]) == (3, decrypted)
+    assert "their key is not here" in ucm("verify", root.path).stdout
+    flip(4100)(root.records()[0])
+    for arguments in ((), ("--key-file", key)):
+        document = ucm_json("verify", root.path, *arguments)
+        assert (document["exit"], document["good"], document["reasons"]) == (1, 2, {"bad_checksum": 1})
+    wrong = ucm("verify", root.path, "--key-file", tmp_path / "none")
+    assert (wrong.exit_code, "cannot be read" in wrong.output) == (2, True)
+    key.write_text("5a")
+    wrong = ucm("verify", root.path, "--key-file", key)
+    assert (wrong.exit_code, "64 hex digits" in wrong.output) == (2, True)
+
+
 def test_a_root_that_may_only_be_read_is_judged_all_the_same(
     root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,6 +246,7 @@ class Rig:
             rates=self.rates,
             may_load=settings.pop("may_load", True),
             audit_one_in=settings.pop("audit_one_in", 0),
+            tenants=settings.pop("tenants", None),
             clock=self.clock,
             pause=self.pauses.append,
         )

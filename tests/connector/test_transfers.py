@@ -131,6 +131,7 @@ class Worker:
     def __init__(self, writer: bool = True, **settings: Any) -> None:
         self.caches = {f"layers.{i}": torch.zeros(BLOCKS, 1, TOKENS, SIZE, dtype=torch.float32) for i in range(2)}
         self.store: Scripted | None = None
+        self.kind: type[Scripted] = settings.pop("kind", Scripted)
         self.connector = UCMConnectorWorker(
             rank=0,
             part=(0, 0, 0),
@@ -148,7 +149,7 @@ class Worker:
 
     def make(self, config: dict[str, Any]) -> Scripted:
         """The store."""
-        return self.make_kind(Scripted, config)
+        return self.make_kind(self.kind, config)
 
     def make_kind(self, kind: type[Scripted], config: dict[str, Any]) -> Scripted:
         """The store, of this class."""
@@ -305,20 +306,38 @@ def test_what_a_rank_refused_is_replaced_where_it_is_written_and_trusted_again_e
     assert len(store.tasks) == (2 if writer else 0)
 
 
-def test_a_record_of_a_newer_version_is_told_apart() -> None:
+def test_the_tag_of_a_tenant_goes_to_a_store_that_takes_one() -> None:
+    class Taking(Scripted):
+        def describe(self, block_ids: Any, *, tenant: bytes | None = None, **hints: Any) -> None:
+            super().describe(block_ids, **hints)
+            self.tenants = {**getattr(self, "tenants", {}), **dict.fromkeys(block_ids, tenant)}
+
+    ids = record_ids(KEYS, part_mask(0, 0, 0))
+    for kind in (Taking, Scripted):  # the second one's hint is from before tenants
+        worker = Worker(kind=kind)
+        store = worker.open()
+        salted = dump(1, [2])
+        salted.tenant = b"t" * 32
+        worker.step(dumps=[salted, dump(2, [3], first=1)])
+        assert list(store.described) == ids[:2]
+        assert getattr(store, "tenants", {}) == ({ids[0]: b"t" * 32, ids[1]: None} if kind is Taking else {})
+
+
+def test_a_record_of_a_newer_version_or_another_key_is_told_apart() -> None:
     worker = Worker()
     store = worker.open()
     worker.step(loads=[load("r", [2, 3, 4])])
     failures = {
         0: ForeignError("newer", context={"reason": "newer_version"}),
         1: CorruptError("bad", context={"reason": "bad_checksum"}),
+        2: ForeignError("locked", context={"reason": "wrong_key"}),
     }
     store.tasks[-1].error = TaskError("scripted", failures=failures)
     store.end("staged", "published")
     report = worker.step()[2]
     assert report is not None
     (failure,) = report.ranks[0].load_failures
-    assert (split_keys(failure.newer), split_keys(failure.refused)) == (KEYS[:1], KEYS[1:2])
+    assert (split_keys(failure.newer), split_keys(failure.refused)) == ([KEYS[0], KEYS[2]], KEYS[1:2])
 
 
 def test_a_store_that_was_opened_and_not_yet_used_is_closed_when_another_is_tried() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from ucm.store.segment import parse_foot
 
 PIECES = [4096, 2048]
 LAYERS = 3
@@ -61,3 +64,29 @@ def ids(count: int) -> list[bytes]:
 
 def record_files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.bin"))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A record on disk: a file of its own, or a stretch of a segment."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def read(self) -> bytes:
+        return self.path.read_bytes()[self.offset : self.offset + self.length]
+
+    def flip(self, at: int) -> None:
+        data = bytearray(self.path.read_bytes())
+        data[self.offset + at] ^= 0x10
+        self.path.write_bytes(data)
+
+
+def records(root: Path) -> list[Stored]:
+    """Every record below a root, whatever its layout."""
+    found = [Stored(path, 0, path.stat().st_size) for path in root.rglob("*.bin")]
+    for path in root.rglob("*.seg"):
+        foot = parse_foot(path.read_bytes(), path.stat().st_size)
+        found += [Stored(path, entry.offset, entry.length) for entry in foot.entries]
+    return sorted(found, key=lambda stored: (stored.path, stored.offset))

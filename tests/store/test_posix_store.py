@@ -9,13 +9,12 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from blocks import BLOCK, LAYERS, PIECES, Memory, ids
+from blocks import BLOCK, LAYERS, PIECES, Memory, ids, records
 
 from ucm.errors import (
     BusyError,
@@ -35,7 +34,6 @@ from ucm.store.pipeline import UcmPipelineStore
 from ucm.store.posix import UcmPosixStore
 from ucm.store.posix.settings import read_settings, settings_of
 from ucm.store.record import Expect, Part, verify, verify_file
-from ucm.store.segment import parse_foot
 
 Open = Callable[..., UcmPosixStore]
 
@@ -67,32 +65,6 @@ def opened(config: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[C
 @pytest.fixture
 def store(opened: Callable[..., UcmPosixStore]) -> UcmPosixStore:
     return opened()
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A record on disk: a file of its own, or a stretch of a segment."""
-
-    path: Path
-    offset: int
-    length: int
-
-    def read(self) -> bytes:
-        return self.path.read_bytes()[self.offset : self.offset + self.length]
-
-    def flip(self, at: int) -> None:
-        data = bytearray(self.path.read_bytes())
-        data[self.offset + at] ^= 0x10
-        self.path.write_bytes(data)
-
-
-def records(root: Path) -> list[Stored]:
-    """Every record below a root, whatever its layout."""
-    found = [Stored(path, 0, path.stat().st_size) for path in root.rglob("*.bin")]
-    for path in root.rglob("*.seg"):
-        foot = parse_foot(path.read_bytes(), path.stat().st_size)
-        found += [Stored(path, entry.offset, entry.length) for entry in foot.entries]
-    return sorted(found, key=lambda stored: (stored.path, stored.offset))
 
 
 def bytes_stored(root: Path) -> int:

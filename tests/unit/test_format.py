@@ -289,7 +289,7 @@ def test_any_flipped_byte_of_a_side_shard_that_lies_alone_is_refused(offset: int
 @pytest.mark.parametrize(
     ("offset", "value", "reason"),
     [
-        (64, b"\3", MissReason.NEWER_VERSION),
+        (64, b"\5", MissReason.NEWER_VERSION),
         (64, b"\0", MissReason.BAD_HEADER),
         (136, b"\1\1", MissReason.NEWER_VERSION),
         (140, b"\1", MissReason.BAD_HEADER),
@@ -400,7 +400,7 @@ def resealed(frozen: bytes, offset: int, value: bytes) -> bytes:
         (40, b"\0\0\0\1", MissReason.BAD_HEADER),
         (44, b"\xff" * 8, MissReason.BAD_HEADER),
         (64, b"\1", MissReason.BAD_HEADER),
-        (64, b"\2", MissReason.NEWER_VERSION),
+        (64, b"\4", MissReason.NEWER_VERSION),
         (136, b"\1", MissReason.NEWER_VERSION),
         (140, b"\0", MissReason.BAD_HEADER),
         (140, b"\xff", MissReason.BAD_HEADER),

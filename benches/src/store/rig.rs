@@ -94,6 +94,7 @@ impl Shape {
             tokens: BLOCK_TOKENS,
             time_ns: 0,
             writer: 1,
+            tenant: [0; 32],
         };
         self.layout.seal(&meta, slot.as_mut_slice())
     }
@@ -190,6 +191,7 @@ impl Rig {
             staging_bytes: (slots * shape.layout.record_len()) as u64,
             copy_threads: 1,
             paranoid: false,
+            keys: None,
             deadlines: Deadlines {
                 lookup: LONG,
                 dump: LONG,

@@ -69,11 +69,15 @@ pub enum MissReason {
     Audit,
     /// Loading it would have been slower than computing it, or `admission: never`.
     Declined,
+    /// Encrypted with a key that this process does not have; left alone.
+    WrongKey,
+    /// Not encrypted, on a medium where this process takes only what is.
+    NotEncrypted,
 }
 
 impl MissReason {
     /// Every reason, in order.
-    pub const ALL: [Self; 32] = [
+    pub const ALL: [Self; 34] = [
         Self::Absent,
         Self::WrongLength,
         Self::Truncated,
@@ -106,6 +110,8 @@ impl MissReason {
         Self::Internal,
         Self::Audit,
         Self::Declined,
+        Self::WrongKey,
+        Self::NotEncrypted,
     ];
 
     /// Name in metrics, logs and Python.
@@ -143,6 +149,8 @@ impl MissReason {
             Self::Internal => "internal",
             Self::Audit => "audit",
             Self::Declined => "declined",
+            Self::WrongKey => "wrong_key",
+            Self::NotEncrypted => "not_encrypted",
         }
     }
 
@@ -152,7 +160,7 @@ impl MissReason {
     }
 
     /// Whether the reason speaks about the stored bytes: such a record is refused (no hit in this process) until
-    /// the next dump replaces it. A newer version is left alone.
+    /// the next dump replaces it. A newer version is left alone, and so is what another key has encrypted.
     pub fn refuses(self) -> bool {
         matches!(
             self,
@@ -166,7 +174,13 @@ impl MissReason {
                 | Self::ForeignIdentity
                 | Self::ForeignPart
                 | Self::ForeignShape
+                | Self::NotEncrypted
         )
+    }
+
+    /// Whether the stored bytes are another's who knows what they are: no hit here, and never replaced.
+    pub fn leaves_alone(self) -> bool {
+        matches!(self, Self::NewerVersion | Self::WrongKey)
     }
 }
 

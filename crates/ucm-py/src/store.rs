@@ -253,13 +253,16 @@ impl Store {
         self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
     }
 
-    /// Hints for the header: parallel lists of ids, parents, ordinals and token counts.
+    /// Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the tag of the tenant whose
+    /// blocks they are, 32 bytes.
+    #[pyo3(signature = (block_ids, parents, ordinals, tokens, tenant = None))]
     fn describe(
         &self,
         block_ids: &Bound<'_, PyAny>,
         parents: Option<&Bound<'_, PyAny>>,
         ordinals: Option<Vec<u32>>,
         tokens: Option<Vec<u32>>,
+        tenant: Option<&[u8]>,
     ) -> PyResult<()> {
         let (blocks, py) = (ids(block_ids)?, block_ids.py());
         let parents = parents.map(ids).transpose()?;
@@ -278,6 +281,13 @@ impl Store {
                 ));
             }
         }
+        let tenant: [u8; 32] = match tenant {
+            None => [0; 32],
+            Some(tag) => tag.try_into().map_err(|_| {
+                let error = Error::invalid("the tag of a tenant has 32 bytes");
+                raise(py, &error.with("given", tag.len()))
+            })?,
+        };
         let at = |list: &Option<Vec<u32>>, i: usize| list.as_ref().map_or(0, |list| list[i]);
         let told = self.0.describe(blocks.iter().enumerate().map(|(i, &block)| {
             let parent = parents.as_ref().map_or(BlockId::default(), |parents| parents[i]);
@@ -287,6 +297,7 @@ impl Store {
                     parent,
                     ordinal: at(&ordinals, i),
                     tokens: at(&tokens, i),
+                    tenant,
                 },
             )
         }));

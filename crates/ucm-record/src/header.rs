@@ -8,7 +8,7 @@ use ucm_core::{BlockId, Error, MissReason, PAGE, Part, crc32c, limits, round_up}
 use super::codec::Codec;
 use super::layout::{RecordLayout, SideSpec, seal_pages};
 use super::refusal::{Refusal, same};
-use super::{MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, WITHOUT_KV, at};
+use super::{ENCRYPTED, MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, WITHOUT_KV, at};
 use crate::bytes::{array, part_at, u32_at, u64_at};
 
 /// What a writer says about one record; the rest of the header follows from the layout.
@@ -30,6 +30,9 @@ pub struct RecordMeta {
     pub time_ns: u64,
     /// Random number of the writing process.
     pub writer: u64,
+    /// Whose block it is, made from the cache salt by whoever writes it; zero when not described. It says nothing of
+    /// the block's content and is not asked for by a reader.
+    pub tenant: [u8; 32],
 }
 
 /// One layer in the header's table.
@@ -41,7 +44,7 @@ pub struct LayerEntry {
     pub len: u64,
     /// CRC-32C from `offset` to the next layer, or to the end of the payload.
     pub crc: u32,
-    /// The same of the layer as it is used; 0 where it is stored as it is used.
+    /// The same of the layer as it is used; 0 where it is stored as it is used. Of an encrypted record it is encrypted.
     pub raw_crc: u32,
 }
 
@@ -71,6 +74,8 @@ pub struct RecordHeader {
     pub without_kv: bool,
     /// How the layers are stored.
     pub codec: Codec,
+    /// The key that they and the side shards are encrypted with, by the number that is made from it.
+    pub key: Option<[u8; 8]>,
     /// Number of layers.
     pub layers: u32,
     /// Tokens of a block, the seed's `block_size`.
@@ -91,8 +96,6 @@ pub struct RecordHeader {
     pub layer_len: u64,
     /// CRC-32C of the sizes of a layer's tensors, each as u64 LE.
     pub shape: u32,
-    /// 32 bytes kept for a keyed tag.
-    pub tag: [u8; 32],
     /// The layers, in order.
     pub table: Vec<LayerEntry>,
     /// The side shards, in order.
@@ -230,6 +233,7 @@ fn write_header(
     put(at::STORED_LEN, &contents.stored_len.to_le_bytes());
     put(at::TIME, &meta.time_ns.to_le_bytes());
     put(at::WRITER, &meta.writer.to_le_bytes());
+    put(at::TENANT, &meta.tenant);
     put(at::SIDES, &(contents.sides.len() as u32).to_le_bytes());
     put(at::TENSORS, &layout.tensors.to_le_bytes());
     put(at::LAYER_LEN, &layout.layer_len.to_le_bytes());
@@ -338,10 +342,10 @@ impl RecordHeader {
         let code = u32_at(bytes, at::CODEC);
         let codec = Codec::from_code(code).ok_or_else(|| newer("codec", code, "a known one"))?;
         let flags = u32_at(bytes, at::FLAGS);
-        if flags & !WITHOUT_KV != 0 {
-            return Err(newer("flags", flags, "0 or 1"));
+        if flags & !(WITHOUT_KV | ENCRYPTED) != 0 {
+            return Err(newer("flags", flags, "0 to 3"));
         }
-        let without_kv = flags & WITHOUT_KV != 0;
+        let (without_kv, encrypted) = (flags & WITHOUT_KV != 0, flags & ENCRYPTED != 0);
         if without_kv && !codec.is_as_is() {
             return Err(newer("codec", code, "0 of a record without KV"));
         }
@@ -358,6 +362,10 @@ impl RecordHeader {
             let least = u32::from(without_kv);
             return Err(bad("side shards", sides, format_args!("{least} to {MAX_SIDES}")));
         }
+        let seals_end = at::side_seal(shards, sides);
+        if encrypted && seals_end > end {
+            return Err(bad("end of the authentication tags", seals_end, end));
+        }
         let header = Self {
             meta: RecordMeta {
                 id: BlockId(array(bytes, at::ID)),
@@ -368,10 +376,12 @@ impl RecordHeader {
                 tokens: u32_at(bytes, at::TOKENS),
                 time_ns: u64_at(bytes, at::TIME),
                 writer: u64_at(bytes, at::WRITER),
+                tenant: array(bytes, at::TENANT),
             },
             version: VERSION,
             without_kv,
             codec,
+            key: encrypted.then(|| array(bytes, at::KEY_ID)),
             layers: u32_at(bytes, at::LAYERS),
             block_tokens: u32_at(bytes, at::BLOCK_TOKENS),
             dtype: u32_at(bytes, at::DTYPE),
@@ -382,8 +392,9 @@ impl RecordHeader {
             tensors: u32_at(bytes, at::TENSORS),
             layer_len: u64_at(bytes, at::LAYER_LEN),
             shape: u32_at(bytes, at::SHAPE),
-            tag: array(bytes, at::TAG),
-            table: (0..shards).map(|i| layer_entry(bytes, codec, i)).collect(),
+            table: (0..shards)
+                .map(|i| layer_entry(bytes, codec.is_as_is() && !encrypted, i))
+                .collect(),
             sides: (0..sides)
                 .map(|i| side_entry(bytes, i))
                 .collect::<Option<_>>()
@@ -450,17 +461,13 @@ impl RecordHeader {
     }
 }
 
-fn layer_entry(bytes: &[u8], codec: Codec, i: usize) -> LayerEntry {
+fn layer_entry(bytes: &[u8], as_is: bool, i: usize) -> LayerEntry {
     let entry = at::SHARD_TABLE + i * at::SHARD_ENTRY;
     LayerEntry {
         offset: u64_at(bytes, entry),
         len: u64_at(bytes, entry + 8),
         crc: u32_at(bytes, entry + 16),
-        raw_crc: if codec.is_as_is() {
-            0
-        } else {
-            u32_at(bytes, entry + 20)
-        },
+        raw_crc: if as_is { 0 } else { u32_at(bytes, entry + 20) },
     }
 }
 

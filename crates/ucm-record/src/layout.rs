@@ -6,6 +6,7 @@ use std::ops::Range;
 use ucm_core::{DType, Error, Geometry, LAYER_ALIGN, PAGE, Result, limits, round_up};
 use ucm_device::crc32c;
 
+use super::header::RecordHeader;
 use super::{MAX_SIDE_NAME, MAX_SIDES, at};
 
 /// A side shard to make room for: something about the block that can be read without the KV.
@@ -39,6 +40,7 @@ pub struct SideSpec {
 ///     tokens: 16,
 ///     time_ns: 0,
 ///     writer: 0,
+///     tenant: [0; 32],
 /// };
 /// layout.seal(&meta, &mut record).unwrap();
 ///
@@ -59,6 +61,7 @@ pub struct RecordLayout {
     pub(super) block_tokens: u32,
     pub(super) dtype: DType,
     pub(super) sides: Vec<SideSpec>,
+    pub(super) room_for_seals: bool,
 }
 
 impl RecordLayout {
@@ -81,7 +84,20 @@ impl RecordLayout {
             block_tokens: 0,
             dtype: DType::default(),
             sides: Vec::new(),
+            room_for_seals: false,
         }
+    }
+
+    /// Leaves room in the header for what [`Keys`](super::Keys) add when they encrypt. Of up to 83 layers the header is
+    /// as long as without. Fails on so many layers that there is none.
+    pub fn encrypted(mut self) -> Result<Self> {
+        self.room_for_seals = true;
+        let longest = RecordHeader::LONGEST;
+        if self.header_len() > longest {
+            let text = "records of so many layers cannot be encrypted: their header has no room for the tags";
+            return Err(Error::invalid(text).with("layers", self.layers));
+        }
+        Ok(self)
     }
 
     /// Names the tokens of a block and the type of its elements, which go into the header's seed fields. Without it
@@ -148,8 +164,13 @@ impl RecordLayout {
 
     /// Length of the header: whole pages.
     pub fn header_len(&self) -> usize {
-        let used = at::SHARD_TABLE + at::SHARD_ENTRY * self.layers as usize + at::CRC_LEN;
-        round_up(used as u64, PAGE) as usize
+        let layers = self.layers as usize;
+        let used = if self.room_for_seals {
+            at::side_seal(layers, MAX_SIDES)
+        } else {
+            at::seals(layers)
+        };
+        round_up((used + at::CRC_LEN) as u64, PAGE) as usize
     }
 
     /// Length of the payload: whole pages.

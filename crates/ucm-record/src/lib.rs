@@ -6,11 +6,12 @@
 //! on; checksums cover every byte, padding too, so a record proves itself without any other file. [`RecordLayout`]
 //! knows where things lie, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer, [`verify`] judges
 //! what was read. A record may be stored in another form than it is used in ([`Codec`]): a [`Coder`] makes the one of
-//! the other.
+//! the other. And it may be stored encrypted, in either form, by [`Keys`].
 
 #![forbid(unsafe_code)]
 
 pub mod bytes;
+mod cipher;
 mod codec;
 mod coder;
 mod encoded;
@@ -21,6 +22,7 @@ mod refusal;
 mod tests;
 mod verify;
 
+pub use cipher::{Keys, Opened};
 pub use codec::{Algorithm, Codec};
 pub use coder::{Coder, stored_form};
 pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header, seal_side_alone};
@@ -41,6 +43,8 @@ pub const VERSION: u32 = 1;
 pub const PREAMBLE_LEN: usize = 64;
 /// The flag of a record that has no KV: side shards of a block whose own record is without them.
 pub const WITHOUT_KV: u32 = 1;
+/// The flag of a record whose layers and side shards are encrypted ([`Keys`]).
+pub const ENCRYPTED: u32 = 2;
 /// Most side shards of a record.
 pub const MAX_SIDES: usize = 8;
 /// Longest name of a side shard, in bytes.
@@ -70,15 +74,38 @@ mod at {
     pub(super) const STORED_LEN: usize = 152;
     pub(super) const TIME: usize = 160;
     pub(super) const WRITER: usize = 168;
-    pub(super) const TAG: usize = 184;
+    pub(super) const KEY_ID: usize = 176;
+    pub(super) const TENANT: usize = 184;
     pub(super) const SIDES: usize = 216;
     pub(super) const TENSORS: usize = 220;
     pub(super) const LAYER_LEN: usize = 224;
     pub(super) const SHAPE: usize = 232;
+    pub(super) const SALT: usize = 236;
     pub(super) const SIDE_TABLE: usize = 256;
     pub(super) const SIDE_ENTRY: usize = 40;
     pub(super) const SHARD_TABLE: usize = SIDE_TABLE + super::MAX_SIDES * SIDE_ENTRY;
     pub(super) const SHARD_ENTRY: usize = 24;
+    /// Bytes of an authentication tag.
+    pub(super) const SEAL: usize = 16;
+    /// Bytes that encryption adds for each side shard: its tag, and its checksum as it is used.
+    pub(super) const SIDE_SEAL: usize = SEAL + 4;
+
+    /// Where, in an encrypted record of so many shards, the header's tag lies; those of the shards and of the side
+    /// shards follow.
+    pub(super) fn seals(shards: usize) -> usize {
+        SHARD_TABLE + SHARD_ENTRY * shards
+    }
+
+    /// Where the tag of a shard lies.
+    pub(super) fn shard_seal(shards: usize, i: usize) -> usize {
+        seals(shards) + SEAL * (1 + i)
+    }
+
+    /// Where the tag and the checksum of a side shard lie.
+    pub(super) fn side_seal(shards: usize, i: usize) -> usize {
+        shard_seal(shards, shards) + SIDE_SEAL * i
+    }
+
     /// Length of the checksum in the header's last bytes.
     pub(super) const CRC_LEN: usize = 4;
 }

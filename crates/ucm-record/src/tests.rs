@@ -23,6 +23,7 @@ fn meta() -> RecordMeta {
         tokens: 16,
         time_ns: 1_800_000_000_000_000_000,
         writer: 0x0102_0304_0506_0708,
+        tenant: [0x7e; 32],
     }
 }
 
@@ -244,7 +245,7 @@ fn a_record_without_kv_says_so_soundly() {
     };
     assert_eq!(forged(at::FLAGS, &[1]), Ok(()));
     for (offset, bytes, reason) in [
-        (at::FLAGS, &[3][..], MissReason::NewerVersion),
+        (at::FLAGS, &[5][..], MissReason::NewerVersion),
         (at::CODEC, &[1, 1], MissReason::NewerVersion),
         (at::FLAGS, &[0], MissReason::BadHeader),
         (at::SHARDS, &[1], MissReason::BadHeader),
@@ -443,7 +444,7 @@ fn a_newer_record_is_left_alone_and_only_if_it_says_so_soundly() {
         Err(MissReason::NewerVersion)
     );
     assert_eq!(
-        judge(&forged(at::FLAGS, &2u32.to_le_bytes()), &layout),
+        judge(&forged(at::FLAGS, &4u32.to_le_bytes()), &layout),
         Err(MissReason::NewerVersion)
     );
     assert_eq!(

@@ -28,6 +28,7 @@ pub struct Expect<'a> {
 /// its payload ([`RecordLayout::kv_len`]). Side shards are not looked at: what is wrong with one is a miss of that one
 /// alone ([`verify_side`]). On success the KV lies at the layout's layer ranges.
 ///
+/// One that is still encrypted is `WrongKey`, unless the ciphertext is damaged.
 /// Identity and part are asked before the id, because a record of another part always has another id too. A record that
 /// is stored in another form is `NewerVersion` to whoever reads it as it is, unless even that form is damaged.
 pub fn verify(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
@@ -42,9 +43,21 @@ pub fn verify_rest(
     verified: u32,
 ) -> Result<RecordHeader, Refusal> {
     let header = judge_stored(bytes, stored_len, expected, verified)?;
+    readable(&header)?;
     as_is(&header)?;
     with_kv(&header)?;
     Ok(header)
+}
+
+/// Whether a record is not encrypted, or is not any more: who has the key has decrypted it before it is judged.
+fn readable(header: &RecordHeader) -> Result<(), Refusal> {
+    match header.key {
+        None => Ok(()),
+        Some(key) => {
+            let known = "none, or one that this store has";
+            Err(Refusal::new(MissReason::WrongKey, "key", hex(&key), known))
+        }
+    }
 }
 
 /// Whether a record has KV.
@@ -122,6 +135,7 @@ pub fn verify_layers(
     layers: Range<u32>,
 ) -> Result<RecordHeader, Refusal> {
     let header = judge_kv_header(bytes, expected)?;
+    readable(&header)?;
     as_is(&header)?;
     if stored_len > header.record_len {
         let found = format_args!("{stored_len} bytes");
@@ -192,6 +206,7 @@ pub fn judge_side<'a>(
     wanted: &SideSpec,
 ) -> Result<&'a [u8], Refusal> {
     let header = judge_header(bytes, expected)?;
+    readable(&header)?;
     let absent = |field, found: u64, expected| Refusal::new(MissReason::Absent, field, found, expected);
     let side = header
         .side_of(wanted)
@@ -243,6 +258,11 @@ pub fn has_layout(header: &RecordHeader, layout: &RecordLayout) -> bool {
 /// [`has_layout`], or what is different. Where another form lies is its own business, but it is never longer. A record
 /// without KV says of which blocks it is, and has no payload.
 fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
+    if header.key.is_some() && !layout.room_for_seals {
+        // Written where there is a key, judged where there is none.
+        let none = |_| Refusal::new(MissReason::ForeignShape, "layers", header.layers, layout.layers);
+        return check_layout(header, &layout.clone().encrypted().map_err(none)?);
+    }
     for (field, found, expected) in [
         ("layers", header.layers.into(), layout.layers.into()),
         (

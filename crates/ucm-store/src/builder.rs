@@ -3,13 +3,14 @@
 mod stages;
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Deserialize;
 use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_device::{DEFAULT_DEVICE, Transfer, open_device};
 use ucm_infra::Clock;
-use ucm_record::{RecordLayout, SideSpec};
+use ucm_record::{Keys, RecordLayout, SideSpec};
 use ucm_tier::registry::{BuildContext, seconds};
 
 use crate::engine::{Deadlines, Engine, EngineConfig};
@@ -108,6 +109,10 @@ pub struct StoreSpec {
     pub shutdown_s: f64,
     /// Reads back what was published.
     pub paranoid: bool,
+    /// Where the keys stand that records are encrypted with ([`Keys::parse`]); where none is named they stand in the
+    /// environment, in `UCM_ENCRYPTION_KEY`, or nothing is encrypted.
+    #[serde(default)]
+    pub encryption_key_file: Option<PathBuf>,
     /// Failures in a row that open the breaker.
     pub breaker_threshold: u32,
     /// Failures further apart than this are not in a row.
@@ -157,6 +162,12 @@ impl StoreSpec {
             .collect();
         let record = RecordLayout::new(&geometry).describing(self.block_tokens, dtype);
         let record = record.with_sides(sides.clone())?;
+        let keys = encryption_keys(self.encryption_key_file.as_deref())?;
+        let record = if keys.is_some() {
+            record.encrypted()?
+        } else {
+            record
+        };
         let staging_bytes = if self.lookup_only { 0 } else { self.staging_bytes };
         let deadlines = Deadlines {
             lookup: seconds("lookup_s", self.lookup_s)?,
@@ -212,9 +223,34 @@ impl StoreSpec {
             breaker,
             writer,
             paranoid: self.paranoid,
+            keys,
         };
         Engine::open(config, levels, device, clock)
     }
+}
+
+/// The keys of this file, or else of the environment. `Config` where they cannot be read or are none.
+fn encryption_keys(file: Option<&Path>) -> Result<Option<Arc<Keys>>> {
+    const VARIABLE: &str = "UCM_ENCRYPTION_KEY";
+    let (text, origin) = match file {
+        Some(path) => {
+            let origin = format!("encryption_key_file {}", path.display());
+            let unread = "the file with the encryption key cannot be read";
+            let unread = |error: std::io::Error| Error::new(ErrorKind::Config, unread).caused_by(error);
+            (
+                std::fs::read_to_string(path)
+                    .map_err(unread)
+                    .map_err(|error| error.with("file", path.display()))?,
+                origin,
+            )
+        }
+        None => match std::env::var(VARIABLE) {
+            Ok(text) if !text.trim().is_empty() => (text, format!("environment {VARIABLE}")),
+            _ => return Ok(None),
+        },
+    };
+    let keys = Keys::parse(&text).map_err(|error| error.with("from", origin))?;
+    Ok(Some(Arc::new(keys)))
 }
 
 fn default_transfer() -> String {

@@ -15,8 +15,8 @@ use ucm_core::{
     BlockHasher, BlockId, DType, ExtraKey, Geometry, HashMethod, IdMask, Identity, MissReason, Part, crc32c,
 };
 use ucm_record::{
-    Expect, MAGIC, MARK, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta, SideSpec, judge_side,
-    seal_side_alone, verify, verify_side, verify_stored,
+    Expect, Keys, MAGIC, MARK, Opened, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta, SideSpec,
+    judge_side, seal_side_alone, verify, verify_side, verify_stored,
 };
 
 const IDENTITY: &str = concat!(
@@ -77,6 +77,7 @@ fn meta() -> RecordMeta {
         tokens: 16,
         time_ns: 1_700_000_000_123_456_789,
         writer: 0x1122_3344_5566_7788,
+        tenant: [0; 32],
     }
 }
 
@@ -206,6 +207,27 @@ fn a_side_shard_that_lies_alone_is_a_hit_byte_for_byte() {
         Err(MissReason::ForeignId),
         "it has a name of its own"
     );
+}
+
+/// Made by `tests/unit/test_encrypted_format.py` by the words of the format's page, with another library.
+#[test]
+fn an_encrypted_record_comes_back_byte_for_byte() {
+    let keys = |first: u8| {
+        let digits: String = (first..first + 32).map(|byte| format!("{byte:02x}")).collect();
+        Keys::parse(&digits).unwrap()
+    };
+    let (stored, plain) = (read("encrypted.bin"), read("sided.bin"));
+    let len = stored.len();
+    assert_eq!(judge(&stored), Err(MissReason::WrongKey));
+    let mut bytes = stored.clone();
+    assert_eq!(keys(1).decrypt(&mut bytes, len).unwrap(), Opened::Left);
+    assert_eq!(judge(&bytes), Err(MissReason::WrongKey));
+    assert_eq!(keys(0).decrypt(&mut bytes, len).unwrap(), Opened::Decrypted);
+    assert_eq!(bytes, plain);
+    let mut one = stored;
+    let wanted = &sided_layout().sides()[0];
+    assert_eq!(keys(0).decrypt_side(&mut one, wanted).unwrap(), Opened::Decrypted);
+    assert_eq!(one[8192..], plain[8192..]);
 }
 
 #[test]

@@ -443,6 +443,7 @@ fn removal_takes_the_deepest_of_a_chain_first() {
             parent: BlockId::default(),
             ordinal: ordinal as u32,
             tokens: 0,
+            tenant: [0; 32],
         };
         (id, hint)
     };

@@ -37,9 +37,10 @@ _SHOWN = 10
 
 @click.command()
 @options.roots
+@click.option("--tenants", is_flag=True, help="Read every record's header and count records and bytes by tenant.")
 @options.of_store
 @options.json_output
-def inspect(paths: Sequence[str], told: Mapping[str, str], as_json: bool) -> None:
+def inspect(paths: Sequence[str], tenants: bool, told: Mapping[str, str], as_json: bool) -> None:
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
 
     Namespaces with their identity in words, how identities differ, use against storage_capacity, private, quarantined,
@@ -49,7 +50,7 @@ def inspect(paths: Sequence[str], told: Mapping[str, str], as_json: bool) -> Non
     for path in paths:
         if scheme_of(path) or os.path.isdir(path):
             with open_root(path, told) as root:
-                roots.append(describe(root))
+                roots.append(describe(root) | ({"tenants": count_tenants(root)} if tenants else {}))
         else:
             records.append(inspect_file(path))
     if as_json:
@@ -106,6 +107,31 @@ def describe(root: AnyRoot) -> dict[str, Any]:
         "differences": manifests.differences(identities) if len(identities) > 1 else {},
         **foreigners.document(),
     }
+
+
+def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
+    """Records and bytes of each tag, most bytes first; the tag of what belongs to no tenant is empty. A record whose
+    header is refused is not counted."""
+    reader, crc = reader_of(root), fastest().of
+    records: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for name in root.namespaces():
+        contents = root.scan(name)
+        places = [(found, 0, found.size) for found in contents.records]
+        for segment in contents.segments:
+            try:
+                places += [(segment, entry.offset, entry.length) for entry in read_foot(reader, segment, crc).entries]
+            except (OSError, Refused):
+                continue
+        for found, offset, size in places:
+            try:
+                tenant = parse_header(reader.read(found, min(size, _HEADER_MOST), offset)[0], crc).tenant
+            except (OSError, Refused):
+                continue
+            tag = tenant.hex() if any(tenant) else ""
+            records[tag] += 1
+            sizes[tag] += size
+    return [{"tenant": tag, "records": records[tag], "bytes": size} for tag, size in sizes.most_common()]
 
 
 def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests.Manifest) -> dict[str, Any]:
@@ -254,6 +280,10 @@ def _show_root(root: dict[str, Any]) -> None:
                 of = f" {preposition} {space['headers_read']} headers read" if preposition else ""
                 click.echo(f"  {what.replace('_', ' ')}: {reasons}{of}")
     _show_differences(root)
+    if "tenants" in root:
+        click.echo("\ntenants")
+        rows = [(one["tenant"] or "none", one["records"], show.size(one["bytes"])) for one in root["tenants"]]
+        show.table(("tag", "records", "bytes"), rows)
     if root["foreign_files"]:
         click.echo("\nnot ours, left alone")
         show.table(

@@ -18,6 +18,7 @@ from ucm.cli.manifest import Manifest
 from ucm.cli.remote import AnyRoot, RemoteReader, RemoteRoot
 from ucm.cli.roots import Found, Root
 from ucm.reasons import MissReason
+from ucm.store.cipher import Keys
 from ucm.store.planes import Zstd, find_zstd
 from ucm.store.record import PAGE, Crc, Expect, Header, Refused, lost_sides, parse_header, verify
 from ucm.store.segment import Entry, Foot, foot_length, parse_foot
@@ -127,12 +128,14 @@ def reader_of(root: AnyRoot) -> Reader | RemoteReader:
 class Judge:
     """Judges the records of one root by the second reader."""
 
-    def __init__(self, root: AnyRoot, checksum: Checksum, pace: Pace) -> None:
+    def __init__(self, root: AnyRoot, checksum: Checksum, pace: Pace, keys: Keys | None = None) -> None:
         self.reader = reader_of(root)
         self._checksum = checksum
         self._pace = pace
         #: Decodes records of zstd; None: they are judged by the checksums of what is stored.
         self.zstd: Zstd | None = find_zstd()
+        #: Decrypts records; None: encrypted ones are judged by the checksums of what is stored.
+        self.keys = keys
 
     def judge(self, found: Found, manifest: Manifest) -> Verdict:
         """The verdict on a record, after a second look if the first was bad."""
@@ -164,7 +167,7 @@ class Judge:
 
     def _good(self, data: bytes, expect: Expect, inode: int = 0) -> Verdict:
         """The verdict on a record that is sound; raises :class:`~ucm.store.record.Refused` for another."""
-        header = verify(data, expect, self._checksum.of, self.zstd)
+        header = verify(data, expect, self._checksum.of, self.zstd, self.keys)
         lost = lost_sides(data, header, self._checksum.of).items()
         damaged = {name: why.found for name, why in lost if why.reason is not MissReason.ABSENT}
         return Verdict("good", header=header, inode=inode, damaged_sides=damaged)

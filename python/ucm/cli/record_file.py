@@ -96,6 +96,8 @@ def _fields(header: Header) -> dict[str, Any]:
         "header_bytes": header.header_len,
         "kv_bytes": header.raw_len,
         "codec": f"{header.codec:#x}" if header.compressed else "as is",
+        "key": header.key_id.hex() if header.key_id is not None else "not encrypted",
+        "tenant": header.tenant.hex() if any(header.tenant) else "none",
         "stored_bytes": header.stored_len,
         "record_bytes": header.record_len,
         "time": header.time_ns // 10**9,

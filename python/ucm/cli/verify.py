@@ -25,6 +25,7 @@ from ucm.cli.options import Rate
 from ucm.cli.remote import AnyRoot, open_root, scheme_of
 from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Kind
 from ucm.reasons import MissReason
+from ucm.store.cipher import VARIABLE, Keys, find_open, read_keys
 from ucm.store.record import Refused
 
 #: Nanoseconds below which another host may still be writing what looks damaged.
@@ -53,6 +54,11 @@ _DEFAULT_RATE = "256MiB"
 )
 @click.option("--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); repeatable.")
 @click.option("--quarantine", is_flag=True, help="Move damaged records to <namespace>/quarantine/.")
+@click.option(
+    "--key-file",
+    metavar="FILE",
+    help="Decrypt records with the keys in it, as encryption_key_file names them; else those of UCM_ENCRYPTION_KEY.",
+)
 @options.of_store
 @options.json_output
 @click.pass_context
@@ -63,6 +69,7 @@ def verify(
     sample: float,
     wanted: tuple[str, ...],
     quarantine: bool,
+    key_file: str | None,
     told: Mapping[str, str],
     as_json: bool,
 ) -> None:
@@ -72,11 +79,12 @@ def verify(
     """
     if quarantine and any(map(scheme_of, paths)):
         raise click.UsageError("--quarantine is for directories; damage on a server is replaced by the next dump")
+    keys = _keys(key_file)
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
         roots = [stack.enter_context(open_root(path, told)) for path in paths]
         for root, names in options.pick_each(roots, wanted):
-            results.append(Scrub(root, rate.bytes, quarantine).run(names, sample))
+            results.append(Scrub(root, rate.bytes, quarantine, keys).run(names, sample))
             if results[-1]["interrupted"]:
                 break
     if as_json:
@@ -86,6 +94,22 @@ def verify(
     if results[-1]["interrupted"]:
         ctx.exit(130)
     ctx.exit(1 if any(result[key] for result in results for key in ("bad", "unreadable", "bad_sides")) else 0)
+
+
+def _keys(key_file: str | None) -> Keys | None:
+    """What decrypts records, if there is a key: that of the file, else that of the environment."""
+    try:
+        keys = read_keys(key_file)
+    except OSError as error:
+        raise click.UsageError(f"the key file {key_file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise click.UsageError(f"{key_file or VARIABLE}: {error}") from None
+    if not keys:
+        return None
+    opener = find_open()
+    if opener is None and key_file is not None:
+        raise click.UsageError("--key-file is given, but nothing here decrypts: pip install cryptography")
+    return None if opener is None else Keys(keys, opener)
 
 
 @dataclass
@@ -110,11 +134,14 @@ class Scrub:
     root: AnyRoot
     rate: int | None
     quarantine: bool
+    keys: Keys | None = None
     states: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     bad: list[dict[str, Any]] = field(default_factory=list)
     records: int = 0
     compressed: int = 0
+    encrypted: int = 0
+    decrypted: int = 0
     sides: int = 0
     sides_alone: int = 0
     bad_sides: list[dict[str, Any]] = field(default_factory=list)
@@ -125,7 +152,7 @@ class Scrub:
 
         start = time.monotonic()
         checksum = fastest()
-        judge = Judge(self.root, checksum, Pace(self.rate))
+        judge = Judge(self.root, checksum, Pace(self.rate), self.keys)
         scanned = {name: self.root.scan(name) for name in namespaces}
         chosen = {name: _sample([*inside.records, *inside.segments], percent) for name, inside in scanned.items()}
         room = self._room() if self.quarantine else _Room(0, 0)
@@ -156,6 +183,8 @@ class Scrub:
             "sample_percent": percent,
             "reader": checksum.name,
             "compressed": self.compressed,
+            "encrypted": self.encrypted,
+            "decrypted": self.decrypted,
             "sides": self.sides,
             "sides_alone": self.sides_alone,
             "decoder": judge.zstd.name if judge.zstd is not None else None,
@@ -218,6 +247,8 @@ class Scrub:
     def _see_sides(self, path: str, verdict: Verdict) -> None:
         """Counts the side shards of a good record. One that is damaged is told and left: its KV is good."""
         if verdict.state == "good" and verdict.header is not None:
+            self.encrypted += verdict.header.key_id is not None
+            self.decrypted += self.keys is not None and self.keys.has(verdict.header)
             self.sides += len(verdict.header.sides)
             self.sides_alone += verdict.header.without_kv
             damaged = verdict.damaged_sides.items()
@@ -278,6 +309,11 @@ def _show(result: dict[str, Any]) -> None:
                 "those of zstd judged by the checksums of what is stored alone: it is not here (pip install zstandard)"
             )
         rows.append(("compressed", f"{show.many(result['compressed'], 'record')}, {how}"))
+    if result["encrypted"]:
+        how = f"{result['decrypted']} of them decrypted and judged by their tags"
+        if result["decrypted"] < result["encrypted"]:
+            how += "; the others by the checksums of the ciphertext alone: their key is not here (--key-file)"
+        rows.append(("encrypted", f"{show.many(result['encrypted'], 'record')}, {how}"))
     if result["sides"]:
         alone = f", {result['sides_alone']} of them alone" if result["sides_alone"] else ""
         rows.append(("side shards", f"{result['sides']}{alone}, {len(result['bad_sides'])} bad"))

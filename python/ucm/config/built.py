@@ -20,6 +20,11 @@ def problems_of(config: UcmConfig) -> list[str]:
 
 def _store_problems(config: UcmConfig) -> Iterator[str]:
     if config.user_store:
+        if config.encryption_key_file is not None:
+            yield (
+                "encryption_key_file is for ucm's own stores: a store of your own has to encrypt by itself; "
+                "leave the key out, or put it into its ucm_connector_config"
+            )
         return
     name = config.ucm_connector_name
     used = [(name, config.options), *((stage.store, stage.options) for stage in config.store_pipeline)]

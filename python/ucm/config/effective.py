@@ -40,6 +40,8 @@ DEFAULT_TEXT: dict[str, str] = {
     "profile.output": "none",
     "sparse.type": "none",
     "log.file": "none",
+    "tenant_key_file": "none",
+    "encryption_key_file": "none",
     "log.format": "built in",
 }
 

@@ -166,6 +166,7 @@ class StoreSettings(_TierKeys):
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
     transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
+    encryption_key_file: str | None = None
 
 
 #: Sections of the keys of tiers.
@@ -180,6 +181,14 @@ class Stage(StoreSettings):
     store: str
     write_policy: Annotated[Literal["through", "back", "never"], BeforeValidator(word)] = "through"
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
+
+    @model_validator(mode="after")
+    def _one_key_for_all(self) -> Stage:
+        if self.encryption_key_file is not None:
+            raise ValueError(
+                "encryption_key_file stands beside the pipeline, not in a stage: every stage below memory is encrypted"
+            )
+        return self
 
     def written(self) -> dict[str, Any]:
         """The stage as it can be written in a configuration: what was given, and the keys only its store has."""
@@ -204,6 +213,7 @@ class UcmConfig(StoreSettings):
     admission: Annotated[Literal["measured", "always", "never"], BeforeValidator(word)] = "measured"
     admission_share: Annotated[float, BeforeValidator(no_flag), Field(gt=0, le=1)] = 0.8
     audit_one_in: Number = 0
+    tenant_key_file: str | None = None
     dump: Annotated[Literal["all", "prompt"], BeforeValidator(word)] = "all"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False

@@ -162,12 +162,14 @@ ENVIRONMENT: dict[str, str] = {
     "UCM_PROFILE_OUTPUT": "profile.output",
 }
 
-#: Environment names that are read elsewhere: the file to read, the switch for everything, and the directory for what
-#: belongs to no root.
+#: Environment names that are read elsewhere: the file to read, the switch for everything, the directory for what
+#: belongs to no root, and secrets, which no configuration shows: keys of the store's encryption and of tenants' tags.
 CONFIG_FILE_VARIABLE = "UCM_CONFIG_FILE"
 DISABLE_VARIABLE = "UCM_DISABLE"
 STATE_VARIABLE = "UCM_STATE_DIR"
-ELSEWHERE = (CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, STATE_VARIABLE)
+ENCRYPTION_KEY_VARIABLE = "UCM_ENCRYPTION_KEY"
+TENANT_KEY_VARIABLE = "UCM_TENANT_KEY"
+ELSEWHERE = (CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, STATE_VARIABLE, ENCRYPTION_KEY_VARIABLE, TENANT_KEY_VARIABLE)
 
 #: Environment names of the original without meaning here -> what to write instead.
 MEANINGLESS_ENVIRONMENT: dict[str, str] = {

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucm.reasons import MissReason
+from ucm.store.cipher import ENCRYPTED, KEY_ID, Keys, NotAuthenticError, seals_len
 from ucm.store.planes import WIDTHS, Unpack, Zstd, decode_layer, unpacker
 
 MAGIC = b"UCMB"
@@ -68,7 +69,7 @@ class Part:
 class Layer:
     """A layer in the header's table; the checksum covers ``offset`` up to the next layer or the payload's end.
 
-    ``raw_crc``: the same of the layer as it was before it was compressed, else 0.
+    ``raw_crc``: the same of the layer as it was before it was compressed, else 0; encrypted in an encrypted record.
     """
 
     offset: int
@@ -119,13 +120,14 @@ class Header:
     stored_len: int
     time_ns: int
     writer: int
-    tag: bytes
+    tenant: bytes
     tensors: int
     layer_len: int
     shape: int
     table: tuple[Layer, ...]
     sides: tuple[Side, ...]
     without_kv: bool = False
+    key_id: bytes | None = None  # of an encrypted record
 
     @property
     def kv_len(self) -> int:
@@ -165,7 +167,12 @@ class Shape:
     @property
     def header_len(self) -> int:
         """Length of the header."""
-        return _round_up(_SHARD_TABLE + _SHARD_ENTRY * self.layers + _CRC_LEN, PAGE)
+        return self.header_len_of(False)
+
+    def header_len_of(self, encrypted: bool) -> int:
+        """The same of a record that may be encrypted."""
+        seals = seals_len(self.layers, MAX_SIDES) if encrypted else 0
+        return _round_up(_SHARD_TABLE + _SHARD_ENTRY * self.layers + seals + _CRC_LEN, PAGE)
 
     @property
     def payload_len(self) -> int:
@@ -180,7 +187,10 @@ class Shape:
     def matches(self, header: Header) -> bool:
         """Whether a record is made like this."""
         length = sum(self.tensors)
-        table = [(self.header_len + i * self.stride, length) for i in range(self.layers)]
+        header_len = header.header_len
+        if not header.without_kv and header_len not in (self.header_len, self.header_len_of(True)):
+            return False
+        table = [(header_len + i * self.stride, length) for i in range(self.layers)]
         sizes = b"".join(size.to_bytes(8, "little") for size in self.tensors)
         of_this = (header.layers, header.block_tokens, header.dtype) == (
             self.layers,
@@ -191,7 +201,7 @@ class Shape:
             return of_this and header.header_len == PAGE
         return (
             of_this
-            and (header.header_len, header.raw_len) == (self.header_len, length * self.layers)
+            and header.raw_len == length * self.layers
             and (
                 len(header.table) == self.layers
                 and header.stored_len <= self.payload_len
@@ -234,15 +244,17 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
     _check_crc(crc, data, 0, end, _u32(data, end), MissReason.BAD_HEADER, "header")
     flags, codec = _u32(data, 64), _u32(data, 136)
     shards, sides = _u32(data, 140), _u32(data, 216)
-    if flags & ~WITHOUT_KV or (codec and codec not in WIDTHS):
+    if flags & ~(WITHOUT_KV | ENCRYPTED) or (codec and codec not in WIDTHS):
         known = ", ".join(f"{number:#x}" for number in (0, *WIDTHS))
-        raise Refused(MissReason.NEWER_VERSION, f"flags {flags:#x} and codec {codec:#x}, known are 0, 1 and {known}")
-    without_kv = bool(flags & WITHOUT_KV)
+        raise Refused(MissReason.NEWER_VERSION, f"flags {flags:#x} and codec {codec:#x}, known are 0 to 3 and {known}")
+    without_kv, encrypted = bool(flags & WITHOUT_KV), bool(flags & ENCRYPTED)
     if without_kv and codec:
         raise Refused(MissReason.NEWER_VERSION, f"codec {codec:#x} without KV")
     most = 0 if without_kv else (end - _SHARD_TABLE) // _SHARD_ENTRY
     if shards > most or (shards == 0) != without_kv or sides > MAX_SIDES or (sides == 0 and without_kv):
         raise Refused(MissReason.BAD_HEADER, f"{shards} shards and {sides} side shards in {header_len} bytes")
+    if encrypted and _SHARD_TABLE + _SHARD_ENTRY * shards + seals_len(shards, sides) > end:
+        raise Refused(MissReason.BAD_HEADER, f"no room for the tags of {shards} shards in {header_len} bytes")
     header = Header(
         version=VERSION,
         codec=codec,
@@ -261,23 +273,32 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
         stored_len=_u64(data, 152),
         time_ns=_u64(data, 160),
         writer=_u64(data, 168),
-        tag=data[184:216],
+        tenant=data[184:216],
         tensors=_u32(data, 220),
         layer_len=_u64(data, 224),
         shape=_u32(data, 232),
-        table=tuple(_layer(data, _SHARD_TABLE + i * _SHARD_ENTRY, codec) for i in range(shards)),
+        table=tuple(_layer(data, _SHARD_TABLE + i * _SHARD_ENTRY, codec or encrypted) for i in range(shards)),
         sides=tuple(_side(data, _SIDE_TABLE + i * _SIDE_ENTRY) for i in range(sides)),
         without_kv=without_kv,
+        key_id=data[KEY_ID : KEY_ID + 8] if encrypted else None,
     )
     _check_table(header)
     return header
 
 
-def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c, zstd: Zstd | None = None) -> Header:
+def verify(
+    data: bytes,
+    expect: Expect | None = None,
+    crc: Crc = crc32c,
+    zstd: Zstd | None = None,
+    keys: Keys | None = None,
+) -> Header:
     """Judges a record read whole, or at least up to the end of its payload; raises :class:`Refused` with the reason.
 
     One that is compressed is judged as it is stored, and by what comes out of it too; of zstd where there is ``zstd``.
     What is wrong with a side shard says nothing of the KV (:func:`lost_sides`), unless the record has nothing else.
+    One that is encrypted is judged as it is stored, and where ``keys`` have its key by its tags and by what comes out
+    of it too. The header is that of what is stored.
     """
     header, expect = parse_header(data, crc), expect or Expect()
     if expect.namespace is not None and header.namespace[: len(expect.namespace)] != expect.namespace:
@@ -299,6 +320,14 @@ def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c, zstd: Z
         _check_crc(crc, data, start, end, written, MissReason.BAD_CHECKSUM, what)
     if header.without_kv and (lost := lost_sides(data, header, crc)):
         raise next(iter(lost.values()))
+    if header.key_id is not None:
+        if keys is not None and keys.has(header):
+            try:
+                plain = keys.decrypt(data, header, crc)
+            except NotAuthenticError as error:
+                raise Refused(error.reason, str(error)) from None
+            verify(plain, expect, crc, zstd)
+        return header
     if header.compressed and (unpack := unpacker(header.codec, zstd)) is not None:
         for i, raw in enumerate(decoded_layers(data, header, unpack)):
             _check_crc(crc, raw, 0, len(raw), header.table[i].raw_crc, MissReason.BAD_CHECKSUM, f"decoded layer {i}")
@@ -403,9 +432,9 @@ def _check_table(header: Header) -> None:
         raise Refused(MissReason.BAD_HEADER, f"a record of {header.record_len} bytes whose parts make {page}")
 
 
-def _layer(data: bytes, at: int, codec: int) -> Layer:
+def _layer(data: bytes, at: int, has_raw_crc: bool | int) -> Layer:
     offset, length, crc, raw_crc = struct.unpack_from("<QQII", data, at)
-    return Layer(offset, length, crc, raw_crc if codec else 0)
+    return Layer(offset, length, crc, raw_crc if has_raw_crc else 0)
 
 
 def _side(data: bytes, at: int) -> Side:

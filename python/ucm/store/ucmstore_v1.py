@@ -318,8 +318,11 @@ class UcmKVStoreBaseV1(ABC):
         parents: Sequence[bytes] | None = None,
         ordinals: Sequence[int] | None = None,
         tokens: Sequence[int] | None = None,
+        tenant: bytes | None = None,
     ) -> None:
-        """What ids do not say, for the record's header: parent id, ordinal in the chain, number of tokens."""
+        """What ids do not say, for the record's header: parent id, ordinal in the chain, number of tokens; ``tenant``:
+        the 32-byte tag of the tenant whose blocks they all are. A store that overrides this without ``tenant`` is told
+        the rest."""
 
     def audit(self, block_ids: Sequence[bytes]) -> None:
         """A hint before a dump: where it would find a block stored, compare the two and count those that differ."""

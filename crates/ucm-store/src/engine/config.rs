@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, Event, KvLayout};
-use ucm_record::SideSpec;
+use ucm_record::{Keys, SideSpec};
 
 use crate::health::BreakerConfig;
 
@@ -61,6 +61,8 @@ pub struct EngineConfig {
     pub breaker: BreakerConfig,
     /// Tells this writer's records from others'.
     pub writer: u64,
+    /// Encrypts what is written to tiers that are not memory, which then take nothing else.
+    pub keys: Option<Arc<Keys>>,
     /// Reads back what was published before it counts, and what was loaded from the device before it is reported.
     pub paranoid: bool,
 }
@@ -141,4 +143,6 @@ pub struct Hint {
     pub ordinal: u32,
     /// Tokens in the block, 0 for the configured number.
     pub tokens: u32,
+    /// Tag of the tenant it belongs to, zero for none.
+    pub tenant: [u8; 32],
 }

@@ -371,6 +371,7 @@ impl Core {
             parent,
             ordinal,
             tokens,
+            tenant,
         } = hint;
         let meta = RecordMeta {
             id: builder.id,
@@ -385,6 +386,7 @@ impl Core {
             },
             time_ns: self.clock.wall_ns(),
             writer: self.records.writer,
+            tenant,
         };
         let record = slot.as_mut_slice();
         let len = if let Some(index) = builder.alone {

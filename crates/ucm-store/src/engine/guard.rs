@@ -203,10 +203,19 @@ pub(super) fn refusal(reason: MissReason) -> Error {
         | MissReason::ForeignPart
         | MissReason::ForeignShape
         | MissReason::NewerVersion
+        | MissReason::WrongKey
+        | MissReason::NotEncrypted
         | MissReason::IoError => ErrorKind::Foreign,
         _ => ErrorKind::Corrupt,
     };
     Error::new(kind, "the stored record is not what it should be").with("reason", reason.name())
+}
+
+/// Why a tier gave no record that is there: as it says itself, or because it could not be read.
+pub(super) fn reason_named(error: &Error) -> MissReason {
+    let named = error.context().iter().find(|(key, _)| *key == "reason");
+    let reason = named.and_then(|(_, name)| MissReason::ALL.into_iter().find(|reason| reason.name() == name));
+    reason.unwrap_or(MissReason::IoError)
 }
 
 /// The miss reason of an operation that failed before anything could be verified.

@@ -108,6 +108,11 @@ impl Engine {
     ) -> Result<Self> {
         let layout = RecordLayout::new(&config.geometry).describing(config.block_tokens, config.dtype);
         let layout = layout.with_sides(config.sides)?;
+        let layout = if config.keys.is_some() {
+            layout.encrypted()?
+        } else {
+            layout
+        };
         sides::check_shares(&layout, &config.geometry)?;
         let slot_len = layout.record_len() as u64;
         let records = Arc::new(StoredRecords {
@@ -145,6 +150,7 @@ impl Engine {
         let below = TiersConfig {
             levels,
             records: Arc::clone(&records),
+            keys: config.keys,
             breaker: config.breaker,
             probe: config.deadlines.probe,
             copy: config.deadlines.dump,

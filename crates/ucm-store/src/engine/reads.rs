@@ -19,7 +19,7 @@ use ucm_quota::evidence::is_damage;
 use ucm_record::{RecordHeader, verify_layers};
 use ucm_tier::backend::{BlockRead, Part, Parts, ReadDone};
 
-use super::guard::{reason_of, refusal};
+use super::guard::{reason_named, reason_of, refusal};
 use super::load::{BlockRow, LoadTask};
 use super::{Core, LANE_PUMP};
 use crate::stats::Stats;
@@ -295,7 +295,7 @@ impl Core {
 
     /// How a block is read whose layers go to the device as they arrive, or of which only some are wanted.
     fn parts(self: &Arc<Self>, reading: &Reading) -> Option<Parts> {
-        if self.records.geometry.shards() == 1 || reading.again || self.tiers.has_codec(reading.tier) {
+        if self.records.geometry.shards() == 1 || reading.again || self.tiers.recodes(reading.tier) {
             return None;
         }
         let layers = reading
@@ -436,7 +436,7 @@ impl Core {
         result: Result<ReadDone>,
     ) -> Result<(ReadDone, RecordHeader), (Failed, Option<Slot>)> {
         let read = result.map_err(|error| match error.kind() {
-            ErrorKind::Foreign => (Failed::Refused(MissReason::IoError, Some(error)), None),
+            ErrorKind::Foreign => (Failed::Refused(reason_named(&error), Some(error)), None),
             _ => (Failed::Unread(error), None),
         })?;
         let before = reading.verified.load(Ordering::Acquire);

@@ -15,6 +15,8 @@ pub(super) struct RejectedRecords {
     bad: IdSet<BlockId>,
     /// Records of a newer version: no hits, and left alone.
     newer: IdSet<BlockId>,
+    /// The same of those that another key has encrypted.
+    locked: IdSet<BlockId>,
     /// Records that the medium could not read. They may be hits again, and the next dump replaces them all the same:
     /// that they are there says little.
     unread: IdSet<BlockId>,
@@ -24,10 +26,10 @@ pub(super) struct RejectedRecords {
 
 impl RejectedRecords {
     pub(super) fn add(&self, id: BlockId, reason: MissReason) {
-        let ids = if reason == MissReason::NewerVersion {
-            &self.newer
-        } else {
-            &self.bad
+        let ids = match reason {
+            MissReason::NewerVersion => &self.newer,
+            MissReason::WrongKey => &self.locked,
+            _ => &self.bad,
         };
         self.any.store(true, Ordering::Release);
         if ids.insert(id) && ids.len() > REMEMBERED {
@@ -35,9 +37,9 @@ impl RejectedRecords {
         }
     }
 
-    /// Another process refused this record; a newer version stays what it is.
+    /// Another process refused this record; one that is left alone stays what it is.
     pub(super) fn distrust(&self, id: BlockId) {
-        if !self.newer.contains(&id) {
+        if !self.newer.contains(&id) && !self.locked.contains(&id) {
             self.add(id, MissReason::Refused);
         }
     }
@@ -50,13 +52,18 @@ impl RejectedRecords {
     }
 
     pub(super) fn contains(&self, id: BlockId) -> bool {
-        self.any.load(Ordering::Acquire) && (self.bad.contains(&id) || self.newer.contains(&id))
+        self.any.load(Ordering::Acquire)
+            && [&self.bad, &self.newer, &self.locked]
+                .into_iter()
+                .any(|ids| ids.contains(&id))
     }
 
-    /// What whoever asks for a refused record is told: one of a newer version no dump replaces.
+    /// What whoever asks for a refused record is told: one that is left alone no dump replaces.
     pub(super) fn again(&self, id: BlockId) -> (ErrorKind, MissReason) {
         if self.newer.contains(&id) {
             (ErrorKind::Foreign, MissReason::NewerVersion)
+        } else if self.locked.contains(&id) {
+            (ErrorKind::Foreign, MissReason::WrongKey)
         } else {
             (ErrorKind::Corrupt, MissReason::Refused)
         }
@@ -73,13 +80,14 @@ impl RejectedRecords {
         self.bad.remove(&id)
     }
 
-    /// A dump found nothing under this id and published: a newer record that was there is gone.
+    /// A dump found nothing under this id and published: a record that was left alone there is gone.
     pub(super) fn published(&self, id: BlockId) {
         self.newer.remove(&id);
+        self.locked.remove(&id);
     }
 
     pub(super) fn len(&self) -> usize {
-        self.bad.len() + self.newer.len()
+        self.bad.len() + self.newer.len() + self.locked.len()
     }
 }
 
@@ -88,11 +96,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn newer_records_are_no_hits_and_never_replaced() {
+    fn newer_records_and_those_of_another_key_are_no_hits_and_never_replaced() {
+        for left_alone in [MissReason::NewerVersion, MissReason::WrongKey] {
+            never_replaced(left_alone);
+        }
+    }
+
+    fn never_replaced(reason: MissReason) {
         let refused = RejectedRecords::default();
         let (bad, newer) = (BlockId([1; 16]), BlockId([2; 16]));
         refused.add(bad, MissReason::BadChecksum);
-        refused.add(newer, MissReason::NewerVersion);
+        refused.add(newer, reason);
+        refused.distrust(newer);
+        assert_eq!(refused.again(newer), (ErrorKind::Foreign, reason));
         assert!(refused.contains(bad) && refused.contains(newer));
         assert!(refused.replaces(bad) && !refused.replaces(newer));
         assert!(refused.forgive(bad) && !refused.forgive(newer));

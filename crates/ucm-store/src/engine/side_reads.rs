@@ -18,11 +18,11 @@ use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{RecordHeader, RecordLayout, judge_side};
+use ucm_record::{RecordHeader, RecordLayout, Refusal, judge_side};
 use ucm_tier::backend::{BlockRead, Part, Parts, ReadDone};
 
 use super::Core;
-use super::guard::{reason_of, refusal};
+use super::guard::{reason_named, reason_of, refusal};
 use super::load::LONGEST_LOAD;
 use super::sides::mask;
 use super::task::{Task, TaskState};
@@ -339,10 +339,14 @@ impl Core {
         let (load, row) = (Arc::clone(&read.load), read.row);
         let (reason, error) = match result {
             Err(error) => (reason_of(&error), error),
-            Ok(done) => {
-                let record = done.lent.as_deref().unwrap_or(done.slot.as_slice());
+            Ok(mut done) => {
                 let wanted = &self.records.layout.sides()[load.index];
-                match judge_side(record, done.stored_len, &self.expect(id), wanted) {
+                let decrypted = self.tiers.decrypt_side(tier, id, wanted, &mut done);
+                let record = done.lent.as_deref().unwrap_or(done.slot.as_slice());
+                let judged = judge_side(record, done.stored_len, &self.expect(id), wanted);
+                let refused =
+                    |error| Refusal::new(reason_named(&error), "record", &error, "one that is authentic");
+                match decrypted.map_err(refused).and(judged) {
                     Ok(bytes) => {
                         self.end_side(&load, row, Ok(bytes));
                         self.reads.sides.lock().running -= 1;

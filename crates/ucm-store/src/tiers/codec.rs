@@ -121,17 +121,31 @@ impl TierCodec {
 
 impl Tiers {
     /// Called with a record that is about to be written to a tier: puts it into the form in which it is stored there. Not
-    /// where it would only be found there.
+    /// where it would only be found there. An error where it has to be encrypted and was not.
     pub(super) fn encode(
         &self,
         number: usize,
         id: BlockId,
         slot: &mut Slot,
         options: WriteOptions,
+    ) -> Result<WriteOptions> {
+        let tier = &self.tiers[number];
+        let present = || !options.replace && tier.codec.is_some() && tier.backend.features().is_published(id);
+        let options = self.compress(number, id, slot, options, present());
+        self.encrypt(number, slot, &options)?;
+        Ok(options)
+    }
+
+    fn compress(
+        &self,
+        number: usize,
+        id: BlockId,
+        slot: &mut Slot,
+        options: WriteOptions,
+        present: bool,
     ) -> WriteOptions {
         let tier = &self.tiers[number];
-        let present = || !options.replace && tier.backend.features().is_published(id);
-        let Some(codec) = tier.codec.as_ref().filter(|_| !present()) else {
+        let Some(codec) = tier.codec.as_ref().filter(|_| !present) else {
             return options;
         };
         let len = codec.encode(slot, &options).unwrap_or_else(|error| {
@@ -150,14 +164,17 @@ impl Tiers {
     /// Reads records of a tier on this thread, in the form in which they are used.
     pub(super) fn read_here(&self, number: usize, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         let tier = &self.tiers[number];
-        if tier.codec.is_none() {
+        if !tier.recodes() {
             return tier.backend.read(io, run);
         }
         let ids: Vec<_> = run.iter().map(|read| (read.id, read.sides)).collect();
         let read = tier.backend.read(io, run).into_iter().zip(ids);
         let decoded = read.map(|(outcome, (id, sides))| match outcome {
-            Outcome::Came(Ok(read)) if !sides => Outcome::Came(self.decode(number, id, read)),
-            outcome => outcome, // side shards are stored as they are
+            Outcome::Came(Ok(read)) if !sides => {
+                let decrypted = self.decrypt(number, id, read);
+                Outcome::Came(decrypted.and_then(|read| self.decode(number, id, read)))
+            }
+            outcome => outcome, // side shards are not compressed, and decrypted by who wants one
         });
         decoded.collect()
     }

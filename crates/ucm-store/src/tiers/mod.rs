@@ -7,6 +7,7 @@
 //! own, so one that is sick costs its bound once and the others work on. Nobody ever waits for a copy that is made between
 //! tiers.
 
+mod cipher;
 mod codec;
 mod drain;
 mod early;
@@ -29,7 +30,7 @@ use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Algorithm, Expect, verify_stored};
+use ucm_record::{Algorithm, Expect, Keys, verify_stored};
 use ucm_tier::backend::{Backend, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim};
 
 use crate::health::{BreakerConfig, Change};
@@ -154,6 +155,8 @@ pub(crate) struct TiersConfig {
     pub(crate) levels: Vec<LevelConfig>,
     /// What the records are; copies are judged by it before they are kept.
     pub(crate) records: Arc<StoredRecords>,
+    /// What records are encrypted with in every tier that is not memory, if anything.
+    pub(crate) keys: Option<Arc<Keys>>,
     /// When the breaker of a tier opens; `max_stuck` is that of each tier.
     pub(crate) breaker: BreakerConfig,
     /// How long a look at a tier may take.
@@ -248,7 +251,8 @@ impl Tiers {
         });
         let made = made.map(|(tier, level)| {
             let name = names.next().unwrap_or_default();
-            Tier::new(tier, name, level, config.breaker, &config.records.layout)
+            let keys = config.keys.clone();
+            Tier::new(tier, name, level, config.breaker, &config.records.layout, keys)
         });
         let tiers = made.collect::<Result<Vec<_>>>()?;
         let tiers = Arc::new(Self {
@@ -406,7 +410,7 @@ impl Tiers {
     /// Whether what a dump writes costs a processor and waits for no device as long as all is well.
     pub(crate) fn writes_cached(&self) -> bool {
         let through = |tier: &&Tier| tier.policy == WritePolicy::Through;
-        let cached = |tier: &Tier| tier.codec.is_none() && tier.backend.features().writes_cached;
+        let cached = |tier: &Tier| !tier.recodes() && tier.backend.features().writes_cached;
         self.tiers.iter().filter(through).all(cached)
     }
 
@@ -502,6 +506,9 @@ impl Tiers {
     /// used.
     fn verify(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<u32, MissReason> {
         let header = verify_stored(bytes, stored_len, &self.expect(id))?;
+        if header.key.is_some() {
+            return Err(MissReason::WrongKey);
+        }
         let used = header.codec.is_as_is().then_some(header.meta.ordinal);
         used.ok_or(MissReason::NewerVersion)
     }

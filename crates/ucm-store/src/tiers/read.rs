@@ -44,13 +44,13 @@ impl Tiers {
     /// Whether parts of a record can be read by themselves from this tier, and that is of use: not where a tier above would
     /// keep the whole.
     pub(crate) fn reads_parts(&self, number: usize) -> bool {
-        let whole = self.is_kept_above(number) || self.has_codec(number);
+        let whole = self.is_kept_above(number) || self.recodes(number);
         !whole && self.tiers[number].backend.features().reads_parts
     }
 
     /// Whether records lie in another form there, so that only a whole one can be read.
-    pub(crate) fn has_codec(&self, number: usize) -> bool {
-        self.tiers[number].codec.is_some()
+    pub(crate) fn recodes(&self, number: usize) -> bool {
+        self.tiers[number].recodes()
     }
 
     /// Whether what is read from this tier is brought up to one above it.

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{IdSet, MonotonicTime};
 use ucm_io::IoPool;
-use ucm_record::RecordLayout;
+use ucm_record::{Keys, RecordLayout};
 use ucm_tier::backend::{Backend, MediumStats};
 
 use super::codec::TierCodec;
@@ -33,6 +33,8 @@ pub(crate) struct Tier {
     pub(super) policy: WritePolicy,
     /// What makes its records shorter, if anything.
     pub(super) codec: Option<TierCodec>,
+    /// What its records are encrypted with.
+    pub(super) keys: Option<Arc<Keys>>,
     /// Answers at once and ends with its processes.
     pub(super) memory: bool,
     pub(super) breaker: Breaker,
@@ -97,13 +99,15 @@ pub(super) enum Admission {
 }
 
 impl Tier {
-    /// A tier for records of this layout. `Unsupported` if it has a codec that this build has not.
+    /// A tier for records of this layout, encrypted with these keys unless it is memory. `Unsupported` if it has a codec
+    /// that this build has not.
     pub(super) fn new(
         config: TierConfig,
         name: String,
         level: usize,
         breaker: BreakerConfig,
         layout: &RecordLayout,
+        keys: Option<Arc<Keys>>,
     ) -> Result<Self> {
         let breaker = BreakerConfig {
             max_stuck: config.max_stuck,
@@ -112,9 +116,11 @@ impl Tier {
         let codec = config
             .codec
             .map(|algorithm| TierCodec::new(algorithm, layout, &config.pool));
+        let memory = config.backend.features().memory.is_some();
         Ok(Self {
             codec: codec.transpose()?,
-            memory: config.backend.features().memory.is_some(),
+            keys: keys.filter(|_| !memory),
+            memory,
             backend: config.backend,
             pool: config.pool,
             name,
@@ -131,7 +137,16 @@ impl Tier {
     /// What it says when it was opened: what its medium says, and how records get there.
     pub(super) fn told(&self, words: String) -> String {
         let codec = self.codec.as_ref().map(TierCodec::words).unwrap_or_default();
-        codec + &words
+        let cipher = self
+            .keys
+            .as_ref()
+            .map_or("", |_| "encrypted by AES-256-GCM, into ");
+        codec + cipher + &words
+    }
+
+    /// Whether records lie in another form here than they are used in.
+    pub(super) fn recodes(&self) -> bool {
+        self.codec.is_some() || self.keys.is_some()
     }
 
     /// A record comes down from the tier above, which keeps its place until it is published here; that few are on their
@@ -215,9 +230,10 @@ impl Tier {
 
     /// This copy is no hit until another takes its place.
     pub(super) fn refuse(&self, id: BlockId, reason: MissReason) {
-        let ids = match reason {
-            MissReason::NewerVersion => &self.copies.newer,
-            _ => &self.copies.refused,
+        let ids = if reason.leaves_alone() {
+            &self.copies.newer
+        } else {
+            &self.copies.refused
         };
         self.copies.any_refused.store(true, Ordering::Release);
         if ids.insert(id) && ids.len() > REMEMBERED {
@@ -299,7 +315,7 @@ mod tests {
             max_stuck: 4,
         };
         let layout = RecordLayout::new(&Geometry::new(vec![64], 1, 1).unwrap());
-        let tier = Tier::new(config, "nothing".into(), 0, breaker, &layout).unwrap();
+        let tier = Tier::new(config, "nothing".into(), 0, breaker, &layout, None).unwrap();
         tier.state.ready.store(true, Ordering::Release);
         tier
     }
@@ -339,15 +355,17 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_of_a_newer_version_is_no_hit_and_is_not_replaced() {
-        let (tier, id) = (tier(1), BlockId([4; 16]));
-        tier.refuse(id, MissReason::NewerVersion);
-        assert!(tier.has_refused(id) && !tier.replaces(id));
-        tier.forgive(id);
-        assert!(
-            !tier.has_refused(id),
-            "it was gone, or another could not have been published"
-        );
+    fn a_copy_of_a_newer_version_or_another_key_is_no_hit_and_is_not_replaced() {
+        for reason in [MissReason::NewerVersion, MissReason::WrongKey] {
+            let (tier, id) = (tier(1), BlockId([4; 16]));
+            tier.refuse(id, reason);
+            assert!(tier.has_refused(id) && !tier.replaces(id));
+            tier.forgive(id);
+            assert!(
+                !tier.has_refused(id),
+                "it was gone, or another could not have been published"
+            );
+        }
     }
 
     #[test]

@@ -161,7 +161,7 @@ impl Tiers {
         let (done, ended) = either(done);
         let tiers = Arc::clone(self);
         let write = move |io: &IoJob| {
-            let options = tiers.encode(number, id, &mut slot, options);
+            let options = tiers.encode(number, id, &mut slot, options)?;
             tiers.tiers[number].backend.write(io, id, slot, options, done);
             placed();
             Ok(())

@@ -205,6 +205,7 @@ impl Beside {
             writer,
             sides: setup.side_specs(),
             paranoid: setup.paranoid,
+            keys: None,
         };
         let device = super::device::of_this_run(setup.transfer, &clock).unwrap();
         let engine = Engine::open(config, levels, device, clock).unwrap();

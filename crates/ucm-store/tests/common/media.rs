@@ -129,6 +129,11 @@ pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
     let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
     let record = RecordLayout::new(&geometry).describing(16, DType::F32);
     let record = record.with_sides(setup.side_specs()).unwrap();
+    let record = if setup.keys.is_some() {
+        record.encrypted().unwrap()
+    } else {
+        record
+    };
     (geometry, record)
 }
 

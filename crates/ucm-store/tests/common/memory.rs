@@ -39,6 +39,7 @@ pub(crate) fn record(id: BlockId) -> Vec<u8> {
         tokens: 16,
         time_ns: 1,
         writer: 1,
+        tenant: [0; 32],
     };
     layout.seal(&meta, &mut record).unwrap();
     record

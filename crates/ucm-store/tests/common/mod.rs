@@ -238,6 +238,7 @@ impl Store {
             breaker: setup.breaker,
             writer,
             paranoid: setup.paranoid,
+            keys: setup.keys.clone(),
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,

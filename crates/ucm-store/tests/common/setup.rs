@@ -10,7 +10,7 @@ use ucm_io::{OpKind, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
-use ucm_record::{Algorithm, SideSpec};
+use ucm_record::{Algorithm, Keys, SideSpec};
 use ucm_store::engine::Deadlines;
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
@@ -82,6 +82,8 @@ pub(crate) struct Setup {
     pub(crate) sides: Vec<(&'static str, u64)>,
     /// What makes them shorter, which needs segments and records of more than a page; [`Setup::compressed`].
     pub(crate) codec: Option<Algorithm>,
+    /// What records are encrypted with below memory; [`Setup::encrypted`].
+    pub(crate) keys: Option<Arc<Keys>>,
 }
 
 /// How records lie below the root.
@@ -135,6 +137,11 @@ fn codec_of_this_run() -> Option<Algorithm> {
     Some(named.unwrap_or_else(|| unreachable!("UCM_TEST_COMPRESS is zstd or lz4, not {name}")))
 }
 
+/// A key that is made of this byte. With `UCM_TEST_ENCRYPT` most tests encrypt.
+fn keys_of(key: u8) -> Arc<Keys> {
+    Arc::new(Keys::parse(&format!("{key:02x}").repeat(32)).unwrap())
+}
+
 /// Pieces of one layer.
 const TENSORS: [u64; 2] = [96, 32];
 /// The same of records that can become shorter.
@@ -164,6 +171,14 @@ impl Setup {
     pub(crate) fn compressed(self) -> Self {
         let algorithm = self.codec.unwrap_or(Algorithm::Zstd);
         self.compressed_by(algorithm)
+    }
+
+    /// Encrypted with a key that is made of this byte.
+    pub(crate) fn encrypted(self, key: u8) -> Self {
+        Self {
+            keys: Some(keys_of(key)),
+            ..self
+        }
     }
 
     /// The same by this algorithm.
@@ -226,6 +241,7 @@ impl Default for Setup {
             unnamed: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("unnamed")),
             options: Vec::new(),
             codec: codec_of_this_run(),
+            keys: std::env::var_os("UCM_TEST_ENCRYPT").map(|_| keys_of(7)),
         }
     }
 }

@@ -259,8 +259,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         parents: Sequence[bytes] | None = None,
         ordinals: Sequence[int] | None = None,
         tokens: Sequence[int] | None = None,
+        tenant: bytes | None = None,
     ) -> None:
-        self._open().describe(block_ids, parents, ordinals, tokens)
+        self._open().describe(block_ids, parents, ordinals, tokens, tenant)
 
     def audit(self, block_ids: Sequence[bytes]) -> None:
         self._open().audit(block_ids)

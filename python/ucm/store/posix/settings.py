@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Container, Mapping
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -161,6 +162,7 @@ class EngineSettings(StoreSettings):
                 "probe_s": self.deadlines.probe_s,
                 "shutdown_s": self.deadlines.shutdown_s,
                 "paranoid": self.verify == "paranoid",
+                "encryption_key_file": self.encryption_key_file and os.path.expanduser(self.encryption_key_file),
                 **{f"breaker_{key}": value for key, value in self.breaker.model_dump().items()},
             },
             ensure_ascii=False,

@@ -29,6 +29,7 @@ from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity
 from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
 from ucm.integration.vllm.connector.identity.packing import layer_specs, spec_kind
+from ucm.integration.vllm.connector.identity.tenant import TenantTags
 from ucm.integration.vllm.connector.identity.weight_files import weight_source
 from ucm.integration.vllm.connector.platforms import Platform, platform_of
 from ucm.integration.vllm.connector.root_file import state_directory
@@ -194,6 +195,7 @@ def make_scheduler(
         rates=rates,
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
+        tenants=TenantTags.configured(config.tenant_key_file),
         items_used=extra.used,
         exact_tokens=None if sparse is None else sparse.exact_tokens,
         offload=None if sparse is None else sparse.offload,

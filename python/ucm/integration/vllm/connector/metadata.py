@@ -67,6 +67,7 @@ class Dump:
     blocks: npt.NDArray[np.int64]
     audit: bool = False  # compare with what is stored
     refused: tuple[int, ...] = ()  # rows whose stored record some rank could not use: to be replaced
+    tenant: bytes = b""  # tag of the tenant whose blocks these are, empty for none
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class LoadFailure:
     first: int  # ordinal of the first block that is not there
     refused: bytes  # keys whose records are bad, not merely late
     reasons: tuple[str, ...] = ()  # names of MissReason, of every block from the first on
-    newer: bytes = b""  # keys whose records are of a newer version: no hits, and not replaced
+    newer: bytes = b""  # keys whose records are left alone, newer or of another key: no hits, and not replaced
     unselectable: bool = False  # representations are missing, which says nothing of the KV: it may be loaded whole
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucm.integration.vllm.connector.identity.tenant import TenantTags
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, RankReport, join_keys
 from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
 from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
@@ -56,10 +57,15 @@ class DumpPlanner:
     """Plans dump jobs and follows them to their end on every rank."""
 
     def __init__(
-        self, block_tracker: BlockTracker, health: RankHealth, clock: Callable[[], float] = time.monotonic
+        self,
+        block_tracker: BlockTracker,
+        health: RankHealth,
+        clock: Callable[[], float] = time.monotonic,
+        tenants: TenantTags | None = None,
     ) -> None:
         self._block_tracker, self._health = block_tracker, health
         self._clock = clock
+        self._tenants = tenants or TenantTags()
         self._numbers = itertools.count(1)
         self._pool: BlockPool | None = None
         self._ranks: frozenset[int] = frozenset()
@@ -147,6 +153,7 @@ class DumpPlanner:
             blocks=np.fromiter((block.block_id for block in sources), dtype=np.int64, count=len(sources)),
             audit=start < tracker.audit.stop and end > tracker.audit.start,
             refused=tuple(row for row, key in enumerate(keys) if self._block_tracker.is_refused(key)),
+            tenant=self._tenants.of(tracker.request),
         )
 
     def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> None:

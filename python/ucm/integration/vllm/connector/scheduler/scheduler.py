@@ -18,6 +18,7 @@ from ucm.integration.vllm.connector.admission.admission import Admission
 from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
 from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.tenant import TenantTags
 from ucm.integration.vllm.connector.metadata import (
     VERSION,
     Dump,
@@ -83,6 +84,7 @@ class UCMConnectorScheduler:
         items_used: Callable[[Any, int], None] | None = None,
         exact_tokens: Callable[[Request], int] | None = None,
         offload: OffloadPlanner | None = None,
+        tenants: TenantTags | None = None,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
@@ -92,7 +94,8 @@ class UCMConnectorScheduler:
         under way still writes; ``audit_one_in``: one hit in so many is computed and compared, 0 for none;
         ``items_used``: told which requests a step begins with, and how many tokens of each were computed before;
         ``exact_tokens``: how many of a request's first tokens have exact KV, all where it is None; ``offload``: which
-        blocks leave the device, once they are stored."""
+        blocks leave the device, once they are stored; ``tenants``: what tells in a record's header whose it is, without
+        a key where it is None."""
         self.readiness = readiness
         self._make_keys = make_keys
         self._make_lookups = make_lookups
@@ -117,7 +120,7 @@ class UCMConnectorScheduler:
         self.health = RankHealth(clock)
         self._locally_visible = LocallyVisible()
         self._others = OtherConnectors(block_tokens)
-        self.dumps = DumpPlanner(self._block_tracker, self.health, clock)
+        self.dumps = DumpPlanner(self._block_tracker, self.health, clock, tenants)
         self._deferred = DeferredDumps(self.dumps)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None

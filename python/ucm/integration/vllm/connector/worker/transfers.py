@@ -7,9 +7,11 @@ for ever.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import BusyError, TaskError, UcmError
@@ -24,7 +26,7 @@ from ucm.integration.vllm.connector.metadata import (
     split_keys,
 )
 from ucm.integration.vllm.connector.miss_stats import TIMES
-from ucm.reasons import MissReason, reason_of
+from ucm.reasons import LEFT_ALONE, MissReason, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -33,6 +35,13 @@ if TYPE_CHECKING:
 
 #: Kinds of failure that say nothing about the record. After any other it is not trusted until it was written again.
 _TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
+
+
+@cache
+def _takes_tenant(store: type[UcmKVStoreBaseV1]) -> bool:
+    """Whether the hint of a store can say whose blocks are dumped: one of a user's may be from before."""
+    parameters = inspect.signature(store.describe).parameters.values()
+    return any(one.name == "tenant" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
@@ -156,7 +165,7 @@ class Loads:
                     "load failed", "request %s: block %d: %s", load.request, first, failures[min(failures)]
                 )
                 keys = split_keys(load.keys)
-                newer = [row for row, why in failures.items() if reason_of(why) == MissReason.NEWER_VERSION]
+                newer = [row for row, why in failures.items() if reason_of(why) in LEFT_ALONE]
                 bad = [
                     keys[row]
                     for row, why in failures.items()
@@ -282,6 +291,7 @@ class Dumps:
                     parents=[parent, *ids[:-1]],
                     ordinals=list(range(dump.first, dump.first + len(ids))),
                     tokens=[block_tokens] * len(ids),
+                    **({"tenant": dump.tenant} if dump.tenant and _takes_tenant(type(store)) else {}),
                 )
                 if dump.audit:
                     store.audit(ids)

@@ -1,0 +1,226 @@
+//! Encryption at rest: what lies on a medium is ciphertext, what comes back is the same, a wrong key is a miss that
+//! destroys nothing, and what was changed is no hit. Over every medium, with and without a codec, memory above or
+//! not.
+
+#![allow(clippy::unwrap_used, reason = "tests may fail")]
+
+mod common;
+
+use std::path::Path;
+
+use ucm_core::BlockId;
+use ucm_record::RecordHeader;
+use ucm_store::tiers::WritePolicy;
+
+use common::device::content;
+use common::segments::finds;
+use common::sides::{columns, dump, dump_alone, has_all, loads, sided};
+use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on};
+
+/// Files and segments of blocks that are long enough to be found by their content.
+fn on_disk() -> [Setup; 2] {
+    [Layout::File, Layout::segments()].map(|layout| Setup {
+        layout,
+        above: Above::Nothing,
+        unnamed: false,
+        codec: None,
+        ..Setup::default().encrypted(1)
+    })
+}
+
+/// Whether the content of any of these blocks lies in any file below a directory.
+fn lies_open(dir: &Path, setup: &Setup, blocks: &[BlockId]) -> bool {
+    let mut directories = vec![dir.to_owned()];
+    while let Some(dir) = directories.pop() {
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+                continue;
+            }
+            let bytes = std::fs::read(&path).unwrap_or_default();
+            let has = |&block: &BlockId| {
+                let content = content(setup, block);
+                bytes.windows(32).any(|window| window == &content[..32])
+            };
+            if blocks.iter().any(has) {
+                return true;
+            }
+        }
+    }
+    false
+}
+
+#[test]
+fn blocks_and_side_shards_come_back_on_every_medium() {
+    for medium in media() {
+        let (dir, setup) = (directory(), sided(on(medium)).encrypted(1));
+        let store = Store::open(dir.path(), setup);
+        dump(&store, &ids(4));
+        dump_alone(&store, &[id(9)], &["codes"]);
+        assert!(loads(&store, &ids(4)), "{medium:?}");
+        assert!(has_all(&store, &ids(4)), "{medium:?}");
+        let refused = (store.stat("records_refused"), store.stat("sides_refused"));
+        assert_eq!(refused, (0, 0), "{medium:?}");
+    }
+}
+
+#[test]
+fn they_come_back_in_every_layout_under_every_codec_and_tier() {
+    for setup in columns() {
+        let (dir, setup) = (directory(), setup.encrypted(1));
+        let what = format!("{:?} {:?} {:?}", setup.layout, setup.codec, setup.above);
+        let store = Store::open(dir.path(), setup.clone());
+        dump(&store, &ids(4));
+        drop(store);
+        let store = Store::open(dir.path(), setup); // what was in memory is gone
+        assert!(has_all(&store, &ids(4)) && loads(&store, &ids(4)), "{what}");
+        assert!(
+            loads(&store, &ids(4)),
+            "from where they were brought up to, {what}"
+        );
+        assert_eq!(store.stat("records_refused"), 0, "{what}");
+    }
+}
+
+#[test]
+fn nothing_of_a_block_lies_open_below_memory() {
+    for setup in on_disk() {
+        for above in [
+            Above::Nothing,
+            Above::Memory(8, WritePolicy::Through),
+            Above::Memory(8, WritePolicy::Back),
+        ] {
+            let (dir, setup) = (
+                directory(),
+                Setup {
+                    above,
+                    ..setup.clone()
+                },
+            );
+            let store = Store::open(dir.path(), setup.clone());
+            store.dump(&Device::filled(&setup, &ids(4)), &ids(4)).unwrap();
+            drop(store); // what is written back is written then
+            assert!(
+                !lies_open(dir.path(), &setup, &ids(4)),
+                "{:?} {above:?}",
+                setup.layout
+            );
+        }
+        let (dir, plain) = (directory(), Setup { keys: None, ..setup });
+        let store = Store::open(dir.path(), plain.clone());
+        store.dump(&Device::filled(&plain, &ids(4)), &ids(4)).unwrap();
+        drop(store);
+        assert!(lies_open(dir.path(), &plain, &ids(4)), "this test can tell");
+    }
+}
+
+/// Loads one block, which does not come, and tells how often that was for this reason.
+fn misses(store: &Store, block: BlockId, reason: &str) -> u64 {
+    let device = Device::blank(&store.setup, &[block]);
+    assert!(store.load(&device, &[block]).is_err() && device.is_blank(block));
+    store.missed(reason)
+}
+
+#[test]
+fn a_wrong_key_is_a_miss_and_destroys_nothing() {
+    let on_others = media()
+        .into_iter()
+        .filter(|medium| matches!(medium, Medium::Kind(_)));
+    let mut setups: Vec<_> = on_others.map(|medium| on(medium).encrypted(1)).collect();
+    setups.extend(on_disk());
+    for setup in setups {
+        let (dir, what) = (directory(), format!("{:?} {:?}", setup.medium, setup.layout));
+        let owner = Store::open(dir.path(), setup.clone());
+        owner.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+        let others = [
+            setup.clone().encrypted(2),
+            Setup {
+                keys: None,
+                ..setup.clone()
+            },
+        ];
+        for other in others {
+            let store = Store::open(dir.path(), other);
+            eventually("it is found", || finds(&store, &ids(1)) == [true]);
+            assert_eq!(misses(&store, id(0), "wrong_key"), 1, "{what}");
+            assert_eq!(finds(&store, &ids(1)), [false], "it is no hit any more, {what}");
+            // A dump of the same block leaves it alone too.
+            store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+            let replaced = (store.stat("blocks_published"), store.stat("records_quarantined"));
+            assert_eq!(replaced, (0, 0), "{what}");
+        }
+        let again = Store::open(dir.path(), setup.clone());
+        eventually("it is found", || finds(&again, &ids(2)) == [true; 2]);
+        assert!(loads(&again, &ids(2)), "{what}");
+    }
+}
+
+#[test]
+fn what_is_not_encrypted_is_a_miss_where_a_key_is_and_is_replaced() {
+    for setup in on_disk() {
+        let (dir, plain) = (
+            directory(),
+            Setup {
+                keys: None,
+                ..setup.clone()
+            },
+        );
+        let store = Store::open(dir.path(), plain.clone());
+        store.dump(&Device::filled(&plain, &ids(1)), &ids(1)).unwrap();
+        drop(store);
+        let store = Store::open(dir.path(), setup.clone());
+        eventually("it is found", || finds(&store, &ids(1)) == [true]);
+        assert_eq!(misses(&store, id(0), "not_encrypted"), 1, "{:?}", setup.layout);
+        store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+        assert_eq!(store.stat("records_replaced"), 1, "{:?}", setup.layout);
+        assert!(loads(&store, &ids(1)), "{:?}", setup.layout);
+        assert!(RecordHeader::decode(&store.record(id(0))).unwrap().key.is_some());
+        assert_eq!(store.stat("records_quarantined"), 0);
+    }
+}
+
+#[test]
+fn a_flipped_bit_is_a_miss_and_the_next_dump_replaces_it() {
+    for setup in on_disk() {
+        let dir = directory();
+        let store = Store::open(dir.path(), setup.clone());
+        store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+        let len = store.record(id(0)).len();
+        for (block, at) in [(id(0), 4096), (id(1), len - 1), (id(2), 700)] {
+            store.edit(block, |record| record[at] ^= 0x10);
+            let device = Device::blank(&setup, &[block]);
+            assert!(store.load(&device, &[block]).is_err() && device.is_blank(block));
+        }
+        let reasons = (store.missed("bad_checksum"), store.missed("bad_header"));
+        assert_eq!(reasons, (2, 1), "{:?}", setup.layout);
+        store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+        assert!(loads(&store, &ids(3)), "{:?}", setup.layout);
+    }
+}
+
+#[test]
+fn layers_come_one_by_one_from_encrypted_blocks() {
+    for setup in on_disk() {
+        let (dir, setup) = (
+            directory(),
+            Setup {
+                layers: 4,
+                layers_per_shard: 1,
+                ..setup
+            },
+        );
+        let store = Store::open(dir.path(), setup.clone());
+        let rows = |device: &Device| (0..4).map(|shard| device.row(id(0), shard)).collect();
+        let filled = Device::filled(&setup, &ids(1));
+        store.outcome(&store.engine.dump(rows(&filled)).unwrap()).unwrap();
+        let blank = Device::blank(&setup, &ids(1));
+        let task = store.engine.load(vec![blank.row(id(0), 2)], None).unwrap();
+        store.outcome(&task).unwrap();
+        assert!(!blank.is_blank(id(0)));
+        store
+            .outcome(&store.engine.load(rows(&blank), None).unwrap())
+            .unwrap();
+        assert!(blank.is_right(id(0)));
+    }
+}

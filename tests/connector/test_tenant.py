@@ -1,0 +1,58 @@
+"""Tags of tenants: made from the salt, keyed where there is a key, and sent with what a salted request stores."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from parts import BLOCK, Rig
+
+from ucm.errors import ConfigError
+from ucm.integration.vllm.connector.identity.tenant import TAG, TenantTags
+
+KEY = "0123456789abcdef"
+
+
+def salted(salt: str | None) -> SimpleNamespace:
+    return SimpleNamespace(cache_salt=salt)
+
+
+def test_a_tag_is_a_digest_of_the_salt_and_keyed_where_there_is_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    plain, keyed = TenantTags.configured(None, {}), TenantTags.configured(str(file), {})
+    message = b"UCMTENANT" + "käse".encode()
+    assert plain.of(salted("käse")) == hashlib.sha256(message).digest()
+    assert keyed.of(salted("käse")) == hmac.new(KEY.encode(), message, hashlib.sha256).digest()
+    assert keyed.of_salt("käse") == keyed.of(salted("käse")) != keyed.of(salted("kase"))
+    assert TenantTags.configured(None, {"UCM_TENANT_KEY": KEY}).of(salted("käse")) == keyed.of(salted("käse"))
+    for tags in (plain, keyed):
+        assert tags.of(salted(None)) == tags.of(salted("")) == tags.of(object()) == b""
+
+
+def test_a_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    short.write_text("secret")
+    with pytest.raises(ConfigError, match="at least 16") as refused:
+        TenantTags.configured(str(short), {})
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TenantTags.configured(str(tmp_path / "none"), {})
+
+
+def test_dumps_of_a_salted_request_say_whose_they_are() -> None:
+    rig = Rig(tenants=TenantTags(KEY.encode()))
+    plain, of_one = rig.request("a", 2 * BLOCK), rig.request("b", 2 * BLOCK, seed=1)
+    of_one.cache_salt = "one"
+    for request in (plain, of_one):
+        rig.admit(request)
+    tags = {dump.request: dump.tenant for dump in rig.step(plain, of_one).dumps}
+    assert tags == {"a": b"", "b": TenantTags(KEY.encode()).of_salt("one")}
+    assert len(tags["b"]) == TAG
