@@ -20,7 +20,7 @@ use client::Client;
 use library::Pool;
 
 /// Threads of the tier: as many batches wait for the client at once, and it takes what waits together.
-const THREADS: usize = 8;
+const THREADS: usize = 32;
 /// Where Mooncake's master listens unless it is told otherwise.
 const MASTER_PORT: u16 = 50051;
 /// The least memory that Mooncake takes, bytes.
