@@ -54,11 +54,15 @@ def lookup_us(peer: Peer, names: Any, expected: bool, count: int) -> float | Non
     return statistics.median(took)
 
 
-def one_ms(call: Callable[..., Any], names: Any, memory: Any, count: int) -> float | None:
-    """Milliseconds that a call takes for one block, the median of so many, one after the other; None for none."""
-    each = [slice(number, number + 1) for number in range(count)]
-    took = [timed(call, names[one], memory[one])[0] * 1e3 for one in each]
-    return statistics.median(took) if took else None
+def one_ms(peer: Peer, ids: list[bytes], source: Any, target: Any) -> tuple[float | None, float | None]:
+    """Milliseconds that a dump and a load take for one block, the medians of so many ids; None without any."""
+    if not ids:
+        return None, None
+    names = peer.name_blocks(ids)
+    each = [slice(number, number + 1) for number in range(len(ids))]
+    dumps = [timed(peer.dump, names[one], source[one])[0] * 1e3 for one in each]
+    loads = [timed(peer.load, names[one], target[one])[0] * 1e3 for one in each]
+    return statistics.median(dumps), statistics.median(loads)
 
 
 def one_round(
@@ -86,9 +90,7 @@ def one_round(
             raise RuntimeError("what was loaded differs from what was dumped")
         present_us = lookup_us(peer, names, True, count)
         absent_us = lookup_us(peer, names_absent, False, count)
-        names_alone, singles = peer.name_blocks(alone), min(singles, count)
-        dump_ms = one_ms(peer.dump, names_alone, from_memory, singles)
-        load_ms = one_ms(peer.load, names_alone, to_memory, singles)
+        dump_ms, load_ms = one_ms(peer, alone[:singles], from_memory, to_memory)
     finally:
         peer.close()
     figures = {

@@ -138,7 +138,11 @@ fn a_load_that_came_after_a_read_of_nothing_gets_its_own() {
     store.outcome(&after).unwrap();
     assert!(late.is_right(id(0)));
     let failed = store.outcome(&before).unwrap_err();
-    assert!(failed.iter().all(|(_, error)| error.kind() == ErrorKind::NotFound));
+    assert!(
+        failed
+            .iter()
+            .all(|(_, error)| error.kind() == ErrorKind::NotFound)
+    );
 }
 
 #[test]

@@ -23,7 +23,7 @@ use library::Pool;
 use place::MooncakePlace;
 
 /// Threads of the tier: as many batches wait for the client at once, and it takes what waits together.
-const THREADS: usize = 8;
+const THREADS: usize = 32;
 /// Where Mooncake's master listens unless it is told otherwise.
 const MASTER_PORT: u16 = 50051;
 /// Where its HTTP service does.

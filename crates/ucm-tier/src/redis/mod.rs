@@ -46,6 +46,8 @@ pub(crate) use place::RedisPlace;
 const RUN: usize = 512 << 10;
 /// Bytes of a record from which on it is asked for before it is sent.
 const ASK_FIRST: usize = 128 << 10;
+/// Bytes of a `SET` beside its key and its value.
+const OF_SET: usize = 64;
 /// Records that one step of a listing asks for.
 const TOGETHER: usize = 1024;
 /// Damaged records in a minute above which the server counts as sick.
@@ -341,8 +343,13 @@ impl Shared {
 
     /// Stores a value; false where it was not to be replaced and there is one.
     fn put(&self, io: &IoJob, key: &str, value: &[u8], expire: Duration, replace: bool) -> Result<bool> {
-        let mut put = cmd("SET");
-        put.arg(key).arg(value).arg("EX").arg(expire.as_secs().max(1));
+        // With room for what follows the value, which would otherwise be copied once more to make some.
+        let mut put = Cmd::with_capacity(6, key.len() + value.len() + OF_SET);
+        put.arg("SET")
+            .arg(key)
+            .arg(value)
+            .arg("EX")
+            .arg(expire.as_secs().max(1));
         if !replace {
             put.arg("NX");
         }
