@@ -17,7 +17,7 @@ from sparse_parts import BLOCK, KV_HEADS, NAMES, SIZE, Rig, Rows
 from torch import Tensor
 
 from ucm.config.sparse import QuestConfig
-from ucm.errors import DeadlineError, StoreIOError, TaskError, UnsupportedError
+from ucm.errors import BusyError, DeadlineError, StoreIOError, TaskError, UcmError, UnsupportedError
 from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.host import set_active_host
 from ucm.integration.vllm.attention.offload import Offload
@@ -67,6 +67,7 @@ class Pages:
         self.caches = caches
         self.pages = [cache[blocks.long()].clone() for cache in caches]
         self.absent: set[int] = set()  # logical blocks that cannot be loaded
+        self.failure: UcmError = StoreIOError("gone")  # and why
         self.hangs = False
         self.loaded: list[tuple[int, list[int]]] = []
         self.waited: list[float] = []
@@ -90,7 +91,7 @@ class Pages:
         for block, target in zip(wanted, blocks, strict=True):
             if block not in self.absent:
                 self.caches[layer][target] = self.pages[layer][block]
-        failures = {row: StoreIOError("gone") for row, block in enumerate(wanted) if block in self.absent}
+        failures = {row: self.failure for row, block in enumerate(wanted) if block in self.absent}
         if failures:
             raise TaskError("some", failures=failures)
 
@@ -172,6 +173,11 @@ def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) 
     expected = rows.attended([[block for block in kept if block != absent], None, None])
     assert torch.allclose(found, expected, atol=1e-5)
     assert rig.count("blocks_absent") == 1
+    assert rig.offload.take_lost() == [("r0", absent)]
+    assert rig.offload.take_lost() == []
+    rig.pages.failure = BusyError("no room")
+    rig.attend()
+    assert rig.offload.take_lost() == [], "that says nothing of the record"
     rig.pages.absent = set()
     assert torch.allclose(rig.attend(), rows.attended([kept, None, None]), atol=1e-5)
 
@@ -314,6 +320,23 @@ def test_what_leaves_is_stored_lies_between_the_windows_and_is_decoding() -> Non
     planned.planner.stored = None
     assert not leaving("a", TOKENS - 1, BLOCKS)
     assert not leaving("another", TOKENS - 1, BLOCKS)
+
+
+def test_nothing_more_leaves_of_a_request_that_has_lost_a_block() -> None:
+    """It begins anew, which it does once, and then stays where it is."""
+    planned = Planned()
+    request, planner = planned.begins(), planned.planner
+    request.num_tokens, request.num_output_tokens = TOKENS, 1
+    planner.lost(request)  # type: ignore[arg-type]
+    assert planner.leaving("a", TOKENS - 1, BLOCKS) == LEFT, "none of its blocks had left"
+    planner.left("a", LEFT, list(LEFT))
+    assert not planner.begins_anew("a")
+    planner.lost(request)  # type: ignore[arg-type]
+    assert planner.begins_anew("a")
+    assert not planner.leaving("a", TOKENS + 300, BLOCKS + 9)
+    planner.gave_back("a")
+    assert not planner.begins_anew("a")
+    assert not planner.leaving("a", TOKENS - 1, BLOCKS)
 
 
 def test_representations_have_so_many_rows() -> None:

@@ -283,9 +283,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """News for the scheduler half."""
         news = None if self._worker is None else self._worker.build_connector_worker_meta()
         measured = None if self._sparse_worker is None else self._sparse_worker.take_measured()
-        if measured is not None:
+        lost = [] if self._sparse_worker is None else self._sparse_worker.take_lost()
+        if measured is not None or lost:
             news = news or UCMConnectorWorkerMetadata()
-            news.break_even = [measured]
+            news.break_even, news.lost = [] if measured is None else [measured], lost
         return news
 
     # Both ---------------------------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
 from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.rows import OffloadChange
+from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import join_keys
 from ucm.sparse.base import INVALID_SLOT
 from ucm.sparse.method import BlockSparse
@@ -77,6 +79,7 @@ class OffloadPlanner:
         self._admissions: dict[str, _Admission] = {}
         self._changes: dict[str, OffloadChange] = {}
         self._given_back: list[str] = []
+        self._all_stay: WeakSet[Request] = WeakSet()  # requests that have lost a block
         #: The connector's: which blocks every rank has stored. None until there is a store.
         self.stored: StoredKeys | None = None
 
@@ -131,7 +134,7 @@ class OffloadPlanner:
         """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have ended."""
         request, size = self._requests.get(request_id), self._block_tokens
         nothing = range(0)
-        if request is None or self.stored is None:
+        if request is None or self.stored is None or request in self._all_stay:
             return nothing
         state = self._states.get(request_id)
         dense_until = self._method.exact_tokens(0)
@@ -151,6 +154,22 @@ class OffloadPlanner:
         if state is None and leaving.stop - self._init <= hot:
             return nothing  # it would hold more than before
         return leaving
+
+    def lost(self, request: Request) -> None:
+        """A block of a request is neither on the device nor in the store. None of it leaves any more; it begins anew
+        (:meth:`begins_anew`), and computes what is lost."""
+        if request.request_id in self._states and request not in self._all_stay:
+            self._all_stay.add(request)
+            throttle.warning(
+                "lost",
+                "request %s: a block that had left the device is gone from the store: computed again",
+                request.request_id,
+            )
+
+    def begins_anew(self, request_id: str) -> bool:
+        """Whether a request is to give back all that it holds, as vLLM has requests do that find no room: admitted
+        again, it loads what is stored and computes the rest densely."""
+        return request_id in self._states and self._requests.get(request_id) in self._all_stay
 
     def left(self, request_id: str, leaving: range, blocks: Sequence[int]) -> None:
         """They leave."""

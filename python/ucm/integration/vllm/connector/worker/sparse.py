@@ -177,6 +177,10 @@ class SparseWorker:
         measured, self._measured = self._measured, None
         return measured
 
+    def take_lost(self) -> list[tuple[str, int]]:
+        """Blocks that are neither on the device nor in the store, noticed since the last call: request and ordinal."""
+        return [] if self.offload is None else self.offload.take_lost()
+
     def end_step(self) -> None:
         """After it."""
         if self.host is not None:
