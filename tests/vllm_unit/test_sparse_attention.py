@@ -269,6 +269,29 @@ def test_hooks_that_raise_leave_a_layer_dense(config: Any, caplog: pytest.LogCap
     assert "no way to change them there" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda given: given[:3],
+        lambda _given: None,
+        lambda given: (given[0][:, :1], *given[1:]),
+        lambda given: (given[0].double(), *given[1:]),
+        lambda given: (*given[:3], None),
+    ],
+)
+def test_what_a_hook_returns_and_nothing_can_use_leaves_a_layer_dense(config: Any, wrong: Any) -> None:
+    class Wrong(UcmSparseBase):
+        def attention_begin(
+            self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
+            phase: Any = None, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            return wrong((query, key, value, output))
+
+    rows = Rows.of([300, 40], [1, 1])
+    dense = Rig(config, None, rows).attend()
+    assert torch.equal(Rig(config, Wrong(None, UcmSparseRole.WORKER), rows).attend(), dense)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_keys_are_read_back_from_packed_pages(config: Any, dtype: torch.dtype) -> None:
     rows = Rows.of([300, 64], [1, 1])
@@ -477,6 +500,21 @@ def test_layer_and_feed_forward_hooks(caplog: pytest.LogCaptureFixture) -> None:
         EagerHooks(method, eager=False)
     assert "in eager mode only" in caplog.text
     assert float(model(positions, hidden)) == plain
+
+
+@pytest.mark.parametrize("result", [None, (), torch.zeros(3), (torch.zeros(3),) * 7])
+def test_layer_hooks_whose_results_nothing_can_use_change_nothing(result: Any) -> None:
+    class Wrong(UcmSparseBase):
+        def layer_begin(self, *given: Any) -> Any:
+            return result
+
+        layer_finished = ffn_begin = ffn_finished = layer_begin
+
+    model, positions, hidden = Model(), torch.tensor([5.0]), torch.tensor([2.0])
+    plain = float(model(positions, hidden))
+    hooks = EagerHooks(Wrong(None, UcmSparseRole.WORKER), eager=True)
+    assert float(model(positions, hidden)) == plain
+    hooks.remove()
 
 
 def test_a_method_without_these_hooks_hangs_none() -> None:

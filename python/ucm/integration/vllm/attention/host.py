@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ucm.integration.vllm.attention.hook_results import fits
 from ucm.integration.vllm.attention.offload import Offload
 from ucm.integration.vllm.attention.per_head import HeadRows, metadata_of
 from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of, cpu_plan
@@ -186,8 +187,8 @@ class SparseHost:
             self._choose(call, query, call.made)
             return given
         arguments = (query, key, value, call.name, call.context, output, call.phase)
-        found = self._call("attention_begin", None, *arguments)
-        return given if found is None else found
+        found = self._call("attention_begin", given, *arguments)
+        return (*found,) if self._fits(found, given) else given
 
     def _choose(self, call: LayerCall, query: Tensor, part: Any) -> None:
         """As the method does by itself, with blocks that have left where they are now. Nothing here may fail into a
@@ -222,9 +223,10 @@ class SparseHost:
         keys = call.keys or (None, None)
         key, value = (None if each is None else each[:tokens] for each in keys)
         joined = query if self.selects_only else torch.cat([latent, rope], dim=-1)
+        given = (joined, key, value, None)
         found = self._call(
             "attention_begin",
-            None,
+            given,
             joined,
             key,
             value,
@@ -236,7 +238,15 @@ class SparseHost:
             decode_q_pe=rope,
             k_hash=None,
         )
-        return query if found is None or (found[0] is joined and self.selects_only) else found[0]
+        if self.selects_only or not self._fits(found, given):
+            return query
+        if any(new is not old for new, old in zip(found[1:], given[1:], strict=True)):
+            throttle.warning(
+                "latent",
+                "attention_begin changed keys, values or output of rows of one token with latent attention: vLLM has "
+                "written these keys and makes the output itself, so the query alone is used",
+            )
+        return found[0]
 
     def compute(self, impl: Any, call: LayerCall, run: Callable[[Any], T]) -> T:
         """Attention over what the hook left in its copy of the metadata."""
@@ -270,6 +280,18 @@ class SparseHost:
         except Exception as error:
             throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, type(self.method).__name__, error)
             return default
+
+    def _fits(self, found: Any, given: tuple[Any, ...]) -> bool:
+        """Whether what ``attention_begin`` returned can be used."""
+        if fits(found, given):
+            return True
+        throttle.warning(
+            "result attention_begin",
+            "attention_begin of %s did not return query, key, value and output in the shapes that it was given; its "
+            "result is not used",
+            type(self.method).__name__,
+        )
+        return False
 
     def close(self) -> None:
         """The engine ends."""

@@ -99,7 +99,7 @@ class OffloadPlanner:
         blocks = -(-request.num_tokens // size)
         if (
             blocks - stored <= self._local
-            and stored * size >= self._method.exact_tokens(0)
+            and stored * size >= self._exact.after_prefill(0)
             and self._budget(blocks) < min(len(unread), stored - first)
             and len(unread) <= self._free
             and len(self.stored(request)) >= stored
@@ -137,10 +137,10 @@ class OffloadPlanner:
         if request is None or self.stored is None or request in self._all_stay:
             return nothing
         state = self._states.get(request_id)
-        dense_until = self._method.exact_tokens(0)
+        dense_until = self._exact.after_prefill(0)
         if processed < max(self._exact.prefill_tokens(request), dense_until):
             return nothing
-        slots = self._method.estimate_num_slots_sparsed(request)
+        slots = self._slots(request)
         if slots == INVALID_SLOT:
             return nothing
         begin = self._init if state is None else state.end
@@ -154,6 +154,15 @@ class OffloadPlanner:
         if state is None and leaving.stop - self._init <= hot:
             return nothing  # it would hold more than before
         return leaving
+
+    def _slots(self, request: Request) -> int:
+        """What the method says, be it a user's: all blocks stay where it fails to."""
+        try:
+            return int(self._method.estimate_num_slots_sparsed(request))
+        except Exception as error:
+            about = "estimate_num_slots_sparsed"
+            throttle.warning(about, "%s of %s failed: %r", about, type(self._method).__name__, error)
+            return INVALID_SLOT
 
     def lost(self, request: Request) -> None:
         """A block of a request is neither on the device nor in the store. None of it leaves any more; it begins anew

@@ -107,6 +107,12 @@ class SparseScheduler:
         self.exact_tokens = ExactTokens(method)
         #: Which blocks leave the device; None where all stay.
         self.offload: OffloadPlanner | None = None
+        if not isinstance(method, BlockSparse) and method.overrides("estimate_num_slots_sparsed"):
+            logger.warning(
+                "sparse attention: estimate_num_slots_sparsed of %s is not asked: blocks leave the device only with a "
+                "subclass of BlockSparse and `offload`",
+                type(method).__name__,
+            )
         if isinstance(method, BlockSparse) and method.settings.offload:
             spare = spare_rows(num_blocks)
             self.offload = OffloadPlanner(
