@@ -182,6 +182,24 @@ def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) 
     assert torch.allclose(rig.attend(), rows.attended([kept, None, None]), atol=1e-5)
 
 
+def test_a_step_whose_plan_is_lost_reads_nothing_of_what_has_left(config: Any, rows: Rows) -> None:
+    """It fails: where those blocks are is not known, and the block table names blocks of other requests."""
+    rig = Offloaded(config, rows)
+    rig.attend(rig.leaves())
+    query, keys, values, _ = rows.step()
+    layer = rig.layers[NAMES[0]]
+
+    def attend() -> Tensor:
+        output = torch.zeros_like(query)
+        layer.impl.forward(layer, query, keys, values, layer.kv_cache, rig.metadata, output)
+        return output
+
+    with pytest.raises(RuntimeError, match="plan did not arrive"):
+        attend()
+    rig.offload.begin_step([], ["r0"])
+    assert attend()[1:].isfinite().all(), "nothing is away any more"
+
+
 def test_a_store_that_is_closed_leaves_the_windows(config: Any, rows: Rows) -> None:
     rig = Offloaded(config, rows)
     rig.offload._store = lambda: None

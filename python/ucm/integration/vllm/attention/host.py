@@ -165,7 +165,14 @@ class SparseHost:
     def begin_layer(self, impl: Any, name: str, metadata: Any, phase: str | None = None) -> LayerCall | None:
         """What the hooks of a layer are called with; None: the layer is computed by vLLM alone."""
         del impl
-        if self._context is None or metadata is None or name not in self._layers:
+        if metadata is None or name not in self._layers:
+            return None
+        if self._context is None:
+            if self.offload is not None and self.offload.holds_any:
+                raise RuntimeError(
+                    "sparse attention: blocks of requests have left the device, and this step's plan did not arrive, "
+                    "so where they are is not known; a dense layer would read blocks of other requests"
+                )
             return None
         if not (self._begins or self._observes) or (self.blocks is not None and not self._may_select(name)):
             return None

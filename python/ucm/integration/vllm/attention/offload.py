@@ -186,6 +186,11 @@ class Offload:
         request = self._requests.get(request_id)
         return () if request is None else request.rows
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether blocks of any request have left."""
+        return bool(self._requests)
+
     def has_any(self, rows: Sequence[SparseRow | None]) -> bool:
         """Whether blocks of any of these have left."""
         return bool(self._requests) and any(row is not None and row.request_id in self._requests for row in rows)

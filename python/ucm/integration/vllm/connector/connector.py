@@ -25,7 +25,7 @@ from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.configured import refuse_unsupported
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
-from ucm.integration.vllm.connector.guard import harmless, logger
+from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, UCMConnectorWorkerMetadata
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
 from ucm.integration.vllm.connector.miss_stats import MissStats
@@ -187,7 +187,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sparse_scheduler is None:
             return plan
         settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
-        return replace(plan, sparse=self._sparse_scheduler.plan(scheduler_output, settled))
+        try:
+            return replace(plan, sparse=self._sparse_scheduler.plan(scheduler_output, settled))
+        except Exception as error:  # the loads that vLLM waits for are sent
+            throttle.warning("sparse plan", "sparse attention of a step could not be planned: %r", error)
+            return plan
 
     @harmless(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

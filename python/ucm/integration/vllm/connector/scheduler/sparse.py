@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ucm.config import UcmConfig
 from ucm.integration.vllm.attention.break_even import NEVER, length_text
 from ucm.integration.vllm.attention.exactness import ExactTokens
@@ -102,6 +104,8 @@ class SparseScheduler:
         self._block_tokens = block_tokens
         self._requests: dict[str, Request] = {}
         self._finished: list[str] = []
+        self._found: dict[str, int] = {}  # tokens on the device of requests that may be admitted
+        self._given: list[int] = []  # device blocks that requests were given since the last plan
         self._manager: KVCacheManager | None = None
         #: Tokens of a request whose KV is exact: the dump planner and vLLM's prefix cache stop there.
         self.exact_tokens = ExactTokens(method)
@@ -161,15 +165,16 @@ class SparseScheduler:
         output.has_sync_kv_loads = True
         plan = SparsePlan(block_tokens=self._block_tokens, break_even=self.break_even.tokens)
         plan.measure = settled and self.break_even.ask()
-        plan.finished, self._finished = self._finished, []
-        if self.offload is not None:
-            plan.offloaded, plan.given_back = self.offload.take()
         plan.metadata = self._hook("build_sparse_meta", output, self._requests)
         cached = output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._add(plan, name, computed, output.num_scheduled_tokens[name])
         for new in output.scheduled_new_reqs:
             self._add(plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
+        plan.finished, self._finished = self._finished, []
+        plan.given, self._given = np.array(self._given, dtype=np.int64), []
+        if self.offload is not None:  # last: what is taken here must arrive
+            plan.offloaded, plan.given_back = self.offload.take()
         self.break_even.take_effect()
         return plan
 
