@@ -122,7 +122,11 @@ class BlockSparse(UcmSparseBase):
         is needed for ``shared_selection`` where there are several tensor ranks. Raises :class:`~ucm.errors.ConfigError`
         where the settings do not fit.
         """
-        self._layers = {name: layer_index(name, place) for place, name in enumerate(layer_names)}
+        numbers = [layer_index(name, place) for place, name in enumerate(layer_names)]
+        if len(set(numbers)) < len(numbers):
+            _log.warning("some layers have several attentions: settings of layers count attentions, from 0")
+            numbers = list(range(len(numbers)))
+        self._layers = dict(zip(layer_names, numbers, strict=True))
         count = max(self._layers.values(), default=-1) + 1
         method = method_of(self.settings, geometry, self.model, count)
         policy = method.policy

@@ -129,6 +129,7 @@ class SparseWorker:
         layout = KVLayout(caches, names)
         layer_bytes(layout)
         places = {method.layer_number(name): place for place, name in enumerate(layout.names)}
+        assert len(places) == len(layout.names), "each attention has a number of its own"
         return Offload(method, places, lambda: self._store(), lambda keys: record_ids(keys, self._mask))
 
     def _say(self, layers: dict[str, Any], backend: str, cache: torch.Tensor, count: int) -> None:
