@@ -355,6 +355,20 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
     assert work.beside(blocks, Beside({})) is None
 
 
+def test_blocks_that_another_connector_fills_have_no_representation(config: Any) -> None:
+    """Theirs is that of what lay there before: they are not selected from, and nothing of it is stored beside them."""
+    rows = Rows.of([300, 40], [1, 1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows, spare=4)
+    blocks = rows.table[0, :9].long().numpy()
+    work = Representations(method, {}, None)
+    assert work.beside(blocks, Beside(work.sides)) is not None
+    plan = rig.plan()
+    plan.given = blocks
+    assert torch.equal(rig.attend(plan), Rig(config, None, rows).attend())
+    assert work.beside(blocks, Beside(work.sides)) is None
+
+
 IDS = [bytes([number]) * 16 for number in range(16)]
 
 

@@ -164,6 +164,15 @@ def test_the_same_selection_has_the_same_bits(config: Any, rows: Rows) -> None:
     assert len(rig.pages.loaded) == 2, "what is there is not loaded again"
 
 
+def test_blocks_that_leave_and_are_given_to_another_request_in_one_step(config: Any, rows: Rows) -> None:
+    """Their representations are put aside before they count as gone."""
+    expected = Rig(config, quest(), rows).attend()
+    rig = Offloaded(config, rows)
+    plan = rig.leaves()
+    plan.given = rig.gone.numpy()
+    assert torch.equal(rig.attend(plan), expected)
+
+
 def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) -> None:
     kept = kept_by(config, rows)[0]
     rig = Offloaded(config, rows)

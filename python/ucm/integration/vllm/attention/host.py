@@ -101,6 +101,8 @@ class SparseHost:
         self._latent, self._rows = {}, ()
         if self.offload is not None:
             self.offload.begin_step(plan.offloaded, [*plan.given_back, *plan.finished])
+        if self.blocks is not None:  # after what leaves them was put aside
+            self.blocks.store.invalidate(plan.given)
         for request_id in plan.finished:
             self._call("request_finished_in_worker", None, request_id)
         batch = self._batch(plan, context)

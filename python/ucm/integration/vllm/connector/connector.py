@@ -169,6 +169,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, or None while that is being looked up; loads are asynchronous."""
+        if self._sparse_scheduler is not None:
+            self._sparse_scheduler.found_on_device(request, num_computed_tokens)
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)

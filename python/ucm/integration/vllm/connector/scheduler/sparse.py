@@ -136,13 +136,22 @@ class SparseScheduler:
         self._requests[request.request_id] = request
         self._hook("request_begin", request.request_id, request.prompt_token_ids or [])
 
+    def found_on_device(self, request: Request, tokens: int) -> None:
+        """vLLM is about to admit a request, whose first tokens are in its prefix cache."""
+        self._found[request.request_id] = tokens
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """It was given blocks."""
+        """It was given blocks. Another connector may load into them, of which the workers see no keys: they are told
+        which these are, so that no representation is taken for that of what lies there now."""
+        if (found := self._found.pop(request.request_id, None)) is not None:
+            table = blocks.blocks[0][found // self._block_tokens :]
+            self._given += [block.block_id for block in table if not block.is_null]
         self.exact_tokens.prefill_tokens(request)
         self._hook("update_state_after_alloc", request, len(blocks.blocks[0]))
 
     def request_finished(self, request: Request) -> None:
         """It ended, or was aborted."""
+        self._found.pop(request.request_id, None)
         if self.offload is not None:
             self.offload.forget(request.request_id)
         if self._requests.pop(request.request_id, None) is not None:
