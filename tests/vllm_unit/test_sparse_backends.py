@@ -36,6 +36,7 @@ pytestmark = pytest.mark.timeout(300)
 
 NAME = "model.layers.0.self_attn.attn"
 QUEST = {"sparse_type": "Quest", "ucm_sparse_config": {"Quest": {"ratio": 0.2}}}
+OFFLOAD: dict[str, Any] = {"ratio": 0.3, "min_tokens": 0, "offload": True}
 
 
 @pytest.fixture(autouse=True)
@@ -193,17 +194,46 @@ def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_pat
     assert manager.get_computed_blocks(again)[1] == 128
 
 
-def test_the_manager_has_no_room_for_a_request_that_is_to_begin_anew(
-    engines: Any, tiny: Path, tmp_path: Path
-) -> None:
+def test_the_manager_keeps_blocks_that_others_hold_too(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """Two requests with one prompt: neither's blocks leave, which would free none; those of the last one do."""
+    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+
+    managed = Managed(engines, tiny, tmp_path, **QUEST)
+    manager, free = managed.manager, managed.manager.block_pool.get_num_free_blocks()
+    method, requests = Quest(managed.config, UcmSparseRole.SCHEDULER, QuestConfig(**OFFLOAD)), {}
+    exact = ExactTokens(method)
+    planner = managed.single.offload = OffloadPlanner(method, requests, exact, BLOCK, 1000)
+    planner.stored = lambda _request: [bytes(16)] * 28
+    for name in "ab":
+        request = requests[name] = managed.request(list(range(30 * BLOCK + 1)), name)
+        exact.prefill_tokens(request)
+        found, hit, *_ = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, 30 * BLOCK + 1 - hit, hit, found) is not None
+        request.num_computed_tokens = 30 * BLOCK + 1
+
+    def step(name: str) -> bool:
+        request = requests[name]
+        request.append_output_token_ids(1)
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens += 1
+        return any(block.is_null for block in manager.get_blocks(name).blocks[0])
+
+    assert not step("a") and not step("b")
+    assert free - manager.block_pool.get_num_free_blocks() == 32
+    manager.free(requests.pop("a"))
+    assert any(step("b") for _ in range(BLOCK + 1))
+    assert free - manager.block_pool.get_num_free_blocks() < 16
+
+
+def test_the_manager_has_no_room_for_a_request_that_is_to_begin_anew(engines: Any, tiny: Path, tmp_path: Path) -> None:
     """vLLM preempts it; admitted again, it is given all of its blocks."""
     from ucm.integration.vllm.attention.exactness import ExactTokens
     from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 
     managed = Managed(engines, tiny, tmp_path, **QUEST)
     manager = managed.manager
-    settings = QuestConfig(ratio=0.3, min_tokens=0, offload=True)
-    method, requests = Quest(managed.config, UcmSparseRole.SCHEDULER, settings), {}
+    method, requests = Quest(managed.config, UcmSparseRole.SCHEDULER, QuestConfig(**OFFLOAD)), {}
     exact = ExactTokens(method)
     planner = managed.single.offload = OffloadPlanner(method, requests, exact, BLOCK, 1000)
     planner.stored = lambda _request: [bytes(16)] * 30

@@ -366,6 +366,43 @@ def test_nothing_more_leaves_of_a_request_that_has_lost_a_block() -> None:
     assert not planner.leaving("a", TOKENS - 1, BLOCKS)
 
 
+def test_a_users_method_that_fails_keeps_its_blocks_and_none_of_them_is_exact() -> None:
+    planned = Planned()
+    request = planned.begins()
+    request.num_tokens, request.num_output_tokens = TOKENS, 1
+
+    def fails(_request: Any) -> int:
+        raise RuntimeError("a user's mistake")
+
+    method = planned.planner._method
+    method.estimate_num_slots_sparsed = fails  # type: ignore[method-assign]
+    assert not planned.planner.leaving("a", TOKENS - 1, BLOCKS)
+    assert planned.exact(request) > 0  # type: ignore[arg-type]
+    for exact_tokens in (fails, lambda _tokens: None):
+        method.exact_tokens = exact_tokens  # type: ignore[method-assign, assignment]
+        assert planned.exact(request) == 0  # type: ignore[arg-type]
+        assert not planned.planner.leaving("a", TOKENS - 1, BLOCKS)
+
+
+def test_blocks_that_others_hold_too_leave_only_where_that_frees_more_than_hot_blocks_take() -> None:
+    planned = Planned()
+    request = planned.begins()
+    request.num_tokens, request.num_output_tokens = TOKENS, 1
+    asked: list[range] = []
+
+    def leaving(own: int, more: int = 0) -> range:
+        def frees(leaving: range) -> int:
+            asked.append(leaving)
+            return own
+
+        return planned.planner.leaving("a", TOKENS - 1 + more, BLOCKS + -(-more // BLOCK), frees)
+
+    assert not leaving(HOT)
+    assert not leaving(HOT + 1) and asked == [LEFT], "it is counted once a block, not in every step"
+    request.stored = BLOCKS + 1
+    assert leaving(HOT + 1, more=BLOCK) == range(LEFT.start, LEFT.stop + 1)
+
+
 def test_representations_have_so_many_rows() -> None:
     planned = Planned(spare=7)
     request = planned.begins()

@@ -109,7 +109,12 @@ class SparseManager(FullAttentionManager):
         blocks = self.req_to_blocks.get(request_id)
         if self.offload is None or not blocks:
             return
-        leaving = self.offload.leaving(request_id, processed_computed_tokens, len(blocks))
+        leaving = self.offload.leaving(
+            request_id,
+            processed_computed_tokens,
+            len(blocks),
+            lambda leaving: sum(blocks[at].ref_cnt == 1 for at in leaving),
+        )
         if not leaving:
             return
         gone = blocks[leaving.start : leaving.stop]

@@ -79,6 +79,7 @@ class OffloadPlanner:
         self._admissions: dict[str, _Admission] = {}
         self._changes: dict[str, OffloadChange] = {}
         self._given_back: list[str] = []
+        self._no_gain: dict[str, int] = {}  # blocks of requests, when it did not pay that any of them leave
         self._all_stay: WeakSet[Request] = WeakSet()  # requests that have lost a block
         #: The connector's: which blocks every rank has stored. None until there is a store.
         self.stored: StoredKeys | None = None
@@ -130,8 +131,9 @@ class OffloadPlanner:
 
     # What the manager asks -------------------------------------------------------------------------------------------
 
-    def leaving(self, request_id: str, processed: int, held: int) -> range:
-        """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have ended."""
+    def leaving(self, request_id: str, processed: int, held: int, frees: Callable[[range], int] = len) -> range:
+        """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have ended. ``frees``: how
+        many of them other requests do not hold as well."""
         request, size = self._requests.get(request_id), self._block_tokens
         nothing = range(0)
         if request is None or self.stored is None or request in self._all_stay:
@@ -151,8 +153,12 @@ class OffloadPlanner:
         keys = self.stored(request)
         leaving = range(begin, min(upto, len(keys), begin + self._free))
         hot = -(-slots // size) - self._init - self._local
-        if state is None and leaving.stop - self._init <= hot:
-            return nothing  # it would hold more than before
+        if state is None:
+            if self._no_gain.get(request_id) == blocks:
+                return nothing
+            if frees(leaving) <= hot:  # more would be held than before; that is looked at again once a block
+                self._no_gain[request_id] = blocks
+                return nothing
         return leaving
 
     def _slots(self, request: Request) -> int:
@@ -207,6 +213,7 @@ class OffloadPlanner:
     def gave_back(self, request_id: str) -> None:
         """It holds nothing any more: it has ended, or was preempted."""
         self._changes.pop(request_id, None)
+        self._no_gain.pop(request_id, None)
         self.forget(request_id)
         state = self._states.pop(request_id, None)
         if state is not None:
