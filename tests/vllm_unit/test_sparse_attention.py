@@ -16,6 +16,7 @@ from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Rig, Rows, context
 from torch import Tensor
 
 from ucm.config.sparse import QuestConfig, WindowsConfig
+from ucm.integration.vllm.attention import break_even
 from ucm.integration.vllm.attention.break_even import measure
 from ucm.integration.vllm.attention.eager_hooks import EagerHooks
 from ucm.integration.vllm.attention.host import active_host, set_active_host
@@ -241,6 +242,28 @@ def test_measuring_leaves_the_cache_as_it_is(config: Any, engines: Any, kind: ty
     if kind is Measured:
         policy = method.policy
         assert found == 4 * (policy.windows + policy.budget(1024 // BLOCK)) * BLOCK
+
+
+def test_measuring_counts_what_choosing_takes_beside_the_model(
+    config: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a lag the first call of a layer waits for its choice; the second one goes on with that, choosing nothing."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    rows = Rows.of([1200], [1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, lag=1))
+    rig = Rig(config, method, rows)
+    for layer in rig.layers.values():
+        layer.get_attn_backend = lambda: CPUAttentionBackend  # type: ignore[attr-defined]
+    spec = next(iter(engines.layer_specs(config).values()))
+    assert rig.host is not None
+    bench = break_even._bench(rig.host, method, rig.layers, NAMES[0], spec, config, rows.blocks)
+    seconds = iter([1.0] * break_even.TIMES + [5.0, 1.0] * break_even.TIMES)
+    monkeypatch.setattr(break_even, "_timed", lambda work, device: next(seconds))
+    dense, sparse = bench._times(600)
+    assert dense == len(rig.layers) * 1.0
+    assert sparse >= 5.0
+    method.close()
 
 
 class Broken(UcmSparseBase):
