@@ -373,6 +373,50 @@ def test_layers_are_numbered_by_their_names() -> None:
     assert method.store.layers == [10]
 
 
+def test_attentions_of_one_layer_are_told_apart() -> None:
+    """Their representations, and what they choose, are their own."""
+    method = method_of("Oracle")
+    names = [f"model.layers.{layer}.self_attn.{part}.attn" for layer in range(2) for part in range(2)]
+    method.setup(GEOMETRY, names, 16)
+    assert method.store.layers == [method.layer_number(name) for name in names] == [0, 1, 2, 3]
+    slots = torch.arange(BLOCK)
+    method.bind_sparse_metadata(SparseBatch([SparseRow("a", BLOCK, BLOCK, BLOCK, queries=BLOCK)]))
+    for number, name in enumerate(names):
+        method.write_keys(name, torch.full((BLOCK, HEADS, DIM), float(number)), slots)
+    assert [float(method.store.get(layer, [0]).float().max()) for layer in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["ESA", "GSAOnDevice"])
+def test_a_selector_that_fails_leaves_its_blocks_without_representation(name: str) -> None:
+    """Whole blocks, and one that is written in two steps: they are not scored, and get none later."""
+    method = method_of(name)
+    method.setup(GEOMETRY, ["layers.0", "layers.1"], 16)
+    encode = method.selector.encode
+
+    def fails(layer: int, keys: Tensor) -> Tensor:
+        if layer:
+            raise RuntimeError("a user's mistake")
+        return encode(layer, keys)
+
+    def write(first: int, end: int) -> None:
+        method.bind_sparse_metadata(SparseBatch([SparseRow("a", end, end, end, queries=end - first)]))
+        for layer in ("layers.0", "layers.1"):
+            try:
+                method.write_keys(layer, torch.ones(end - first, HEADS, DIM), torch.arange(first, end))
+            except RuntimeError:
+                assert layer == "layers.1"
+
+    write(0, BLOCK)
+    assert method.store.ready([0])
+    method.selector.encode = fails  # type: ignore[method-assign]
+    write(BLOCK, 3 * BLOCK + BLOCK // 2)
+    assert method.store.missing(range(4)) == [1, 2, 3]
+    if name == "GSAOnDevice":  # it encodes token by token, so half of the last block is missing
+        method.selector.encode = encode  # type: ignore[method-assign]
+    write(3 * BLOCK + BLOCK // 2, 4 * BLOCK)
+    assert method.store.missing(range(4)) == [1, 2, 3]
+
+
 # Heads and ranks -----------------------------------------------------------------------------------------------------
 
 

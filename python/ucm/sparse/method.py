@@ -204,7 +204,11 @@ class BlockSparse(UcmSparseBase):
         if not self.writes(layer_name):
             return
         layer, plan = self._layers[layer_name], self._write_plan(torch.as_tensor(slot_mapping))
-        self.store.write(layer, key, plan)
+        try:
+            self.store.write(layer, key, plan)
+        except Exception:  # the plan said of some that they are ready: they are not
+            self.store.invalidate(plan.blocks)
+            raise
         if self._probe is not None:
             self._probe.write(layer, key, plan)
 
