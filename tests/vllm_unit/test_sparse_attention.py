@@ -442,6 +442,25 @@ def test_blocks_that_are_not_read_need_their_representations(config: Any, lacks:
         assert method.store.ready(blocks[:2])
 
 
+def test_every_shard_of_a_block_brings_an_equal_share_of_what_is_kept_beside(config: Any) -> None:
+    """Three layers that bring a shard each, of which two have representations: what is kept beside is filled up."""
+    rows = Rows.of([300], [1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows)
+    rig.attend()
+    blocks = rows.table[0, :9].long().numpy()
+    before = {layer: method.store.get(layer, blocks) for layer in method.store.layers}
+    plain, work = Representations(method, {}, None), Representations(method, {}, None, shards=3)
+    assert plain.size % 3 and work.size % 3 == 0
+    assert plain.name != work.name and plain.name == Representations(method, {}, None, shards=2).name
+    found = (work.beside(blocks, Beside(work.sides)) or {})[work.name]
+    assert found.shape == (9, work.size)
+    for layer in before:
+        method.store.put(layer, blocks, torch.zeros_like(before[layer]))
+    work._put(blocks, found)
+    assert all(torch.equal(method.store.get(layer, blocks), before[layer]) for layer in before)
+
+
 def test_blocks_that_cannot_be_encoded_are_reported_all_the_same(config: Any) -> None:
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
     rig = Rig(config, method, Rows.of([300], [1]))

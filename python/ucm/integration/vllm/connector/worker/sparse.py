@@ -108,7 +108,11 @@ class SparseWorker:
             read = None
             logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
         self.representations = Representations(
-            method, caches_by_layer(method, list(layers), caches), read, writer=self._writer
+            method,
+            caches_by_layer(method, list(layers), caches),
+            read,
+            writer=self._writer,
+            shards=len(caches) if method.settings.offload else 1,
         )
 
     def _make_offload(self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> Offload:
