@@ -547,6 +547,21 @@ def test_latent_attention_is_selected_by_its_absorbed_query(name: str) -> None:
     assert 6 in kept and len(kept) < 11
 
 
+def test_latent_attention_with_more_heads_than_a_cpus_kernel_takes() -> None:
+    method = method_of("GSAOnDevice", topk_blocks=4)
+    method.setup(Geometry(block_size=BLOCK, kv_heads=1, head_dim=24, rope_dim=8), ["layers.0"], 64)
+    k = torch.randn(tokens := PROMPT + 1, 1, 24, generator=torch.Generator().manual_seed(2)) * 0.1
+    k[5 * BLOCK + 2] = 3.0
+    method.bind_sparse_metadata(SparseBatch([SparseRow("a", tokens, PROMPT, PROMPT)]))
+    method.write_keys("layers.0", k, torch.arange(tokens) + BLOCK)
+    table = torch.arange(1, 13, dtype=torch.int32)[None]
+    found = method.select_rows("layers.0", torch.ones(1, 128, 24), table)
+    few = method.select_rows("layers.0", torch.ones(1, 8, 24), table)
+    assert found is not None and few is not None
+    assert 5 in found.kept(0).tolist() and len(found.kept(0)) < 11
+    assert torch.equal(found.kept(0), few.kept(0)), "all heads ask for the same here"
+
+
 # Offload -------------------------------------------------------------------------------------------------------------
 
 
