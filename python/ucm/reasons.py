@@ -69,6 +69,14 @@ _BY_KIND = {
     "foreign": MissReason.FOREIGN_IDENTITY,
 }
 
+#: Kinds of failure that say nothing about the record. After any other it is not trusted until it was written again.
+_TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a block that could not be loaded may be there all the same, and is worth another try."""
+    return getattr(error, "kind", "") in _TRANSIENT
+
 
 def named(name: object, otherwise: MissReason) -> MissReason:
     """The reason of that name; stores of others may use a name that is none."""

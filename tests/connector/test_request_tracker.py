@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm")
 
-from parts import BLOCK
+from parts import BLOCK, Rig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.metadata import UCMConnectorWorkerMetadata, split_keys
 from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
 from ucm.integration.vllm.connector.scheduler.lookup import Lookup
 from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
@@ -82,6 +86,39 @@ def test_approximate_blocks_are_not_in_the_store_because_exact_ones_of_their_tok
     assert list(case.tracker.stored_keys(case.known, PROMPT)) == case.real[:PROMPT]
     case.grow(PROMPT)
     assert list(case.tracker.stored_keys(case.known, PROMPT)) == case.real[:PROMPT]
+
+
+def test_what_a_rank_finds_gone_has_not_been_stored() -> None:
+    """Neither for the request whose block it was, nor for others with the same tokens."""
+    rig = Rig()
+    told: list[Request] = []
+    rig.scheduler._offload = SimpleNamespace(lost=told.append, forget=lambda _: None)  # type: ignore[assignment]
+    requests = [rig.request(name, 6 * BLOCK) for name in "ab"]
+    keys = rig.keys_of(requests[0])
+    for request in requests:
+        tracker = rig.scheduler._live[request.request_id]
+        tracker.keys, tracker.stored = list(keys), 6
+    news = UCMConnectorWorkerMetadata(lost=[("a", 2), ("nobody", 1), ("a", 99)])
+    news = news.aggregate(UCMConnectorWorkerMetadata(lost=[("a", 4)]))
+    rig.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=news))
+    assert told == [requests[0]] * 2
+    for request in requests:
+        assert list(rig.scheduler._stored_keys(request)) == keys[:2]
+
+
+def test_what_follows_a_block_that_has_left_is_stored() -> None:
+    """The block was stored before it left; where that has failed since, it cannot be offered again, and others can."""
+    rig = Rig()
+    request = rig.request("a", 6 * BLOCK)
+    rig.later.run()
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 6), 0)
+    table = rig.tables.tables["a"]
+    table[2] = rig.tables.block_pool.null_block
+    keys = rig.keys_of(request)
+    plans = rig.step(request).dumps
+    assert [split_keys(plan.keys) for plan in plans] == [keys[:2], keys[3:]]
+    assert rig.scheduler._live["a"].cursor == 6
 
 
 def test_a_preempted_request_has_the_keys_of_its_tokens_again() -> None:

@@ -373,6 +373,51 @@ def test_layers_are_numbered_by_their_names() -> None:
     assert method.store.layers == [10]
 
 
+def test_attentions_of_one_layer_are_told_apart() -> None:
+    """Their representations, and what they choose, are their own."""
+    method = method_of("Oracle")
+    names = [f"model.layers.{layer}.self_attn.{part}.attn" for layer in range(2) for part in range(2)]
+    method.setup(GEOMETRY, names, 16)
+    assert method.store.layers == [method.layer_number(name) for name in names] == [0, 1, 2, 3]
+    slots = torch.arange(BLOCK)
+    method.bind_sparse_metadata(SparseBatch([SparseRow("a", BLOCK, BLOCK, BLOCK, queries=BLOCK)]))
+    for number, name in enumerate(names):
+        method.write_keys(name, torch.full((BLOCK, HEADS, DIM), float(number)), slots)
+    assert [float(method.store.get(layer, [0]).float().max()) for layer in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["ESA", "GSAOnDevice"])
+def test_a_selector_that_fails_leaves_its_blocks_without_representation(name: str) -> None:
+    """Whole blocks, and one that is written in two steps: they are not scored, and get none later."""
+    method = method_of(name)
+    method.setup(GEOMETRY, ["layers.0", "layers.1"], 16)
+    hook = "encode_tokens" if method.selector.token_wise else "encode"
+    encode = getattr(method.selector, hook)
+
+    def fails(layer: int, *args: Any) -> Any:
+        if layer:
+            raise RuntimeError("a user's mistake")
+        return encode(layer, *args)
+
+    def write(first: int, end: int) -> None:
+        method.bind_sparse_metadata(SparseBatch([SparseRow("a", end, end, end, queries=end - first)]))
+        for layer in ("layers.0", "layers.1"):
+            try:
+                method.write_keys(layer, torch.ones(end - first, HEADS, DIM), torch.arange(first, end))
+            except RuntimeError:
+                assert layer == "layers.1"
+
+    write(0, BLOCK)
+    assert method.store.ready([0])
+    setattr(method.selector, hook, fails)
+    write(BLOCK, 3 * BLOCK + BLOCK // 2)
+    assert method.store.missing(range(4)) == [1, 2, 3]
+    if method.selector.token_wise:  # half of the last block is missing all the same
+        setattr(method.selector, hook, encode)
+    write(3 * BLOCK + BLOCK // 2, 4 * BLOCK)
+    assert method.store.missing(range(4)) == [1, 2, 3]
+
+
 # Heads and ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -501,6 +546,21 @@ def test_latent_attention_is_selected_by_its_absorbed_query(name: str) -> None:
     )
     kept = decode.block_table[0, : -(-int(decode.seq_lens[0]) // BLOCK)].tolist()
     assert 6 in kept and len(kept) < 11
+
+
+def test_latent_attention_with_more_heads_than_a_cpus_kernel_takes() -> None:
+    method = method_of("GSAOnDevice", topk_blocks=4)
+    method.setup(Geometry(block_size=BLOCK, kv_heads=1, head_dim=24, rope_dim=8), ["layers.0"], 64)
+    k = torch.randn(tokens := PROMPT + 1, 1, 24, generator=torch.Generator().manual_seed(2)) * 0.1
+    k[5 * BLOCK + 2] = 3.0
+    method.bind_sparse_metadata(SparseBatch([SparseRow("a", tokens, PROMPT, PROMPT)]))
+    method.write_keys("layers.0", k, torch.arange(tokens) + BLOCK)
+    table = torch.arange(1, 13, dtype=torch.int32)[None]
+    found = method.select_rows("layers.0", torch.ones(1, 128, 24), table)
+    few = method.select_rows("layers.0", torch.ones(1, 8, 24), table)
+    assert found is not None and few is not None
+    assert 5 in found.kept(0).tolist() and len(found.kept(0)) < 11
+    assert torch.equal(found.kept(0), few.kept(0)), "all heads ask for the same here"
 
 
 # Offload -------------------------------------------------------------------------------------------------------------

@@ -188,3 +188,18 @@ def test_blocks_come_from_a_store(tmp_path: Path, sizes: dict[str, Any]) -> None
         assert not absent.wait(LONG) and absent.state == "failed"
         engine.shutdown()
         assert np.array_equal(store_loader(store)([ids[1]])[0], blocks[1])
+
+
+def test_what_is_remembered_of_prefetches_that_do_not_come_is_bounded() -> None:
+    """Of requests that nobody cancels; the last ones are still told from those that were never asked for."""
+
+    def fails(_blocks: Any) -> Any:
+        raise StoreIOError("gone")
+
+    for load in (None, fails, lambda blocks: blocks):
+        engine = PrefetchEngine({"max_pending_prefetch": 8, "prefetch_cache_size": 16}, load=load)
+        for number in range(100):
+            engine.submit_prefetch(f"r{number}", []).wait(LONG)
+        assert engine.wait_for_completion("r99", LONG) is (load not in (None, fails))
+        assert len(engine._tasks) <= 16
+        engine.shutdown()

@@ -191,6 +191,24 @@ def test_the_last_choice_and_the_most_used_are_foreseen() -> None:
     assert predictor.predict(3) == [5, 6, 1]
 
 
+def test_foreseeing_looks_at_each_block_a_few_times() -> None:
+    """It is done in every layer of every step: twice as many blocks take twice as long, not four times."""
+    looks = 0
+
+    class Block(int):
+        def __hash__(self) -> int:
+            nonlocal looks
+            looks += 1
+            return int(self)
+
+    blocks = [Block(number) for number in range(400)]
+    predictor = Predictor()
+    for begin in (0, 200, 0):
+        predictor.record(blocks[begin : begin + 200])
+        assert predictor.predict()[:200] == blocks[begin : begin + 200]
+    assert looks < 40 * len(blocks)
+
+
 def test_the_hit_rate_is_of_what_was_chosen() -> None:
     stats = SparseStats()
     predictor = Predictor(extra=1, stats=stats)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucm.sparse.policy import Policy
-from ucm.sparse.retriever import Choice, Middle, Retriever, Rows, Slot, make_retriever
+from ucm.sparse.retriever import PATIENCE, Choice, Middle, Retriever, Rows, Slot, make_retriever
 from ucm.sparse.stats import SparseStats
 
 FEW = settings(max_examples=30, deadline=None)
@@ -232,3 +232,25 @@ def test_lag_and_turnover_are_counted() -> None:
     for step in range(1, 4):
         retriever.step(0, rows_of(step, ["a"]))
     assert still.snapshot()["turnover"] == 0.0
+
+
+@pytest.mark.parametrize(("stride", "lag"), [(1, 1), (1, 3), (2, 3), (4, 1)])
+def test_a_thread_that_falls_behind_is_not_given_more_and_not_waited_for(
+    stride: int, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it brings at last is used again, in the rhythm of before."""
+    waits: list[float] = []
+    real = Slot.written
+    monkeypatch.setattr(Slot, "written", lambda slot, seconds: waits.append(seconds) or real(slot, min(seconds, 0)))
+    executor = Later()
+    retriever = Retriever(Policy(stride=stride, lag=lag), echo, SparseStats(), executor=executor, bound_s=60.0)
+    for step in range(1, 101):
+        retriever.begin_step()
+        assert retriever.step(0, rows_of(step, ["a"])) == [None]
+    assert len(executor.waiting) <= -(-lag // stride) + 1
+    assert sum(seconds > 0 for seconds in waits) == PATIENCE
+    executor.run()
+    executor.submit = AtOnce().submit  # type: ignore[method-assign]
+    found = [retriever.step(0, rows_of(step, ["a"]))[0] for step in range(101, 131)]
+    assert found[0] is not None
+    assert found[-1] is not None and found[-1].step > 100

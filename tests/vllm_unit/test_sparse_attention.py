@@ -16,6 +16,7 @@ from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Rig, Rows, context
 from torch import Tensor
 
 from ucm.config.sparse import QuestConfig, WindowsConfig
+from ucm.integration.vllm.attention import break_even
 from ucm.integration.vllm.attention.break_even import measure
 from ucm.integration.vllm.attention.eager_hooks import EagerHooks
 from ucm.integration.vllm.attention.host import active_host, set_active_host
@@ -282,6 +283,28 @@ def test_measuring_leaves_the_cache_as_it_is(config: Any, engines: Any, kind: ty
         assert found == 4 * (policy.windows + policy.budget(1024 // BLOCK)) * BLOCK
 
 
+def test_measuring_counts_what_choosing_takes_beside_the_model(
+    config: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a lag the first call of a layer waits for its choice; the second one goes on with that, choosing nothing."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    rows = Rows.of([1200], [1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, lag=1))
+    rig = Rig(config, method, rows)
+    for layer in rig.layers.values():
+        layer.get_attn_backend = lambda: CPUAttentionBackend  # type: ignore[attr-defined]
+    spec = next(iter(engines.layer_specs(config).values()))
+    assert rig.host is not None
+    bench = break_even._bench(rig.host, method, rig.layers, NAMES[0], spec, config, rows.blocks)
+    seconds = iter([1.0] * break_even.TIMES + [5.0, 1.0] * break_even.TIMES)
+    monkeypatch.setattr(break_even, "_timed", lambda work, device: next(seconds))
+    dense, sparse = bench._times(600)
+    assert dense == len(rig.layers) * 1.0
+    assert sparse >= 5.0
+    method.close()
+
+
 class Broken(UcmSparseBase):
     """Raises in every hook."""
 
@@ -306,6 +329,29 @@ def test_hooks_that_raise_leave_a_layer_dense(config: Any, caplog: pytest.LogCap
     assert torch.equal(found, dense)
     assert "attention_begin of Broken failed" in caplog.text
     assert "no way to change them there" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda given: given[:3],
+        lambda _given: None,
+        lambda given: (given[0][:, :1], *given[1:]),
+        lambda given: (given[0].double(), *given[1:]),
+        lambda given: (*given[:3], None),
+    ],
+)
+def test_what_a_hook_returns_and_nothing_can_use_leaves_a_layer_dense(config: Any, wrong: Any) -> None:
+    class Wrong(UcmSparseBase):
+        def attention_begin(
+            self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
+            phase: Any = None, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            return wrong((query, key, value, output))
+
+    rows = Rows.of([300, 40], [1, 1])
+    dense = Rig(config, None, rows).attend()
+    assert torch.equal(Rig(config, Wrong(None, UcmSparseRole.WORKER), rows).attend(), dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -371,6 +417,20 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
     assert work.beside(blocks, Beside({})) is None
 
 
+def test_blocks_that_another_connector_fills_have_no_representation(config: Any) -> None:
+    """Theirs is that of what lay there before: they are not selected from, and nothing of it is stored beside them."""
+    rows = Rows.of([300, 40], [1, 1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows, spare=4)
+    blocks = rows.table[0, :9].long().numpy()
+    work = Representations(method, {}, None)
+    assert work.beside(blocks, Beside(work.sides)) is not None
+    plan = rig.plan()
+    plan.given = blocks
+    assert torch.equal(rig.attend(plan), Rig(config, None, rows).attend())
+    assert work.beside(blocks, Beside(work.sides)) is None
+
+
 IDS = [bytes([number]) * 16 for number in range(16)]
 
 
@@ -419,6 +479,25 @@ def test_blocks_that_are_not_read_need_their_representations(config: Any, lacks:
     if lacks == "nothing":
         assert all(torch.equal(method.store.get(layer, places), before[layer]) for layer in before)
         assert method.store.ready(blocks[:2])
+
+
+def test_every_shard_of_a_block_brings_an_equal_share_of_what_is_kept_beside(config: Any) -> None:
+    """Three layers that bring a shard each, of which two have representations: what is kept beside is filled up."""
+    rows = Rows.of([300], [1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows)
+    rig.attend()
+    blocks = rows.table[0, :9].long().numpy()
+    before = {layer: method.store.get(layer, blocks) for layer in method.store.layers}
+    plain, work = Representations(method, {}, None), Representations(method, {}, None, shards=3)
+    assert plain.size % 3 and work.size % 3 == 0
+    assert plain.name != work.name and plain.name == Representations(method, {}, None, shards=2).name
+    found = (work.beside(blocks, Beside(work.sides)) or {})[work.name]
+    assert found.shape == (9, work.size)
+    for layer in before:
+        method.store.put(layer, blocks, torch.zeros_like(before[layer]))
+    work._put(blocks, found)
+    assert all(torch.equal(method.store.get(layer, blocks), before[layer]) for layer in before)
 
 
 def test_blocks_that_cannot_be_encoded_are_reported_all_the_same(config: Any) -> None:
@@ -516,6 +595,21 @@ def test_layer_and_feed_forward_hooks(caplog: pytest.LogCaptureFixture) -> None:
         EagerHooks(method, eager=False)
     assert "in eager mode only" in caplog.text
     assert float(model(positions, hidden)) == plain
+
+
+@pytest.mark.parametrize("result", [None, (), torch.zeros(3), (torch.zeros(3),) * 7])
+def test_layer_hooks_whose_results_nothing_can_use_change_nothing(result: Any) -> None:
+    class Wrong(UcmSparseBase):
+        def layer_begin(self, *given: Any) -> Any:
+            return result
+
+        layer_finished = ffn_begin = ffn_finished = layer_begin
+
+    model, positions, hidden = Model(), torch.tensor([5.0]), torch.tensor([2.0])
+    plain = float(model(positions, hidden))
+    hooks = EagerHooks(Wrong(None, UcmSparseRole.WORKER), eager=True)
+    assert float(model(positions, hidden)) == plain
+    hooks.remove()
 
 
 def test_a_method_without_these_hooks_hangs_none() -> None:

@@ -18,7 +18,7 @@ import torch
 from sparse_parts import BLOCK, HEADS, KV_HEADS, SIZE, Layer, Rows, context_of, paged
 from torch import Tensor
 
-from ucm.config.sparse import WindowsConfig
+from ucm.config.sparse import QuestConfig, WindowsConfig
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention import backends, registering
 from ucm.integration.vllm.attention.configured import refuse_unsupported, sparse_config
@@ -29,13 +29,14 @@ from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.integration.vllm.connector.identity.engine_identity import engine_identity, identity_text
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.batch import SparseRow
-from ucm.sparse.methods import Windows
+from ucm.sparse.methods import Quest, Windows
 from ucm.sparse.selector import Geometry
 
 pytestmark = pytest.mark.timeout(300)
 
 NAME = "model.layers.0.self_attn.attn"
 QUEST = {"sparse_type": "Quest", "ucm_sparse_config": {"Quest": {"ratio": 0.2}}}
+OFFLOAD: dict[str, Any] = {"ratio": 0.3, "min_tokens": 0, "offload": True}
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +194,70 @@ def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_pat
     assert manager.get_computed_blocks(again)[1] == 128
 
 
+def test_the_manager_keeps_blocks_that_others_hold_too(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """Two requests with one prompt: neither's blocks leave, which would free none; those of the last one do."""
+    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+
+    managed = Managed(engines, tiny, tmp_path, **QUEST)
+    manager, free = managed.manager, managed.manager.block_pool.get_num_free_blocks()
+    method, requests = Quest(managed.config, UcmSparseRole.SCHEDULER, QuestConfig(**OFFLOAD)), {}
+    exact = ExactTokens(method)
+    planner = managed.single.offload = OffloadPlanner(method, requests, exact, BLOCK, 1000)
+    planner.stored = lambda _request: [bytes(16)] * 28
+    for name in "ab":
+        request = requests[name] = managed.request(list(range(30 * BLOCK + 1)), name)
+        exact.prefill_tokens(request)
+        found, hit, *_ = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, 30 * BLOCK + 1 - hit, hit, found) is not None
+        request.num_computed_tokens = 30 * BLOCK + 1
+
+    def step(name: str) -> bool:
+        request = requests[name]
+        request.append_output_token_ids(1)
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens += 1
+        return any(block.is_null for block in manager.get_blocks(name).blocks[0])
+
+    assert not step("a") and not step("b")
+    assert free - manager.block_pool.get_num_free_blocks() == 32
+    manager.free(requests.pop("a"))
+    assert any(step("b") for _ in range(BLOCK + 1))
+    assert free - manager.block_pool.get_num_free_blocks() < 16
+
+
+def test_the_manager_has_no_room_for_a_request_that_is_to_begin_anew(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """vLLM preempts it; admitted again, it is given all of its blocks."""
+    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+
+    managed = Managed(engines, tiny, tmp_path, **QUEST)
+    manager = managed.manager
+    method, requests = Quest(managed.config, UcmSparseRole.SCHEDULER, QuestConfig(**OFFLOAD)), {}
+    exact = ExactTokens(method)
+    planner = managed.single.offload = OffloadPlanner(method, requests, exact, BLOCK, 1000)
+    planner.stored = lambda _request: [bytes(16)] * 30
+    request = requests["a"] = managed.request(list(range(30 * BLOCK)), "a")
+    exact.prefill_tokens(request)
+    assert manager.allocate_slots(request, 30 * BLOCK) is not None
+    request.num_computed_tokens = 30 * BLOCK
+    request.append_output_token_ids(1)
+    assert manager.allocate_slots(request, 1) is not None
+    assert any(block.is_null for block in manager.get_blocks("a").blocks[0])
+    request.num_computed_tokens += 1
+    request.append_output_token_ids(1)
+    planner.lost(request)
+    assert manager.allocate_slots(request, 1) is None
+    manager.free(request)
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    exact.prefill_tokens(request)
+    assert manager.allocate_slots(request, 30 * BLOCK + 2) is not None
+    request.num_computed_tokens = 30 * BLOCK + 2
+    request.append_output_token_ids(1)
+    assert manager.allocate_slots(request, 1) is not None
+    assert not any(block.is_null for block in manager.get_blocks("a").blocks[0])
+
+
 def test_the_manager_gives_a_prompt_that_is_not_read_its_windows_and_hot_blocks(
     engines: Any, tiny: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +272,7 @@ def test_the_manager_gives_a_prompt_that_is_not_read_its_windows_and_hot_blocks(
         given=lambda _, blocks: given.extend(blocks),
         leaving=lambda *_: range(0),
         gave_back=lambda _: None,
+        begins_anew=lambda _: False,
     )
     single.offload = plan
     first = managed.request(list(range(30 * BLOCK + 5)), "a")

@@ -17,7 +17,7 @@ from sparse_parts import BLOCK, KV_HEADS, NAMES, SIZE, Rig, Rows
 from torch import Tensor
 
 from ucm.config.sparse import QuestConfig
-from ucm.errors import DeadlineError, StoreIOError, TaskError, UnsupportedError
+from ucm.errors import BusyError, DeadlineError, StoreIOError, TaskError, UcmError, UnsupportedError
 from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.host import set_active_host
 from ucm.integration.vllm.attention.offload import Offload
@@ -67,6 +67,7 @@ class Pages:
         self.caches = caches
         self.pages = [cache[blocks.long()].clone() for cache in caches]
         self.absent: set[int] = set()  # logical blocks that cannot be loaded
+        self.failure: UcmError = StoreIOError("gone")  # and why
         self.hangs = False
         self.loaded: list[tuple[int, list[int]]] = []
         self.waited: list[float] = []
@@ -90,7 +91,7 @@ class Pages:
         for block, target in zip(wanted, blocks, strict=True):
             if block not in self.absent:
                 self.caches[layer][target] = self.pages[layer][block]
-        failures = {row: StoreIOError("gone") for row, block in enumerate(wanted) if block in self.absent}
+        failures = {row: self.failure for row, block in enumerate(wanted) if block in self.absent}
         if failures:
             raise TaskError("some", failures=failures)
 
@@ -163,6 +164,15 @@ def test_the_same_selection_has_the_same_bits(config: Any, rows: Rows) -> None:
     assert len(rig.pages.loaded) == 2, "what is there is not loaded again"
 
 
+def test_blocks_that_leave_and_are_given_to_another_request_in_one_step(config: Any, rows: Rows) -> None:
+    """Their representations are put aside before they count as gone."""
+    expected = Rig(config, quest(), rows).attend()
+    rig = Offloaded(config, rows)
+    plan = rig.leaves()
+    plan.given = rig.gone.numpy()
+    assert torch.equal(rig.attend(plan), expected)
+
+
 def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) -> None:
     kept = kept_by(config, rows)[0]
     rig = Offloaded(config, rows)
@@ -172,8 +182,31 @@ def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) 
     expected = rows.attended([[block for block in kept if block != absent], None, None])
     assert torch.allclose(found, expected, atol=1e-5)
     assert rig.count("blocks_absent") == 1
+    assert rig.offload.take_lost() == [("r0", absent)]
+    assert rig.offload.take_lost() == []
+    rig.pages.failure = BusyError("no room")
+    rig.attend()
+    assert rig.offload.take_lost() == [], "that says nothing of the record"
     rig.pages.absent = set()
     assert torch.allclose(rig.attend(), rows.attended([kept, None, None]), atol=1e-5)
+
+
+def test_a_step_whose_plan_is_lost_reads_nothing_of_what_has_left(config: Any, rows: Rows) -> None:
+    """It fails: where those blocks are is not known, and the block table names blocks of other requests."""
+    rig = Offloaded(config, rows)
+    rig.attend(rig.leaves())
+    query, keys, values, _ = rows.step()
+    layer = rig.layers[NAMES[0]]
+
+    def attend() -> Tensor:
+        output = torch.zeros_like(query)
+        layer.impl.forward(layer, query, keys, values, layer.kv_cache, rig.metadata, output)
+        return output
+
+    with pytest.raises(RuntimeError, match="plan did not arrive"):
+        attend()
+    rig.offload.begin_step([], ["r0"])
+    assert attend()[1:].isfinite().all(), "nothing is away any more"
 
 
 def test_a_store_that_is_closed_leaves_the_windows(config: Any, rows: Rows) -> None:
@@ -314,6 +347,60 @@ def test_what_leaves_is_stored_lies_between_the_windows_and_is_decoding() -> Non
     planned.planner.stored = None
     assert not leaving("a", TOKENS - 1, BLOCKS)
     assert not leaving("another", TOKENS - 1, BLOCKS)
+
+
+def test_nothing_more_leaves_of_a_request_that_has_lost_a_block() -> None:
+    """It begins anew, which it does once, and then stays where it is."""
+    planned = Planned()
+    request, planner = planned.begins(), planned.planner
+    request.num_tokens, request.num_output_tokens = TOKENS, 1
+    planner.lost(request)  # type: ignore[arg-type]
+    assert planner.leaving("a", TOKENS - 1, BLOCKS) == LEFT, "none of its blocks had left"
+    planner.left("a", LEFT, list(LEFT))
+    assert not planner.begins_anew("a")
+    planner.lost(request)  # type: ignore[arg-type]
+    assert planner.begins_anew("a")
+    assert not planner.leaving("a", TOKENS + 300, BLOCKS + 9)
+    planner.gave_back("a")
+    assert not planner.begins_anew("a")
+    assert not planner.leaving("a", TOKENS - 1, BLOCKS)
+
+
+def test_a_users_method_that_fails_keeps_its_blocks_and_none_of_them_is_exact() -> None:
+    planned = Planned()
+    request = planned.begins()
+    request.num_tokens, request.num_output_tokens = TOKENS, 1
+
+    def fails(_request: Any) -> int:
+        raise RuntimeError("a user's mistake")
+
+    method = planned.planner._method
+    method.estimate_num_slots_sparsed = fails  # type: ignore[method-assign]
+    assert not planned.planner.leaving("a", TOKENS - 1, BLOCKS)
+    assert planned.exact(request) > 0  # type: ignore[arg-type]
+    for exact_tokens in (fails, lambda _tokens: None):
+        method.exact_tokens = exact_tokens  # type: ignore[method-assign, assignment]
+        assert planned.exact(request) == 0  # type: ignore[arg-type]
+        assert not planned.planner.leaving("a", TOKENS - 1, BLOCKS)
+
+
+def test_blocks_that_others_hold_too_leave_only_where_that_frees_more_than_hot_blocks_take() -> None:
+    planned = Planned()
+    request = planned.begins()
+    request.num_tokens, request.num_output_tokens = TOKENS, 1
+    asked: list[range] = []
+
+    def leaving(own: int, more: int = 0) -> range:
+        def frees(leaving: range) -> int:
+            asked.append(leaving)
+            return own
+
+        return planned.planner.leaving("a", TOKENS - 1 + more, BLOCKS + -(-more // BLOCK), frees)
+
+    assert not leaving(HOT)
+    assert not leaving(HOT + 1) and asked == [LEFT], "it is counted once a block, not in every step"
+    request.stored = BLOCKS + 1
+    assert leaving(HOT + 1, more=BLOCK) == range(LEFT.start, LEFT.stop + 1)
 
 
 def test_representations_have_so_many_rows() -> None:

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from ucm.config.sparse import QuestConfig
 from ucm.integration.vllm.attention.break_even import NEVER
 from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
-from ucm.sparse.base import UcmSparseRole
+from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.methods import Quest
 
 BLOCK = 32
 
 
-def scheduler() -> SparseScheduler:
+def scheduler(**keys: Any) -> SparseScheduler:
     vllm = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=BLOCK), model_config=SimpleNamespace(model="m", max_model_len=4096)
     )
-    return SparseScheduler(Quest(vllm, UcmSparseRole.SCHEDULER, QuestConfig(ratio=0.3)), BLOCK)
+    return SparseScheduler(Quest(vllm, UcmSparseRole.SCHEDULER, QuestConfig(ratio=0.3, **keys)), BLOCK)
 
 
-def step() -> Any:
-    """A step of no request."""
-    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return SimpleNamespace(scheduled_cached_reqs=cached, scheduled_new_reqs=[], num_scheduled_tokens={})
+def step(*names: str) -> Any:
+    """A step of these requests."""
+    cached = SimpleNamespace(req_ids=list(names), num_computed_tokens=[100] * len(names))
+    return SimpleNamespace(
+        scheduled_cached_reqs=cached, scheduled_new_reqs=[], num_scheduled_tokens=dict.fromkeys(names, 1)
+    )
 
 
 class Request:
-    num_tokens, num_preemptions = 100, 0
+    request_id, num_tokens, num_preemptions = "a", 100, 0
 
 
 def test_what_is_learnt_while_a_step_is_planned_holds_from_the_next_on() -> None:
@@ -43,9 +48,49 @@ def test_what_is_learnt_while_a_step_is_planned_holds_from_the_next_on() -> None
     ):
         sparse, request = scheduler(), Request()
         exact = sparse.exact_tokens(request)  # type: ignore[arg-type]
-        assert exact > 4096, "all tokens are, nothing is chosen yet"
+        assert exact == 4096, "all tokens are, nothing is chosen yet"
         learn(sparse)
         assert sparse.exact_tokens(request) == exact  # type: ignore[arg-type]
         assert sparse.plan(step(), settled=True).break_even == NEVER
         assert sparse.exact_tokens(request) < 1000 + BLOCK  # type: ignore[arg-type]
         assert sparse.plan(step(), settled=True).break_even == 1000
+
+
+def test_what_has_left_is_told_with_the_next_plan_where_one_fails() -> None:
+    sparse = scheduler(offload=True, min_tokens=0)
+    assert sparse.offload is not None
+    sparse._requests["a"] = Request()  # type: ignore[assignment]
+    sparse._finished.append("b")
+    sparse.offload.given("a", [7])
+    sparse.offload.gave_back("c")
+    sparse._manager = SimpleNamespace(get_blocks=lambda _: SimpleNamespace(blocks=[[]]))  # type: ignore[assignment]
+    with pytest.raises(IndexError):
+        sparse.plan(step("a"), settled=True)
+    plan = sparse.plan(step(), settled=True)
+    assert plan.finished == ["b"]
+    assert [(change.request, change.hot) for change in plan.offloaded] == [("a", [7])]
+
+
+def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(caplog: pytest.LogCaptureFixture) -> None:
+    class Slots(UcmSparseBase):
+        def estimate_num_slots_sparsed(self, request: Any) -> int:
+            return 3
+
+    logging.getLogger("ucm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        SparseScheduler(UcmSparseBase(None, UcmSparseRole.SCHEDULER), BLOCK)
+        assert "estimate_num_slots_sparsed" not in caplog.text
+        SparseScheduler(Slots(None, UcmSparseRole.SCHEDULER), BLOCK)
+    assert "estimate_num_slots_sparsed of Slots is not asked" in caplog.text
+
+
+def test_blocks_that_a_request_is_given_are_told_once() -> None:
+    """When it is admitted, and not again when a load of it has ended: it has filled them by then."""
+    sparse, request = scheduler(), Request()
+    table = [SimpleNamespace(block_id=number, is_null=number == 6) for number in range(3, 9)]
+    blocks: Any = SimpleNamespace(blocks=[table])
+    sparse.found_on_device(request, 2 * BLOCK)  # type: ignore[arg-type]
+    sparse.update_state_after_alloc(request, blocks)  # type: ignore[arg-type]
+    assert sparse.plan(step(), settled=True).given.tolist() == [5, 7, 8]
+    sparse.update_state_after_alloc(request, blocks)  # type: ignore[arg-type]
+    assert not len(sparse.plan(step(), settled=True).given)

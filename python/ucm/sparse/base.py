@@ -72,7 +72,8 @@ class UcmSparseBase:
 
     def estimate_num_slots_sparsed(self, request: Any) -> int:
         """How many token slots of KV the device must hold for ``request`` (vLLM's ``Request``) in its next step, when a
-        method keeps the rest elsewhere; :data:`INVALID_SLOT`: all of them, as without a method."""
+        method keeps the rest elsewhere; :data:`INVALID_SLOT`: all of them, as without a method. Under vLLM it is asked
+        of subclasses of :class:`~ucm.sparse.method.BlockSparse` with ``offload``, whose blocks the host brings back."""
         del request
         return INVALID_SLOT
 
@@ -147,7 +148,10 @@ class UcmSparseBase:
         and may be changed: ``block_table [rows, blocks]`` and ``seq_lens [rows]`` say which blocks a row attends to.
         ``phase`` is ``"prefill"``, ``"decode"`` or None where a batch holds both. In models with latent attention
         ``kwargs`` has ``decode_ql_nope [tokens, heads, rank]``, ``decode_q_pe [tokens, heads, rope size]`` and
-        ``k_hash`` (codes of the layer, where the method keeps some, else None).
+        ``k_hash`` (codes of the layer, where the method keeps some, else None); there, of rows of one token, a changed
+        query is used and nothing else, for the keys are in the cache by then.
+
+        What cannot be used (not four values, another shape, dtype or device) is left aside, with a warning.
         """
         del layer_name, forward_context, phase, kwargs
         return query, key, value, output

@@ -122,7 +122,11 @@ class BlockSparse(UcmSparseBase):
         is needed for ``shared_selection`` where there are several tensor ranks. Raises :class:`~ucm.errors.ConfigError`
         where the settings do not fit.
         """
-        self._layers = {name: layer_index(name, place) for place, name in enumerate(layer_names)}
+        numbers = [layer_index(name, place) for place, name in enumerate(layer_names)]
+        if len(set(numbers)) < len(numbers):
+            _log.warning("some layers have several attentions: settings of layers count attentions, from 0")
+            numbers = list(range(len(numbers)))
+        self._layers = dict(zip(layer_names, numbers, strict=True))
         count = max(self._layers.values(), default=-1) + 1
         method = method_of(self.settings, geometry, self.model, count)
         policy = method.policy
@@ -200,7 +204,11 @@ class BlockSparse(UcmSparseBase):
         if not self.writes(layer_name):
             return
         layer, plan = self._layers[layer_name], self._write_plan(torch.as_tensor(slot_mapping))
-        self.store.write(layer, key, plan)
+        try:
+            self.store.write(layer, key, plan)
+        except Exception:  # the plan said of some that they are ready: they are not
+            self.store.invalidate(plan.blocks)
+            raise
         if self._probe is not None:
             self._probe.write(layer, key, plan)
 

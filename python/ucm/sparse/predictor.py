@@ -5,6 +5,7 @@ Source: book 9.5.1; the seeds' history of accesses is part of it, their weight b
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable
 
@@ -19,6 +20,7 @@ class Predictor:
         self._extra = extra
         self._stats = stats or SparseStats()
         self._last: list[int] = []
+        self._next: list[int] = []  # what is foreseen of the next choice
         self._used: Counter[int] = Counter()
         self._asked = self._hit = 0
 
@@ -26,21 +28,23 @@ class Predictor:
         """A choice, the most wanted first. Counts how much of it had been foreseen."""
         found = list(chosen)
         if self._last:
-            foreseen = set(self.predict())
+            foreseen = set(self._next)
             hit = sum(block in foreseen for block in found)
             self._asked += len(found)
             self._hit += hit
             self._stats.add(blocks_asked=len(found), blocks_predicted=hit)
         self._last = found
         self._used.update(found)
+        last = set(found)
+        others = (block for block in self._used if block not in last)
+        # Of equally often used ones the lower id: counters keep the order of insertion, which is no property of a
+        # block.
+        often = heapq.nsmallest(self._extra, others, key=lambda block: (-self._used[block], block))
+        self._next = [*found, *often]
 
     def predict(self, count: int | None = None) -> list[int]:
         """The blocks of the next choice, the likeliest first, at most ``count``."""
-        # Of equally often used ones the lower id: counters keep the order of insertion, which is no property of a
-        # block.
-        often = sorted(self._used, key=lambda block: (-self._used[block], block))
-        extra = [block for block in often if block not in set(self._last)][: self._extra]
-        return [*self._last, *extra][:count]
+        return self._next[:count]
 
     @property
     def hit_rate(self) -> float:

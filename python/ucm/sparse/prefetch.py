@@ -125,6 +125,7 @@ class PrefetchEngine:
         self._queue: list[tuple[int, int, PrefetchTask]] = []
         self._order = itertools.count()
         self._tasks: dict[str, PrefetchTask] = {}
+        self._given_up: OrderedDict[str, None] = OrderedDict()  # requests whose task was refused or failed
         self._kept: OrderedDict[str, int] = OrderedDict()  # request -> its blocks that are there, the oldest first
         self._stopped = False
         for number in range(settings.prefetch_workers):
@@ -140,7 +141,7 @@ class PrefetchEngine:
             self._tasks[request_id] = task
             possible = self._load is not None and not self._stopped and len(task.block_hashes) <= self._most_kept
             if not possible or not self._has_room_for(task):
-                task.end("refused")
+                self._give_up(task, "refused")
             else:
                 heapq.heappush(self._queue, (priority, next(self._order), task))
                 self._lock.notify()
@@ -186,12 +187,20 @@ class PrefetchEngine:
             return False
         self._queue.remove(last)
         heapq.heapify(self._queue)
-        last[2].end("refused")
+        self._give_up(last[2], "refused")
         return True
+
+    def _give_up(self, task: PrefetchTask, state: State) -> None:
+        """It does not come. That is remembered of so many requests as may wait."""
+        task.end(state)
+        self._given_up[task.request_id] = None
+        if len(self._given_up) > self._most_pending:
+            self._tasks.pop(self._given_up.popitem(last=False)[0])
 
     def _drop(self, request_id: str) -> None:
         task = self._tasks.pop(request_id, None)
         self._kept.pop(request_id, None)
+        self._given_up.pop(request_id, None)
         if task is not None and task.state in ("waiting", "loading", "done"):
             task.kv = None
             task.end("cancelled")
@@ -223,11 +232,11 @@ class PrefetchEngine:
             task.error = error
             level = logging.DEBUG if isinstance(error, UcmError) else logging.WARNING
             _log.log(level, "prefetching %d blocks failed: %r", len(task.block_hashes), error)
-            task.end("failed")
+            self._give_up(task, "failed")
             return
         task.kv = kv
         self._kept[task.request_id] = len(task.block_hashes)
-        while sum(self._kept.values()) > self._most_kept:
+        while sum(self._kept.values()) > self._most_kept or len(self._kept) > self._most_kept:
             oldest, _ = self._kept.popitem(last=False)
             self._tasks.pop(oldest).kv = None
         task.end("done")

@@ -189,6 +189,10 @@ def hash_encode_query(
     return codes
 
 
+#: Most queries of a head that :func:`hamming_scores` takes.
+MOST_QUERIES = 127
+
+
 def hamming_scores(
     queries: Tensor,
     codes: Tensor,

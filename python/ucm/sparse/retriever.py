@@ -4,7 +4,8 @@ A request chooses in steps 1, 1+stride, 1+2·stride, ... A choice made from the 
 ``s + lag`` on, and until the next one. The first choice of a request is always waited for, so there is never a step
 without one. With a lag the choice is computed beside the model by threads; when its step has come it is waited for.
 Nothing is taken from the clock but the bound of that wait, so ranks, batches and runs agree on every step that is not
-late; a late one is dense, which is exact, and is counted.
+late; a late one is dense, which is exact, and is counted. A request that is late asks nothing more until it is
+answered, and one that is late often is waited for no longer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from ucm.sparse.policy import Policy
 from ucm.sparse.stats import SparseStats
 
 _log = logging.getLogger("ucm.sparse")
+
+#: After so many late steps in a row a choice is taken when it is there, and not waited for.
+PATIENCE = 3
 
 #: Blocks chosen between the windows, one ascending tensor for each head (one where the heads share a choice).
 Middle = list[Tensor]
@@ -99,6 +103,8 @@ class _Track:
     active: Choice | None = None
     #: (step of the query, number of blocks then, the slot of its batch, its place in that batch), the oldest first.
     pending: deque[tuple[int, int, Slot, int]] = field(default_factory=deque)
+    #: Late steps since the last choice came in time.
+    late: int = 0
 
 
 class Retriever:
@@ -125,11 +131,7 @@ class Retriever:
     def step(self, layer: int, rows: Rows) -> list[Choice | None]:
         """The choice that each row uses in this step; None: none is there in time, so the row is dense."""
         tracks = [self._tracks.setdefault(name, {}).setdefault(layer, _Track()) for name in rows.request_ids]
-        due = [
-            i
-            for i, track in enumerate(tracks)
-            if (track.active is None and not track.pending) or (rows.steps[i] - 1) % self._policy.stride == 0
-        ]
+        due = [i for i, track in enumerate(tracks) if self._is_due(track, rows.steps[i])]
         if due:
             self._retrieve(layer, rows, tracks, due)
         return [self._current(track, step) for track, step in zip(tracks, rows.steps, strict=True)]
@@ -153,6 +155,12 @@ class Retriever:
         if isinstance(self._executor, ThreadPoolExecutor):
             self._executor.shutdown(wait=False, cancel_futures=True)
         self._tracks.clear()
+
+    def _is_due(self, track: _Track, step: int) -> bool:
+        if track.active is None and not track.pending:
+            return True
+        most = -(-self._policy.lag // self._policy.stride)  # of those asked before, while none is late
+        return (step - 1) % self._policy.stride == 0 and len(track.pending) <= most
 
     def _retrieve(self, layer: int, rows: Rows, tracks: list[_Track], due: list[int]) -> None:
         slot, picked = Slot(), rows.pick(due)
@@ -180,10 +188,12 @@ class Retriever:
             asked, blocks, slot, place = track.pending[0]
             if track.active is not None and asked + self._policy.lag > step:
                 break
-            if not slot.written(self._deadline - time.monotonic()):
+            if not slot.written(0 if track.late >= PATIENCE else self._deadline - time.monotonic()):
                 self._stats.add(late=1)
+                track.late += 1
                 return None
             track.pending.popleft()
+            track.late = 0
             if slot.value is None:
                 track.active = None
                 continue

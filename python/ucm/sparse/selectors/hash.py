@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ucm.errors import ConfigError
+from ucm.sparse import retrieval
 from ucm.sparse.kernels import kernels_for
 from ucm.sparse.selector import BlockSelector, Combine, Geometry
 from ucm.sparse.selectors.codes import distance, made_code
@@ -133,11 +134,13 @@ class Hash(BlockSelector):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """The kernel."""
+        """The kernel. A CPU's does not take as many heads of latent attention as some models have."""
         kernels = kernels_for(query, reps)
         if kernels is None:
             return None
         codes = self._query_codes(layer, query)
+        if kernels is retrieval and codes.dim() == 4 and codes.shape[2] > retrieval.MOST_QUERIES:
+            return None
         tokens = blocks * self.geometry.block_size
         found: Tensor = kernels.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
         return found

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ucm.integration.vllm.attention.hook_results import fits
 from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.sparse.base import EAGER_HOOKS, UcmSparseBase
 
@@ -91,9 +92,21 @@ class EagerHooks:
     def _ffn_begin(self, _norm: Any, _args: Any, output: Any) -> Any:
         return self._call("ffn_begin", *output) if isinstance(output, tuple) and len(output) == 2 else None
 
-    def _call(self, hook: str, *given: Any) -> Any:
+    def _call(self, hook: str, *given: Any) -> tuple[Any, ...]:
+        """What a hook returns; what it was given where it raises, or returns something else than as much."""
+        method = type(self._method).__name__
         try:
-            return getattr(self._method, hook)(*given)
+            found = getattr(self._method, hook)(*given)
         except Exception as error:
-            throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, type(self._method).__name__, error)
+            throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, method, error)
             return given
+        if not fits(found, given):
+            throttle.warning(
+                f"result {hook}",
+                "%s of %s did not return %d tensors as it was given; its result is not used",
+                hook,
+                method,
+                len(given),
+            )
+            return given
+        return tuple(found)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.base import UcmSparseBase
 
 if TYPE_CHECKING:
@@ -53,4 +54,13 @@ class ExactTokens:
 
     def __call__(self, request: Request) -> int:
         """How many of its first tokens have exact KV, now or once they are computed."""
-        return self._method.exact_tokens(self.prefill_tokens(request))
+        return self.after_prefill(self.prefill_tokens(request))
+
+    def after_prefill(self, tokens: int) -> int:
+        """The same of a request of which so many tokens are computed before its first decode step. None is exact where
+        the method fails to say: it may be a user's."""
+        try:
+            return int(self._method.exact_tokens(tokens))
+        except Exception as error:
+            throttle.warning("exact_tokens", "exact_tokens of %s failed: %r", type(self._method).__name__, error)
+            return 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ucm.integration.vllm.attention import own_kernel
+from ucm.integration.vllm.attention.hook_results import fits
 from ucm.integration.vllm.attention.offload import Offload
 from ucm.integration.vllm.attention.per_head import HeadRows, metadata_of
 from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of, cpu_plan
@@ -110,6 +111,8 @@ class SparseHost:
         self._latent, self._rows = {}, ()
         if self.offload is not None:
             self.offload.begin_step(plan.offloaded, [*plan.given_back, *plan.finished])
+        if self.blocks is not None:  # after what leaves them was put aside
+            self.blocks.store.invalidate(plan.given)
         for request_id in plan.finished:
             self._call("request_finished_in_worker", None, request_id)
         batch = self._batch(plan, context)
@@ -174,7 +177,14 @@ class SparseHost:
     def begin_layer(self, impl: Any, name: str, metadata: Any, phase: str | None = None) -> LayerCall | None:
         """What the hooks of a layer are called with; None: the layer is computed by vLLM alone."""
         del impl
-        if self._context is None or metadata is None or name not in self._layers:
+        if metadata is None or name not in self._layers:
+            return None
+        if self._context is None:
+            if self.offload is not None and self.offload.holds_any:
+                raise RuntimeError(
+                    "sparse attention: blocks of requests have left the device, and this step's plan did not arrive, "
+                    "so where they are is not known; a dense layer would read blocks of other requests"
+                )
             return None
         if not (self._begins or self._observes) or (self.blocks is not None and not self._may_select(name)):
             return None
@@ -199,8 +209,8 @@ class SparseHost:
             call.selection = self._call("select_rows", None, call.name, query, call.original.block_table)
             return given
         arguments = (query, key, value, call.name, call.context, output, call.phase)
-        found = self._call("attention_begin", None, *arguments)
-        return given if found is None else found
+        found = self._call("attention_begin", given, *arguments)
+        return (*found,) if self._fits(found, given) else given
 
     def attend_by_own_kernel(
         self, call: LayerCall, query: Tensor, output: Tensor, compute: Callable[[Tensor, Any, Tensor], Any]
@@ -262,9 +272,10 @@ class SparseHost:
         keys = call.keys or (None, None)
         key, value = (None if each is None else each[:tokens] for each in keys)
         joined = query if self.selects_only else torch.cat([latent, rope], dim=-1)
+        given = (joined, key, value, None)
         found = self._call(
             "attention_begin",
-            None,
+            given,
             joined,
             key,
             value,
@@ -276,7 +287,15 @@ class SparseHost:
             decode_q_pe=rope,
             k_hash=None,
         )
-        return query if found is None or (found[0] is joined and self.selects_only) else found[0]
+        if self.selects_only or not self._fits(found, given):
+            return query
+        if any(new is not old for new, old in zip(found[1:], given[1:], strict=True)):
+            throttle.warning(
+                "latent",
+                "attention_begin changed keys, values or output of rows of one token with latent attention: vLLM has "
+                "written these keys and makes the output itself, so the query alone is used",
+            )
+        return found[0]
 
     def compute(self, impl: Any, call: LayerCall, run: Callable[[Any], T]) -> T:
         """Attention over what the hook left in its copy of the metadata."""
@@ -310,6 +329,18 @@ class SparseHost:
         except Exception as error:
             throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, type(self.method).__name__, error)
             return default
+
+    def _fits(self, found: Any, given: tuple[Any, ...]) -> bool:
+        """Whether what ``attention_begin`` returned can be used."""
+        if fits(found, given):
+            return True
+        throttle.warning(
+            "result attention_begin",
+            "attention_begin of %s did not return query, key, value and output in the shapes that it was given; its "
+            "result is not used",
+            type(self.method).__name__,
+        )
+        return False
 
     def close(self) -> None:
         """The engine ends."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from ucm.errors import BusyError, DeadlineError, TaskError
 from ucm.integration.vllm.attention.rows import OffloadChange
 from ucm.integration.vllm.connector.guard import throttle
+from ucm.reasons import is_transient
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.predictor import Predictor
@@ -116,6 +117,7 @@ class Offload:
         self._deadline = 0.0
         self._requests: dict[str, _Request] = {}
         self._late: list[_Loading] = []
+        self._lost: dict[tuple[str, int], None] = {}
         settings = method.settings
         self._prefetch = PrefetchEngine(settings, self._bring_up) if settings.prefetch_enabled else None
         #: Ids of blocks that will likely be chosen soon, the likeliest of each layer first, by request in the order of
@@ -183,6 +185,11 @@ class Offload:
         """Where the representations of a request's blocks are that are not on the device, in their order."""
         request = self._requests.get(request_id)
         return () if request is None else request.rows
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether blocks of any request have left."""
+        return bool(self._requests)
 
     def has_any(self, rows: Sequence[SparseRow | None]) -> bool:
         """Whether blocks of any of these have left."""
@@ -266,12 +273,14 @@ class Offload:
     def _settle(self, loading: _Loading, seconds: float) -> bool:
         """Wait so long for a load, and note what it brought; False: it has not ended."""
         failed: set[int] = set()
+        lost: set[int] = set()
         try:
             if seconds <= 0 and not loading.store.check(loading.task):
                 return False
             loading.store.wait(loading.task, max(seconds, 0.001))
         except TaskError as error:
             failed = set(error.failures) or set(range(len(loading.wanted)))
+            lost = {row for row, why in error.failures.items() if not is_transient(why)}
         except (DeadlineError, BusyError):  # it has not ended
             return False
         except Exception as error:
@@ -280,6 +289,8 @@ class Offload:
         for row, (residency, block) in enumerate(loading.wanted):
             if row in failed:
                 residency.failed(block)
+                if row in lost:
+                    self._note_lost(residency, block)
             else:
                 residency.arrived(block)
         return True
@@ -303,6 +314,17 @@ class Offload:
         taken = 0 if store is None or not ids else store.prefetch(list(ids), "next_batch") or 0
         self._method.stats.add(blocks_prefetched=taken)
         return int(taken)
+
+    def _note_lost(self, residency: Residency, block: int) -> None:
+        """The record of a block is gone or bad: trying again is of no use, and its request is to compute it."""
+        for name, request in self._requests.items():
+            if any(each is residency for each in request.layers.values()):
+                self._lost[name, block] = None
+
+    def take_lost(self) -> list[tuple[str, int]]:
+        """The blocks, by request and logical number, of which that was noticed since the last call."""
+        lost, self._lost = list(self._lost), {}
+        return lost
 
     def held(self) -> dict[str, int]:
         """Hot blocks of each request."""

@@ -74,9 +74,11 @@ class Representations:
         clock: Callable[[], float] = time.monotonic,
         *,
         writer: bool = True,
+        shards: int = 1,
     ) -> None:
         """``caches``: the KV cache of each layer that has representations, by its number; ``read`` reads keys from
-        them, None where that is not possible; ``writer``: whether this rank stores its part."""
+        them, None where that is not possible; ``writer``: whether this rank stores its part; ``shards``: how
+        many the store makes of a block, each of which brings an equal share of what is kept beside."""
         self._method = method
         self._caches = dict(caches)
         self._layers = list(method.store.layers)
@@ -89,8 +91,10 @@ class Representations:
         self._unselectable: set[str] = set()
         #: Where the representations of a request's blocks are to be that are not on the device; none once it has ended.
         self.rows_of: Callable[[str], Sequence[int]] = lambda _request: ()
-        self.name = _name(method)
-        self.size = rep_bytes(method.selector) * len(self._layers)
+        size = rep_bytes(method.selector) * len(self._layers)
+        self._padding = -size % shards
+        self.size = size + self._padding
+        self.name = _name(method, self._padding)
         self.rebuilt = self.loaded = 0  # blocks
 
     @property
@@ -253,14 +257,14 @@ class Representations:
         rows = len(blocks)
         layers = [self._method.store.get(layer, blocks).cpu().contiguous() for layer in self._layers]
         joined: npt.NDArray[np.uint8] = torch.cat([reps.view(rows, -1).view(torch.uint8) for reps in layers], 1).numpy()
-        return joined
+        return np.pad(joined, ((0, 0), (0, self._padding)))
 
     def _put(self, blocks: Ids, data: npt.NDArray[np.uint8]) -> None:
         """The opposite."""
         if not len(blocks):
             return
         shape, dtype = self._method.selector.rep_shape()
-        parts = np.split(np.ascontiguousarray(data), len(self._layers), axis=1)
+        parts = np.split(np.ascontiguousarray(data[:, : self.size - self._padding]), len(self._layers), axis=1)
         for layer, part in zip(self._layers, parts, strict=True):
             reps = torch.from_numpy(part.copy()).view(dtype).view(len(blocks), *shape)
             self._method.store.put(layer, blocks, reps)
@@ -274,9 +278,9 @@ def _finished(store: UcmKVStoreBaseV1, task: Any) -> bool:
         return True
 
 
-def _name(method: BlockSparse) -> str:
+def _name(method: BlockSparse, padding: int) -> str:
     """Name of the side shard: another one for everything that shapes the bytes."""
-    said = f"{method.selector.signature()} layers {method.store.layers}"
+    said = f"{method.selector.signature()} layers {method.store.layers}" + (f" padding {padding}" if padding else "")
     return f"rep-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
 
 

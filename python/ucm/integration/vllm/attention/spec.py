@@ -109,7 +109,12 @@ class SparseManager(FullAttentionManager):
         blocks = self.req_to_blocks.get(request_id)
         if self.offload is None or not blocks:
             return
-        leaving = self.offload.leaving(request_id, processed_computed_tokens, len(blocks))
+        leaving = self.offload.leaving(
+            request_id,
+            processed_computed_tokens,
+            len(blocks),
+            lambda leaving: sum(blocks[at].ref_cnt == 1 for at in leaving),
+        )
         if not leaving:
             return
         gone = blocks[leaving.start : leaving.stop]
@@ -118,7 +123,10 @@ class SparseManager(FullAttentionManager):
         self.block_pool.free_blocks(reversed(gone))
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Blocks for new tokens, and hot ones that are still to be given."""
+        """Blocks for new tokens, and hot ones that are still to be given. More than there are for a request that has
+        lost one: vLLM preempts it, as the only way in which it computes tokens again, and those admitted after it."""
+        if self.offload is not None and self.offload.begins_anew(request_id):
+            return int(self.block_pool.num_gpu_blocks) + 1
         unread = self._unread(request_id)
         needed: int
         if unread and request_id not in self.num_cached_block:

@@ -25,7 +25,7 @@ from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.configured import refuse_unsupported
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
-from ucm.integration.vllm.connector.guard import harmless, logger
+from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, UCMConnectorWorkerMetadata
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
 from ucm.integration.vllm.connector.miss_stats import MissStats
@@ -169,6 +169,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, or None while that is being looked up; loads are asynchronous."""
+        if self._sparse_scheduler is not None:
+            self._sparse_scheduler.found_on_device(request, num_computed_tokens)
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -187,7 +189,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sparse_scheduler is None:
             return plan
         settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
-        return replace(plan, sparse=self._sparse_scheduler.plan(scheduler_output, settled))
+        try:
+            return replace(plan, sparse=self._sparse_scheduler.plan(scheduler_output, settled))
+        except Exception as error:  # the loads that vLLM waits for are sent
+            throttle.warning("sparse plan", "sparse attention of a step could not be planned: %r", error)
+            return plan
 
     @harmless(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -283,9 +289,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """News for the scheduler half."""
         news = None if self._worker is None else self._worker.build_connector_worker_meta()
         measured = None if self._sparse_worker is None else self._sparse_worker.take_measured()
-        if measured is not None:
+        lost = [] if self._sparse_worker is None else self._sparse_worker.take_lost()
+        if measured is not None or lost:
             news = news or UCMConnectorWorkerMetadata()
-            news.break_even = [measured]
+            news.break_even, news.lost = [] if measured is None else [measured], lost
         return news
 
     # Both ---------------------------------------------------------------------------------------------------

@@ -183,10 +183,13 @@ class UCMConnectorWorkerMetadata(KVConnectorWorkerMetadata):
     version: int = VERSION
     ranks: list[RankReport] = field(default_factory=list)
     break_even: list[int] = field(default_factory=list)  # tokens from which on sparse attention pays, of each rank
+    #: Blocks of requests that are not on the device, and whose records are gone or bad: request and ordinal.
+    lost: list[tuple[str, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UCMConnectorWorkerMetadata:
         """Both sets of reports; vLLM merges the workers' answers with this."""
         if not isinstance(other, UCMConnectorWorkerMetadata):
             return self
         measured = self.break_even + other.break_even
-        return UCMConnectorWorkerMetadata(self.version, self.ranks + other.ranks, measured)
+        lost = self.lost + other.lost
+        return UCMConnectorWorkerMetadata(self.version, self.ranks + other.ranks, measured, lost)

@@ -112,7 +112,9 @@ class DumpPlanner:
         at = tracker.cursor
         upto = min(upto, len(blocks))
         while at < upto:
-            if not self._offerable(tracker, at):
+            # A block that has left the device was stored before it did. Where that is not so any more, there is nothing
+            # here to store, and what follows is still of use to its request.
+            if blocks[at].is_null or not self._offerable(tracker, at):
                 at += 1
                 continue
             end = at
@@ -121,7 +123,7 @@ class DumpPlanner:
                     break
                 end += 1
             if end == at:
-                break  # no room left, or not a block of ours: the chain stops here
+                break  # no room left: the chain stops here
             plans.append(self._job(tracker, at, end, blocks))
             room -= end - at
             at = end

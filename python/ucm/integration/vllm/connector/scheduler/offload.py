@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
 from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.rows import OffloadChange
+from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import join_keys
 from ucm.sparse.base import INVALID_SLOT
 from ucm.sparse.method import BlockSparse
@@ -77,6 +79,8 @@ class OffloadPlanner:
         self._admissions: dict[str, _Admission] = {}
         self._changes: dict[str, OffloadChange] = {}
         self._given_back: list[str] = []
+        self._no_gain: dict[str, int] = {}  # blocks of requests, when it did not pay that any of them leave
+        self._all_stay: WeakSet[Request] = WeakSet()  # requests that have lost a block
         #: The connector's: which blocks every rank has stored. None until there is a store.
         self.stored: StoredKeys | None = None
 
@@ -96,7 +100,7 @@ class OffloadPlanner:
         blocks = -(-request.num_tokens // size)
         if (
             blocks - stored <= self._local
-            and stored * size >= self._method.exact_tokens(0)
+            and stored * size >= self._exact.after_prefill(0)
             and self._budget(blocks) < min(len(unread), stored - first)
             and len(unread) <= self._free
             and len(self.stored(request)) >= stored
@@ -127,17 +131,18 @@ class OffloadPlanner:
 
     # What the manager asks -------------------------------------------------------------------------------------------
 
-    def leaving(self, request_id: str, processed: int, held: int) -> range:
-        """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have ended."""
+    def leaving(self, request_id: str, processed: int, held: int, frees: Callable[[range], int] = len) -> range:
+        """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have ended. ``frees``: how
+        many of them other requests do not hold as well."""
         request, size = self._requests.get(request_id), self._block_tokens
         nothing = range(0)
-        if request is None or self.stored is None:
+        if request is None or self.stored is None or request in self._all_stay:
             return nothing
         state = self._states.get(request_id)
-        dense_until = self._method.exact_tokens(0)
+        dense_until = self._exact.after_prefill(0)
         if processed < max(self._exact.prefill_tokens(request), dense_until):
             return nothing
-        slots = self._method.estimate_num_slots_sparsed(request)
+        slots = self._slots(request)
         if slots == INVALID_SLOT:
             return nothing
         begin = self._init if state is None else state.end
@@ -148,9 +153,38 @@ class OffloadPlanner:
         keys = self.stored(request)
         leaving = range(begin, min(upto, len(keys), begin + self._free))
         hot = -(-slots // size) - self._init - self._local
-        if state is None and leaving.stop - self._init <= hot:
-            return nothing  # it would hold more than before
+        if state is None:
+            if self._no_gain.get(request_id) == blocks:
+                return nothing
+            if frees(leaving) <= hot:  # more would be held than before; that is looked at again once a block
+                self._no_gain[request_id] = blocks
+                return nothing
         return leaving
+
+    def _slots(self, request: Request) -> int:
+        """What the method says, be it a user's: all blocks stay where it fails to."""
+        try:
+            return int(self._method.estimate_num_slots_sparsed(request))
+        except Exception as error:
+            about = "estimate_num_slots_sparsed"
+            throttle.warning(about, "%s of %s failed: %r", about, type(self._method).__name__, error)
+            return INVALID_SLOT
+
+    def lost(self, request: Request) -> None:
+        """A block of a request is neither on the device nor in the store. None of it leaves any more; it begins anew
+        (:meth:`begins_anew`), and computes what is lost."""
+        if request.request_id in self._states and request not in self._all_stay:
+            self._all_stay.add(request)
+            throttle.warning(
+                "lost",
+                "request %s: a block that had left the device is gone from the store: computed again",
+                request.request_id,
+            )
+
+    def begins_anew(self, request_id: str) -> bool:
+        """Whether a request is to give back all that it holds, as vLLM has requests do that find no room: admitted
+        again, it loads what is stored and computes the rest densely."""
+        return request_id in self._states and self._requests.get(request_id) in self._all_stay
 
     def left(self, request_id: str, leaving: range, blocks: Sequence[int]) -> None:
         """They leave."""
@@ -179,6 +213,7 @@ class OffloadPlanner:
     def gave_back(self, request_id: str) -> None:
         """It holds nothing any more: it has ended, or was preempted."""
         self._changes.pop(request_id, None)
+        self._no_gain.pop(request_id, None)
         self.forget(request_id)
         state = self._states.pop(request_id, None)
         if state is not None:

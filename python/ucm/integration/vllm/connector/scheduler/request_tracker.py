@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.admission.admission import Verdict
@@ -180,6 +180,11 @@ class RequestTracker:
         if private_from is None or self.private_at is not None:
             return self.keys[: self.stored]
         return self.keys[: min(self.stored, max(private_from, self.cursor))]
+
+    def withdrawn(self, keys: Collection[bytes]) -> None:
+        """These blocks are not in the store any more."""
+        first = (at for at, key in enumerate(self.keys[: self.stored]) if key in keys)
+        self.stored = next(first, self.stored)
 
     def confirmed(self, upto: int, settled: int, maker: KeyMaker, now: float) -> int:
         """How many of the first ``upto`` blocks may be offered; ``settled`` of them were computed in steps that ended.

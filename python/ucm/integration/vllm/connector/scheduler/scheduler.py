@@ -515,6 +515,7 @@ class UCMConnectorScheduler:
         if handshakes := [rank.handshake for rank in report.ranks if rank.handshake is not None]:
             self._on_handshakes(handshakes)
         published, failed = self.dumps.published_blocks, self.dumps.failed_blocks
+        self._on_lost_blocks(report.lost)
         for rank in report.ranks:
             self.readiness.report(rank)
             self.health.report(rank.rank, rank.healthy)
@@ -524,8 +525,7 @@ class UCMConnectorScheduler:
                 self.admission.served(served.request, served.tiers)
             for failure in rank.load_failures:
                 self.admission.failed(failure.request, MissReason.TIMEOUT in failure.reasons)
-                for key in split_keys(failure.refused):
-                    self._block_tracker.refuse(key)
+                self._refuse(split_keys(failure.refused))
                 for key in split_keys(failure.newer):
                     self._block_tracker.mark_newer(key)
                 if (tracker := self._live.get(failure.request)) and failure.unselectable:
@@ -541,6 +541,22 @@ class UCMConnectorScheduler:
                 for tracker in self._live.values():
                     self._rewound(tracker)
         self.miss_stats.dumped(self.dumps.published_blocks - published, self.dumps.failed_blocks - failed)
+
+    def _refuse(self, keys: Sequence[bytes]) -> None:
+        """The records of these blocks are bad or gone: they are no hits, and no reason to leave the device."""
+        for key in keys:
+            self._block_tracker.refuse(key)
+        if keys and self._offload is not None:
+            for tracker in self._live.values():
+                tracker.withdrawn(set(keys))
+
+    def _on_lost_blocks(self, lost: Sequence[tuple[str, int]]) -> None:
+        """Blocks of running requests are neither on the device nor in the store."""
+        for name, ordinal in lost:
+            tracker = self._live.get(name)
+            if tracker is not None and self._offload is not None and ordinal < len(tracker.keys):
+                self._refuse([tracker.keys[ordinal]])
+                self._offload.lost(tracker.request)
 
     @harmless(None)
     def _load_ended(self, tracker: RequestTracker) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ucm.config import UcmConfig
 from ucm.integration.vllm.attention.break_even import NEVER, length_text
 from ucm.integration.vllm.attention.exactness import ExactTokens
@@ -102,11 +104,19 @@ class SparseScheduler:
         self._block_tokens = block_tokens
         self._requests: dict[str, Request] = {}
         self._finished: list[str] = []
+        self._found: dict[str, int] = {}  # tokens on the device of requests that may be admitted
+        self._given: list[int] = []  # device blocks that requests were given since the last plan
         self._manager: KVCacheManager | None = None
         #: Tokens of a request whose KV is exact: the dump planner and vLLM's prefix cache stop there.
         self.exact_tokens = ExactTokens(method)
         #: Which blocks leave the device; None where all stay.
         self.offload: OffloadPlanner | None = None
+        if not isinstance(method, BlockSparse) and method.overrides("estimate_num_slots_sparsed"):
+            logger.warning(
+                "sparse attention: estimate_num_slots_sparsed of %s is not asked: blocks leave the device only with a "
+                "subclass of BlockSparse and `offload`",
+                type(method).__name__,
+            )
         if isinstance(method, BlockSparse) and method.settings.offload:
             spare = spare_rows(num_blocks)
             self.offload = OffloadPlanner(
@@ -126,13 +136,22 @@ class SparseScheduler:
         self._requests[request.request_id] = request
         self._hook("request_begin", request.request_id, request.prompt_token_ids or [])
 
+    def found_on_device(self, request: Request, tokens: int) -> None:
+        """vLLM is about to admit a request, whose first tokens are in its prefix cache."""
+        self._found[request.request_id] = tokens
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """It was given blocks."""
+        """It was given blocks. Another connector may load into them, of which the workers see no keys: they are told
+        which these are, so that no representation is taken for that of what lies there now."""
+        if (found := self._found.pop(request.request_id, None)) is not None:
+            table = blocks.blocks[0][found // self._block_tokens :]
+            self._given += [block.block_id for block in table if not block.is_null]
         self.exact_tokens.prefill_tokens(request)
         self._hook("update_state_after_alloc", request, len(blocks.blocks[0]))
 
     def request_finished(self, request: Request) -> None:
         """It ended, or was aborted."""
+        self._found.pop(request.request_id, None)
         if self.offload is not None:
             self.offload.forget(request.request_id)
         if self._requests.pop(request.request_id, None) is not None:
@@ -155,15 +174,16 @@ class SparseScheduler:
         output.has_sync_kv_loads = True
         plan = SparsePlan(block_tokens=self._block_tokens, break_even=self.break_even.tokens)
         plan.measure = settled and self.break_even.ask()
-        plan.finished, self._finished = self._finished, []
-        if self.offload is not None:
-            plan.offloaded, plan.given_back = self.offload.take()
         plan.metadata = self._hook("build_sparse_meta", output, self._requests)
         cached = output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._add(plan, name, computed, output.num_scheduled_tokens[name])
         for new in output.scheduled_new_reqs:
             self._add(plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
+        plan.finished, self._finished = self._finished, []
+        plan.given, self._given = np.array(self._given, dtype=np.int64), []
+        if self.offload is not None:  # last: what is taken here must arrive
+            plan.offloaded, plan.given_back = self.offload.take()
         self.break_even.take_effect()
         return plan
 

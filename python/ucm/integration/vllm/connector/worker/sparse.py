@@ -108,7 +108,11 @@ class SparseWorker:
             read = None
             logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
         self.representations = Representations(
-            method, caches_by_layer(method, list(layers), caches), read, writer=self._writer
+            method,
+            caches_by_layer(method, list(layers), caches),
+            read,
+            writer=self._writer,
+            shards=len(caches) if method.settings.offload else 1,
         )
 
     def _make_offload(self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> Offload:
@@ -129,6 +133,7 @@ class SparseWorker:
         layout = KVLayout(caches, names)
         layer_bytes(layout)
         places = {method.layer_number(name): place for place, name in enumerate(layout.names)}
+        assert len(places) == len(layout.names), "each attention has a number of its own"
         return Offload(method, places, lambda: self._store(), lambda keys: record_ids(keys, self._mask))
 
     def _say(self, host: SparseHost, layers: dict[str, Any], backend: str, cache: torch.Tensor, count: int) -> None:
@@ -177,6 +182,10 @@ class SparseWorker:
         """What was measured since the last call."""
         measured, self._measured = self._measured, None
         return measured
+
+    def take_lost(self) -> list[tuple[str, int]]:
+        """Blocks that are neither on the device nor in the store, noticed since the last call: request and ordinal."""
+        return [] if self.offload is None else self.offload.take_lost()
 
     def end_step(self) -> None:
         """After it."""

@@ -26,15 +26,12 @@ from ucm.integration.vllm.connector.metadata import (
     split_keys,
 )
 from ucm.integration.vllm.connector.miss_stats import TIMES
-from ucm.reasons import LEFT_ALONE, MissReason, reason_of
+from ucm.reasons import LEFT_ALONE, MissReason, is_transient, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 if TYPE_CHECKING:
     from ucm.integration.vllm.attention.representations import Representations
-
-#: Kinds of failure that say nothing about the record. After any other it is not trusted until it was written again.
-_TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
 
 
 @cache
@@ -166,11 +163,7 @@ class Loads:
                 )
                 keys = split_keys(load.keys)
                 newer = [row for row, why in failures.items() if reason_of(why) in LEFT_ALONE]
-                bad = [
-                    keys[row]
-                    for row, why in failures.items()
-                    if getattr(why, "kind", "") not in _TRANSIENT and row not in newer
-                ]
+                bad = [keys[row] for row, why in failures.items() if not is_transient(why) and row not in newer]
                 behind = range(first, len(load.blocks))
                 why = [reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED for row in behind]
                 self._fail(load, first, bad, why, [keys[row] for row in newer])
