@@ -128,7 +128,7 @@ test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-py: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines beside them
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
-	@tools/beside build/test-engines.log "$(MAKE) test-without-engines" "$(MAKE) test-engines"
+	@tools/beside build "$(MAKE) test-without-engines" test-engines "$(MAKE) test-engines"
 
 .PHONY: test-without-engines
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
@@ -161,21 +161,40 @@ test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core bu
 	@UCM_TEST_CORE=$(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/lib_core.so \
 		$(STAGE) "pytest kinds" $(BIN)/python -m pytest --quiet tests/kinds
 
+# What is too long for every day, in three lines at once, since its tests wait more than they compute.
 .PHONY: test-long
-test-long: $(RUN_ENV) servers-long ## the trust matrix, long (its table goes to build/trust.md), and the store over all columns
+test-long: $(RUN_ENV) servers-long ## every column of the stores, the trust matrix long (its tables: build/trust*.md), engines over all
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
+	@tools/beside build "$(MAKE) test-long-engines" test-long-stores "$(MAKE) test-long-stores" \
+		test-long-rust "$(MAKE) test-long-rust"
+
+.PHONY: test-long-rust
+test-long-rust: ## of these, the store's suites over all columns and devices, and copies
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
 	@$(call over_device,cuda,segment$(comma)none); $(call over_device,cuda,file$(comma)memory)
 	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none);)
 	@UCM_TEST_LONG=1 $(STAGE) "copies over the software driver" cargo test --locked --quiet -p ucm-device \
 		--test policy --test properties
-	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
-		--trust-table build/trust.md
 	@UCM_TEST_LONG=1 $(STAGE) "the store over objects" cargo test --locked --quiet -p ucm-store \
 		--test object --test rules --test model
-	@UCM_TEST_LONG=1 $(STAGE) "stores of the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote
-	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
-		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
+
+.PHONY: test-long-stores
+test-long-stores: $(RUN_ENV) ## of these, the trust matrix and the remote stores from Python, without engines
+	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
+		--ignore tests/trust/test_engine.py --trust-table build/trust.md
+	@UCM_TEST_LONG=1 $(STAGE) "stores of the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote \
+		--ignore tests/remote/test_engine.py
+	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix on cuda" \
+		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust --ignore tests/trust/test_engine.py
+
+.PHONY: test-long-engines
+test-long-engines: $(RUN_ENV) ## of these, what starts engines of vLLM, one at a time
+	@UCM_TEST_LONG=1 $(STAGE) "trust matrix through engines" $(RUN_BIN)/python -m pytest --timeout 3600 \
+		tests/trust/test_engine.py --trust-table build/trust-engines.md
+	@UCM_TEST_LONG=1 $(STAGE) "engines over the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote/test_engine.py
+	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "engines on cuda" \
+		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust/test_engine.py tests/vllm
 	@UCM_TEST_LONG=1 $(STAGE) "offload on both runners, and examples" $(RUN_BIN)/python -m pytest \
 		tests/vllm/test_offload.py tests/vllm/test_examples.py
 

@@ -335,8 +335,9 @@ fn failures_far_apart_do_not_open_it() {
 #[test]
 fn the_log_says_at_the_start_what_is_used() {
     let (dir, store, _clock) = opened(1, usize::MAX);
-    let said = store.said();
-    assert_eq!(said.len(), 1);
+    let mut said = store.said(); // a device has words of its own
+    said.retain(|line| line.starts_with("open: "));
+    assert_eq!(said.len(), 1, "{said:?}");
     let root = dir.path().display().to_string();
     for word in [
         &*root,

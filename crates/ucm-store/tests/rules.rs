@@ -122,6 +122,26 @@ fn loads_of_one_block_share_a_read() {
 }
 
 #[test]
+fn a_load_that_came_after_a_read_of_nothing_gets_its_own() {
+    only_over!(FilesUnkept, "it hangs the read of a block file");
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let gate = store.gate();
+    store.fault(of_records(OpKind::Read, Fault::HangAfter(gate.clone())));
+    let (early, late) = (Device::blank(&setup, &ids(1)), Device::blank(&setup, &ids(1)));
+    let before = store.engine.load(early.rows(&ids(1)), None).unwrap();
+    gate.await_waiting(1); // it has found nothing, and has not said so yet
+    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    let after = store.engine.load(late.rows(&ids(1)), None).unwrap();
+    assert_eq!(store.stat("loads_joined"), 1);
+    gate.open();
+    store.outcome(&after).unwrap();
+    assert!(late.is_right(id(0)));
+    let failed = store.outcome(&before).unwrap_err();
+    assert!(failed.iter().all(|(_, error)| error.kind() == ErrorKind::NotFound));
+}
+
+#[test]
 fn nothing_reaches_the_device_after_the_deadline() {
     only_over!(NothingKept, "a memory has what it loads");
     let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());

@@ -403,7 +403,11 @@ impl Core {
             Err((failed, slot)) => return self.ask_below(reading, failed, slot),
         };
         let (id, tier) = (reading.id, reading.tier);
-        let waiters = self.end_read(id, None, reading.layers.as_ref());
+        let waiters = self.end_read(id, |task, index| {
+            let wanted = task.blocks[index].layers(&self.records.geometry);
+            let brought = reading.layers.as_ref();
+            brought.is_some_and(|layers| wanted.start < layers.start || wanted.end > layers.end)
+        });
         let record = read.lent.as_deref().unwrap_or(read.slot.as_slice());
         let scattered = |(task, index): &(Arc<LoadTask>, usize)| {
             let taken = task.take(*index, |_| true); // what did not go to the device before
@@ -550,10 +554,14 @@ impl Core {
         }
     }
 
-    /// A block could not be had.
+    /// A block could not be had. A load with more time than a read that was late gets another one; so does a load that
+    /// came after a read began that found nothing: the block may have been stored in between.
     fn read_failed(self: &Arc<Self>, id: BlockId, request: Request, error: Error) {
         let late = error.kind() == ErrorKind::Timeout;
-        let waiters = self.end_read(id, late.then_some(request.deadline), None);
+        let absent = error.kind() == ErrorKind::NotFound;
+        let waiters = self.end_read(id, |task, _| {
+            late && task.state.deadline > request.deadline || absent && task.request.number > request.number
+        });
         let error = self.judge_failure(id, error);
         // Of a late one whoever notices it first counts it: this, or the load itself.
         let mut late_miss = late.then(|| reason_of(&error));
@@ -563,26 +571,18 @@ impl Core {
         self.pump(); // one read less is running
     }
 
-    /// Takes a read off the list, with those who wait for it. If it was late by `deadline`, loads that have more time
-    /// get a read of their own; if it brought these `layers` only, loads that want others.
+    /// Takes a read off the list, with those who wait for it; for those of whom `goes_on` says so another one begins.
     fn end_read(
         &self,
         id: BlockId,
-        deadline: Option<MonotonicTime>,
-        layers: Option<&Range<u32>>,
+        goes_on: impl Fn(&LoadTask, usize) -> bool,
     ) -> Vec<(Arc<LoadTask>, usize)> {
         let mut reads = self.reads.blocks.lock();
         reads.running -= 1;
         let waiters = reads.waiters.remove(&id).unwrap_or_default();
-        let goes_on = |(task, index): &(Arc<LoadTask>, usize)| {
-            let has_time = deadline.is_some_and(|late| task.state.deadline > late);
-            let wants_more = layers.is_some_and(|layers| {
-                let wanted = task.blocks[*index].layers(&self.records.geometry);
-                wanted.start < layers.start || wanted.end > layers.end
-            });
-            (has_time || wants_more) && task.reads(*index) && !task.has_begun(*index)
-        };
-        let (more, over): (Vec<_>, Vec<_>) = waiters.into_iter().partition(goes_on);
+        let (more, over): (Vec<_>, Vec<_>) = waiters.into_iter().partition(|(task, index)| {
+            goes_on(task, *index) && task.reads(*index) && !task.has_begun(*index)
+        });
         if !more.is_empty() {
             reads.waiters.insert(id, more);
             reads.pending.push_back(Wanted::new(id));
