@@ -263,9 +263,11 @@ bench-gpu: $(RUN_ENV) ## copies of small pieces on a GPU beside one large copy a
 	@$(RUN_BIN)/python benches/python/gpu.py $(GPU_ARGS)
 
 .PHONY: bench-sparse
-bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse: a kernel, and whole steps of vLLM (SPARSE_ARGS=)
-	@$(RUN_BIN)/python benches/python/retrieval.py
-	@$(RUN_BIN)/python benches/python/sparse.py $(SPARSE_ARGS)
+bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse: tables and docs/sparse-speed.svg (SPARSE_ARGS=)
+	@$(RUN_BIN)/python benches/python/retrieval.py --json build/bench-sparse/layer.json
+	@$(RUN_BIN)/python benches/python/sparse.py --json build/bench-sparse/steps.json $(SPARSE_ARGS)
+	@$(RUN_BIN)/python benches/python/plot_sparse.py build/bench-sparse/layer.json build/bench-sparse/steps.json \
+		docs/sparse-speed.svg
 
 .PHONY: bench-quality
 bench-quality: $(RUN_ENV) ## answers of the recall model under every selector, into docs/sparse.md (QUALITY_ARGS=--quick)

@@ -6,12 +6,14 @@ comes from the cache that the call before left it in. ``dense`` is vLLM's kernel
 ``vLLM`` and ``ours`` read the blocks of one choice (4096 tokens, 3584 with 32 K, everything with 4 K); ``choose`` are
 the codes of the queries, the scores of all blocks and the choice; ``step`` is choosing and our attention together.
 Fastest of the rounds, taken in turns; the last columns are dense's time over that of the step, and vLLM's over ours.
+``--json`` keeps the figures, which ``plot_sparse.py`` draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
+import json
 import os
 import sys
 import time
@@ -21,7 +23,15 @@ from typing import Any
 
 HEADS, KV_HEADS, DIM, BLOCK, BITS = 32, 8, 128, 128, 128
 #: Tokens of a request, requests, tokens that are kept.
-CASES = ((4096, 1, 4096), (32768, 1, 3584), (32768, 4, 3584), (131072, 1, 4096))
+CASES = (
+    (4096, 1, 4096),
+    (8192, 1, 4096),
+    (16384, 1, 4096),
+    (32768, 1, 3584),
+    (32768, 4, 3584),
+    (65536, 1, 4096),
+    (131072, 1, 4096),
+)
 
 
 def with_openmp_in_front() -> None:
@@ -154,19 +164,25 @@ def main() -> None:
     words.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     words.add_argument("--layers", type=int, default=4)
     words.add_argument("--rounds", type=int, default=10)
+    words.add_argument("--json", type=Path)
     given = words.parse_args()
     torch.set_num_threads(given.threads)
     runtime = "OpenMP" if _core.retrieval_openmp() else "own threads"
     best_set = retrieval.instruction_sets()[-1]
     print(f"{best_set}, {given.threads} threads ({runtime}); ms a layer, fastest of {given.rounds} rounds")
-    columns = ("dense", "vLLM", "ours", "choose", "step")
+    columns, rows = ("dense", "vLLM", "ours", "choose", "step"), []
     print(f"{'tokens':>7} {'rows':>4} {'kept':>5}", *(f"{name:>8}" for name in columns), " dense/step  vLLM/ours")
-    for tokens, rows, kept in CASES:
-        case = Case(tokens, rows, kept, given.layers)
+    for tokens, requests, kept in CASES:
+        case = Case(tokens, requests, kept, given.layers)
         best = {name: ms / given.layers for name, ms in fastest(case.work(), given.rounds).items()}
         figures = (f"{best[name]:8.2f}" for name in columns)
         ratios = f"{best['dense'] / best['step']:11.1f} {best['vLLM'] / best['ours']:10.2f}"
-        print(f"{tokens:7} {rows:4} {kept:5}", *figures, ratios, flush=True)
+        print(f"{tokens:7} {requests:4} {kept:5}", *figures, ratios, flush=True)
+        rows.append({"tokens": tokens, "requests": requests, "kept": kept, "ms": best})
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        about = {"isa": best_set, "threads": given.threads}
+        given.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -69,6 +69,17 @@ def test_short_requests_are_dense() -> None:
     assert policy.kept(7, 1000) == 7 and policy.kept(9, 1000) == 7 and policy.kept(50, 99) == 50
 
 
+@given(blocks_of, windows_of, st.integers(0, 400), st.booleans())
+def test_a_budget_for_all_blocks_is_dense(blocks: int, windows: tuple[int, int], topk: int, inside: bool) -> None:
+    """Choosing would cost something and leave nothing out."""
+    policy = Policy(init=windows[0], local=windows[1], ratio=None, topk=topk, windows_inside=inside)
+    keeps = sum(windows) + policy.budget(blocks)
+    assert policy.is_dense(blocks, 10**6) == (keeps >= blocks)
+    assert Policy(init=1, local=2, ratio=1.0).is_dense(blocks, 10**6)
+    by_mass = Policy(init=1, local=2, ratio=None, mass=0.9)
+    assert by_mass.is_dense(blocks, 10**6) == (blocks <= 3), "how many it chooses is known after the scores"
+
+
 def test_a_budget_by_mass_is_bounded_by_the_other_keys() -> None:
     policy = Policy(ratio=None, mass=0.9, k_min=2, k_max=5)
     assert (policy.least(20), policy.budget(20)) == (2, 5)

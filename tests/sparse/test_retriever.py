@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -254,3 +255,64 @@ def test_a_thread_that_falls_behind_is_not_given_more_and_not_waited_for(
     found = [retriever.step(0, rows_of(step, ["a"]))[0] for step in range(101, 131)]
     assert found[0] is not None
     assert found[-1] is not None and found[-1].step > 100
+
+
+class Streams:
+    """A device's module, whose streams write down what happens in them."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.names = ["step"]
+        self.Event, self.Stream = lambda: Happening(self), lambda **_: Flow(self, "beside")
+
+    def current_stream(self, _device: Any) -> Flow:
+        return Flow(self, self.names[-1])
+
+    @contextlib.contextmanager
+    def stream(self, flow: Flow) -> Iterator[None]:
+        self.names.append(flow.name)
+        yield
+        self.names.pop()
+
+
+class Flow:
+    """A stream."""
+
+    def __init__(self, module: Streams, name: str) -> None:
+        self.module, self.name = module, name
+
+    def wait_event(self, event: Happening) -> None:
+        assert event.recorded == "step"
+        self.module.log.append(f"{self.name} waits")
+
+    def synchronize(self) -> None:
+        self.module.log.append(f"{self.name} has run")
+
+
+class Happening:
+    """An event."""
+
+    def __init__(self, module: Streams) -> None:
+        self.module, self.recorded = module, ""
+
+    def record(self, flow: Flow) -> None:
+        self.recorded = flow.name
+        self.module.log.append(f"recorded in {flow.name}")
+
+
+def test_choices_beside_a_step_of_a_device_wait_for_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they would read queries that have not been computed."""
+    module = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
+
+    def find(layer: int, rows: Rows) -> list[Middle]:
+        module.log.append(f"chosen in {module.names[-1]}")
+        return [[torch.tensor([3])]]
+
+    retriever = Retriever(Policy(lag=1), find, SparseStats(), executor=AtOnce())
+    rows = Rows(["a"], [1], [10], torch.zeros(1, 1, 1, 1, device="meta"), [1], torch.zeros(1, 1, device="meta"))
+    retriever.begin_step()
+    (choice,) = retriever.step(0, rows)
+    assert choice is not None
+    assert choice.middle[0].tolist() == [3]
+    assert module.log == ["recorded in step", "beside waits", "chosen in beside", "beside has run"]

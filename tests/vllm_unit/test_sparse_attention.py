@@ -23,6 +23,7 @@ from ucm.integration.vllm.attention.host import active_host, set_active_host
 from ucm.integration.vllm.attention.pages import key_reader
 from ucm.integration.vllm.attention.representations import Representations
 from ucm.integration.vllm.attention.rows import SparsePlan, in_order
+from ucm.sparse import retrieval
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.methods import Quest, Windows
 from ucm.store.ucmstore_v1 import SidesTask, Task, UcmKVStoreBaseV1
@@ -83,17 +84,50 @@ def test_without_a_selection_vllms_bytes_come_out(config: Any) -> None:
     assert torch.equal(rig.attend(SparsePlan(BLOCK, 0)), dense)
 
 
-def test_rows_that_decode_keep_their_blocks_beside_others(config: Any) -> None:
+@pytest.mark.parametrize("kernel", ["auto", "vllm"])
+def test_rows_that_decode_keep_their_blocks_beside_others(config: Any, kernel: str) -> None:
     """Sparse, short, and a chunk of a prompt in one call; the plan names them in another order."""
     rows = Rows.of([300, 40, 200, 161], [1, 1, 7, 1])
-    rig = Rig(config, windows(), rows)
+    rig = Rig(config, windows(attention_kernel=kernel), rows)
+    assert rig.host is not None
+    assert rig.host.uses_own_kernel == (kernel == "auto")
     found = rig.attend()
     assert close(found, rows.attended([[0, 8, 9], None, None, [0, 4, 5]]))
     assert torch.equal(found, rig.attend(name=NAMES[1]))
 
 
-def test_nothing_of_vllms_metadata_is_written_to(config: Any) -> None:
-    rig = Rig(config, windows(), Rows.of([300, 161], [1, 1]))
+def test_which_kernel_computes_a_row_does_not_depend_on_its_neighbours(config: Any) -> None:
+    """Rows that choose by ucm's, the same bits as alone; the others by vLLM's, the same bits as without a method."""
+    together = Rig(config, windows(), Rows.of([300, 40, 200, 161], [1, 1, 7, 1])).attend()
+    rows = Rows.of([300, 40, 200, 161], [1, 1, 7, 1])
+
+    def some(places: list[int]) -> Rows:
+        lists = ([each[i] for i in places] for each in (rows.keys, rows.values, rows.queries))
+        return Rows(*lists, rows.table[places])
+
+    dense = Rig(config, None, some([1, 2])).attend()
+    assert torch.equal(together[1:9], dense)
+    for place, token in ((0, 0), (3, 9)):
+        assert torch.equal(together[token : token + 1], Rig(config, windows(), some([place])).attend())
+
+
+def test_a_failure_of_ucms_kernel_leaves_the_layer_to_vllms(
+    config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = Rows.of([300, 40], [1, 1])
+    rig = Rig(config, windows(), rows)
+    monkeypatch.setattr(retrieval, "paged_attention", lambda *_: 1 / 0)
+    logging.getLogger("ucm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        assert close(rig.attend(), rows.attended([[0, 8, 9], None]))
+    assert "vLLM's computes from here on" in caplog.text
+    assert rig.host is not None
+    assert not rig.host.uses_own_kernel
+
+
+@pytest.mark.parametrize("kernel", ["auto", "vllm"])
+def test_nothing_of_vllms_metadata_is_written_to(config: Any, kernel: str) -> None:
+    rig = Rig(config, windows(attention_kernel=kernel), Rows.of([300, 161], [1, 1]))
     before = {name: value.clone() for name, value in vars(rig.metadata).items() if isinstance(value, Tensor)}
     objects = dict(vars(rig.metadata))
     rig.attend()
@@ -102,12 +136,16 @@ def test_nothing_of_vllms_metadata_is_written_to(config: Any) -> None:
         assert not isinstance(value, Tensor) or torch.equal(value, before[name])
 
 
-def test_layers_that_keep_as_many_blocks_share_what_is_planned(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kernel", "lengths"), [("vllm", [300, 161]), ("auto", [300, 40])])
+def test_layers_that_keep_as_many_blocks_share_what_is_planned(
+    config: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, lengths: list[int]
+) -> None:
+    """For vLLM's kernel, which with ucm's beside it computes the rows that keep all."""
     from vllm import _custom_ops as ops
 
     planned: list[Any] = []
     real = ops.cpu_attn_get_scheduler_metadata
-    rig = Rig(config, windows(), Rows.of([300, 161], [1, 1]))
+    rig = Rig(config, windows(attention_kernel=kernel), Rows.of(lengths, [1, 1]))
     monkeypatch.setattr(ops, "cpu_attn_get_scheduler_metadata", lambda **kw: planned.append(kw) or real(**kw))
     query, keys, values, _ = rig.rows.step()
     assert rig.host is not None
@@ -119,10 +157,11 @@ def test_layers_that_keep_as_many_blocks_share_what_is_planned(config: Any, monk
     assert len(planned) == 2
 
 
-def test_a_choice_for_each_kv_head(config: Any) -> None:
+@pytest.mark.parametrize("kernel", ["auto", "vllm"])
+def test_a_choice_for_each_kv_head(config: Any, kernel: str) -> None:
     """Each KV head attends to blocks of its own, beside a prompt and a short row."""
     rows = Rows.of([300, 40, 200, 260], [1, 1, 7, 1], seed=3)
-    settings = QuestConfig(ratio=0.3, min_tokens=0, heads="kv")
+    settings = QuestConfig(ratio=0.3, min_tokens=0, heads="kv", attention_kernel=kernel)
     rig = Rig(config, Quest(None, UcmSparseRole.WORKER, settings), rows)
     chosen: list[Any] = []
     method = rig.host.method  # type: ignore[union-attr]

@@ -92,6 +92,7 @@ class AlgorithmConfig(Section):
     reuse_from: Sources = Field(default_factory=dict)
     heads: Annotated[Literal["shared", "kv"], BeforeValidator(word)] = "shared"
     shared_selection: Flag = False
+    attention_kernel: Annotated[Literal["auto", "vllm"], BeforeValidator(word)] = "auto"
     retrieval_threads: Annotated[Count, Field(le=64)] = 2
     retrieval_ms: Milliseconds = 200
     measure_recall: Flag = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -203,12 +204,14 @@ class BlockSparse(UcmSparseBase):
         padding)."""
         if not self.writes(layer_name):
             return
+        began = time.perf_counter()
         layer, plan = self._layers[layer_name], self._write_plan(torch.as_tensor(slot_mapping))
         try:
             self.store.write(layer, key, plan)
         except Exception:  # the plan said of some that they are ready: they are not
             self.store.invalidate(plan.blocks)
             raise
+        self.stats.add(selection_s=time.perf_counter() - began)
         if self._probe is not None:
             self._probe.write(layer, key, plan)
 
@@ -262,6 +265,7 @@ class BlockSparse(UcmSparseBase):
         source = self.policy.reuse_from.get(layer)
         if source is not None:
             return self._chosen.get(source)
+        began = time.perf_counter()
         step = self._step(block_table)
         if step.ends[-1] > query.shape[0]:
             raise InvalidInputError(
@@ -269,6 +273,7 @@ class BlockSparse(UcmSparseBase):
                 context={"queries": query.shape[0], "tokens": step.ends[-1], "layer": layer_name},
             )
         self._chosen[layer] = self._select(layer, step, query, block_table)
+        self.stats.add(selection_s=time.perf_counter() - began)
         return self._chosen[layer]
 
     def request_finished_in_worker(self, request_id: str) -> None:

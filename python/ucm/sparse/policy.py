@@ -93,8 +93,10 @@ class Policy:
         return self.init + self.local
 
     def is_dense(self, blocks: int, tokens: int) -> bool:
-        """Whether a request of this length keeps every block."""
-        return blocks <= self.windows or blocks < self.min_blocks or tokens < self.min_tokens
+        """Whether a request of this length keeps every block, so that nothing has to be chosen: it is short, or its
+        budget is as large as what there is to choose from."""
+        keeps_all = self.least(blocks) >= blocks - self.windows
+        return keeps_all or blocks < self.min_blocks or tokens < self.min_tokens
 
     def budget(self, blocks: int) -> int:
         """Most blocks that are chosen of the ``blocks - windows`` between the windows.
@@ -131,8 +133,7 @@ class Policy:
         ``min_tokens`` are dense besides."""
         for blocks in range(self.windows + 1, -(-most // block_size) + 1):
             shortest = max((blocks - 1) * block_size + 1, self.min_tokens, min_tokens)
-            chooses = blocks >= self.min_blocks and self.least(blocks) < blocks - self.windows
-            if chooses and shortest <= blocks * block_size:
+            if shortest <= blocks * block_size and not self.is_dense(blocks, shortest):
                 return min(shortest - 1, most)
         return most
 

@@ -85,9 +85,9 @@ class RepStore:
         reps = self._reps[layer]
         if self.selector.token_wise:
             if plan.tokens.numel():
-                tokens = plan.tokens.to(keys.device)
+                some = keys if len(plan.tokens) == len(keys) else keys[plan.tokens.to(keys.device)]
                 blocks, places = plan.blocks.to(self.device), plan.places.to(self.device)
-                self.selector.encode_tokens(layer, keys[tokens], reps, blocks, places)
+                self.selector.encode_tokens(layer, some, reps, blocks, places)
             return
         for ids, whole in self._open.completed(layer, keys, plan):
             reps[ids.to(self.device)] = self.selector.encode(layer, whole).to(self.device)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ucm.sparse.policy import Policy
 from ucm.sparse.stats import SparseStats
+from ucm.sparse.streams import Mark, take_over
 
 _log = logging.getLogger("ucm.sparse")
 
@@ -169,12 +171,15 @@ class Retriever:
         if self._executor is None:
             self._run(slot, layer, picked)
         else:
-            self._executor.submit(self._run, slot, layer, picked)
+            # Queries and representations may still be on their way in the stream of the step.
+            self._executor.submit(self._run, slot, layer, picked, Mark(picked.query.device))
 
-    def _run(self, slot: Slot, layer: int, rows: Rows) -> None:
+    def _run(self, slot: Slot, layer: int, rows: Rows, mark: Mark | None = None) -> None:
+        """With a mark in another thread: after what the step had given to its stream, and written once it has run."""
         found = None
         try:
-            found = self._find(layer, rows)
+            with mark.after() if mark is not None else nullcontext():
+                found = self._find(layer, rows)
         except Exception:
             self._stats.add(failed=1)
             if not self._told:
@@ -203,6 +208,8 @@ class Retriever:
         return track.active
 
     def _activate(self, track: _Track, choice: Choice) -> None:
+        for ids in choice.middle:
+            take_over(ids)
         before = track.active
         chosen = sum(map(len, choice.middle))
         same = 0

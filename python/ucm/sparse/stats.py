@@ -30,6 +30,7 @@ class SparseStats:
         ``density`` blocks kept / blocks there were, of sparse rows; ``turnover`` chosen blocks that were not chosen the
         time before / blocks chosen; ``lag`` mean decode steps from a query to a use of its choice; ``recall`` attention
         mass on kept blocks / all of it, where it is measured; ``hit_rate`` blocks that had been predicted / chosen.
+        ``selection_s`` is no ratio: seconds that steps spent on representations of new keys and on choosing.
         """
         with self._lock:
             found: dict[str, float] = dict(self._sums)

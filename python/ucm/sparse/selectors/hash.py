@@ -102,8 +102,8 @@ class Hash(BlockSelector):
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
-        """On a GPU by one kernel for each part of a key, which writes codes where they belong."""
-        kernels = kernels_for(keys, reps) if reps.is_cuda else None
+        """By one kernel for each part of a key, which writes codes where they belong."""
+        kernels = kernels_for(keys, reps)
         if kernels is None:
             super().encode_tokens(layer, keys, reps, blocks, places)
             return

@@ -75,13 +75,14 @@ class _Bench:
             self.host.begin_step(SparsePlan(self.block_tokens, 0, rows=[row], last_blocks=last), context)
 
         policy = self.method.policy
-        dense = _best(attend, device) * self.layers
+        dense = _best(attend, device)
         choosing = self._step(begin, attend, device, 1)
         later = choosing if policy.stride == 1 else self._step(begin, attend, device, 2)
-        return dense, (choosing + (policy.stride - 1) * later) / policy.stride
+        sparse = (choosing + (policy.stride - 1) * later) / policy.stride
+        return dense * self.layers, sparse + dense * (self.layers - self.selecting)
 
     def _step(self, begin: Callable[[int], None], attend: Callable[[], None], device: Any, step: int) -> float:
-        """A step that chooses (1), or goes on with what was chosen (2)."""
+        """The layers that may choose, of a step that chooses (1), or that goes on with what was chosen (2)."""
         best = float("inf")
         for _ in range(TIMES):
             if step == 1:
@@ -92,10 +93,9 @@ class _Bench:
             whole = time.perf_counter() - began
             again = _timed(attend, device)
             self.host.end_step()
-            dense = self.layers - self.selecting
             # With a lag the second call goes on with the choice that the first one waited for: it chooses nothing.
             choosing = first if self.method.policy.lag else min(first, again)
-            best = min(best, whole + (self.selecting - 1) * choosing + dense * min(first, again))
+            best = min(best, whole + (self.selecting - 1) * choosing)
         return best
 
 

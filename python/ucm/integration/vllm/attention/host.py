@@ -17,16 +17,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ucm.integration.vllm.attention import own_kernel
 from ucm.integration.vllm.attention.hook_results import fits
 from ucm.integration.vllm.attention.offload import Offload
 from ucm.integration.vllm.attention.per_head import HeadRows, metadata_of
 from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of, cpu_plan
 from ucm.integration.vllm.attention.rows import SparsePlan, by_last_block, in_order
-from ucm.integration.vllm.connector.guard import throttle
+from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.sparse.base import UcmSparseBase
 from ucm.sparse.batch import SparseBatch, SparseRow
 from ucm.sparse.method import BlockSparse
-from ucm.sparse.selection import compact_rows
+from ucm.sparse.selection import Selection, compact, compact_rows
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ class LayerCall:
     made: Any  # the copy of the metadata
     context: _Context
     keys: tuple[Tensor, Tensor] | None = None  # latent keys of the step
+    selection: Selection | None = None  # what its rows keep, where our kernel may compute them
     placed: bool = False  # blocks of its rows are elsewhere than the original says
 
 
@@ -92,6 +94,14 @@ class SparseHost:
         self.rewrites_kv = _own(method, "attention_begin")
         self._observes = _own(method, "attention_finished")
         self._begins = self.rewrites_kv or self.blocks is not None
+        #: Whether rows that choose are computed by ucm's kernel; see :mod:`.own_kernel`. A hook that looks on after
+        #: attention is shown the metadata that vLLM's kernel computed with.
+        self.uses_own_kernel = self._may_use_own_kernel() and own_kernel.reads_pages_of(self._layers)
+
+    def _may_use_own_kernel(self) -> bool:
+        settings = None if self.blocks is None else self.blocks.settings
+        wanted = settings is not None and settings.attention_kernel == "auto"
+        return wanted and self.selects_only and not self._observes
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -195,9 +205,37 @@ class SparseHost:
         if self.offload is not None and self.offload.has_any(self._rows):
             self._choose(call, query, call.made)
             return given
+        if self.uses_own_kernel and call.original.dynamic_causal is None:
+            call.selection = self._call("select_rows", None, call.name, query, call.original.block_table)
+            return given
         arguments = (query, key, value, call.name, call.context, output, call.phase)
         found = self._call("attention_begin", given, *arguments)
         return (*found,) if self._fits(found, given) else given
+
+    def attend_by_own_kernel(
+        self, call: LayerCall, query: Tensor, output: Tensor, compute: Callable[[Tensor, Any, Tensor], Any]
+    ) -> bool:
+        """Attention of a layer where some of its rows chose, by ucm's kernel and for the other rows by vLLM's,
+        ``compute(query, metadata, output)``. False: the layer is still to be computed, from the copy of its
+        metadata."""
+        selection, made = call.selection, call.made
+        if selection is None:
+            return False
+        assert self.blocks is not None
+        size = self.blocks.selector.geometry.block_size
+        try:
+            if call.placed:
+                tables = made.block_table.index_select(0, selection.rows), made.seq_lens.index_select(0, selection.rows)
+            else:
+                tables = compact(selection, made.block_table, made.seq_lens, size)
+            own_kernel.attend(call.layer, selection.rows, tables, made, query, output, compute, self._rewriter)
+        except Exception as error:
+            logger.warning("sparse attention: ucm's kernel failed, so vLLM's computes from here on: %r", error)
+            self.uses_own_kernel = False
+            if not call.placed:
+                made.block_table, made.seq_lens = compact_rows(selection, made.block_table, made.seq_lens, size)
+            return False
+        return True
 
     def _choose(self, call: LayerCall, query: Tensor, part: Any) -> None:
         """As the method does by itself, with blocks that have left where they are now. Nothing here may fail into a
@@ -216,6 +254,8 @@ class SparseHost:
         else:
             size = self.blocks.selector.geometry.block_size
             part.block_table, part.seq_lens = compact_rows(selection, table, lens, size)
+        if self.uses_own_kernel:
+            call.selection = selection
         layer = self.blocks.layer_number(call.name)
         self.offload.place(layer, self._rows, selection, table, part.block_table, part.seq_lens)
 

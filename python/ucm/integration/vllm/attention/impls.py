@@ -1,6 +1,7 @@
 """Implementations of attention that ask the host of this process before and after they compute a layer.
 
-One class over each of vLLM's own, whose kernels do all the computing. Without a host, in a profiling run, in a layer
+One class over each of vLLM's own, whose kernels do the computing, but for rows that choose on a CPU
+(:mod:`.own_kernel`). Without a host, in a profiling run, in a layer
 that the host does not serve, they are vLLM's own code and nothing else.
 """
 
@@ -59,6 +60,12 @@ class _Grouped:
         if host.rewrites_kv and k is not None and v is not None:
             slots = attn_metadata.slot_mapping[: k.shape[0]]
             super().do_kv_cache_update(layer, k[: len(slots)], v[: len(slots)], kv_cache, slots)  # type: ignore[misc]
+
+        def by_vllm(asked: Tensor, metadata: Any, found: Tensor) -> None:
+            compute(layer, asked, k, v, kv_cache, metadata, found, *args, **kwargs)
+
+        if host.attend_by_own_kernel(call, q, out, by_vllm):
+            return output
         if call.made.block_table.dim() == 3:
             rows = HeadRows.of(attn_metadata.query_start_loc, *call.made.block_table.shape[:2])
             metadata = host.metadata_of_heads(self, call, rows)
@@ -66,7 +73,7 @@ class _Grouped:
             compute(layer, rows.split(q), k, v, pages, metadata, parts, *args, **kwargs)
             rows.join(parts, out)
         else:
-            host.compute(self, call, lambda metadata: compute(layer, q, k, v, kv_cache, metadata, out, *args, **kwargs))
+            host.compute(self, call, lambda metadata: by_vllm(q, metadata, out))
         host.attention_finished(call, q, k, v, out)
         if out is not output:
             output.copy_(out)

@@ -82,14 +82,14 @@ class Rewriter:
         _drop_notes(part)
         name = _family(part)
         if name == "cpu":
-            part.scheduler_metadata = self._planned(
+            part.scheduler_metadata = self.planned(
                 ("cpu", impl.num_heads, impl.num_kv_heads, impl.head_size, impl.sliding_window),
                 part.seq_lens,
                 lambda lens: cpu_plan(impl, layer, part, lens, impl.num_heads, impl.num_kv_heads),
             )
         elif name == "flashmla":
             heads = impl.num_heads * max(1, made.num_decode_tokens // max(1, made.num_decodes))
-            part.scheduler_metadata = self._planned(
+            part.scheduler_metadata = self.planned(
                 ("flashmla", heads), part.seq_lens, lambda lens: _flashmla_plan(heads, lens)
             )
         elif hasattr(part, "scheduler_metadata"):
@@ -99,7 +99,8 @@ class Rewriter:
                 place.max_seq_len = _longest(made, part)
         return made
 
-    def _planned(self, kind: tuple[Any, ...], lens: Tensor, make: Callable[[Tensor], Any]) -> Any:
+    def planned(self, kind: tuple[Any, ...], lens: Tensor, make: Callable[[Tensor], Any]) -> Any:
+        """What a kernel of this kind computes ahead from the lengths of its rows: by ``make``, once a step."""
         for known, before, plan in self._plans:
             if known == kind and before.shape == lens.shape and torch.equal(before, lens):
                 return plan

@@ -96,7 +96,7 @@ class SparseWorker:
         self._eager = EagerHooks(self.method, eager=bool(self._vllm_config.model_config.enforce_eager))
         set_ucm_sparse(self.method)
         set_active_host(self.host)
-        self._say(layers, backend, cache, len(caches))
+        self._say(self.host, layers, backend, cache, len(caches))
 
     def _prepare_representations(
         self, method: BlockSparse, layers: dict[str, Any], backend: str, caches: Mapping[str, Any], tokens: int
@@ -136,17 +136,18 @@ class SparseWorker:
         assert len(places) == len(layout.names), "each attention has a number of its own"
         return Offload(method, places, lambda: self._store(), lambda keys: record_ids(keys, self._mask))
 
-    def _say(self, layers: dict[str, Any], backend: str, cache: torch.Tensor, count: int) -> None:
+    def _say(self, host: SparseHost, layers: dict[str, Any], backend: str, cache: torch.Tensor, count: int) -> None:
         method = self.method
         if not isinstance(method, BlockSparse):
             logger.info("sparse attention: %s over %s, %d layers", type(method).__name__, backend, len(layers))
             return
         kv = cache.numel() * cache.element_size() * count
         logger.info(
-            "sparse attention: %s over %s; %d of %d layers choose blocks; their representations take %.1f MiB beside "
-            "%.1f MiB of KV (%.1f %%)",
+            "sparse attention: %s over %s, attention over chosen blocks by %s kernel; %d of %d layers choose blocks; "
+            "their representations take %.1f MiB beside %.1f MiB of KV (%.1f %%)",
             method.settings.algorithm,
             backend,
+            "ucm's" if host.uses_own_kernel else "vLLM's",
             len(method.store.layers),
             len(layers),
             method.store.nbytes / 2**20,
