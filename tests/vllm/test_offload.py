@@ -193,7 +193,7 @@ def deep(runner: str, work: Path, host: EngineHost) -> Engine:
         model,
         runner,
         StoreSpec(disk.root, "UcmPipelineStore", options=options),
-        blocks=2 * DEEP_BLOCKS,
+        blocks=3 * DEEP_BLOCKS,  # room for a load again after one that failed
         args={"max_model_len": 64 * BLOCK},
         extra_config={
             "sparse_type": "Quest",
@@ -215,7 +215,7 @@ def worker(engine: Engine, expression: str) -> Any:
 @pytest.fixture(scope="module")
 def stored(deep: Engine) -> Case:
     """A prompt that is stored but for its last tokens."""
-    case = Case(prompt(97, DEEP_BLOCKS * BLOCK + 9), 60)
+    case = Case(prompt(97, DEEP_BLOCKS * BLOCK + 9), 28)  # its answer ends a block
     deep.ask(case.tokens, 1)
     wait_until(lambda: worker(deep, "connector.stats()['blocks_published']") >= DEEP_BLOCKS, "it is stored")
     return case
@@ -264,14 +264,15 @@ def test_a_stored_prompt_is_selected_from_without_being_read(deep: Engine, store
 def test_a_stored_prompt_without_representations_is_read_whole(deep: Engine, stored: Case, work: Path) -> None:
     """It is found out when they do not come; the end of the prompt is dense then, as when it is new."""
     deep.reset()
+    case = Case(stored.tokens, 8)
     representations = "connector._sparse_worker.representations"
     name, before = worker(deep, f"{representations}.name"), worker(deep, "connector._worker.loads.blocks")
     worker(deep, f"setattr({representations}, 'name', 'rep-unknown')")
-    result = deep.generate(stored.ask())[0]
+    result = deep.generate(case.ask())[0]
     worker(deep, f"setattr({representations}, 'name', '{name}')")
     assert result.cached == DEEP_BLOCKS * BLOCK
     assert worker(deep, "connector._worker.loads.blocks") - before == WINDOWS - 1 + DEEP_BLOCKS
-    answer = deep_answer(work, stored, None)
+    answer = deep_answer(work, case, None)
     assert_as_computed(result, answer)
     assert_chosen(deep, result, answer)
     state = deep.scheduler()

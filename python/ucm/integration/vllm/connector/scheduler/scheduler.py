@@ -207,8 +207,12 @@ class UCMConnectorScheduler:
             return 0, False
         first, end = num_computed_tokens // self._block_tokens, (num_computed_tokens + tokens) // self._block_tokens
         end, tracker.reason = self._hit_policy.taken(tracker, first, end)
-        if self._offload is not None and end > first and tracker.selectable:
-            self._offload.consider(request, first, end)
+        if self._offload is not None and end > first:
+            if tracker.selectable:
+                self._offload.consider(request, first, end)
+            elif not self._fits_twice(request):
+                tracker.reason = MissReason.LOAD_FAILED
+                return 0, False
         return ((end - first) * self._block_tokens, end > first)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -239,6 +243,13 @@ class UCMConnectorScheduler:
             tracker.decided_hit.stop if tracker.reason == MissReason.DECLINED else 0
         )  # declined, and in use all the same
         self._touch(tracker, max((tracker.local + num_external_tokens) // self._block_tokens, used))
+
+    def _fits_twice(self, request: Request) -> bool:
+        """Whether a request whose load has failed may load again: until it runs, vLLM goes on reserving the blocks of
+        the load that failed, and grants a further load only what is left."""
+        blocks = -(-request.num_tokens // self._block_tokens)
+        spared = getattr(self._manager, "watermark_blocks", 0)
+        return self._pool is not None and 2 * blocks + spared < self._pool.num_gpu_blocks
 
     def _postpone(self, tracker: RequestTracker) -> tuple[None, bool]:
         """vLLM is to ask again: the request loses a step."""
