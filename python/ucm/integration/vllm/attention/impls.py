@@ -1,8 +1,8 @@
 """Implementations of attention that ask the host of this process before and after they compute a layer.
 
 One class over each of vLLM's own, whose kernels do the computing, but for rows that choose on a CPU
-(:mod:`.own_kernel`). Without a host, in a profiling run, in a layer
-that the host does not serve, they are vLLM's own code and nothing else.
+(:mod:`.own_kernel`). Without a host, in a profiling run, in a layer that the host does not serve, they are vLLM's own
+code and nothing else.
 """
 
 from __future__ import annotations
