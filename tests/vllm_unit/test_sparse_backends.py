@@ -135,9 +135,13 @@ class Managed:
         with set_current_vllm_config(self.config):
             backend = backends.CPU_ATTN
         specs = {name: backend.customize_spec(spec) for name, spec in engines.layer_specs(self.config).items()}
-        scheduler, _ = engines.kv_configs(self.config, [specs])
+        self.kv_cache, _ = engines.kv_configs(self.config, [specs])
         self.manager = KVCacheManager(
-            scheduler, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK, max_in_flight_tokens=2048
+            self.kv_cache,
+            max_model_len=1024,
+            scheduler_block_size=BLOCK,
+            hash_block_size=BLOCK,
+            max_in_flight_tokens=2048,
         )
         (self.single,) = self.manager.coordinator.single_type_managers
         assert isinstance(self.single, SparseManager)
@@ -256,6 +260,54 @@ def test_the_manager_has_no_room_for_a_request_that_is_to_begin_anew(engines: An
     request.append_output_token_ids(1)
     assert manager.allocate_slots(request, 1) is not None
     assert not any(block.is_null for block in manager.get_blocks("a").blocks[0])
+
+
+def test_vllms_scheduler_computes_a_request_anew_that_has_lost_a_block(
+    engines: Any, tiny: Path, tmp_path: Path
+) -> None:
+    """And those admitted after it, whose blocks it finds in its prefix cache; one admitted before goes on."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+
+    managed = Managed(engines, tiny, tmp_path, **QUEST)
+    managed.config.kv_transfer_config = None
+    managed.config.cache_config.num_gpu_blocks = managed.kv_cache.num_blocks
+    unused: Any = SimpleNamespace(accept_tokens=lambda *_: True, should_advance=lambda _: False)
+    scheduler = Scheduler(managed.config, managed.kv_cache, unused, BLOCK, hash_block_size=BLOCK)
+    manager = scheduler.kv_cache_manager
+    exact = ExactTokens(method := Quest(managed.config, UcmSparseRole.SCHEDULER, QuestConfig(**OFFLOAD)))
+    planner = OffloadPlanner(method, scheduler.requests, exact, BLOCK, 1000)
+    manager.coordinator.single_type_managers[0].offload = planner
+    planner.stored = lambda _request: [bytes(16)] * 28
+    for number, name in enumerate("abc"):
+        scheduler.add_request(managed.request([(7 * number + at) % 500 for at in range(20 * BLOCK)], name))
+
+    def step() -> dict[str, int]:
+        for request in scheduler.requests.values():
+            exact.prefill_tokens(request)
+        output = scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        done = [scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_tokens for name in names]
+        places = {name: at for at, name in enumerate(names)}
+        scheduler.update_from_output(output, ModelRunnerOutput(names, places, [[5] if each else [] for each in done]))
+        return dict(output.num_scheduled_tokens)
+
+    def away(name: str) -> bool:
+        return any(block.is_null for block in manager.get_blocks(name).blocks[0])
+
+    for _ in range(6):
+        step()
+    assert all(away(name) for name in "abc")
+    planner.lost(scheduler.requests["b"])
+    tokens = scheduler.requests["b"].num_tokens
+    for _ in range(8):
+        step()
+    assert [scheduler.requests[name].num_preemptions for name in "abc"] == [0, 1, 1]
+    assert scheduler.requests["b"].num_tokens > tokens
+    assert away("a") and not away("b") and away("c")
 
 
 def test_the_manager_gives_a_prompt_that_is_not_read_its_windows_and_hot_blocks(

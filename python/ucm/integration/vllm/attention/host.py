@@ -223,6 +223,10 @@ class SparseHost:
             return False
         assert self.blocks is not None
         size = self.blocks.selector.geometry.block_size
+        if int(made.query_start_loc.diff().index_select(0, selection.rows).max()) > 1:  # the end of a stored prompt
+            if not call.placed:
+                made.block_table, made.seq_lens = compact_rows(selection, made.block_table, made.seq_lens, size)
+            return False
         try:
             if call.placed:
                 tables = made.block_table.index_select(0, selection.rows), made.seq_lens.index_select(0, selection.rows)
