@@ -69,7 +69,7 @@ def spec(over: Over, model: Path, at: str, work: Path, pipeline: bool) -> Engine
         directory = {"type": "posix", "path": str(work / f"above-{word}")}
         above = [directory if stage == "posix" else {"type": stage} for stage in over.above]
         stages = [*above, {"type": word, "path": place, **keys}]
-        options = {"store_pipeline": stages, "cache_size": "64MiB", "storage_backends": []}
+        options = {"store_pipeline": stages, "cache_size": "64MiB", "storage_backends": None}
         store = StoreSpec(work, "UcmPipelineStore", options=options)
     label = f"{name_of(over)}{'-below' if pipeline else ''}"
     path = over.column.pythonpath
