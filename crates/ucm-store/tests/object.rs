@@ -434,7 +434,8 @@ fn copy_with(segment: &Path, block: BlockId, later: u64) {
     let trailer = bytes.len() - 128;
     let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let (footer, writer) = (number(trailer + 8) as usize, number(trailer + 64));
-    let (sequence, time) = (number(trailer + 72) + later, number(trailer + 80) + later);
+    // Its writer goes on with the next sequence.
+    let (sequence, time) = (number(trailer + 72) + 1000 + later, number(trailer + 80) + later);
     let mut put = |at: usize, put: &[u8]| bytes[at..at + put.len()].copy_from_slice(put);
     put(footer, &block.0);
     put(trailer + 72, &sequence.to_le_bytes());
