@@ -434,7 +434,8 @@ fn copy_with(segment: &Path, block: BlockId, later: u64) {
     let trailer = bytes.len() - 128;
     let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let (footer, writer) = (number(trailer + 8) as usize, number(trailer + 64));
-    let (sequence, time) = (number(trailer + 72) + later, number(trailer + 80) + later);
+    // Its writer goes on with the next sequence.
+    let (sequence, time) = (number(trailer + 72) + 1000 + later, number(trailer + 80) + later);
     let mut put = |at: usize, put: &[u8]| bytes[at..at + put.len()].copy_from_slice(put);
     put(footer, &block.0);
     put(trailer + 72, &sequence.to_le_bytes());
@@ -470,7 +471,7 @@ fn a_restart_finds_the_old_segments_too() {
     assert_eq!(finds(&anew, &[numbered(999)]), [true]);
 }
 
-/// What a request is refused with: its head is given, in small letters.
+/// What a request is refused with: it is given, in small letters.
 type Refusal = Box<dyn Fn(&str) -> Option<&'static str> + Send + Sync>;
 
 /// Stands before a server and refuses requests for it.
@@ -505,7 +506,7 @@ fn pass_on(mut client: TcpStream, server: u16, refusal: &Refusal) -> Option<()> 
         let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
         request.extend_from_slice(&buffer[..len]);
     }
-    if let Some(status) = refusal(&head) {
+    if let Some(status) = refusal(&String::from_utf8_lossy(&request).to_lowercase()) {
         let answer = format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         return client.write_all(answer.as_bytes()).ok();
     }
@@ -598,7 +599,8 @@ fn a_segment_that_cannot_be_removed_does_not_end_a_count() {
     let name = Arc::clone(&kept);
     let refusal = move |head: &str| {
         let kept = name.get().is_some_and(|name| head.contains(name));
-        (head.starts_with("delete ") && kept).then_some("403 Forbidden")
+        let removes = head.starts_with("delete ") || head.starts_with("post /bucket?delete");
+        (removes && kept).then_some("403 Forbidden")
     };
     let limit: u64 = 1 << 20;
     let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));

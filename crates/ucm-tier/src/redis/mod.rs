@@ -362,7 +362,7 @@ impl Shared {
         self.answers(io, ids, ask)?.into_iter().collect()
     }
 
-    /// The same, each with its own error; that of the first where none was answered.
+    /// The same, each with its own error.
     fn answers(&self, io: &IoJob, ids: &[BlockId], ask: impl Fn(String) -> Cmd) -> Result<Vec<Result<i64>>> {
         if ids.is_empty() {
             return Ok(Vec::new());
@@ -375,11 +375,7 @@ impl Shared {
             Err(error) if error.kind() == ErrorKind::Foreign => Ok(-1),
             Err(error) => Err(error),
         };
-        let numbers: Vec<Result<i64>> = answers.into_iter().map(number).collect();
-        match numbers.first() {
-            Some(Err(error)) if numbers.iter().all(Result::is_err) => Err(error.clone()),
-            _ => Ok(numbers),
-        }
+        Ok(answers.into_iter().map(number).collect())
     }
 
     /// Whether a value of so many bytes is one of our records whole and with KV.
@@ -406,7 +402,13 @@ impl Shared {
         let unknown = ids.iter().zip(&known).filter(|(_, known)| !**known);
         let unknown: Vec<BlockId> = unknown.map(|(id, _)| *id).collect();
         let lengths = self.answers(io, &unknown, |key| question("STRLEN", &key))?;
-        // What the node of a cluster that is gone has is a miss, and the others go on.
+        // What the node of a cluster that is gone has is a miss, unless nothing else is known.
+        if let Some(Err(error)) = lengths.first()
+            && lengths.len() == ids.len()
+            && lengths.iter().all(Result::is_err)
+        {
+            return Err(error.clone());
+        }
         let presence = |len: Result<i64>| len.map_or(Err(MissReason::IoError), |len| self.presence(len));
         let asked: Vec<Presence> = lengths.into_iter().map(presence).collect();
         let there = unknown.iter().zip(&asked).filter(|(_, there)| there.is_ok());
