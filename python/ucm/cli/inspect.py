@@ -282,8 +282,8 @@ def _show_root(root: dict[str, Any]) -> None:
     _show_differences(root)
     if "tenants" in root:
         click.echo("\ntenants")
-        rows = [(one["tenant"] or "none", one["records"], show.size(one["bytes"])) for one in root["tenants"]]
-        show.table(("tag", "records", "bytes"), rows)
+        counted = [(one["tenant"] or "none", one["records"], show.size(one["bytes"])) for one in root["tenants"]]
+        show.table(("tag", "records", "bytes"), counted)
     if root["foreign_files"]:
         click.echo("\nnot ours, left alone")
         show.table(
