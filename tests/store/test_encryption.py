@@ -79,7 +79,7 @@ def test_the_second_reader_decrypts_what_the_core_encrypted(opened: Open, tmp_pa
         assert verify(data, keys=reading) == verify(data, keys=others) == header
         plain = reading.decrypt(data, header, crc32c)
         found[header.record_id] = plain
-        for at in (header.header_len, header.record_len - 1, 600, 300):
+        for at in (header.header_len, header.record_len - 1, 700, 300):
             changed = bytearray(data)
             changed[at] ^= 1
             with pytest.raises(Refused) as refused:
