@@ -225,7 +225,8 @@ fn an_encrypted_record_comes_back_byte_for_byte() {
     assert_eq!(keys(0).decrypt(&mut bytes, len).unwrap(), Opened::Decrypted);
     assert_eq!(bytes, plain);
     let mut one = stored;
-    let wanted = &sided_layout().sides()[0];
+    let layout = sided_layout();
+    let wanted = &layout.sides()[0];
     assert_eq!(keys(0).decrypt_side(&mut one, wanted).unwrap(), Opened::Decrypted);
     assert_eq!(one[8192..], plain[8192..]);
 }

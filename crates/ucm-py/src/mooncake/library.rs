@@ -190,7 +190,7 @@ impl Handle {
 
     /// Leaves the client as it is until the process ends; the master drops it once it hears nothing of it.
     pub(super) fn leave(self) {
-        std::mem::forget(self.0); // its destructor closes it
+        let _ = std::mem::ManuallyDrop::new(self.0); // its destructor closes it
     }
 }
 
