@@ -25,7 +25,7 @@ from mooncake_pool import HERE, PACKAGE, Pool
 from ucm._core import crc32c
 from ucm.cli import main
 from ucm.config import load
-from ucm.errors import ConfigError, TaskError
+from ucm.errors import ConfigError, TaskError, UnhealthyError
 from ucm.store import UcmConnectorFactoryV1
 from ucm.store.posix import UcmPosixStore
 
@@ -301,10 +301,9 @@ def test_a_killed_master_is_misses_and_a_new_one_is_used(own_pool: Callable[...,
     pool.start()  # it has forgotten everything, and lenders come back to it by themselves
 
     def again() -> bool:
-        task = store.dump_data(ids(3), [0] * 3, source.rows(0, 1, 2))
         try:
-            store.wait(task)
-        except TaskError:
+            store.wait(store.dump_data(ids(3), [0] * 3, source.rows(0, 1, 2)))
+        except (TaskError, UnhealthyError):  # until the pool was looked at again
             return False
         return store.lookup(ids(3)) == [True] * 3
 
