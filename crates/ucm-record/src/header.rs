@@ -8,7 +8,7 @@ use ucm_core::{BlockId, Error, MissReason, PAGE, Part, crc32c, limits, round_up}
 use super::codec::Codec;
 use super::layout::{RecordLayout, SideSpec, seal_pages};
 use super::refusal::{Refusal, same};
-use super::{ENCRYPTED, MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, WITHOUT_KV, at};
+use super::{ENCRYPTED, LONGEST_HEADER, MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, WITHOUT_KV, at};
 use crate::bytes::{array, part_at, u32_at, u64_at};
 
 /// What a writer says about one record; the rest of the header follows from the layout.
@@ -305,10 +305,7 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
 
 impl RecordHeader {
     /// Longest header of this version, bytes: so much of a file tells what it is.
-    pub const LONGEST: usize = round_up(
-        (at::SHARD_TABLE + at::SHARD_ENTRY * limits::MAX_LAYERS as usize + at::CRC_LEN) as u64,
-        PAGE,
-    ) as usize;
+    pub const LONGEST: usize = LONGEST_HEADER;
 
     /// Whether these first bytes of a block file are those of a record that a newer version wrote. Files hold records
     /// as they are used, so one in another form is newer too.

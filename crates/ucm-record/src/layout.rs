@@ -6,8 +6,7 @@ use std::ops::Range;
 use ucm_core::{DType, Error, Geometry, LAYER_ALIGN, PAGE, Result, limits, round_up};
 use ucm_device::crc32c;
 
-use super::header::RecordHeader;
-use super::{MAX_SIDE_NAME, MAX_SIDES, at};
+use super::{LONGEST_HEADER, MAX_SIDE_NAME, MAX_SIDES, at};
 
 /// A side shard to make room for: something about the block that can be read without the KV.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,8 +91,7 @@ impl RecordLayout {
     /// as long as without. Fails on so many layers that there is none.
     pub fn encrypted(mut self) -> Result<Self> {
         self.room_for_seals = true;
-        let longest = RecordHeader::LONGEST;
-        if self.header_len() > longest {
+        if self.header_len() > LONGEST_HEADER {
             let text = "records of so many layers cannot be encrypted: their header has no room for the tags";
             return Err(Error::invalid(text).with("layers", self.layers));
         }

@@ -49,6 +49,11 @@ pub const ENCRYPTED: u32 = 2;
 pub const MAX_SIDES: usize = 8;
 /// Longest name of a side shard, in bytes.
 pub const MAX_SIDE_NAME: usize = 16;
+/// Longest header of this version, bytes.
+const LONGEST_HEADER: usize = ucm_core::round_up(
+    (at::SHARD_TABLE + at::SHARD_ENTRY * ucm_core::limits::MAX_LAYERS as usize + at::CRC_LEN) as u64,
+    ucm_core::PAGE,
+) as usize;
 
 /// Offsets of the header's fields from the start of the record.
 mod at {

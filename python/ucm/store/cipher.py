@@ -76,6 +76,7 @@ class Keys:
             aad[start:end] = bytes(end - start)
         used = self._open(key, 0, secret + data[tag_at : tag_at + SEAL], bytes(aad), "the header")
         plain = bytearray(data)
+        seen = memoryview(plain).toreadonly()
         for number, piece in enumerate(pieces):
             is_side = number >= shards
             used_crc = used[4 * number : 4 * number + 4]
@@ -86,7 +87,7 @@ class Keys:
                 plain[piece.crc : piece.crc + 4] = used_crc
                 plain[piece.secret_crc : piece.secret_crc + 4] = bytes(4)
             else:
-                stored = crc(memoryview(plain)[piece.start : piece.end])
+                stored = crc(seen[piece.start : piece.end])
                 plain[piece.crc : piece.crc + 4] = stored.to_bytes(4, "little")
                 plain[piece.secret_crc : piece.secret_crc + 4] = used_crc
         flags = int.from_bytes(plain[_FLAGS : _FLAGS + 4], "little") & ~ENCRYPTED
@@ -95,9 +96,9 @@ class Keys:
         plain[SALT : SALT + 16] = bytes(16)
         seals = SEAL * (1 + shards) + SIDE_SEAL * len(header.sides)
         plain[tag_at : tag_at + seals] = bytes(seals)
-        plain[_PREAMBLE_CRC : _PREAMBLE_CRC + 4] = crc(memoryview(plain)[:_PREAMBLE_CRC]).to_bytes(4, "little")
+        plain[_PREAMBLE_CRC : _PREAMBLE_CRC + 4] = crc(seen[:_PREAMBLE_CRC]).to_bytes(4, "little")
         end = head - _CRC_LEN
-        plain[end:head] = crc(memoryview(plain)[:end]).to_bytes(4, "little")
+        plain[end:head] = crc(seen[:end]).to_bytes(4, "little")
         return bytes(plain)
 
     def _open(self, key: bytes, number: int, sealed: bytes, aad: bytes, what: str) -> bytes:

@@ -227,7 +227,7 @@ impl Tiers {
         };
         let tier = &self.tiers[number];
         let at_top = tier.level == 0;
-        if at_top && tier.memory {
+        if at_top && tier.is_memory() {
             drop(slot); // it is at the top already
             return self.fetched(id);
         }

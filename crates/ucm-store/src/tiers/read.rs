@@ -239,7 +239,8 @@ impl Tiers {
     /// How long a read may take here: one that may yet be asked below must leave time for that.
     fn time_for<R>(&self, number: usize, one: &TierRead<R>, now: MonotonicTime) -> MonotonicTime {
         let (id, deadline) = (one.read.id, one.read.deadline);
-        let below = !self.tiers[number].memory && self.place(id, Some(number), one.request.number).is_some();
+        let below =
+            !self.tiers[number].is_memory() && self.place(id, Some(number), one.request.number).is_some();
         if below {
             now.after(deadline.since(now) / 2)
         } else {

@@ -35,8 +35,6 @@ pub(crate) struct Tier {
     pub(super) codec: Option<TierCodec>,
     /// What its records are encrypted with.
     pub(super) keys: Option<Arc<Keys>>,
-    /// Answers at once and ends with its processes.
-    pub(super) memory: bool,
     pub(super) breaker: Breaker,
     pub(super) state: State,
     copies: RefusedCopies,
@@ -120,7 +118,6 @@ impl Tier {
         Ok(Self {
             codec: codec.transpose()?,
             keys: keys.filter(|_| !memory),
-            memory,
             backend: config.backend,
             pool: config.pool,
             name,
@@ -142,6 +139,11 @@ impl Tier {
             .as_ref()
             .map_or("", |_| "encrypted by AES-256-GCM, into ");
         codec + cipher + &words
+    }
+
+    /// Whether it answers at once and ends with its processes.
+    pub(super) fn is_memory(&self) -> bool {
+        self.backend.features().memory.is_some()
     }
 
     /// Whether records lie in another form here than they are used in.
@@ -187,7 +189,7 @@ impl Tier {
 
     /// Whether lookups are answered without asking the medium, so that they say nothing of its health.
     pub(super) fn knows_by_itself(&self) -> bool {
-        !self.memory && self.backend.features().answers_at_once
+        !self.is_memory() && self.backend.features().answers_at_once
     }
 
     /// Whether everything passes.
@@ -281,7 +283,7 @@ impl Tier {
             promotions: get(&self.counts.promotions),
             demotions: get(&self.counts.demotions) + records_moved_here,
             copies_dropped: get(&self.counts.copies_dropped) + moves_dropped,
-            memory: self.memory,
+            memory: self.is_memory(),
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,
             healthy: self.is_well(),

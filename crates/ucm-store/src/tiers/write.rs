@@ -298,7 +298,10 @@ impl Tiers {
         over: impl FnOnce() + Send + 'static,
     ) {
         let takers: Vec<usize> = self.takers(from, id, read.read).collect();
-        let file = takers.iter().copied().rfind(|&number| !self.tiers[number].memory);
+        let file = takers
+            .iter()
+            .copied()
+            .rfind(|&number| !self.tiers[number].is_memory());
         for number in takers.into_iter().filter(|&number| Some(number) != file) {
             let record = &read.slot.as_slice()[..read.read];
             self.copy(self.promotion(number, id, read.read, ordinal), record);
