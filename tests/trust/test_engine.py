@@ -177,6 +177,8 @@ def _meets(row: FuseRow, live: Live, system: Fuse, old: Prompt) -> bool:
         assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
         live.await_written()
         system.behave()
+        live.forget()
+        before = live.counts()
     tokens, expected = (fresh, right) if row.call == "dump" else (old.tokens, old.right)
     assert live.ask(tokens).tokens == expected.tokens, "wrong tokens"
 
