@@ -158,7 +158,9 @@ class Mount3fs:
         self._mount.rename(self._away)
 
     def start(self) -> None:
-        """Mounts it again."""
+        """Mounts it again, over what was made at its place meanwhile."""
+        if self._mount.exists():
+            self._mount.rename(self._away.with_name("hidden"))
         self._away.rename(self._mount)
 
     def restart(self) -> None:
