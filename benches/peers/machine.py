@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ def processor() -> str:
     except OSError:
         pass
     return platform.machine()
+
+
+def commit() -> str:
+    """What is measured, as Git names it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def describe(directory: Path) -> dict[str, Any]:

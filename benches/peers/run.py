@@ -12,7 +12,6 @@ import datetime as dt
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -56,13 +55,6 @@ def environment(arm: Arm) -> dict[str, str]:
     if arm.own:
         values["PYTHONPATH"] = str(ROOT / "python")
     return values
-
-
-def commit() -> str:
-    """What is measured, as Git names it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 class Contest:
@@ -140,7 +132,7 @@ def main() -> None:
     chosen.dir.mkdir(parents=True, exist_ok=True)
     head: dict[str, Any] = {
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": machine.commit(),
         "machine": machine.describe(chosen.dir),
         "settings": {"mib": chosen.mib, "rounds": chosen.rounds, "quick": chosen.quick},
     }

@@ -33,7 +33,6 @@ import datetime as dt
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -236,20 +235,13 @@ class Contest:
             arm.stop()
 
 
-def commit() -> str:
-    """What is measured, as Git names it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Measures and reports."""
     chosen = arguments()
     chosen.dir.mkdir(parents=True, exist_ok=True)
     head: dict[str, Any] = {
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": machine.commit(),
         "machine": machine.describe(chosen.dir),
         "settings": {"mib": chosen.mib, "rounds": chosen.rounds, "quick": chosen.quick},
     }
