@@ -289,9 +289,8 @@ impl Core {
                 }
             }
             Err(error) => {
-                self.record_failure(task, index, &error);
                 self.stats.misses.add(MissReason::IoError, 1);
-                let _ = self.cancel_from(task, index, given_up(error), None); // never the last: these rows are still open
+                self.fail_from(task, index, index, error);
             }
         }
         let ended = taken.iter().filter(|&&at| task.gate.finish(block.first + at));
@@ -314,13 +313,18 @@ impl Core {
         if let Some(reason) = miss.take() {
             self.stats.misses.add(reason, 1);
         }
-        self.record_failure(task, index, &error);
         let late = error.kind() == ErrorKind::Timeout && self.clock.now() >= task.state.deadline;
-        let first = if late { 0 } else { index };
-        let _ = self.cancel_from(task, first, given_up(error), None); // never the last: one row is still open
+        self.fail_from(task, index, if late { 0 } else { index }, error);
         if task.gate.finish(held) {
             self.report(task);
         }
+    }
+
+    /// Records the failure of a block of which a row is still open, and gives up the blocks from `first` on. They are
+    /// cut off first: who sees the failure knows that no later event, as the deadline, is the reason of theirs.
+    fn fail_from(&self, task: &LoadTask, index: usize, first: usize, error: Error) {
+        let _ = self.cancel_from(task, first, given_up(error.clone()), None); // never the last: a row is open
+        self.record_failure(task, index, &error);
     }
 
     fn record_failure(&self, task: &LoadTask, index: usize, error: &Error) {
