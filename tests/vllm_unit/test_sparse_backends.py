@@ -7,6 +7,7 @@ vLLM's CPU backend runs with its own kernel.
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -844,7 +845,7 @@ def test_codes_follow_latent_keys_that_a_hook_has_changed(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize("how", ["raises", "table", "lens", "returns"])
 def test_what_a_hook_leaves_that_no_latent_kernel_can_read_changes_nothing(
-    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Wrong(UcmSparseBase):
         def attention_begin(
@@ -864,11 +865,14 @@ def test_what_a_hook_leaves_that_no_latent_kernel_can_read_changes_nothing(
 
     rows = LatentRows([150, 20, 90])
     rig = LatentRig(name, rows, 0, monkeypatch)
+    logging.getLogger("ucm").propagate = True
     host = rig.host(Wrong(None, UcmSparseRole.WORKER))
     host.begin_step(rig.plan(), rig.context())
     rig.write(torch.cat([keys[-1:] for keys in rows.keys]), rig.metadata.slot_mapping)
     assert torch.allclose(rig.decode(), rows.attended([None] * 3, rig.scale), atol=1e-4)
     host.end_step()
+    said = {"raises": "half done", "returns": "did not return query"}
+    assert said.get(how, "could not be used") in caplog.text
 
 
 def test_prompts_of_latent_attention_are_left_to_vllm_unless_a_method_asks() -> None:
