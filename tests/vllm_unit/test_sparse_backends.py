@@ -843,7 +843,7 @@ def test_codes_follow_latent_keys_that_a_hook_has_changed(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", LATENT)
-@pytest.mark.parametrize("how", ["raises", "table", "lens", "returns"])
+@pytest.mark.parametrize("how", ["raises", "table", "heads", "lens", "returns"])
 def test_what_a_hook_leaves_that_no_latent_kernel_can_read_changes_nothing(
     name: str, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -855,6 +855,8 @@ def test_what_a_hook_leaves_that_no_latent_kernel_can_read_changes_nothing(
             decode = forward_context.attn_metadata[layer_name].decode
             if how == "table":
                 decode.block_table = decode.block_table[:1]
+            elif how == "heads":
+                decode.block_table = decode.block_table[:, None]
             elif how == "lens":
                 decode.seq_lens = [1, 1, 1]
             else:

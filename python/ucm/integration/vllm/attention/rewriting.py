@@ -137,8 +137,8 @@ def _check(part: Any, before: Any) -> None:
         found, was = getattr(part, name, None), getattr(before, name, None)
         if isinstance(was, Tensor) and not (
             isinstance(found, Tensor)
-            and (found.dtype, found.device, len(found)) == (was.dtype, was.device, len(was))
-            and found.dim() >= was.dim()
+            and (found.dtype, found.device, found.dim()) == (was.dtype, was.device, was.dim())
+            and len(found) == len(was)
         ):
             raise InvalidInputError(f"{name} must be a tensor like the one that came: {tuple(was.shape)}, {was.dtype}")
 
