@@ -514,8 +514,12 @@ fn a_node_that_is_gone_takes_its_own_blocks_alone() {
         let found = all.iter().zip(there).filter(|(_, there)| *there);
         found.map(|(id, _)| *id).collect()
     };
-    eventually("the other nodes answer", || !found().is_empty());
-    let found = found();
-    assert!((10..40).contains(&found.len()), "{} of 40", found.len());
-    eventually("and give what they have", || loads(&anew, &found));
+    // The two nodes left refuse everything while they take each other for gone too, as on a busy machine.
+    let mut those = Vec::new();
+    eventually("the other nodes answer", || {
+        those = found();
+        those.len() >= 10
+    });
+    assert!(those.len() < 40, "{} of 40", those.len());
+    eventually("and give what they have", || loads(&anew, &those));
 }
