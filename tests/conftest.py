@@ -7,14 +7,16 @@ Options stand here because pytest reads them only from what it loads first. The 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from harness import EngineHost
+
+    from ucm.store.posix import UcmPosixStore
 
 #: Most starts of engines in one run of every day: each takes about ten seconds. Add to it with a reason.
 ENGINE_LIMIT = 52
@@ -27,6 +29,25 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCM_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture
+def open_store() -> Iterator[Callable[[str, Mapping[str, Any]], UcmPosixStore]]:
+    """Opens stores of ours, by the name of their class, with a configuration; closes those that the test left open."""
+    from ucm.store import UcmConnectorFactoryV1
+    from ucm.store.posix import UcmPosixStore
+
+    stores: list[UcmPosixStore] = []
+
+    def make(name: str, config: Mapping[str, Any]) -> UcmPosixStore:
+        store = UcmConnectorFactoryV1.create_connector(name, dict(config))
+        assert isinstance(store, UcmPosixStore)
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

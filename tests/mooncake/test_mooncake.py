@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from blocks import BLOCK, PIECES, Memory, ids
+from blocks import SHAPE, Memory, ids
 from click.testing import CliRunner, Result
 from mooncake_pool import HERE, PACKAGE, Pool
 
@@ -30,7 +30,6 @@ from ucm.store import UcmConnectorFactoryV1
 from ucm.store.posix import UcmPosixStore
 
 Open = Callable[..., UcmPosixStore]
-SHAPE = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
 #: As short as the tests need it, and longer than this machine ever takes.
 PATIENT = {"deadlines": {"lookup_ms": 20_000, "load_unknown_s": 20, "probe_s": 20}}
 #: A breaker that opens at the first failure and looks again soon.
@@ -45,20 +44,14 @@ TOO_LITTLE = {"master_server_address": "127.0.0.1:1", "global_segment_size": "1M
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
-    """Opens stores over a pool, with an identity of the test's; closes what it left open."""
-    stores: list[UcmPosixStore] = []
+def opened(tmp_path: Path, open_store: Open) -> Open:
+    """Opens stores over a pool, with an identity of the test's."""
 
     def make(pool: Pool, name: str = "UcmMooncakeStore", **keys: Any) -> UcmPosixStore:
         common = {"identity": str(tmp_path), "staging_capacity": "4MiB", **SHAPE, **PATIENT}
-        store = UcmConnectorFactoryV1.create_connector(name, {**common, **pool.config, **keys})
-        assert isinstance(store, UcmPosixStore)
-        stores.append(store)
-        return store
+        return open_store(name, {**common, **pool.config, **keys})
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
 def dump(store: UcmPosixStore, count: int) -> Memory:

@@ -13,6 +13,8 @@ from ucm.store.segment import parse_foot
 PIECES = [4096, 2048]
 LAYERS = 3
 BLOCK = sum(PIECES) * LAYERS
+#: A store of whole blocks.
+SHAPE = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
 
 
 class Memory:

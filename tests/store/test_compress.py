@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from blocks import BLOCK, PIECES, Memory, ids
+from blocks import SHAPE, Memory, ids
 
 from ucm.errors import ConfigError, TaskError
-from ucm.store import UcmConnectorFactoryV1
 from ucm.store.posix import UcmPosixStore
 
 Open = Callable[..., UcmPosixStore]
@@ -37,21 +36,14 @@ def repeating(count: int) -> Memory:
 
 
 @pytest.fixture
-def opened(common: dict[str, Any]) -> Iterator[Open]:
-    """Opens stores by their pipelines; closes what the test left open."""
-    stores: list[UcmPosixStore] = []
-    shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "dtype": "bfloat16"}
+def opened(common: dict[str, Any], open_store: Open) -> Open:
+    """Opens stores by their pipelines."""
 
     def make(pipeline: Any, **keys: Any) -> UcmPosixStore:
-        config = {**common, **shape, "store_pipeline": pipeline, "segment_age": 0, **keys}
-        store = UcmConnectorFactoryV1.create_connector("UcmPipelineStore", config)
-        assert isinstance(store, UcmPosixStore)
-        stores.append(store)
-        return store
+        config = {**common, **SHAPE, "dtype": "bfloat16", "store_pipeline": pipeline, "segment_age": 0, **keys}
+        return open_store("UcmPipelineStore", config)
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
 def dump(store: UcmPosixStore, memory: Memory, *blocks: int) -> None:

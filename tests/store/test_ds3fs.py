@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from blocks import BLOCK, PIECES, Memory, ids
+from blocks import SHAPE, Memory, ids
 
 from ucm.config import load
 from ucm.errors import ConfigError
-from ucm.store import UcmConnectorFactoryV1
 from ucm.store.ds3fs.connector import UcmDs3fsStore
 from ucm.store.posix import UcmPosixStore
 
@@ -32,25 +31,18 @@ def library() -> str:
 
 
 @pytest.fixture
-def opened(common: dict[str, Any], tmp_path: Path, library: str) -> Iterator[Open]:
-    """Opens a store on a directory that counts as 3FS; closes what the test left open."""
-    stores: list[UcmPosixStore] = []
+def opened(common: dict[str, Any], tmp_path: Path, library: str, open_store: Open) -> Open:
+    """Opens a store on a directory that counts as 3FS."""
     (tmp_path / "mount" / "3fs-virt").mkdir(parents=True)
 
     def make(name: str = "UcmDs3fsStore", **keys: Any) -> UcmPosixStore:
         root = str(tmp_path / "mount" / "root")
         written = {"ucm_connector_name": name, "storage_backends": root, "hf3fs_library": library, **keys}
         config = load(written, {})
-        shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "identity": str(tmp_path)}
-        told = config.store_config() | shape | {"deadlines": common["deadlines"]}
-        store = UcmConnectorFactoryV1.create_connector(config.ucm_connector_name, told)
-        assert isinstance(store, UcmPosixStore)
-        stores.append(store)
-        return store
+        told = config.store_config() | SHAPE | {"identity": str(tmp_path), "deadlines": common["deadlines"]}
+        return open_store(config.ucm_connector_name, told)
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
 def operations(library: str) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from blocks import BLOCK, LAYERS, PIECES, Memory, ids, records
+from blocks import LAYERS, PIECES, SHAPE, Memory, ids, records
 
 from ucm.config import load
 from ucm.errors import ConfigError, InvalidInputError, TaskError
 from ucm.reasons import MissReason
-from ucm.store import UcmConnectorFactoryV1
 from ucm.store.cipher import Keys, find_open, parse_keys
 from ucm.store.posix import UcmPosixStore
 from ucm.store.record import Expect, Refused, Shape, crc32c, parse_header, verify
@@ -24,26 +24,20 @@ KEY, OTHER = "5a" * 32, secrets.token_hex(32)
 
 
 @pytest.fixture
-def opened(common: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Opens stores with this text in their key file, None for none; closes what the test left open."""
+def opened(common: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_store: Open) -> Open:
+    """Opens stores with this text in their key file, None for none."""
     monkeypatch.delenv("UCM_ENCRYPTION_KEY", raising=False)
-    stores: list[UcmPosixStore] = []
-    shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "dtype": "bfloat16"}
+    numbers = itertools.count()
 
     def make(key: str | None = KEY, name: str = "UcmPosixStore", **keys: Any) -> UcmPosixStore:
-        config = {**common, **shape, **keys}
+        config = {**common, **SHAPE, "dtype": "bfloat16", **keys}
         if key is not None:
-            file = tmp_path / f"key-{len(stores)}"
+            file = tmp_path / f"key-{next(numbers)}"
             file.write_text(key)
             config["encryption_key_file"] = str(file)
-        store = UcmConnectorFactoryV1.create_connector(name, config)
-        assert isinstance(store, UcmPosixStore)
-        stores.append(store)
-        return store
+        return open_store(name, config)
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
 def dump(store: UcmPosixStore, memory: Memory) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from blocks import BLOCK, PIECES, Memory, ids, record_files
+from blocks import BLOCK, PIECES, SHAPE, Memory, ids, record_files
 
 from ucm.config import load
 from ucm.errors import ClosedError, ConfigError, InvalidInputError, TaskError
@@ -20,23 +20,16 @@ Open = Callable[..., UcmPosixStore]
 
 
 @pytest.fixture
-def opened(common: dict[str, Any], tmp_path: Path) -> Iterator[Open]:
-    """Opens stores by name; closes what the test left open."""
-    stores: list[UcmPosixStore] = []
-    shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
+def opened(common: dict[str, Any], tmp_path: Path, open_store: Open) -> Open:
+    """Opens stores by name."""
 
     def make(name: str, **keys: Any) -> UcmPosixStore:
-        config = {**common, **shape, "identity": str(tmp_path), **keys}
+        config = {**common, **SHAPE, "identity": str(tmp_path), **keys}
         if name == "UcmCacheStore" or any(isinstance(stage, dict) for stage in keys.get("store_pipeline", ())):
             del config["storage_backends"]
-        store = UcmConnectorFactoryV1.create_connector(name, config)
-        assert isinstance(store, UcmPosixStore)
-        stores.append(store)
-        return store
+        return open_store(name, config)
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
 def dump(store: UcmPosixStore, count: int) -> Memory:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from blocks import BLOCK, PIECES, Memory, ids, record_files
+from blocks import SHAPE, Memory, ids, record_files
 from click.testing import CliRunner
 
 from ucm.cli import main
 from ucm.errors import ConfigError
-from ucm.store import UcmConnectorFactoryV1
 from ucm.store.nfsstore.nfsstore_connector import UcmNfsStore
 from ucm.store.posix import UcmPosixStore
 
@@ -21,22 +20,15 @@ COUNT = 24
 
 
 @pytest.fixture
-def opened(common: dict[str, Any], tmp_path: Path) -> Iterator[Open]:
-    """Opens a store over ``a``, ``b`` and ``c``; closes what the test left open."""
-    stores: list[UcmPosixStore] = []
-    shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
+def opened(common: dict[str, Any], tmp_path: Path, open_store: Open) -> Open:
+    """Opens a store over ``a``, ``b`` and ``c``."""
 
     def make(name: str = "UcmNfsStore", **keys: Any) -> UcmPosixStore:
         roots = ":".join(str(tmp_path / root) for root in "abc")
-        config = {**common, **shape, "identity": str(tmp_path), "storage_backends": roots, **keys}
-        store = UcmConnectorFactoryV1.create_connector(name, config)
-        assert isinstance(store, UcmPosixStore)
-        stores.append(store)
-        return store
+        config = {**common, **SHAPE, "identity": str(tmp_path), "storage_backends": roots, **keys}
+        return open_store(name, config)
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
 def dump(store: UcmPosixStore) -> Memory:

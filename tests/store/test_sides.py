@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from blocks import BLOCK, KV, LAYERS, PIECES, Memory, ids, record_files
+from blocks import KV, LAYERS, PIECES, SHAPE, Memory, ids, record_files
 
 from ucm.errors import BusyError, ClosedError, ConfigError, InvalidInputError, UnsupportedError
-from ucm.store import SidesTask, UcmConnectorFactoryV1
+from ucm.store import SidesTask
 from ucm.store.posix import UcmPosixStore
 from ucm.store.record import read_side, verify_file
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
@@ -21,7 +21,6 @@ Open = Callable[..., UcmPosixStore]
 Bytes = npt.NDArray[np.uint8]
 
 SIDES = {"mean-k": 96, "codes": {"bytes": 6000, "version": 2}}
-SHAPE = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
 COUNT = 5
 
 
@@ -37,8 +36,7 @@ def sizes() -> dict[str, int]:
 
 
 @pytest.fixture
-def opened(common: dict[str, Any]) -> Iterator[Open]:
-    stores: list[UcmPosixStore] = []
+def opened(common: dict[str, Any], open_store: Open) -> Open:
 
     def make(**keys: Any) -> UcmPosixStore:
         name = keys.pop("name", "UcmPosixStore")
@@ -48,14 +46,9 @@ def opened(common: dict[str, Any]) -> Iterator[Open]:
                 key: config[key] for key in config if key not in ("storage_backends", "storage_capacity", "layout")
             }
             config.pop("segment_age")
-        store = UcmConnectorFactoryV1.create_connector(name, config)
-        assert isinstance(store, UcmPosixStore)
-        stores.append(store)
-        return store
+        return open_store(name, config)
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
 def dump(store: UcmPosixStore, memory: Memory, sides: Mapping[str, Bytes] | None, *blocks: int) -> None:

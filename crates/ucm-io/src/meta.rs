@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, Timespec, Timestamps};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, StatxFlags, Timespec, Timestamps};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
@@ -264,7 +264,14 @@ pub(crate) fn space(path: &Path) -> Result<SpaceInfo> {
         total: vfs.f_blocks.saturating_mul(vfs.f_frsize),
         free: vfs.f_bavail.saturating_mul(vfs.f_frsize),
         dev: meta.dev,
+        mount: mount_of(path),
     })
+}
+
+/// Number of the mount that shows a name, where the kernel says it.
+fn mount_of(path: &Path) -> Option<u64> {
+    let said = retry(|| rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::MNT_ID)).ok()?;
+    (said.stx_mask & StatxFlags::MNT_ID.bits() != 0).then_some(said.stx_mnt_id)
 }
 
 #[cfg(test)]

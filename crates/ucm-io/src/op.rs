@@ -92,4 +92,7 @@ pub struct SpaceInfo {
     pub free: u64,
     /// Device number of the name asked for.
     pub dev: u64,
+    /// Number of the mount that shows it there, by which two mounts of one file system differ; `None` where the kernel
+    /// (before 5.8) does not say.
+    pub mount: Option<u64>,
 }

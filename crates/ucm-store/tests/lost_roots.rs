@@ -9,8 +9,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind};
-use ucm_infra::SystemClock;
-use ucm_io::{Fault, Rule};
+use ucm_infra::{LANE_DUMP, SystemClock};
+use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::health::BreakerConfig;
 
 use common::mount::{Place, copy_all};
@@ -197,6 +197,116 @@ fn an_unmounted_share_is_never_written_beside() {
     assert_eq!(files(&share), 0, "nothing was written where it was mounted");
     assert!(store.missed("absent") >= 3 && store.stat("healthy") == 1);
     assert_eq!(said(&store, "could not be stored"), 1, "once");
+    place.bind("root", "share");
+    all_is_well(&store, &device, &ids(3));
+}
+
+/// Has the root looked for again, several times: every look begins only when the one before it has ended.
+fn looked_for(store: &Store, again: impl Fn()) {
+    let marker = store.root.join("ucm-root.json");
+    store.faults.forget();
+    eventually("the root was looked for several times", || {
+        again();
+        let log = store.faults.log();
+        let reads = log
+            .iter()
+            .filter(|seen| seen.kind == OpKind::Read && seen.paths.contains(&marker));
+        reads.count() >= 4
+    });
+}
+
+fn is_empty(dir: &Path) -> bool {
+    std::fs::read_dir(dir).unwrap().next().is_none()
+}
+
+#[test]
+fn a_root_below_a_mount_point_is_made_again_where_it_was_removed_and_not_where_it_was_unmounted() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
+    let Some(mut place) = Place::new(4096) else { return };
+    // On the same file system as the mount point, so that device numbers say nothing.
+    std::fs::create_dir(place.path("root/kept")).unwrap();
+    place.bind("root/kept", "root/share");
+    let share = place.path("root/share");
+    let (store, device) = opened(&share.join("a").join("b"));
+    place.unmount("root/share");
+    finds(&store, &ids(3), &[false; 3]);
+    let target = Device::blank(&store.setup, &ids(1));
+    assert!(store.load(&target, &ids(1)).is_err() && target.is_blank(id(0)));
+    looked_for(&store, || {
+        assert_eq!(refused(&store, &device, id(9)).kind(), ErrorKind::Foreign);
+    });
+    assert!(is_empty(&share), "nothing was made where it was mounted");
+    place.bind("root/kept", "root/share");
+    all_is_well(&store, &device, &ids(3));
+    // Removed at once; the name that it gets is no matter.
+    std::fs::rename(share.join("a"), share.join("gone")).unwrap();
+    finds(&store, &[id(0), id(50)], &[false; 2]);
+    all_is_well(&store, &device, &[]);
+    assert!(share.join("a").join("b").join("ucm-root.json").exists());
+}
+
+#[test]
+fn a_root_that_is_looked_at_while_it_is_unmounted_is_not_made() {
+    only_over!(OneMedium, "a memory has what was dumped, and it is a hit there");
+    let Some(mut place) = Place::new(4096) else { return };
+    place.bind("root", "share");
+    let share = place.path("share");
+    // Over segments a breaker that is open has the root looked at, as it is at the start.
+    let store = Store::open(
+        &share.join("root"),
+        Setup {
+            layout: Layout::segments(),
+            ..patient()
+        },
+    );
+    let device = Device::filled(&store.setup, &ids(60));
+    store.dump(&device, &ids(3)).unwrap();
+    store.fault(Rule::always(Fault::Errno(5)));
+    eventually("the breaker opened", || {
+        let target = Device::blank(&store.setup, &ids(1));
+        let _ = store.load(&target, &ids(1));
+        store.stat("healthy") == 0
+    });
+    place.unmount("share");
+    store.faults.clear();
+    looked_for(&store, || {
+        let _ = store.engine.lookup(&ids(3));
+    });
+    assert!(is_empty(&share), "nothing was made where it was mounted");
+    eventually("they are misses", || {
+        store.engine.lookup(&ids(3)).unwrap() == [false; 3]
+    });
+    place.bind("root", "share");
+    taken_up(&store);
+    all_is_well(&store, &device, &ids(3));
+}
+
+#[test]
+fn directories_that_a_write_misses_are_not_made_where_a_share_was_unmounted() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
+    let Some(mut place) = Place::new(4096) else { return };
+    place.bind("root", "share");
+    let share = place.path("share");
+    let (store, device) = opened(&share);
+    // Between the look at the marker and the file.
+    let gate = store.gate();
+    let making = match store.setup.layout {
+        Layout::File => OpKind::Publish,
+        Layout::Segment(_) => OpKind::Create,
+    };
+    let rule = Rule::on(making, Fault::HangBefore(gate.clone()));
+    store.fault(rule.lane(LANE_DUMP));
+    let task = store.engine.dump(device.rows(&[id(7)])).unwrap();
+    gate.await_waiting(1);
+    place.unmount("share");
+    store.faults.clear();
+    gate.open();
+    let error = store.outcome(&task).unwrap_err().remove(0).1;
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    looked_for(&store, || {
+        assert_eq!(refused(&store, &device, id(9)).kind(), ErrorKind::Foreign);
+    });
+    assert!(is_empty(&share), "nothing was made where it was mounted");
     place.bind("root", "share");
     all_is_well(&store, &device, &ids(3));
 }

@@ -13,7 +13,7 @@ use ucm_quota::Capacity;
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
 
 use crate::layout_kind::RootLayout;
-use crate::shared::{MAKE_DIRS, Shared};
+use crate::shared::{MAKE_DIRS, MountPoint, Shared};
 
 /// Records that must fit below the limit.
 const LEAST_RECORDS: u64 = 8;
@@ -23,6 +23,15 @@ pub(crate) fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Err(error) if error.os_code() == Some(EROFS) => Ok(None),
         result => result.map(Some),
+    }
+}
+
+/// What an empty path means: the current directory.
+fn or_here(path: &Path) -> &Path {
+    if path.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        path
     }
 }
 
@@ -95,33 +104,46 @@ impl Shared {
         self.check_root(self.stat(self.layout.marker(), deadline)?)
     }
 
-    /// Marks the root (or checks its mark), makes the namespace, writes its manifest, starts the first count.
+    /// Makes and marks the root where it is new, makes the namespace, writes its manifest, starts the first count. A root
+    /// that was opened before is not made because it is missing: it may be unmounted ([`Shared::readmit`]).
     pub(crate) fn open_root(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
-        let root = self.layout.root().to_owned();
         if self.config.lookup_only {
             // Nothing there yet means that nothing is stored yet; but what is there must be ours to read.
             let marker = self.read_marker(deadline)?;
             marker.iter().for_each(|marker| self.told_by(marker));
             return Ok(());
         }
+        if self.root.lock().uuid.is_none() {
+            return self.begin_root(deadline);
+        }
+        let marker = self.own_marker(deadline)?;
+        self.use_root(marker, deadline)
+    }
+
+    /// Makes the root if it is not there, marks it if it is not marked, and remembers where it is mounted.
+    fn begin_root(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         self.make_root(deadline)?;
+        let mounted = self.mount_point(deadline)?;
         let marker = match self.read_marker(deadline)? {
             Some(marker) => marker,
             None => self.mark(deadline)?,
         };
-        let meta = self.stat(root.clone(), deadline)?;
-        let gone = || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
-        let meta = meta.ok_or_else(gone)?;
+        {
+            let mut known = self.root.lock();
+            (known.device, known.mounted) = (Some(mounted.dev), Some(mounted));
+        }
+        self.use_root(marker, deadline)
+    }
+
+    /// Makes the namespace below a marked root, learns what the file system can do, starts the first count.
+    fn use_root(self: &Arc<Self>, marker: Marker, deadline: MonotonicTime) -> Result<()> {
         if self.furnish(deadline)? {
             self.probe_io(deadline)?;
         }
         let limit = self.limit(&marker, deadline)?;
         let marker = self.measured(marker, deadline)?;
         self.told_by(&marker);
-        {
-            let mut known = self.root.lock();
-            (known.uuid, known.device) = (Some(marker.uuid), Some(meta.dev));
-        }
+        self.root.lock().uuid = Some(marker.uuid);
         let gone = || Error::new(ErrorKind::Closed, "the backend is gone");
         let weak = Arc::downgrade(self);
         let check = move |deadline| {
@@ -151,9 +173,35 @@ impl Shared {
         Ok(())
     }
 
+    /// Where the root is mounted: the outermost directory of its path that lies in the same mount.
+    fn mount_point(&self, deadline: MonotonicTime) -> Result<MountPoint> {
+        let root = self.layout.root().to_owned();
+        self.call(deadline, move |io| {
+            let mount_of = |path: &Path| io.space(path).map(|space| (space.dev, space.mount));
+            let mount = mount_of(&root)?;
+            let above = root.ancestors().skip(1).map(or_here);
+            let same = above.take_while(|above| mount_of(above).is_ok_and(|found| found == mount));
+            let path = same.last().unwrap_or(&root).to_owned();
+            let gone = || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
+            let FileMeta { dev, ino, .. } = io.look(path.clone())?.ok_or_else(gone)?;
+            Ok(MountPoint { path, dev, ino })
+        })
+    }
+
     /// Before every count: the root is still ours (nothing is removed from another), and a part that another rank wrote
     /// over is added again. Answers the limit.
     fn tend(self: &Arc<Self>, deadline: MonotonicTime) -> Result<u64> {
+        let marker = self.own_marker(deadline)?;
+        self.told_by(&marker);
+        self.root.lock().uuid = Some(marker.uuid.clone());
+        self.furnish(deadline)?;
+        let limit = self.limit(&marker, deadline)?;
+        self.sweep_quarantine(limit, deadline)?;
+        Ok(limit)
+    }
+
+    /// The marker of the root that was opened, which is taken up again first where it was lost; an error as long as it is.
+    pub(crate) fn own_marker(self: &Arc<Self>, deadline: MonotonicTime) -> Result<Marker> {
         if self
             .check_root(self.stat(self.layout.marker(), deadline)?)
             .is_err()
@@ -168,12 +216,7 @@ impl Shared {
             let lost = Error::new(ErrorKind::Io, "the root lost its marker");
             return Err(lost.with("path", self.layout.marker().display()));
         };
-        self.told_by(&marker);
-        self.root.lock().uuid = Some(marker.uuid.clone());
-        self.furnish(deadline)?;
-        let limit = self.limit(&marker, deadline)?;
-        self.sweep_quarantine(limit, deadline)?;
-        Ok(limit)
+        Ok(marker)
     }
 
     /// The namespace's directories and its manifest; false where none can be made, for the file system is read-only.
@@ -197,8 +240,8 @@ impl Shared {
         self.space.in_background(deadline, look, ended);
     }
 
-    /// Takes a root up again that was lost: the one that was opened, wherever it is mounted now; or a new one in the
-    /// place of one that was removed, if nothing was unmounted there. Another root, or none, is an error.
+    /// Takes a root up again that was lost: the one that was opened, known by its marker, on whatever device it is now; or
+    /// a new one in the place of one that was removed, if nothing was unmounted there. Another root, or none, is an error.
     fn readmit(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         if let Some(marker) = self.read_marker(deadline)? {
             let known = self.root.lock().uuid.clone();
@@ -206,30 +249,38 @@ impl Shared {
                 let text = "another root was mounted or put in the place of the one that was opened";
                 return Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()));
             }
+            let mounted = self.mount_point(deadline)?;
             let Some(meta) = self.stat(self.layout.marker(), deadline)? else {
                 return self.check_root(None);
             };
             *self.dirs.lock() = [false; 256];
             self.make_dirs(deadline)?;
-            self.root.lock().device = Some(meta.dev);
+            {
+                let mut known = self.root.lock();
+                (known.device, known.mounted) = (Some(meta.dev), Some(mounted));
+            }
             self.space.lost();
             return Ok(());
         }
-        // Removed, not unmounted: it is not there at all, and what it lay in is on the same device. An unmounted share
-        // leaves a directory behind, or what it was mounted in, which is another device.
-        let (mut above, device) = (None, self.root.lock().device);
-        for path in self.layout.root().ancestors() {
-            above = self.stat(path.to_owned(), deadline)?;
-            if above.is_some() {
-                break;
-            }
-        }
+        // Removed, not unmounted: the root is not there at all, and what it was mounted with is. Where a share is
+        // unmounted, its mount point is another directory from then on, though it may be on the same device.
+        let mounted = {
+            let known = self.root.lock();
+            known
+                .mounted
+                .clone()
+                .filter(|mounted| known.device == Some(mounted.dev))
+        };
         let root = self.stat(self.layout.root().to_owned(), deadline)?;
-        if root.is_some() || device.is_none() || above.map(|meta| meta.dev) != device {
+        let (Some(mounted), None) = (mounted, root) else {
+            return self.check_root(None);
+        };
+        let there = self.stat(mounted.path.clone(), deadline)?;
+        if there.map(|meta| (meta.dev, meta.ino)) != Some((mounted.dev, mounted.ino)) {
             return self.check_root(None);
         }
         *self.dirs.lock() = [false; 256];
-        self.open_root(deadline)?;
+        self.begin_root(deadline)?;
         self.space.lost();
         Ok(())
     }

@@ -89,11 +89,23 @@ pub(crate) struct Shared {
     pub(crate) lengths: Lengths,
 }
 
+/// A directory that stands for a mount: an unmounted share leaves another one, or none, at its path.
+#[derive(Debug, Clone)]
+pub(crate) struct MountPoint {
+    pub(crate) path: PathBuf,
+    /// Its device.
+    pub(crate) dev: u64,
+    /// Its inode.
+    pub(crate) ino: u64,
+}
+
 /// What is known of the root itself.
 #[derive(Default)]
 pub(crate) struct Root {
     /// Its device when it was first seen; another one means that a share was unmounted.
     pub(crate) device: Option<u64>,
+    /// Where it was mounted then: as long as that is the same, a root that is missing was removed.
+    pub(crate) mounted: Option<MountPoint>,
     /// Its mark, by which it is known again on another device (a share mounted anew).
     pub(crate) uuid: Option<String>,
     /// What the file system can do.

@@ -181,7 +181,7 @@ impl Shared {
     }
 
     /// A write that finds no directory: somebody removed them, so they are made again for the next one, with the
-    /// manifest.
+    /// manifest. Not where the root is lost: they would lie on another file system.
     pub(crate) fn missed(self: &Arc<Self>, error: &Error) {
         if error.kind() != ErrorKind::NotFound {
             return;
@@ -189,7 +189,10 @@ impl Shared {
         *self.dirs.lock() = [false; 256];
         let deadline = self.clock.now().after(MAKE_DIRS);
         let shared = Arc::clone(self);
-        let make = move || shared.furnish(deadline).map(|_| ());
+        let make = move || {
+            shared.own_marker(deadline)?;
+            shared.furnish(deadline).map(|_| ())
+        };
         self.space.in_background(deadline, make, Box::new(|_| {}));
     }
 }
