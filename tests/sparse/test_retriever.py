@@ -257,6 +257,26 @@ def test_a_thread_that_falls_behind_is_not_given_more_and_not_waited_for(
     assert found[-1] is not None and found[-1].step > 100
 
 
+def test_threads_that_hang_are_given_nothing_more_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests come and go; once they go on, so does everything else."""
+    waits: list[float] = []
+    real = Slot.written
+    monkeypatch.setattr(Slot, "written", lambda slot, seconds: waits.append(seconds) or real(slot, min(seconds, 0)))
+    executor, stats = Later(), SparseStats()
+    retriever = Retriever(Policy(lag=1), echo, stats, executor=executor, bound_s=60.0)
+    for number in range(100):
+        retriever.begin_step()
+        assert retriever.step(0, rows_of(1, [f"r{number}"])) == [None]
+        retriever.forget(f"r{number}")
+    assert len(executor.waiting) == sum(seconds > 0 for seconds in waits) == PATIENCE
+    assert stats.snapshot()["late"] == 100
+    executor.run()
+    executor.submit = AtOnce().submit  # type: ignore[method-assign]
+    retriever.begin_step()
+    (choice,) = retriever.step(0, rows_of(1, ["next"]))
+    assert choice is not None and choice.step == 1
+
+
 class Streams:
     """A device's module, whose streams write down what happens in them."""
 

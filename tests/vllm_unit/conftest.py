@@ -45,3 +45,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def far_future() -> Callable[[], int]:
     """A clock by which every file of the test was last touched long ago."""
     return lambda: 4_000_000_000_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings that an earlier test brought up are not held back in this one."""
+    from ucm.integration.vllm.connector.guard import throttle
+
+    monkeypatch.setattr(throttle, "_last", {})

@@ -256,6 +256,57 @@ def test_changed_query_value_and_output_take_effect(config: Any) -> None:
     assert close(found, changed.attended([None, None]))
 
 
+class Negated(Quest):
+    """A subclass of a method of ours that changes keys, in one layer where they lie and in the other one anew."""
+
+    def attention_begin(
+        self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
+        phase: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        q, k, v, out = super().attention_begin(query, key, value, layer_name, forward_context, output, phase, **kwargs)
+        return (q, k.neg_(), v, out) if layer_name == NAMES[0] else (q, -k, v, out)
+
+
+def write(rig: Rig, keys: Tensor, slots: Tensor) -> None:
+    """A step of prompts alone."""
+    assert rig.host is not None
+    rig.host.begin_step(SparsePlan(BLOCK, 0), context_of(rig.layers, rig.metadata))
+    for layer in rig.layers.values():
+        layer.impl.do_kv_cache_update(layer, keys, keys, layer.kv_cache, slots)
+    rig.host.end_step()
+
+
+def test_representations_follow_keys_that_a_hook_has_changed(config: Any) -> None:
+    """Also of a block that is full with them, and of one that is not full yet."""
+    rows = Rows.of([2 * BLOCK, 40], [1, 1])
+    method = Negated(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows)
+    host = rig.host
+    assert host is not None
+    before, slots = torch.cat([keys[:-1] for keys in rows.keys]), torch.cat([rows.slots(row)[:-1] for row in range(2)])
+    method.store.invalidate(range(rows.blocks))
+    write(rig, before, slots)
+    query, keys, values, slots = rows.step()
+    host.begin_step(rig.plan(), context_of(rig.layers, rig.metadata))
+    for layer in rig.layers.values():
+        given = keys.clone()
+        layer.impl.do_kv_cache_update(layer, given, values, layer.kv_cache, slots)
+        layer.impl.forward(layer, query, given, values, layer.kv_cache, rig.metadata, torch.zeros_like(query))
+    host.end_step()
+    for each in rows.keys:
+        each[-1] *= -1
+    full, begun = rows.table[0, 1], rows.table[1, 1]
+    assert method.store.ready([full]) and not method.store.ready([begun])
+    for number in range(2):
+        expected = method.selector.encode(number, rows.keys[0][None, BLOCK:])
+        assert torch.equal(method.store.get(number, [int(full)]), expected)
+    more = torch.randn(2 * BLOCK - 40, KV_HEADS, SIZE)
+    write(rig, more, int(begun) * BLOCK + torch.arange(8, BLOCK))
+    for number in range(2):
+        expected = method.selector.encode(number, torch.cat([rows.keys[1][BLOCK:], more])[None])
+        assert torch.equal(method.store.get(number, [int(begun)]), expected)
+
+
 class Measured(Quest):
     """A user's subclass with an ``attention_begin`` of its own, and no ``min_tokens``."""
 

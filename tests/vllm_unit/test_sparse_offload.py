@@ -22,11 +22,14 @@ from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.host import set_active_host
 from ucm.integration.vllm.attention.offload import Offload
 from ucm.integration.vllm.attention.rows import OffloadChange, SparsePlan
+from ucm.integration.vllm.connector.connector import UCMConnector
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.metadata import UCMConnectorWorkerMetadata
 from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 from ucm.integration.vllm.connector.worker.layered_store import LayeredStore
+from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.methods import Quest
 from ucm.store.kv_layout import KVLayout
@@ -189,6 +192,27 @@ def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) 
     assert rig.offload.take_lost() == [], "that says nothing of the record"
     rig.pages.absent = set()
     assert torch.allclose(rig.attend(), rows.attended([kept, None, None]), atol=1e-5)
+
+
+def test_a_lost_block_goes_the_whole_way_to_the_scheduler_half(config: Any, rows: Rows) -> None:
+    """Once, with the other news of its rank, and without any."""
+    rig = Offloaded(config, rows)
+    connector, worker = UCMConnector.__new__(UCMConnector), SparseWorker.__new__(SparseWorker)
+    worker.offload, worker._measured = rig.offload, None
+    connector._sparse_worker, connector._worker = worker, None
+    assert connector.build_connector_worker_meta() is None
+    rig.pages.absent = {next(block for block in kept_by(config, rows)[0] if block in LEFT)}
+    set_active_host(rig.host)
+    rig.attend(rig.leaves())
+    connector._worker = SimpleNamespace(build_connector_worker_meta=UCMConnectorWorkerMetadata)  # type: ignore[assignment]
+    for _ in range(2):
+        news = connector.build_connector_worker_meta()
+        assert isinstance(news, UCMConnectorWorkerMetadata)
+        assert news.lost == [("r0", block) for block in rig.pages.absent]
+        connector._worker = None
+        rig.attend()
+    assert connector.build_connector_worker_meta() is not None
+    assert connector.build_connector_worker_meta() is None
 
 
 def test_a_step_whose_plan_is_lost_reads_nothing_of_what_has_left(config: Any, rows: Rows) -> None:

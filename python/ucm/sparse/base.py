@@ -146,12 +146,23 @@ class UcmSparseBase:
         ``query`` is ``[tokens, query heads, head size]``, ``key`` and ``value`` ``[tokens, KV heads, head size]``,
         ``output`` where the result goes. ``forward_context.attn_metadata[layer_name]`` is a copy made for this layer,
         and may be changed: ``block_table [rows, blocks]`` and ``seq_lens [rows]`` say which blocks a row attends to.
-        ``phase`` is ``"prefill"``, ``"decode"`` or None where a batch holds both. In models with latent attention
-        ``kwargs`` has ``decode_ql_nope [tokens, heads, rank]``, ``decode_q_pe [tokens, heads, rope size]`` and
-        ``k_hash`` (codes of the layer, where the method keeps some, else None); there, of rows of one token, a changed
-        query is used and nothing else, for the keys are in the cache by then.
+        ``phase`` is ``"prefill"``, ``"decode"`` or None where a batch holds both.
 
-        What cannot be used (not four values, another shape, dtype or device) is left aside, with a warning.
+        Keys and values are in the cache already; what is returned is written over them, so later steps read it too.
+        Any of these may be written into in place. All else in the metadata is vLLM's own, and is only read.
+
+        Models with latent attention compute rows of one token and prompts by two calls, each with its phase. There
+        ``key`` is the latent ``[tokens, rank]`` and ``value`` the rotary part of the key ``[tokens, 1, rope size]``.
+        ``"decode"``: ``query [tokens, heads, rank + rope size]`` is over the latent, ``output [tokens, heads, rank]``
+        too, and rows are in ``metadata.decode.block_table`` and ``.seq_lens``; ``kwargs`` has ``decode_ql_nope
+        [tokens, heads, rank]`` and ``decode_q_pe [tokens, heads, rope size]``, which are views of the query.
+        ``"prefill"``: ``query [tokens, heads, head size]``, ``output [tokens, heads * value size]``, rows in
+        ``metadata.prefill.block_table``, which vLLM reads for what was computed in earlier steps; both are None. In
+        either ``k_hash [blocks, block size, 1, bytes]`` has the codes of the layer's keys, by physical block, where the
+        method keeps some (GSAOnDevice), else None.
+
+        What cannot be used (not four values, a tensor of another shape, dtype or device) changes nothing, and is
+        logged; so does a hook that raises.
         """
         del layer_name, forward_context, phase, kwargs
         return query, key, value, output

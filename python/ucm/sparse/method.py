@@ -237,7 +237,7 @@ class BlockSparse(UcmSparseBase):
         """Replace block table and lengths in the layer's copy of the metadata by those of the kept blocks.
 
         With latent attention the query is ``decode_ql_nope`` and ``decode_q_pe`` of ``kwargs``, and the metadata that
-        of ``metadata.decode``.
+        of ``metadata.decode``; prompts, which have neither there, are left alone.
         """
         del phase
         metadata = forward_context.attn_metadata
@@ -245,7 +245,8 @@ class BlockSparse(UcmSparseBase):
         latent = kwargs.get("decode_ql_nope")
         asked = query if latent is None else torch.cat([latent, kwargs["decode_q_pe"]], dim=-1)
         place = metadata if latent is None else metadata.decode
-        selection = self.select_rows(layer_name, asked, place.block_table)
+        table = getattr(place, "block_table", None)
+        selection = None if table is None else self.select_rows(layer_name, asked, table)
         if selection is not None:
             place.block_table, place.seq_lens = compact_rows(
                 selection, place.block_table, place.seq_lens, self.selector.geometry.block_size

@@ -5,7 +5,8 @@ A request chooses in steps 1, 1+stride, 1+2·stride, ... A choice made from the 
 without one. With a lag the choice is computed beside the model by threads; when its step has come it is waited for.
 Nothing is taken from the clock but the bound of that wait, so ranks, batches and runs agree on every step that is not
 late; a late one is dense, which is exact, and is counted. A request that is late asks nothing more until it is
-answered, and one that is late often is waited for no longer.
+answered, and one that is late often is waited for no longer. While the threads hang (steps are late and no choice comes
+at all) nothing is waited for and nothing is given to them, whatever requests come.
 """
 
 from __future__ import annotations
@@ -125,15 +126,26 @@ class Retriever:
         self._deadline = time.monotonic() + bound_s
         self._tracks: dict[str, dict[int, _Track]] = {}
         self._told = False
+        self._late = False  # whether this step is
+        self._late_steps = 0  # in a row, during which the threads finished nothing
+        self._finished = False  # whether they have since
 
     def begin_step(self) -> None:
         """A step begins: its waits share one bound."""
         self._deadline = time.monotonic() + self._bound_s
+        if self._finished:
+            self._finished, self._late_steps = False, 0
+        self._late_steps += self._late
+        self._late = False
+
+    @property
+    def _hangs(self) -> bool:
+        return self._late_steps >= PATIENCE and not self._finished
 
     def step(self, layer: int, rows: Rows) -> list[Choice | None]:
         """The choice that each row uses in this step; None: none is there in time, so the row is dense."""
         tracks = [self._tracks.setdefault(name, {}).setdefault(layer, _Track()) for name in rows.request_ids]
-        due = [i for i, track in enumerate(tracks) if self._is_due(track, rows.steps[i])]
+        due = [i for i, track in enumerate(tracks) if not self._hangs and self._is_due(track, rows.steps[i])]
         if due:
             self._retrieve(layer, rows, tracks, due)
         return [self._current(track, step) for track, step in zip(tracks, rows.steps, strict=True)]
@@ -187,15 +199,18 @@ class Retriever:
                 _log.exception("choosing blocks failed in layer %d; such steps are dense", layer)
         finally:
             slot.write(found)
+            self._finished = True
 
     def _current(self, track: _Track, step: int) -> Choice | None:
         while track.pending:
             asked, blocks, slot, place = track.pending[0]
             if track.active is not None and asked + self._policy.lag > step:
                 break
-            if not slot.written(0 if track.late >= PATIENCE else self._deadline - time.monotonic()):
+            patient = track.late < PATIENCE and not self._hangs
+            if not slot.written(self._deadline - time.monotonic() if patient else 0):
                 self._stats.add(late=1)
                 track.late += 1
+                self._late = True
                 return None
             track.pending.popleft()
             track.late = 0
@@ -203,6 +218,9 @@ class Retriever:
                 track.active = None
                 continue
             self._activate(track, Choice(slot.value[place], blocks, asked))
+        if track.active is None and self._hangs:
+            self._stats.add(late=1)
+            self._late = True
         if track.active is not None:
             self._stats.add(steps_waited=step - track.active.step, choices_used=1)
         return track.active

@@ -480,6 +480,12 @@ impl fmt::Display for Told {
 
 impl std::error::Error for Told {}
 
+/// When an object was put, ns of Unix time by the server's clock.
+pub(super) fn time_of(meta: &ObjectMeta) -> u64 {
+    let nanos = meta.last_modified.timestamp_nanos_opt().unwrap_or(0);
+    u64::try_from(nanos).unwrap_or(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,9 +16,9 @@ use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_quota::layout::SegmentName;
 
-use super::Objects;
 use super::bucket::{Bucket, MOST_LISTED};
 use super::names::SegmentObject;
+use super::{AT_ONCE, Objects};
 use crate::backend::Done;
 use crate::pending_looks::PendingLooks;
 use crate::segment::format::{Entry, TRAILER_LEN, Trailer};
@@ -30,8 +30,7 @@ const LIST_ALL: Duration = Duration::from_secs(300);
 const APART_NS: u64 = 300_000_000_000;
 /// How long after somebody asked the next looks are made.
 const WANTED_FOR: Duration = Duration::from_secs(300);
-/// Footers that are read at once, and in one turn.
-const AT_ONCE: usize = 16;
+/// Footers that are read in one turn.
 const PER_TURN: usize = 256;
 /// Bytes read of a segment's end at first: the footer of a thousand records.
 const TAIL: u64 = 32 << 10;

@@ -4,13 +4,15 @@
 //! old enough, or when somebody waits for it ([`writer`]). Its footer is the index, in the format of [`crate::segment`];
 //! whoever looks finds segments by listing their names, which begin with a time, and reads their footers ([`discovery`]), so
 //! lookups are answered from memory. A read is a range of an object, neighbours together ([`reader`]). What is written is
-//! bounded by one document that writers change by compare-and-swap, where the server has that ([`space`]). [`bucket`] has the
-//! client, [`names`] where things lie.
+//! bounded by one document that writers change by compare-and-swap, where the server has that ([`space`], [`conditions`]); what was
+//! used longest ago goes ([`collector`], [`uses`]). [`bucket`] has the client, [`names`] where things lie.
 //!
 //! A segment is put once, under a name that nobody else uses, and never changed; it goes whole. What a writer that dies had not
 //! put yet was never published.
 
 mod bucket;
+mod collector;
+mod conditions;
 mod credentials;
 mod discovery;
 mod names;
@@ -18,6 +20,7 @@ mod place;
 mod reader;
 mod space;
 mod upkeep;
+mod uses;
 mod writer;
 
 use std::sync::Arc;
@@ -55,6 +58,8 @@ const UPLOADS: usize = 2;
 /// Bytes of one range that is read for several records.
 const LEAST: usize = 1 << 20;
 const MOST: usize = 8 << 20;
+/// Objects that are read, or removed, at once.
+const AT_ONCE: usize = 16;
 /// Longest document.
 const DOCUMENT: u64 = 16 << 20;
 /// Most records in the index in memory; further ones are misses.

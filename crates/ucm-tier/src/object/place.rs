@@ -7,9 +7,10 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, Runtime, SystemClock};
 use ucm_quota::layout::{MARKER, Marker};
 
-use super::bucket::{Bucket, Place as At, Url};
+use super::DOCUMENT;
+use super::bucket::{Bucket, Place as At, Url, time_of};
 use super::names::Names;
-use super::{DOCUMENT, space};
+use super::uses::uses_told;
 use crate::place::{Item, Place, Room};
 
 /// How long one call may take.
@@ -57,7 +58,7 @@ impl Place for ObjectPlace {
         let (bucket, names) = (Arc::clone(&self.bucket), self.names.clone());
         let (listed, used) = self.call(async move {
             let listed = bucket.list(names.prefix()).await?;
-            let used = space::uses_told(&bucket, &names, &listed).await;
+            let used = uses_told(&bucket, &names, &listed).await;
             Ok((listed, used))
         })?;
         let item = |meta: object_store::ObjectMeta| {
@@ -69,7 +70,7 @@ impl Place for ObjectPlace {
                 path: self.names.path_in_a_root(&meta.location),
                 name: meta.location.to_string(),
                 len: meta.size,
-                used_ns: told.max(segment.map_or_else(|| space::time_of(&meta), |segment| segment.sealed_ns)),
+                used_ns: told.max(segment.map_or_else(|| time_of(&meta), |segment| segment.sealed_ns)),
                 version: meta.e_tag.unwrap_or_default(),
             }
         };

@@ -119,7 +119,7 @@ def measure(host: SparseHost, layers: dict[str, Any], spec: Any, vllm_config: An
     limit = min(vllm_config.model_config.max_model_len, (num_blocks - 1) * spec.block_size, LAST)
     by_rule: int = 4 * (method.policy.windows + method.policy.budget(-(-limit // spec.block_size))) * spec.block_size
     name = next((name for name in layers if method.writes(name)), None)
-    if name is None or method.selector.geometry.rope_dim or host.rewrites_kv:
+    if name is None or method.selector.geometry.rope_dim or host.changes:
         return by_rule
     bench = _bench(host, method, layers, name, spec, vllm_config, num_blocks)
     with method.store.as_if_ready(range(1, num_blocks)):

@@ -15,6 +15,8 @@ def fits(found: Any, given: Sequence[Any]) -> bool:
 
 
 def _alike(found: Any, given: Any) -> bool:
+    if found is given:
+        return True
     if not isinstance(given, Tensor):
         return found is None or isinstance(found, Tensor)
     if not isinstance(found, Tensor):

@@ -57,6 +57,15 @@ class _Context:
 
 
 @dataclass(slots=True)
+class Written:
+    """Keys that went into the cache of a layer in this step."""
+
+    name: str
+    slots: Tensor  # of all tokens of the step
+    keys: tuple[Tensor, ...] = ()  # latent ones, and their rotary part
+
+
+@dataclass(slots=True)
 class LayerCall:
     """One computation of a layer."""
 
@@ -66,7 +75,6 @@ class LayerCall:
     original: Any
     made: Any  # the copy of the metadata
     context: _Context
-    keys: tuple[Tensor, Tensor] | None = None  # latent keys of the step
     selection: Selection | None = None  # what its rows keep, where our kernel may compute them
     placed: bool = False  # blocks of its rows are elsewhere than the original says
 
@@ -85,30 +93,29 @@ class SparseHost:
         self._rows: Sequence[SparseRow | None] = ()
         self._context: Any = None
         self._phase: str | None = None
-        self._latent: dict[str, tuple[Tensor, Tensor]] = {}
+        self._written: Written | None = None  # in the layer that is computed now
         self.blocks = method if isinstance(method, BlockSparse) else None
-        #: Ours, unchanged: it only replaces block tables and lengths in the metadata, and writes into none.
-        self.selects_only = self.blocks is not None and not _own(method, "attention_begin")
-        #: Whether keys and values that the method was handed are written to the cache again, for it may have changed
-        #: them.
-        self.rewrites_kv = _own(method, "attention_begin")
+        #: Whether the hooks around attention are a user's. The first may change whatever it is handed, so it gets
+        #: copies, and keys are written again after it; ours only puts other block tables and lengths into the metadata.
+        self.changes = _own(method, "attention_begin")
         self._observes = _own(method, "attention_finished")
-        self._begins = self.rewrites_kv or self.blocks is not None
+        #: Whether either is.
+        self.hooked = self.changes or self._observes
         #: Whether rows that choose are computed by ucm's kernel; see :mod:`.own_kernel`. A hook that looks on after
         #: attention is shown the metadata that vLLM's kernel computed with.
-        self.uses_own_kernel = self._may_use_own_kernel() and own_kernel.reads_pages_of(self._layers)
-
-    def _may_use_own_kernel(self) -> bool:
-        settings = None if self.blocks is None else self.blocks.settings
-        wanted = settings is not None and settings.attention_kernel == "auto"
-        return wanted and self.selects_only and not self._observes
+        self.uses_own_kernel = (
+            self.blocks is not None
+            and self.blocks.settings.attention_kernel == "auto"
+            and not self.hooked
+            and own_kernel.reads_pages_of(self._layers)
+        )
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: SparsePlan, context: Any) -> None:
         """The model is about to run, with vLLM's forward context of the step; an empty step has no metadata in it."""
         self._rewriter.begin_step()
-        self._latent, self._rows = {}, ()
+        self._written, self._rows = None, ()
         if self.offload is not None:
             self.offload.begin_step(plan.offloaded, [*plan.given_back, *plan.finished])
         if self.blocks is not None:  # after what leaves them was put aside
@@ -134,7 +141,7 @@ class SparseHost:
                 "used",
             )
         self._call("clear_sparse_metadata", None)
-        self._context, self._latent = None, {}
+        self._context = self._written = None
 
     def _batch(self, plan: SparsePlan, context: Any) -> Any:
         """What the method is told of the step: its own metadata, or the rows in the order of the batch."""
@@ -161,18 +168,29 @@ class SparseHost:
 
     def keys_written(self, name: str, key: Tensor, slot_mapping: Tensor) -> None:
         """Keys ``[t, h, d]`` went into the cache of a layer."""
-        if self.blocks is not None and self._context is not None and name in self._layers:
+        if self._context is None or name not in self._layers:
+            return
+        self._written = Written(name, slot_mapping)
+        if self.blocks is not None:
             self._call("write_keys", None, name, key[: slot_mapping.shape[0]], slot_mapping)
 
     def latent_keys_written(self, name: str, latent: Tensor, rope: Tensor, slot_mapping: Tensor) -> None:
         """The same with latent attention, whose key is ``latent [t, rank]`` and ``rope [t, (1,) size]``."""
         if self._context is None:
             return
-        self._latent[name] = (latent, rope)
+        tokens = slot_mapping.shape[0]
+        latent, rope = latent[:tokens], rope[:tokens]
+        self._written = Written(name, slot_mapping, (latent, rope))
         if self.blocks is not None:
-            tokens = slot_mapping.shape[0]
-            key = torch.cat([latent[:tokens], rope[:tokens].reshape(tokens, -1)], dim=-1)
+            key = torch.cat([latent, rope.reshape(tokens, -1)], dim=-1)
             self._call("write_keys", None, name, key[:, None], slot_mapping)
+
+    def to_rewrite(self, call: LayerCall) -> Written | None:
+        """What has to be written again once the hook before attention has run, for a user's was handed keys and values
+        and may have changed them, in place as well. It is all that was written, into the same slots, so that
+        representations of blocks are made anew."""
+        written = self._written
+        return written if self.changes and written is not None and written.name == call.name else None
 
     def begin_layer(self, impl: Any, name: str, metadata: Any, phase: str | None = None) -> LayerCall | None:
         """What the hooks of a layer are called with; None: the layer is computed by vLLM alone."""
@@ -186,16 +204,13 @@ class SparseHost:
                     "so where they are is not known; a dense layer would read blocks of other requests"
                 )
             return None
-        if not (self._begins or self._observes) or (self.blocks is not None and not self._may_select(name)):
+        selects = self.blocks is not None and self.blocks.selects(name)
+        if not (selects or self.hooked):
             return None
         phase = phase or self._phase
-        made = copy_of(metadata, phase, deep=not self.selects_only)
+        made = copy_of(metadata, phase, deep=self.changes)
         context = _Context(self._context, name, made)
-        return LayerCall(name, self._layers[name], phase, metadata, made, context, self._latent.get(name))
-
-    def _may_select(self, name: str) -> bool:
-        assert self.blocks is not None
-        return not self.selects_only or self._observes or self.blocks.selects(name)
+        return LayerCall(name, self._layers[name], phase, metadata, made, context)
 
     def attention_begin(
         self, call: LayerCall, query: Tensor, key: Any, value: Any, output: Tensor
@@ -208,9 +223,7 @@ class SparseHost:
         if self.uses_own_kernel and call.original.dynamic_causal is None:
             call.selection = self._call("select_rows", None, call.name, query, call.original.block_table)
             return given
-        arguments = (query, key, value, call.name, call.context, output, call.phase)
-        found = self._call("attention_begin", given, *arguments)
-        return (*found,) if self._fits(found, given) else given
+        return self._begin(call, given)
 
     def attend_by_own_kernel(
         self, call: LayerCall, query: Tensor, output: Tensor, compute: Callable[[Tensor, Any, Tensor], Any]
@@ -263,56 +276,65 @@ class SparseHost:
         layer = self.blocks.layer_number(call.name)
         self.offload.place(layer, self._rows, selection, table, part.block_table, part.seq_lens)
 
-    def latent_attention_begin(self, call: LayerCall, query: Any) -> Any:
-        """The same for rows of one token with latent attention; the query is that over the latent, in two parts or
-        joined."""
-        parts = query if isinstance(query, tuple) else None
-        rank = getattr(call.layer, "kv_lora_rank", 0)
-        latent, rope = parts if parts is not None else (query[..., :rank], query[..., rank:])
-        tokens = latent.shape[0]
+    def latent_prompt_begin(
+        self, call: LayerCall, query: Tensor, latent: Tensor, rope: Tensor, output: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same for the rows of prompts with latent attention, from which no blocks are chosen."""
+        given, codes = (query, latent, rope, output), self._codes(call.name)
+        return self._begin(call, given, decode_ql_nope=None, decode_q_pe=None, k_hash=codes) if self.changes else given
+
+    def latent_attention_begin(self, call: LayerCall, query: Any) -> tuple[Any, Any, Any, Any]:
+        """The same for rows of one token with latent attention. ``query`` is that over the latent, in two parts or
+        joined. Where the output that is returned is None, it is what the kernel makes."""
+        rank = query[0].shape[-1] if isinstance(query, tuple) else call.layer.kv_lora_rank
+        if isinstance(query, tuple) and self.hooked:
+            query = torch.cat(query, dim=-1)
+        # Of a joined query the parts are views, so a hook may write into either.
+        latent, rope = query if isinstance(query, tuple) else (query[..., :rank], query[..., rank:])
+        key, value = self._keys_of(call.name, latent.shape[0])
+        output = latent.new_empty(latent.shape) if self.changes else None
+        given = (query, key, value, output)
         if self.offload is not None and self.offload.has_any(self._rows):
             self._choose(call, torch.cat([latent, rope], dim=-1), call.made.decode)
-            return query
-        keys = call.keys or (None, None)
-        key, value = (None if each is None else each[:tokens] for each in keys)
-        joined = query if self.selects_only else torch.cat([latent, rope], dim=-1)
-        given = (joined, key, value, None)
-        found = self._call(
-            "attention_begin",
-            given,
-            joined,
-            key,
-            value,
-            call.name,
-            call.context,
-            None,
-            call.phase,
-            decode_ql_nope=latent,
-            decode_q_pe=rope,
-            k_hash=None,
-        )
-        if self.selects_only or not self._fits(found, given):
-            return query
-        if any(new is not old for new, old in zip(found[1:], given[1:], strict=True)):
-            throttle.warning(
-                "latent",
-                "attention_begin changed keys, values or output of rows of one token with latent attention: vLLM has "
-                "written these keys and makes the output itself, so the query alone is used",
-            )
-        return found[0]
+            return given
+        return self._begin(call, given, decode_ql_nope=latent, decode_q_pe=rope, k_hash=self._codes(call.name))
+
+    def _keys_of(self, name: str, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+        """Latent and rotary part of the keys of the first tokens of the step."""
+        if self._written is None or self._written.name != name:
+            return None, None
+        latent, rope = self._written.keys
+        return latent[:tokens], rope[:tokens]
+
+    def _codes(self, name: str) -> Tensor | None:
+        """Codes of the keys of a layer, where the method keeps some."""
+        if self.blocks is None or not self.blocks.writes(name):
+            return None
+        kept = self.blocks.store.all(self.blocks.layer_number(name))
+        return kept if kept.dtype == torch.uint8 else None
 
     def compute(self, impl: Any, call: LayerCall, run: Callable[[Any], T]) -> T:
         """Attention over what the hook left in its copy of the metadata."""
         metadata = call.original
         try:
             metadata = self._rewriter.complete(
-                impl, call.layer, call.made, call.original, call.phase, deep=not self.selects_only
+                impl, call.layer, call.made, call.original, call.phase, deep=self.changes
             )
         except Exception as error:
             if call.placed:  # the original names blocks that are somebody else's by now
                 raise
             throttle.warning("metadata", "changed metadata could not be used, a layer is dense: %r", error)
         return run(metadata)
+
+    def heads_chose_apart(self, call: LayerCall) -> bool:
+        """Whether the copy of the metadata has a block table for each KV head."""
+        table = call.made.block_table
+        return (
+            self.blocks is not None
+            and self.blocks.policy.heads == "kv"
+            and isinstance(table, Tensor)
+            and table.dim() == 3
+        )
 
     def metadata_of_heads(self, impl: Any, call: LayerCall, rows: HeadRows) -> Any:
         """The metadata of rows that are split by KV head."""
@@ -327,24 +349,31 @@ class SparseHost:
 
     # Hooks -----------------------------------------------------------------------------------------------------------
 
+    def _begin(self, call: LayerCall, given: tuple[Any, Any, Any, Any], **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        """What the hook before attention returned; where that cannot be used, what it was given, and the metadata is
+        as it was."""
+        query, key, value, output = given
+        arguments, failed = (query, key, value, call.name, call.context, output, call.phase), object()
+        found = self._call("attention_begin", failed, *arguments, **kwargs)
+        if found is not failed and fits(found, given):
+            query, key, value, output = found
+            return query, key, value, output
+        if found is not failed:
+            throttle.warning(
+                "result attention_begin",
+                "attention_begin of %s did not return query, key, value and output in the shapes that it was given; it "
+                "changes nothing",
+                type(self.method).__name__,
+            )
+        call.made = copy_of(call.original, call.phase, deep=self.changes)
+        return given
+
     def _call(self, hook: str, default: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(self.method, hook)(*args, **kwargs)
         except Exception as error:
             throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, type(self.method).__name__, error)
             return default
-
-    def _fits(self, found: Any, given: tuple[Any, ...]) -> bool:
-        """Whether what ``attention_begin`` returned can be used."""
-        if fits(found, given):
-            return True
-        throttle.warning(
-            "result attention_begin",
-            "attention_begin of %s did not return query, key, value and output in the shapes that it was given; its "
-            "result is not used",
-            type(self.method).__name__,
-        )
-        return False
 
     def close(self) -> None:
         """The engine ends."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ucm.integration.vllm.attention.host import LayerCall, active_host
+from ucm.integration.vllm.attention.host import LayerCall, SparseHost, active_host
 from ucm.integration.vllm.attention.per_head import HeadRows
 
 
@@ -57,16 +57,16 @@ class _Grouped:
             result: Tensor = compute(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return result
         q, k, v, out = host.attention_begin(call, query, key, value, output)
-        if host.rewrites_kv and k is not None and v is not None:
-            slots = attn_metadata.slot_mapping[: k.shape[0]]
-            super().do_kv_cache_update(layer, k[: len(slots)], v[: len(slots)], kv_cache, slots)  # type: ignore[misc]
+        if (written := host.to_rewrite(call)) is not None and k is not None and v is not None:
+            slots = written.slots
+            self.do_kv_cache_update(layer, k[: len(slots)], v[: len(slots)], kv_cache, slots)
 
         def by_vllm(asked: Tensor, metadata: Any, found: Tensor) -> None:
             compute(layer, asked, k, v, kv_cache, metadata, found, *args, **kwargs)
 
         if host.attend_by_own_kernel(call, q, out, by_vllm):
             return output
-        if call.made.block_table.dim() == 3:
+        if host.heads_chose_apart(call):
             rows = HeadRows.of(attn_metadata.query_start_loc, *call.made.block_table.shape[:2])
             metadata = host.metadata_of_heads(self, call, rows)
             parts, pages = torch.empty_like(rows.split(q)), kv_cache.flatten(0, 1)[:, None]
@@ -99,10 +99,13 @@ class _Latent:
         call = None if host is None else host.begin_layer(self, layer.layer_name, attn_metadata, phase="decode")
         if host is None or call is None:
             return compute(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        asked = host.latent_attention_begin(call, q)
-        result = host.compute(self, call, lambda metadata: compute(asked, kv_c_and_k_pe_cache, metadata, layer))
-        host.attention_finished(call, asked, None, None, result[0])
-        return result
+        asked, key, value, out = host.latent_attention_begin(call, q)
+        self._rewrite(host, call, 0, (key, value), kv_c_and_k_pe_cache, layer._k_scale)
+        found, lse = host.compute(self, call, lambda metadata: compute(asked, kv_c_and_k_pe_cache, metadata, layer))
+        if out is not None:  # the kernel makes its output by itself
+            found = out.copy_(found.reshape(out.shape)).reshape(found.shape)
+        host.attention_finished(call, asked, key, value, found)
+        return found, lse
 
     def forward_mha(
         self,
@@ -121,12 +124,13 @@ class _Latent:
         host = active_host()
         name = None if host is None else host.name_of(self)
         call: LayerCall | None = None
-        if host is not None and name is not None and not host.selects_only:
+        if host is not None and name is not None and host.hooked:
             call = host.begin_layer(self, name, attn_metadata, phase="prefill")
         if host is None or call is None:
             compute(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, *args, **kwargs)
             return
-        asked, key, value, out = host.attention_begin(call, q, kv_c_normed, k_pe, output)
+        asked, key, value, out = host.latent_prompt_begin(call, q, kv_c_normed, k_pe, output)
+        self._rewrite(host, call, attn_metadata.num_decode_tokens, (key, value), kv_c_and_k_pe_cache, k_scale)
         host.compute(
             self,
             call,
@@ -135,3 +139,15 @@ class _Latent:
         host.attention_finished(call, asked, key, value, out)
         if out is not output:
             output.copy_(out)
+
+    def _rewrite(
+        self, host: SparseHost, call: LayerCall, begin: int, changed: tuple[Any, Any], cache: Tensor, scale: Tensor
+    ) -> None:
+        """Write the latent keys of the step again, where a hook may have changed those from token ``begin`` on."""
+        if (written := host.to_rewrite(call)) is None:
+            return
+        latent, rope = (
+            torch.cat([whole[:begin], part, whole[begin + len(part) :]])
+            for whole, part in zip(written.keys, changed, strict=True)
+        )
+        self.do_kv_cache_update(latent, rope, cache, written.slots, self.kv_cache_dtype, scale)  # type: ignore[attr-defined]

@@ -15,15 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ucm.errors import InvalidInputError
+
 #: What a method may change, where the rows of one call are.
 CHANGED = ("block_table", "seq_lens")
 
+#: Parts of the metadata of latent attention, which computes rows of one token and prompts apart, by the phase.
+PARTS = ("decode", "prefill")
+
 
 def rows_of(metadata: Any, phase: str | None) -> Any:
-    """The part of the metadata that has block table and lengths: of the rows of one token, where latent attention
-    computes these apart."""
-    decode = getattr(metadata, "decode", None)
-    return decode if decode is not None and phase == "decode" else metadata
+    """The part of the metadata that has the block table of the rows of one call."""
+    part = getattr(metadata, phase, None) if phase in PARTS else None
+    return metadata if part is None else part
 
 
 def copy_of(metadata: Any, phase: str | None, *, deep: bool) -> Any:
@@ -31,7 +35,8 @@ def copy_of(metadata: Any, phase: str | None, *, deep: bool) -> Any:
     made = copy.copy(metadata)
     part = rows_of(made, phase)
     if part is not made:
-        part = made.decode = copy.copy(part)
+        part = copy.copy(part)
+        setattr(made, str(phase), part)
     if deep:
         for name in CHANGED:
             if (tensor := getattr(part, name, None)) is not None:
@@ -50,7 +55,7 @@ def is_changed(made: Any, original: Any, *, deep: bool) -> bool:
         if deep and isinstance(value, Tensor) and isinstance(before, Tensor):
             if value.shape != before.shape or not torch.equal(value, before):
                 return True
-        elif name == "decode" and dataclasses.is_dataclass(value):
+        elif name in PARTS and dataclasses.is_dataclass(value):
             if is_changed(value, before, deep=deep):
                 return True
         elif not isinstance(value, Tensor) and type(value) is type(before) and value == before:
@@ -78,8 +83,10 @@ class Rewriter:
         changed."""
         if not is_changed(made, original, deep=deep):
             return original
-        part = rows_of(made, phase)
-        _drop_notes(part)
+        part, before = rows_of(made, phase), rows_of(original, phase)
+        if deep:
+            _check(part, before)
+        _renew_notes(part, before)
         name = _family(part)
         if name == "cpu":
             part.scheduler_metadata = self.planned(
@@ -94,6 +101,8 @@ class Rewriter:
             )
         elif hasattr(part, "scheduler_metadata"):
             part.scheduler_metadata = None  # the kernel plans by itself
+        if not hasattr(part, "seq_lens"):  # prompts of latent attention
+            return made
         for place in {id(each): each for each in (made, part)}.values():
             if hasattr(place, "max_seq_len") and part.seq_lens.numel():
                 place.max_seq_len = _longest(made, part)
@@ -122,10 +131,31 @@ def _longest(made: Any, part: Any) -> int:
     return max(longest, int(made.max_seq_len)) if part is not made and made.num_prefills else longest
 
 
-def _drop_notes(part: Any) -> None:
-    """Forget what an implementation noted down on the object besides its fields: it was made from other lengths."""
+def _check(part: Any, before: Any) -> None:
+    """Raises :class:`~ucm.errors.InvalidInputError` where a kernel could not read what somebody wrote there."""
+    for name in CHANGED:
+        found, was = getattr(part, name, None), getattr(before, name, None)
+        if isinstance(was, Tensor) and not (
+            isinstance(found, Tensor)
+            and (found.dtype, found.device, len(found)) == (was.dtype, was.device, len(was))
+            and found.dim() >= was.dim()
+        ):
+            raise InvalidInputError(f"{name} must be a tensor like the one that came: {tuple(was.shape)}, {was.dtype}")
+
+
+def _renew_notes(part: Any, before: Any) -> None:
+    """What an implementation noted down on the object besides its fields was made from other blocks and lengths: make
+    that of AMX_MLA anew, which is read in every layer, and forget the rest."""
     fields = {field.name for field in dataclasses.fields(part)}
-    for name in [name for name in vars(part) if name not in fields]:
+    notes = [name for name in vars(part) if name not in fields]
+    if "req_to_token" in notes:  # the slot of each token
+        size = before.req_to_token.shape[1] // before.block_table.shape[1]
+        places = torch.arange(size, device=part.block_table.device, dtype=before.req_to_token.dtype)
+        part.req_to_token = (part.block_table[..., None] * size + places).flatten(1)
+        if "seq_lens_i64" in notes:
+            part.seq_lens_i64 = part.seq_lens.long()
+        return
+    for name in notes:
         delattr(part, name)
 
 

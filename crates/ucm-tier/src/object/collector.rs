@@ -1,0 +1,263 @@
+//! The removal of what has to go: whoever counts lists everything below the prefix, removes the oldest use down to the low
+//! watermark and what is older than `expire_after`, and writes down what is left.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::stream::StreamExt;
+use object_store::path::Path;
+use parking_lot::Mutex;
+use tracing::warn;
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::MonotonicTime;
+use ucm_quota::Snapshot;
+use ucm_quota::space_document::{SpaceDocument, Use};
+
+use super::bucket::{Bucket, time_of};
+use super::names::{Names, SegmentObject};
+use super::uses::uses_told;
+use super::{AT_ONCE, Objects};
+
+/// Use of the limit above which the oldest goes, and down to which.
+const HIGH: u64 = 95;
+const LOW: u64 = 85;
+/// Time between two counts where nothing is short, and between two words of a writer.
+const COUNT_AGAIN: Duration = Duration::from_secs(600);
+const SPEAK_AGAIN: Duration = Duration::from_secs(60);
+/// How long a count may take.
+const COUNT: Duration = Duration::from_secs(90);
+/// How often one count looks for others in place of what it could not remove.
+const ROUNDS: usize = 8;
+/// How long it is kept what a writer tells of its uses.
+const USES_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// What is below the prefix.
+struct Contents {
+    segments: Vec<(SegmentObject, Path, u64)>,
+    /// Bytes of everything, and how many segments.
+    total: u64,
+    /// When each was last used, as its writers tell.
+    used: HashMap<SegmentObject, u64>,
+    /// Old words about uses.
+    stale: Vec<Path>,
+    /// The time of the server.
+    now_ns: u64,
+}
+
+impl Objects {
+    /// What is to be done now and then: says what was used, counts and makes room. When it is to be done again.
+    pub(super) fn tend_space(&self) -> MonotonicTime {
+        let now = self.clock.now();
+        let deadline = now.after(COUNT);
+        let (speak, short, due) = {
+            let state = self.space.state.lock();
+            let speak = state.spoke.is_none_or(|at| now.since(at) >= SPEAK_AGAIN);
+            let due = state.counted.is_none_or(|at| now.since(at) >= COUNT_AGAIN);
+            (speak, state.short, due)
+        };
+        if speak {
+            let told = self.tell_uses(deadline);
+            let asked = if self.has_conditions() {
+                self.ask(0, deadline).map(|_| ())
+            } else {
+                Ok(())
+            };
+            let mut state = self.space.state.lock();
+            state.spoke = Some(now);
+            state.uses.all |= told.is_ok() && asked.is_ok();
+        }
+        let high = self.is_high();
+        let counted = if short || due || high {
+            self.count(deadline)
+        } else {
+            Ok(())
+        };
+        let too_much = counted.as_ref().err();
+        let too_much = too_much.filter(|error| error.kind() == ErrorKind::NoSpace);
+        let said = {
+            let mut state = self.space.state.lock();
+            state.counted = Some(now).filter(|_| counted.is_ok()).or(state.counted);
+            state.short = false;
+            too_much.is_some() && std::mem::replace(&mut state.said_too_much, true)
+        };
+        if let Some(error) = too_much.filter(|_| !said) {
+            warn!(
+                store = self.config.scope.writer,
+                "nothing can be counted or removed, and nothing more is stored once the grants are used up: {error}"
+            );
+        }
+        self.space.changed.notify();
+        match counted {
+            Ok(()) => now.after(SPEAK_AGAIN),
+            Err(_) => now.after(SPEAK_AGAIN / 12), // the server does not answer, or another one counts
+        }
+    }
+
+    fn is_high(&self) -> bool {
+        let state = self.space.state.lock();
+        let bound = state.grant.seen.bound().unwrap_or(0);
+        self.has_conditions() && bound > state.limit / 100 * HIGH
+    }
+
+    /// Counts what lies below the prefix and removes what has to go. An error where another writer does.
+    fn count(&self, deadline: MonotonicTime) -> Result<()> {
+        let before = if self.has_conditions() {
+            Some(self.begin_count(deadline)?)
+        } else {
+            None
+        };
+        let (bucket, names) = (Arc::clone(&self.bucket), self.names.clone());
+        let mut contents = self.call(deadline, async move { look(&bucket, &names).await })?;
+        let found = contents.segments.len() as u64;
+        let (mut removed, mut freed) = (0, 0);
+        for _ in 0..ROUNDS {
+            let gone = self.choose(&contents);
+            let stale = std::mem::take(&mut contents.stale);
+            if gone.is_empty() && stale.is_empty() {
+                break;
+            }
+            let tried: HashSet<Path> = gone.iter().map(|(path, _)| path.clone()).collect();
+            contents.segments.retain(|(_, path, _)| !tried.contains(path));
+            let (count, bytes) = self.remove(gone, stale, deadline)?;
+            (removed, freed) = (removed + count, freed + bytes);
+            contents.total -= bytes;
+        }
+        let (total, left) = (contents.total, found - removed);
+        if let Some(before) = before {
+            let end = move |document: &mut SpaceDocument| {
+                document.end_count(&before, total, left);
+                Some(())
+            };
+            if let Some(((), document)) = self.change(deadline, end)? {
+                let mut state = self.space.state.lock();
+                (state.grant.seen, state.grant.seen_at) = (document, state.grant.used.admitted);
+            }
+        }
+        let mut state = self.space.state.lock();
+        state.removed.0 += removed;
+        state.removed.1 += freed;
+        Ok(())
+    }
+
+    fn begin_count(&self, deadline: MonotonicTime) -> Result<Snapshot> {
+        let (writer, limit, used, now) = {
+            let state = self.space.state.lock();
+            (
+                state.grant.writer,
+                state.limit,
+                state.grant.used,
+                self.clock.now(),
+            )
+        };
+        // The silence of others is kept here, by our own clock.
+        let silence = std::mem::take(&mut self.space.state.lock().silence);
+        let kept = Arc::new(Mutex::new(silence));
+        let heard = Arc::clone(&kept);
+        let begun = self.change(deadline, move |document| {
+            document.ask(writer, Use { wanted: 0, ..used }, limit);
+            document.begin_count(writer, &mut heard.lock(), now)
+        });
+        self.space.state.lock().silence = std::mem::take(&mut kept.lock());
+        let other = || Error::new(ErrorKind::Busy, "another writer counts what is stored");
+        begun?.map(|(before, _)| before).ok_or_else(other)
+    }
+
+    /// Which segments have to go: what was not used for too long, then the oldest use above the limit.
+    fn choose(&self, contents: &Contents) -> Vec<(Path, u64)> {
+        let used = |segment: &SegmentObject| {
+            let told = contents.used.get(segment).copied().unwrap_or(0);
+            told.max(segment.sealed_ns).min(contents.now_ns) // a clock that is ahead makes nothing last
+        };
+        let mut oldest: Vec<_> = contents.segments.iter().collect();
+        oldest.sort_unstable_by_key(|(segment, ..)| (used(segment), *segment));
+        let expiry = self
+            .expiry()
+            .map(|age| u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
+        let before = expiry.map_or(0, |age| contents.now_ns.saturating_sub(age));
+        let mut left = contents.total;
+        let short = self.space.state.lock().short;
+        let limit = self.limit();
+        let too_much = |left: u64| limit.is_some_and(|limit| left > limit / 100 * LOW);
+        let makes_room = limit.is_some_and(|limit| short || left > limit / 100 * HIGH) || self.is_high();
+        let mut gone = Vec::new();
+        for (segment, path, size) in oldest {
+            if used(segment) < before || (makes_room && too_much(left)) {
+                left -= size;
+                gone.push((path.clone(), *size));
+            }
+        }
+        gone
+    }
+
+    /// Removes these segments, and what is stale: how many went, and their bytes. One that cannot be removed (a lock on it, no
+    /// right) stays, counts on, and others go in its place.
+    fn remove(
+        &self,
+        segments: Vec<(Path, u64)>,
+        stale: Vec<Path>,
+        deadline: MonotonicTime,
+    ) -> Result<(u64, u64)> {
+        let bucket = Arc::clone(&self.bucket);
+        let segments = segments.into_iter().map(|(path, size)| (path, 1, size));
+        let all: Vec<(Path, u64, u64)> = segments
+            .chain(stale.into_iter().map(|path| (path, 0, 0)))
+            .collect();
+        let (gone, error) = self.call(deadline, async move {
+            let removals = all.into_iter().map(|(path, count, size)| {
+                let bucket = Arc::clone(&bucket);
+                async move { bucket.delete(&path).await.map(|()| (count, size)) }
+            });
+            let removals = futures_util::stream::iter(removals).buffer_unordered(AT_ONCE);
+            let add = |(gone, failed): ((u64, u64), Option<Error>), removed: Result<(u64, u64)>| {
+                let sum = match removed {
+                    Ok((count, size)) => ((gone.0 + count, gone.1 + size), failed),
+                    Err(error) => (gone, Some(error)),
+                };
+                std::future::ready(sum)
+            };
+            Ok(removals.fold(((0, 0), None), add).await)
+        })?;
+        let said = error.is_some() && std::mem::replace(&mut self.space.state.lock().said_stuck, true);
+        if let Some(error) = error.filter(|_| !said) {
+            let store = self.config.scope.writer;
+            warn!(
+                store,
+                "some of what should go cannot be removed, and others go in its place: {error}"
+            );
+        }
+        Ok(gone)
+    }
+}
+
+/// Lists what lies below the prefix, and reads what writers tell of their uses.
+async fn look(bucket: &Arc<Bucket>, names: &Names) -> Result<Contents> {
+    // The server says what time it is: by when something was put there just now.
+    let clock = names.probe();
+    bucket.put(&clock, bytes::Bytes::new()).await?;
+    let now = bucket.head(&clock).await?;
+    bucket.delete(&clock).await?;
+    let now_ns = now.as_ref().map_or(0, time_of);
+    let listed = bucket.list(names.prefix()).await?;
+    let kept = u64::try_from(USES_KEPT.as_nanos()).unwrap_or(u64::MAX);
+    let before = now_ns.saturating_sub(kept);
+    let mut contents = Contents {
+        segments: Vec::new(),
+        total: 0,
+        used: uses_told(bucket, names, &listed).await,
+        stale: Vec::new(),
+        now_ns,
+    };
+    for meta in listed {
+        if let Some(segment) = names.parse_segment(&meta.location) {
+            contents.total += meta.size;
+            contents.segments.push((segment, meta.location, meta.size));
+        } else if meta.location.prefix_matches(&names.all_uses()) {
+            contents.total += meta.size;
+            contents
+                .stale
+                .extend((time_of(&meta) < before).then_some(meta.location));
+        }
+    }
+    Ok(contents)
+}
