@@ -49,7 +49,11 @@ fn columns() -> Vec<Setup> {
     let others = media()
         .into_iter()
         .filter(|medium| matches!(medium, Medium::Kind(_)));
-    files.into_iter().chain([encrypted]).chain(others.map(of)).collect()
+    files
+        .into_iter()
+        .chain([encrypted])
+        .chain(others.map(of))
+        .collect()
 }
 
 fn what(setup: &Setup) -> String {
@@ -75,7 +79,10 @@ fn dump(store: &Store, tenant: u8, blocks: &[BlockId]) {
         tenant: [tenant; 32],
         ..Hint::default()
     };
-    store.engine.describe(blocks.iter().map(|&block| (block, hint))).unwrap();
+    store
+        .engine
+        .describe(blocks.iter().map(|&block| (block, hint)))
+        .unwrap();
     for block in blocks {
         let block = std::slice::from_ref(block);
         store.dump(&Device::filled(&store.setup, block), block).unwrap();
@@ -134,17 +141,25 @@ fn what_was_there_before_counts() {
         drop(before);
         let store = Store::open(dir.path(), setup.clone());
         if setup.medium == Medium::Kind("toy") {
-            assert_eq!(finds(&store, &blocks(0..8)), [false; 8], "it ends with its process");
+            assert_eq!(
+                finds(&store, &blocks(0..8)),
+                [false; 8],
+                "it ends with its process"
+            );
             continue;
         }
-        eventually("all are there again", || finds(&store, &blocks(0..8)) == [true; 8]);
+        eventually("all are there again", || {
+            finds(&store, &blocks(0..8)) == [true; 8]
+        });
         drop(store);
         let store = Store::open(dir.path(), bounded(&setup, 3));
         eventually(&format!("it is within its quota, {what}"), || {
             has_newest(&store, &blocks(0..8), 3)
         });
         for kept in [blocks(5..8), blocks(20..23), blocks(30..36)] {
-            eventually("they are found", || finds(&store, &kept).iter().all(|&there| there));
+            eventually("they are found", || {
+                finds(&store, &kept).iter().all(|&there| there)
+            });
             assert!(loads(&store, &kept), "{what}");
         }
         assert_eq!(removed(&store), 5, "{what}");
@@ -182,7 +197,10 @@ fn what_another_engine_writes_counts_at_the_next_scan() {
             finds(&store, &blocks(20..24)) == [true; 4]
         });
         if layout == Layout::File {
-            assert!(has_newest(&other, &blocks(0..8), 4), "what is removed is gone for all");
+            assert!(
+                has_newest(&other, &blocks(0..8), 4),
+                "what is removed is gone for all"
+            );
         }
     }
 }

@@ -192,7 +192,9 @@ class Stage(StoreSettings):
                 "encryption_key_file stands beside the pipeline, not in a stage: every stage below memory is encrypted"
             )
         if self.tenant_quota is not None:
-            raise ValueError("tenant_quota stands beside the pipeline, not in a stage: it holds in every one below memory")
+            raise ValueError(
+                "tenant_quota stands beside the pipeline, not in a stage: it holds in every one below memory"
+            )
         return self
 
     def written(self) -> dict[str, Any]:

@@ -91,10 +91,11 @@ impl Ledger {
     /// counted.
     pub(super) fn add(&mut self, stored: Stored, len: u64, owner: &Owner) -> bool {
         self.forget(stored);
-        if self.is_full() && !owner.is_nobody() {
-            if let Some(&other) = self.untagged.keys().next() {
-                self.untagged.remove(&other);
-            }
+        if self.is_full()
+            && !owner.is_nobody()
+            && let Some(&other) = self.untagged.keys().next()
+        {
+            self.untagged.remove(&other);
         }
         if self.is_full() {
             return false;
@@ -286,7 +287,10 @@ mod tests {
         ledger.add(stored(8), 10, &owner(1, 0, 1));
         ledger.end_scan(0);
         assert!(ledger.is_over(&owner(1, 0, 0), 49) && !ledger.is_over(&owner(1, 0, 0), 50));
-        assert!(!ledger.see(stored(0), 10) && !ledger.see(stored(5), 10), "read anew");
+        assert!(
+            !ledger.see(stored(0), 10) && !ledger.see(stored(5), 10),
+            "read anew"
+        );
         ledger.begin_scan();
         ledger.end_scan(0);
         ledger.end_scan(1);
@@ -316,6 +320,10 @@ mod tests {
         }
         assert!(!ledger.add(stored(14), 10, &owner(1, 0, 14)));
         assert_eq!(ledger.blocks.len(), 4);
-        assert_eq!(excess(&ledger, 20), [10, 11], "those that are known are kept in bounds");
+        assert_eq!(
+            excess(&ledger, 20),
+            [10, 11],
+            "those that are known are kept in bounds"
+        );
     }
 }

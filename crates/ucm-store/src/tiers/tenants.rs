@@ -54,6 +54,8 @@ pub(super) struct Tenants {
     /// Rung when a tenant has too much, and at the end.
     wake: Notify,
     closing: AtomicBool,
+    /// Until then nothing is removed: something could not be.
+    try_again: Mutex<MonotonicTime>,
     /// Completes when the thread has ended.
     thread: Mutex<Option<Arc<Completion<()>>>>,
     /// The log was told that something fails, that there are too many blocks, that a share is one of nothing.
@@ -86,7 +88,8 @@ impl Tenants {
     ) -> Result<Self> {
         // A page more than those of this part: others may have some more layers.
         let longest = round_up(layout.header_len() as u64, PAGE) + PAGE;
-        let len = usize::try_from(longest).map_or(RecordHeader::LONGEST, |len| len.min(RecordHeader::LONGEST));
+        let len =
+            usize::try_from(longest).map_or(RecordHeader::LONGEST, |len| len.min(RecordHeader::LONGEST));
         let arena = device.make_arena(len * TOGETHER, ArenaOptions::default())?;
         let bytes = match quota.limit {
             Capacity::Bytes(bytes) => bytes.get(),
@@ -102,6 +105,7 @@ impl Tenants {
             headers: SlotPool::new(arena, len)?,
             wake: Notify::new(),
             closing: AtomicBool::new(false),
+            try_again: Mutex::default(),
             thread: Mutex::default(),
             said_failed: AtomicBool::new(false),
             said_full: AtomicBool::new(false),
@@ -111,6 +115,17 @@ impl Tenants {
 
     fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
+    }
+
+    /// When there is something to do before the next scan: what failed is due, or what a quota is a share of was not known.
+    fn next_look(&self, now: MonotonicTime) -> MonotonicTime {
+        let unknown = |books: &Books| books.quota.load(Ordering::Acquire) == u64::MAX;
+        let try_again = *self.try_again.lock();
+        match now < try_again {
+            true => try_again,
+            false if self.levels.iter().any(unknown) => now.after(TRY_AGAIN),
+            false => MonotonicTime::NEVER,
+        }
     }
 
     /// Whether blocks of this tier are counted: not those of memory, and not where nothing is written or removed.
@@ -127,7 +142,11 @@ impl Tiers {
         let Some(tenants) = &self.tenants else {
             return;
         };
-        let (weak, clock, wake) = (Arc::downgrade(self), Arc::clone(&self.clock), tenants.wake.clone());
+        let (weak, clock, wake) = (
+            Arc::downgrade(self),
+            Arc::clone(&self.clock),
+            tenants.wake.clone(),
+        );
         let ended = Completion::new();
         let end = Arc::clone(&ended);
         let body = move || {
@@ -142,12 +161,8 @@ impl Tiers {
                 if clock.now() >= due {
                     due = tiers.scan_tenants(tenants);
                 }
-                let kept = tiers.keep_quotas(tenants);
-                let next = if kept {
-                    due
-                } else {
-                    due.min(clock.now().after(TRY_AGAIN))
-                };
+                tiers.keep_quotas(tenants);
+                let next = due.min(tenants.next_look(clock.now()));
                 drop(tiers);
                 clock.sleep(&wake, seen, Some(next));
             }
@@ -156,7 +171,10 @@ impl Tiers {
         match begin_thread("ucm-tenants", body) {
             Ok(_) => *tenants.thread.lock() = Some(ended),
             Err(error) => {
-                warn!(store = self.records.writer, "no thread for tenant_quota, which is not kept: {error}");
+                warn!(
+                    store = self.records.writer,
+                    "no thread for tenant_quota, which is not kept: {error}"
+                );
             }
         }
     }
@@ -213,7 +231,6 @@ impl Tiers {
         let began = self.clock.now();
         let mut failed = None;
         for (level, books) in self.levels.iter().zip(&tenants.levels) {
-            self.find_quota(tenants, level.members().collect(), books);
             books.ledger.lock().begin_scan();
             for number in level.members() {
                 let tier = &self.tiers[number];
@@ -237,29 +254,32 @@ impl Tiers {
         now.after(SCAN_AGAIN.max(now.since(began) * SCAN_SHARE))
     }
 
-    /// Learns what a share of the level is, once its members know what they may hold.
-    fn find_quota(&self, tenants: &Tenants, members: Vec<usize>, books: &Books) {
-        let Capacity::Percent(_) = tenants.quota.limit else {
-            return;
-        };
-        let counted = members.into_iter().map(|number| &self.tiers[number]);
-        let counted: Vec<_> = counted
-            .filter(|tier| tenants.counts(tier) && tier.is_well())
-            .collect();
-        let capacity: u64 = counted.iter().map(|tier| tier.backend.stats().usage.capacity).sum();
-        if capacity > 0 {
-            books.quota.store(tenants.quota.limit.bytes(capacity), Ordering::Release);
-        } else if let Some(tier) = counted.first()
-            && !tenants.quota.lookup_only
-            && !tenants.said_limitless.swap(true, Ordering::AcqRel)
-        {
-            let name = &tier.name;
-            warn!(
-                store = self.records.writer,
-                tier = name,
-                "{name} has no limit of its own that tenant_quota could be a share of, and none is kept there: write it \
-                 in bytes"
-            );
+    /// Learns what a share of each level is, once all of its members know what they may hold: what one that is not well
+    /// has counts still.
+    fn find_quotas(&self, tenants: &Tenants) {
+        for (level, books) in self.levels.iter().zip(&tenants.levels) {
+            let members = level.members().map(|number| &self.tiers[number]);
+            let counted: Vec<_> = members.filter(|tier| tenants.counts(tier)).collect();
+            if counted.is_empty() || !counted.iter().all(|tier| tier.is_well()) {
+                continue;
+            }
+            let usages: Vec<_> = counted.iter().map(|tier| tier.backend.stats().usage).collect();
+            let capacity: u64 = usages.iter().map(|usage| usage.capacity).sum();
+            if usages.iter().all(|usage| usage.capacity > 0) {
+                let quota = tenants.quota.limit.bytes(capacity);
+                books.quota.store(quota, Ordering::Release);
+            } else if usages.iter().all(|usage| usage.counted)
+                && !tenants.quota.lookup_only
+                && !tenants.said_limitless.swap(true, Ordering::AcqRel)
+            {
+                let name = &counted[0].name;
+                warn!(
+                    store = self.records.writer,
+                    tier = name,
+                    "{name} has no limit of its own that tenant_quota could be a share of, and none is kept there: write \
+                     it in bytes"
+                );
+            }
         }
     }
 
@@ -358,35 +378,39 @@ impl Tiers {
         }
     }
 
-    /// Removes the oldest of each tenant that has too much. False where something could not be removed.
-    fn keep_quotas(&self, tenants: &Tenants) -> bool {
-        let mut kept = true;
+    /// Removes the oldest of each tenant that has too much; not for a while after something could not be removed.
+    fn keep_quotas(&self, tenants: &Tenants) {
+        if matches!(tenants.quota.limit, Capacity::Percent(_)) {
+            self.find_quotas(tenants);
+        }
+        if self.clock.now() < *tenants.try_again.lock() {
+            return;
+        }
         for books in &tenants.levels {
             let mut failed = Failed::default();
             while !tenants.is_closing() {
                 let quota = books.quota.load(Ordering::Acquire);
-                let later = |stored: &Stored| failed.tiers.contains(&stored.tier) || failed.blocks.contains(stored);
+                let later =
+                    |stored: &Stored| failed.tiers.contains(&stored.tier) || failed.blocks.contains(stored);
                 let excess = books.ledger.lock().excess(quota, TOGETHER, later);
                 if excess.is_empty() {
                     break;
                 }
                 self.remove_excess(tenants, books, &excess, &mut failed);
             }
-            kept &= failed.tiers.is_empty() && failed.blocks.is_empty();
+            if !(failed.tiers.is_empty() && failed.blocks.is_empty()) {
+                *tenants.try_again.lock() = self.clock.now().after(TRY_AGAIN);
+            }
         }
-        kept
     }
 
     /// Removes these blocks, each where it lies, and notes what does not succeed.
-    fn remove_excess(
-        &self,
-        tenants: &Tenants,
-        books: &Books,
-        excess: &[(Stored, Age)],
-        failed: &mut Failed,
-    ) {
+    fn remove_excess(&self, tenants: &Tenants, books: &Books, excess: &[(Stored, Age)], failed: &mut Failed) {
         for (tier, number) in self.tiers.iter().zip(0..) {
-            let here: Vec<_> = excess.iter().filter(|(stored, _)| stored.tier == number).collect();
+            let here: Vec<_> = excess
+                .iter()
+                .filter(|(stored, _)| stored.tier == number)
+                .collect();
             if here.is_empty() {
                 continue;
             }

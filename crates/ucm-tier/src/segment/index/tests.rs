@@ -172,11 +172,7 @@ fn a_record_that_was_removed_is_found_nowhere_and_kept_by_nobody() {
     assert_eq!(standing(1, old, 1), CopyStatus::Removed);
     assert_eq!(standing(1, new, 1), CopyStatus::Removed);
     assert_eq!(standing(2, old, 3), CopyStatus::Taken);
-    assert_eq!(
-        standing(2, new, 9),
-        CopyStatus::Aside,
-        "the rest is as it was"
-    );
+    assert_eq!(standing(2, new, 9), CopyStatus::Aside, "the rest is as it was");
     // Stored again it is a record like any other.
     let again = with(&index, 3, 30, &[entry(1, 1)]);
     assert_eq!(standing(1, again, 1), CopyStatus::Taken);
