@@ -192,6 +192,7 @@ impl Rig {
             copy_threads: 1,
             paranoid: false,
             keys: None,
+            tenant_quota: None,
             deadlines: Deadlines {
                 lookup: LONG,
                 dump: LONG,

@@ -11,7 +11,7 @@ use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_device::{DEFAULT_DEVICE, Transfer, open_device};
 use ucm_infra::Clock;
 use ucm_record::{Keys, RecordLayout, SideSpec};
-use ucm_tier::registry::{BuildContext, seconds};
+use ucm_tier::registry::{Amount, BuildContext, seconds};
 
 use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
@@ -113,6 +113,9 @@ pub struct StoreSpec {
     /// environment, in `UCM_ENCRYPTION_KEY`, or nothing is encrypted.
     #[serde(default)]
     pub encryption_key_file: Option<PathBuf>,
+    /// What the blocks of each tenant may come to in every level below memory: bytes, or a share of what the level may hold.
+    #[serde(default)]
+    pub tenant_quota: Option<Amount>,
     /// Failures in a row that open the breaker.
     pub breaker_threshold: u32,
     /// Failures further apart than this are not in a row.
@@ -224,6 +227,7 @@ impl StoreSpec {
             writer,
             paranoid: self.paranoid,
             keys,
+            tenant_quota: self.tenant_quota.and_then(Amount::limit),
         };
         Engine::open(config, levels, device, clock)
     }

@@ -23,7 +23,8 @@ const STEP_NS: i64 = 60_000_000_000;
 const TOLD: usize = 1 << 17;
 
 impl Recency {
-    fn time(ordinal: u32, wall_ns: u64) -> i64 {
+    /// What counts as the last use of a block at this ordinal of its chain that is used at this time, ns of Unix time.
+    pub fn time(ordinal: u32, wall_ns: u64) -> i64 {
         let now = i64::try_from(wall_ns).unwrap_or(i64::MAX);
         now - now % STEP_NS - i64::from(ordinal) * 1000
     }

@@ -25,6 +25,11 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
                 "encryption_key_file is for ucm's own stores: a store of your own has to encrypt by itself; "
                 "leave the key out, or put it into its ucm_connector_config"
             )
+        if config.tenant_quota is not None:
+            yield (
+                "tenant_quota is for ucm's own stores: a store of your own has to bound its tenants by itself; "
+                "leave the key out"
+            )
         return
     name = config.ucm_connector_name
     used = [(name, config.options), *((stage.store, stage.options) for stage in config.store_pipeline)]

@@ -42,6 +42,7 @@ DEFAULT_TEXT: dict[str, str] = {
     "log.file": "none",
     "tenant_key_file": "none",
     "encryption_key_file": "none",
+    "tenant_quota": "none",
     "log.format": "built in",
 }
 

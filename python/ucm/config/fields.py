@@ -86,7 +86,7 @@ def field_of(schema: Schema, default: Any) -> tuple[Any, Any]:
     kind, read = _reading(schema)
     value = default if default is None else () if default == [] else read(default)
     if "null" in schema["type"]:
-        return Annotated[Union[kind, None], BeforeValidator(partial(_unless_none, read)), _bounds(schema)], value  # noqa: UP007
+        return Annotated[Union[kind, None], BeforeValidator(partial(unless_none, read)), _bounds(schema)], value  # noqa: UP007
     return Annotated[kind, BeforeValidator(read), _bounds(schema)], value
 
 
@@ -144,7 +144,8 @@ def _as_written(value: Any) -> Any:
     return value
 
 
-def _unless_none(read: Reader, value: Any) -> Any:
+def unless_none(read: Reader, value: Any) -> Any:
+    """What is read, or nothing where nothing is written."""
     return None if value is None else read(value)
 
 

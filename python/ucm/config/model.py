@@ -7,6 +7,7 @@ never change afterwards. Each value knows where it came from (:meth:`UcmConfig.o
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
@@ -24,9 +25,10 @@ from ucm.config.fields import (
     no_flag,
     plain,
     section_of,
+    unless_none,
     word,
 )
-from ucm.config.sizes import scheme_of
+from ucm.config.sizes import Capacity, parse_capacity, scheme_of
 from ucm.config.sparse import ALGORITHMS, AlgorithmSections
 from ucm.config.stores import COMMON, DEFAULT_STORE, KNOWN_STORES
 from ucm.config.words import UNUSED
@@ -167,6 +169,7 @@ class StoreSettings(_TierKeys):
     transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
     encryption_key_file: str | None = None
+    tenant_quota: Annotated[Capacity | None, BeforeValidator(partial(unless_none, parse_capacity))] = None
 
 
 #: Sections of the keys of tiers.
@@ -187,6 +190,10 @@ class Stage(StoreSettings):
         if self.encryption_key_file is not None:
             raise ValueError(
                 "encryption_key_file stands beside the pipeline, not in a stage: every stage below memory is encrypted"
+            )
+        if self.tenant_quota is not None:
+            raise ValueError(
+                "tenant_quota stands beside the pipeline, not in a stage: it holds in every one below memory"
             )
         return self
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, Event, KvLayout};
+use ucm_quota::Capacity;
 use ucm_record::{Keys, SideSpec};
 
 use crate::health::BreakerConfig;
@@ -63,6 +64,8 @@ pub struct EngineConfig {
     pub writer: u64,
     /// Encrypts what is written to tiers that are not memory, which then take nothing else.
     pub keys: Option<Arc<Keys>>,
+    /// What the blocks of each tenant may come to in every level below memory, if that is bounded.
+    pub tenant_quota: Option<Capacity>,
     /// Reads back what was published before it counts, and what was loaded from the device before it is reported.
     pub paranoid: bool,
 }

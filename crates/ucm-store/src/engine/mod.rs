@@ -35,7 +35,7 @@ use ucm_tier::backend::{Flush, LocallyVisible};
 
 use crate::records::StoredRecords;
 use crate::stats::Stats;
-use crate::tiers::{LevelConfig, Priority, Tiers, TiersConfig};
+use crate::tiers::{LevelConfig, Priority, TenantQuota, Tiers, TiersConfig};
 
 pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row, RowSides};
 use dump::Dumps;
@@ -151,6 +151,10 @@ impl Engine {
             levels,
             records: Arc::clone(&records),
             keys: config.keys,
+            tenant_quota: config.tenant_quota.map(|limit| TenantQuota {
+                limit,
+                lookup_only: config.staging_bytes == 0,
+            }),
             breaker: config.breaker,
             probe: config.deadlines.probe,
             copy: config.deadlines.dump,

@@ -11,10 +11,12 @@ mod cipher;
 mod codec;
 mod drain;
 mod early;
+mod ledger;
 mod level;
 mod lookup;
 mod prefetch;
 mod read;
+mod tenants;
 mod tier;
 mod write;
 
@@ -37,6 +39,7 @@ use crate::health::{BreakerConfig, Change};
 use crate::records::StoredRecords;
 use early::Merged;
 use level::{Level, names};
+use tenants::Tenants;
 use tier::{Admission, Tier, add};
 
 pub use codec::Compression;
@@ -44,6 +47,7 @@ pub use level::{LevelConfig, MAX_LEVELS, MAX_TIERS};
 pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
 pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
 pub(crate) use read::TierRead;
+pub(crate) use tenants::TenantQuota;
 pub(crate) use write::TierWrite;
 
 /// Lane of records that are moved between tiers.
@@ -136,6 +140,8 @@ pub struct TierStats {
     pub demotions: u64,
     /// Copies for this tier that were not made: it was busy or not well, or the copy was no longer sound.
     pub copies_dropped: u64,
+    /// Blocks removed here because their tenant had more than its quota.
+    pub quota_removed: u64,
     /// Whether it is memory, which each process has of its own.
     pub memory: bool,
     /// Bytes used.
@@ -157,6 +163,8 @@ pub(crate) struct TiersConfig {
     pub(crate) records: Arc<StoredRecords>,
     /// What records are encrypted with in every tier that is not memory, if anything.
     pub(crate) keys: Option<Arc<Keys>>,
+    /// What each tenant may have in a level, if that is bounded.
+    pub(crate) tenant_quota: Option<TenantQuota>,
     /// When the breaker of a tier opens; `max_stuck` is that of each tier.
     pub(crate) breaker: BreakerConfig,
     /// How long a look at a tier may take.
@@ -178,6 +186,7 @@ pub(crate) struct Tiers {
     moves: Moves,
     prefetch: Mutex<prefetch::Queue>,
     early: Merged,
+    tenants: Option<Tenants>,
     start: Start,
     tally: Tally,
 }
@@ -244,6 +253,10 @@ impl Tiers {
             .max_replacements(REPLACEMENTS)
             .clock(Arc::clone(&clock))
             .build()?;
+        let tenants = config.tenant_quota.map(|quota| {
+            let layout = &config.records.layout;
+            Tenants::new(quota, levels.len(), layout, device)
+        });
         let mut names = names(config.levels.iter().flat_map(|level| &level.tiers)).into_iter();
         let made = config.levels.into_iter().zip(0..).flat_map(|(level, number)| {
             let tiers = level.tiers.into_iter();
@@ -268,6 +281,7 @@ impl Tiers {
             },
             prefetch: Mutex::default(),
             early: Merged::default(),
+            tenants: tenants.transpose()?,
             start: Start {
                 probe: config.probe,
                 staging: config.staging,
@@ -321,6 +335,7 @@ impl Tiers {
         }
         self.start.opening.store(false, Ordering::Release);
         self.announce();
+        self.begin_tenants();
     }
 
     /// Looks at a tier in the background, unless somebody does.
@@ -638,6 +653,7 @@ impl Tiers {
         let until = self.clock.now().after(drain);
         let left = || until.since(self.clock.now());
         self.end_prefetch();
+        self.end_tenants(self.clock.now().after(drain / 4));
         self.write_back(self.clock.now().after(drain / 2));
         self.moves.pool.shutdown(left() / 4);
         for (number, tier) in self.tiers.iter().enumerate() {

@@ -80,6 +80,7 @@ pub(super) struct Counts {
     pub(super) promotions: AtomicU64,
     pub(super) demotions: AtomicU64,
     pub(super) copies_dropped: AtomicU64,
+    pub(super) quota_removed: AtomicU64,
 }
 
 /// Adds to a counter.
@@ -283,6 +284,7 @@ impl Tier {
             promotions: get(&self.counts.promotions),
             demotions: get(&self.counts.demotions) + records_moved_here,
             copies_dropped: get(&self.counts.copies_dropped) + moves_dropped,
+            quota_removed: get(&self.counts.quota_removed),
             memory: self.is_memory(),
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,

@@ -162,6 +162,7 @@ impl Tiers {
         let tiers = Arc::clone(self);
         let write = move |io: &IoJob| {
             let options = tiers.encode(number, id, &mut slot, options)?;
+            let done = tiers.count_for_tenant(number, &slot.as_slice()[..options.len], done);
             tiers.tiers[number].backend.write(io, id, slot, options, done);
             placed();
             Ok(())

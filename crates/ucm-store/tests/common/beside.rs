@@ -206,6 +206,7 @@ impl Beside {
             sides: setup.side_specs(),
             paranoid: setup.paranoid,
             keys: None,
+            tenant_quota: setup.tenant_quota,
         };
         let device = super::device::of_this_run(setup.transfer, &clock).unwrap();
         let engine = Engine::open(config, levels, device, clock).unwrap();

@@ -239,6 +239,7 @@ impl Store {
             writer,
             paranoid: setup.paranoid,
             keys: setup.keys.clone(),
+            tenant_quota: setup.tenant_quota,
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,

@@ -84,6 +84,8 @@ pub(crate) struct Setup {
     pub(crate) codec: Option<Algorithm>,
     /// What records are encrypted with below memory; [`Setup::encrypted`].
     pub(crate) keys: Option<Arc<Keys>>,
+    /// What each tenant may have below memory.
+    pub(crate) tenant_quota: Option<Capacity>,
 }
 
 /// How records lie below the root.
@@ -242,6 +244,7 @@ impl Default for Setup {
             options: Vec::new(),
             codec: codec_of_this_run(),
             keys: std::env::var_os("UCM_TEST_ENCRYPT").map(|_| keys_of(7)),
+            tenant_quota: None,
         }
     }
 }

@@ -89,10 +89,11 @@ impl Toy {
         let records = self.records.lock();
         let absent = || Error::new(ErrorKind::NotFound, "not in the map");
         let record = records.get(&id).ok_or_else(absent)?;
-        slot.as_mut_slice()[..record.len()].copy_from_slice(record);
+        let len = record.len().min(slot.len());
+        slot.as_mut_slice()[..len].copy_from_slice(&record[..len]);
         Ok(ReadDone {
             slot,
-            read: record.len(),
+            read: len,
             stored_len: record.len() as u64,
             lent: None,
         })

@@ -304,13 +304,8 @@ impl Backend for ObjectBackend {
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut removed = 0;
         for &id in ids {
-            let mut any = false;
-            while let Some(hit) = self.objects.index.find(id) {
-                self.objects.index.drop_copy(id, &hit);
-                any = true;
-            }
+            removed += usize::from(self.objects.index.remove(id));
             self.objects.early.lost(id);
-            removed += usize::from(any);
         }
         Ok(removed)
     }

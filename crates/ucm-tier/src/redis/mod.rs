@@ -422,19 +422,35 @@ impl Shared {
     }
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        let questions = run.iter().map(|read| question("GET", &self.keys.record(read.id)));
+        let questions = run.iter().map(|read| self.question_for(read));
         let answers = self.connections.ask(io, Traffic::Record, questions.collect());
         let answers = answers.unwrap_or_else(|error| vec![Err(error); run.len()]);
         let ended = |(read, answer)| Outcome::Came(self.came(read, answer));
         run.into_iter().zip(answers).map(ended).collect()
     }
 
+    /// All of a record, or as much of it as there is room for where that is known to be less.
+    fn question_for(&self, read: &BlockRead) -> Cmd {
+        let key = self.keys.record(read.id);
+        if !self.wants_part(read) {
+            return question("GET", &key);
+        }
+        let mut part = question("GETRANGE", &key);
+        part.arg(0).arg(read.slot.len() - 1);
+        part
+    }
+
+    fn wants_part(&self, read: &BlockRead) -> bool {
+        read.slot.len() < self.config.scope.record.kv_len()
+    }
+
     /// Puts what was answered into the slot.
     fn came(&self, read: BlockRead, answer: Result<Value>) -> Result<ReadDone> {
+        let is_part = self.wants_part(&read);
         let BlockRead { id, mut slot, .. } = read;
         let record = match answer? {
-            Value::BulkString(record) => record,
-            Value::Nil => {
+            Value::BulkString(record) if !(is_part && record.is_empty()) => record,
+            Value::Nil | Value::BulkString(_) => {
                 self.known.forget(id);
                 let text = "the server does not have this record (any more)";
                 return Err(Error::new(ErrorKind::NotFound, text).with("block", id));

@@ -9,7 +9,7 @@
 //! that segment's name, so that all who know the same segments take the same copy. [`stats`]: what a segment is still
 //! good for.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
@@ -80,6 +80,8 @@ struct Segment {
     blocks: u64,
     /// Blocks of it that are not taken from here: another copy counts, or this one was dropped.
     passed_over: AtomicU64,
+    /// Pages of its records that were removed, to be kept by nobody who gathers it.
+    removed: Mutex<HashSet<u32>>,
 }
 
 impl Segment {
@@ -152,6 +154,7 @@ impl Index {
             known,
             blocks: 0,
             passed_over: AtomicU64::new(0),
+            removed: Mutex::default(),
         };
         segments.known.insert(number, segment);
         Some(number)
@@ -216,9 +219,10 @@ impl Index {
 
     /// The place in four bytes; `None` where it does not fit.
     fn pack(&self, entry: &Entry) -> Option<u32> {
-        let page = u32::try_from(entry.offset / PAGE)
-            .ok()
-            .filter(|page| page >> PAGE_BITS == 0)?;
+        let page = page(entry.offset);
+        if page >> PAGE_BITS != 0 {
+            return None;
+        }
         let known = self.lengths.read().iter().position(|&len| len == entry.len);
         let number = known.or_else(|| {
             let mut lengths = self.lengths.write();
@@ -305,6 +309,20 @@ impl Index {
             };
             self.forget(id, place);
         }
+    }
+
+    /// Removes a record: none of its copies is one any more, and where their segments are gathered they are left out. False
+    /// where there was none.
+    pub(crate) fn remove(&self, id: BlockId) -> bool {
+        let mut any = false;
+        while let Some(hit) = self.find(id) {
+            if let Some(segment) = self.segments.read().known.get(&hit.segment) {
+                segment.removed.lock().insert(page(hit.offset));
+            }
+            self.drop_copy(id, &hit);
+            any = true;
+        }
+        any
     }
 
     /// A private segment has its name now: when it was sealed, when it was used, how long its file is.
@@ -407,4 +425,9 @@ impl Index {
     pub(crate) fn segments(&self) -> usize {
         self.segments.read().known.len()
     }
+}
+
+/// The page at which a record lies; one that no place can name where it is too far from the start.
+fn page(offset: u64) -> u32 {
+    u32::try_from(offset / PAGE).unwrap_or(u32::MAX)
 }

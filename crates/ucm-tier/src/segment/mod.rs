@@ -288,17 +288,13 @@ impl Backend for SegmentBackend {
         }
     }
 
-    /// Forgets records in this process. Their bytes stay until their segment goes: others may be using the rest of it.
+    /// Forgets records in this process. Their bytes stay until their segment goes, or until this process gathers it, which it
+    /// does where most of it was removed: others may be using the rest.
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut removed = 0;
         for &id in ids {
-            let mut any = false;
-            while let Some(hit) = self.segments.index.find(id) {
-                self.segments.index.drop_copy(id, &hit);
-                any = true;
-            }
+            removed += usize::from(self.segments.index.remove(id));
             self.segments.early.lost(id);
-            removed += usize::from(any);
         }
         Ok(removed)
     }

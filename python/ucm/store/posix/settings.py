@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ucm.config import warn_once
-from ucm.config.fields import Section, section_of
+from ucm.config.fields import Section, plain, section_of
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
 from ucm.config.pipelines import place_problems, root_problems
@@ -163,6 +163,7 @@ class EngineSettings(StoreSettings):
                 "shutdown_s": self.deadlines.shutdown_s,
                 "paranoid": self.verify == "paranoid",
                 "encryption_key_file": self.encryption_key_file and os.path.expanduser(self.encryption_key_file),
+                "tenant_quota": plain(self.tenant_quota),
                 **{f"breaker_{key}": value for key, value in self.breaker.model_dump().items()},
             },
             ensure_ascii=False,

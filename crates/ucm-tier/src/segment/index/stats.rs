@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use ucm_core::{BlockId, PAGE, Part};
 use ucm_quota::layout::SegmentName;
 
-use super::{Index, Segment, SegmentNumber};
+use super::{Index, Segment, SegmentNumber, page};
 
 /// A segment that others can see too, as the index knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +50,8 @@ pub(crate) enum CopyStatus {
     /// An older one, or one that only this process sees, is read: this one was dropped here, or came when an open
     /// segment had it already.
     Aside,
+    /// It was removed here, and no other is known.
+    Removed,
     /// None is known: all were dropped here, or there was no room for it.
     Unknown,
 }
@@ -101,7 +103,12 @@ impl Index {
     /// Where the copy at this place stands.
     pub(crate) fn standing(&self, id: BlockId, number: SegmentNumber, offset: u64) -> CopyStatus {
         let Some(hit) = self.find(id) else {
-            return CopyStatus::Unknown;
+            let segments = self.segments.read();
+            let segment = segments.known.get(&number);
+            return match segment.is_some_and(|segment| segment.removed.lock().contains(&page(offset))) {
+                true => CopyStatus::Removed,
+                false => CopyStatus::Unknown,
+            };
         };
         if hit.segment == number {
             return if hit.offset == offset {

@@ -160,6 +160,26 @@ fn what_is_taken_from_elsewhere_is_counted_and_told() {
 }
 
 #[test]
+fn a_record_that_was_removed_is_found_nowhere_and_kept_by_nobody() {
+    use super::stats::CopyStatus;
+
+    let index = Index::new(100);
+    let old = with(&index, 1, 10, &[entry(1, 1), entry(2, 3)]);
+    let new = with(&index, 2, 20, &[entry(1, 1)]);
+    let standing = |n: u8, number, page: u64| index.standing(BlockId([n; 16]), number, page * PAGE);
+    assert!(index.remove(BlockId([1; 16])) && !index.remove(BlockId([1; 16])));
+    assert_eq!(index.find(BlockId([1; 16])), None);
+    assert_eq!(standing(1, old, 1), CopyStatus::Removed);
+    assert_eq!(standing(1, new, 1), CopyStatus::Removed);
+    assert_eq!(standing(2, old, 3), CopyStatus::Taken);
+    assert_eq!(standing(2, new, 9), CopyStatus::Aside, "the rest is as it was");
+    // Stored again it is a record like any other.
+    let again = with(&index, 3, 30, &[entry(1, 1)]);
+    assert_eq!(standing(1, again, 1), CopyStatus::Taken);
+    assert_eq!(standing(1, old, 1), CopyStatus::Superseded(again));
+}
+
+#[test]
 fn whoever_knows_the_same_segments_takes_the_same_copy() {
     let orders: [&[u64]; 3] = [&[1, 2, 3], &[3, 2, 1], &[2, 3, 1]];
     for sequences in orders {

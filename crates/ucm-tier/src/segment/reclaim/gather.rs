@@ -80,7 +80,7 @@ impl Segments {
                         relied.insert(by);
                         None
                     }
-                    CopyStatus::Twice => None,
+                    CopyStatus::Twice | CopyStatus::Removed => None,
                     status => Some(status != CopyStatus::Unknown),
                 }
             });

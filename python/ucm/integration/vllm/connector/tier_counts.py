@@ -25,6 +25,7 @@ TIER_COUNTERS = {
     "promotions": ("ucm_tier_promoted_blocks", "Blocks brought up from below, by the tier they came to."),
     "demotions": ("ucm_tier_demoted_blocks", "Blocks given up by the tier above, by the tier they came to."),
     "copies_dropped": ("ucm_tier_dropped_blocks", "Copies that were not made because the tier was busy or not well."),
+    "quota_removed": ("ucm_tier_quota_removed_blocks", "Blocks removed because their tenant had more than its quota."),
 }
 
 #: What a tier is now -> (name in Prometheus, what it is).
