@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ucm.config.sparse import WindowsConfig
 from ucm.integration.vllm.attention.host import SparseHost, set_active_host
 from ucm.integration.vllm.attention.impls import derive_impl
 from ucm.integration.vllm.attention.rows import SparsePlan
-from ucm.sparse.base import UcmSparseBase
+from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.method import BlockSparse
+from ucm.sparse.methods import Windows
 from ucm.sparse.selector import Geometry
 
 BLOCK, HEADS, KV_HEADS, SIZE = 32, 4, 2, 32
+NAME = "model.layers.0.self_attn.attn"
+QUEST = {"sparse_type": "Quest", "ucm_sparse_config": {"Quest": {"ratio": 0.2}}}
 
 
 @dataclass
@@ -228,3 +233,23 @@ def plan_of(metadata: Any) -> Tensor:
         isa="vec",
         enable_kv_split=True,
     )
+
+
+def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, **extra: Any) -> Any:
+    """vLLM's configuration with our connector in it."""
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector="UCMConnector",
+        kv_role="kv_both",
+        kv_connector_module_path="ucm.integration.vllm.connector",
+        kv_connector_extra_config={"storage_path": str(tmp_path), **extra},
+    )
+    return engines.engine_config(tiny, kv_transfer_config=transfer)
+
+
+def windows(geometry: Geometry, blocks: int) -> Windows:
+    """The first block and the last two."""
+    method = Windows(None, UcmSparseRole.WORKER, WindowsConfig(min_tokens=0))
+    method.setup(geometry, [NAME], blocks)
+    return method
