@@ -232,7 +232,7 @@ impl IoJob {
     }
 
     /// Reads `len` bytes of a file from `offset` on, fewer where it ends before, and its length; nothing where there is no
-    /// such file. For what is small: documents, heads and feet.
+    /// such file. For what is small: documents, heads and footers.
     pub fn read_piece(
         &self,
         path: &Path,

@@ -12,7 +12,7 @@ use futures_util::stream::StreamExt;
 use object_store::ObjectMeta;
 use object_store::path::Path;
 use parking_lot::Mutex;
-use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
+use ucm_core::{Error, ErrorKind, MissReason, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_quota::layout::SegmentName;
 
@@ -21,7 +21,8 @@ use super::names::SegmentObject;
 use super::{AT_ONCE, Objects};
 use crate::backend::Done;
 use crate::pending_looks::PendingLooks;
-use crate::segment::format::{Entry, TRAILER_LEN, Trailer};
+use crate::segment::footer::{Footer, TAIL, TRIES, Tail};
+use crate::segment::format::TRAILER_LEN;
 use crate::segment::index::{Known, SegmentNumber};
 
 /// Time between two listings of all.
@@ -32,12 +33,6 @@ const APART_NS: u64 = 300_000_000_000;
 const WANTED_FOR: Duration = Duration::from_secs(300);
 /// Footers that are read in one turn.
 const PER_TURN: usize = 256;
-/// Bytes read of a segment's end at first: the footer of a thousand records.
-const TAIL: u64 = 32 << 10;
-/// Longest footer that is read, bytes.
-const LONGEST_FOOTER: u64 = 64 << 20;
-/// How often a segment whose footer cannot be used is looked at.
-const TRIES: u8 = 3;
 /// Longest pause after looks that failed one after the other.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Segments that wait for their footers to be read, above which no more are listed.
@@ -109,13 +104,6 @@ impl Pace {
             (error.clone(), before.saturating_add(1))
         });
     }
-}
-
-/// What a footer says.
-struct Footer {
-    sealed_ns: u64,
-    part: Part,
-    entries: Vec<Entry>,
 }
 
 impl Discovery {
@@ -383,30 +371,16 @@ async fn footer(
         return Ok(Err(MissReason::Truncated));
     }
     let tail = bucket.range(path, size.saturating_sub(TAIL)..size).await?;
-    let trailer = match Trailer::decode(&tail, size) {
-        Ok(trailer) => trailer,
-        Err(reason) => return Ok(Err(reason)),
+    let found = match Footer::in_tail(&tail, size, object.name, identity) {
+        Ok(Tail::Whole(footer)) => Ok(footer),
+        Ok(Tail::Longer(trailer)) => Footer::of(&trailer, &bucket.range(path, trailer.footer.clone()).await?),
+        Err(reason) => Err(reason),
     };
-    let owner = &trailer.owner;
-    if owner.namespace != *identity {
-        return Ok(Err(MissReason::ForeignIdentity));
-    }
-    if (owner.name, owner.time_ns) != (object.name, object.sealed_ns) {
-        return Ok(Err(MissReason::ForeignId));
-    }
-    let len = trailer.footer.end - trailer.footer.start;
-    let entries = if len <= tail.len() as u64 {
-        trailer.entries(&tail[tail.len() - len as usize..])
-    } else if len <= LONGEST_FOOTER {
-        trailer.entries(&bucket.range(path, trailer.footer.clone()).await?)
-    } else {
-        Err(MissReason::BadHeader)
-    };
-    Ok(entries.map(|entries| Footer {
-        sealed_ns: owner.time_ns,
-        part: owner.part,
-        entries,
-    }))
+    Ok(match found {
+        // Its name says when it was sealed, too.
+        Ok(footer) if footer.sealed_ns != object.sealed_ns => Err(MissReason::ForeignId),
+        found => found,
+    })
 }
 
 #[cfg(test)]

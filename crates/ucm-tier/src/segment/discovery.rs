@@ -12,13 +12,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tracing::warn;
-use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
+use ucm_core::{Error, ErrorKind, MissReason, Result};
 use ucm_infra::{LANE_LOOKUP, MonotonicTime, Notify};
 use ucm_io::{Close, FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
 use ucm_quota::layout::SegmentName;
 
 use super::Segments;
-use super::format::{Entry, TRAILER_LEN, Trailer};
+use super::footer::{Footer, TAIL, TRIES, Tail};
+use super::format::TRAILER_LEN;
 use super::index::Known;
 use super::recheck::Rechecked;
 use super::timer::TURN;
@@ -32,25 +33,11 @@ const LIST_AGAIN: Duration = Duration::from_secs(30);
 pub(super) const FOUND_BY: Duration = LIST_AGAIN.saturating_add(Duration::from_secs(5));
 /// A segment that was not read for this long, and at most twice as long, is closed.
 const CLOSE_UNUSED: Duration = Duration::from_secs(10);
-/// Feet read in one turn, and how many of them at once.
+/// Footers read in one turn, and how many of them at once.
 const PER_TURN: usize = 256;
 const AT_ONCE: usize = 16;
-/// Bytes read of a segment's end at first: the footer of a thousand records.
-pub(super) const TAIL: u64 = 32 << 10;
-/// Longest footer that is read, bytes.
-const LONGEST_FOOTER: u64 = 64 << 20;
-/// How often a segment whose footer cannot be used is looked at: it may not be seen whole yet.
-const TRIES: u8 = 3;
 /// Time between two messages that the index is full, or that segments cannot be read.
 const TELL_AGAIN: Duration = Duration::from_secs(600);
-
-/// What a segment's footer says.
-pub(super) struct Footer {
-    /// When it was sealed, by its writer's clock, ns of Unix time.
-    pub(super) sealed_ns: u64,
-    pub(super) part: Part,
-    pub(super) entries: Vec<Entry>,
-}
 
 /// What the finder remembers between two turns.
 #[derive(Default)]
@@ -298,30 +285,16 @@ impl Segments {
         file_len: u64,
         deadline: MonotonicTime,
     ) -> Result<Result<Footer, MissReason>> {
-        let trailer = match Trailer::decode(tail, file_len) {
-            Ok(trailer) => trailer,
-            Err(reason) => return Ok(Err(reason)),
-        };
-        if trailer.owner.namespace != *self.shared.config.identity.digest() {
-            return Ok(Err(MissReason::ForeignIdentity));
-        }
-        if trailer.owner.name != name {
-            return Ok(Err(MissReason::ForeignId));
-        }
-        let len = trailer.footer.end - trailer.footer.start;
-        let entries = if len <= tail.len() as u64 {
-            trailer.entries(&tail[tail.len() - len as usize..])
-        } else if len <= LONGEST_FOOTER {
-            let read = self.begin_read(name, trailer.footer.start, len, ReadMode::Default, deadline);
-            trailer.entries(&read.wait()?.0)
-        } else {
-            Err(MissReason::BadHeader)
-        };
-        Ok(entries.map(|entries| Footer {
-            sealed_ns: trailer.owner.time_ns,
-            part: trailer.owner.part,
-            entries,
-        }))
+        let namespace = self.shared.config.identity.digest();
+        Ok(match Footer::in_tail(tail, file_len, name, namespace) {
+            Ok(Tail::Whole(footer)) => Ok(footer),
+            Ok(Tail::Longer(trailer)) => {
+                let (start, end) = (trailer.footer.start, trailer.footer.end);
+                let read = self.begin_read(name, start, end - start, ReadMode::Default, deadline);
+                Footer::of(&trailer, &read.wait()?.0)
+            }
+            Err(reason) => Err(reason),
+        })
     }
 
     /// Starts reading a piece of a segment: its bytes, and the file's length.

@@ -19,6 +19,7 @@ mod append;
 mod discovery;
 pub(crate) mod early;
 mod evidence;
+pub(crate) mod footer;
 pub(crate) mod format;
 pub(crate) mod index;
 mod open;

@@ -1,4 +1,4 @@
-//! Feet of segments that are known are read again, a few at a time.
+//! Footers of segments that are known are read again, a few at a time.
 //!
 //! Who knows a segment knows its records by heart: it reads on, whatever becomes of the footer. Who comes later has nothing
 //! but the footer, and would miss all of the segment's records for as long as somebody else takes them for stored and dumps
@@ -14,7 +14,7 @@ use ucm_io::ReadMode;
 use ucm_quota::layout::SegmentName;
 
 use super::Segments;
-use super::discovery::TAIL;
+use super::footer::TAIL;
 use super::index::SegmentNumber;
 
 /// Time between two looks, and footers that are read in each: about a MiB a minute at most.

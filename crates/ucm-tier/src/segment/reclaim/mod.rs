@@ -32,7 +32,7 @@ use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::{FileMeta, ReadMode};
 
 use super::Segments;
-use super::discovery::{Footer, TAIL};
+use super::footer::{Footer, TAIL};
 use super::format::Entry;
 use super::index::SegmentNumber;
 use super::index::stats::SegmentStats;

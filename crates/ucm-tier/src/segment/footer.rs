@@ -1,0 +1,66 @@
+//! A segment's footer as those read it who did not write the segment: from the bytes at its end, and by a second read where
+//! it is longer than those.
+
+use ucm_core::{MissReason, Part};
+use ucm_quota::layout::SegmentName;
+
+use super::format::{Entry, Trailer};
+
+/// Bytes read of a segment's end at first: the footer of a thousand records.
+pub(crate) const TAIL: u64 = 32 << 10;
+/// Longest footer that is read, bytes.
+const LONGEST: u64 = 64 << 20;
+/// How often a segment whose footer cannot be used is looked at: it may not be seen whole yet.
+pub(crate) const TRIES: u8 = 3;
+
+/// What a segment's footer says.
+pub(crate) struct Footer {
+    /// When it was sealed, by its writer's clock, ns of Unix time.
+    pub(crate) sealed_ns: u64,
+    pub(crate) part: Part,
+    pub(crate) entries: Vec<Entry>,
+}
+
+/// What the bytes at the end of a segment say.
+pub(crate) enum Tail {
+    /// The footer, which lies in them.
+    Whole(Footer),
+    /// That it begins before them, where [`Trailer::footer`] says; [`Footer::of`] judges it.
+    Longer(Trailer),
+}
+
+impl Footer {
+    /// Judges the last bytes of the segment of this name, which has `file_len` bytes, in this namespace.
+    pub(crate) fn in_tail(
+        tail: &[u8],
+        file_len: u64,
+        name: SegmentName,
+        namespace: &[u8; 32],
+    ) -> Result<Tail, MissReason> {
+        let trailer = Trailer::decode(tail, file_len)?;
+        if trailer.owner.namespace != *namespace {
+            return Err(MissReason::ForeignIdentity);
+        }
+        if trailer.owner.name != name {
+            return Err(MissReason::ForeignId);
+        }
+        let len = trailer.footer.end - trailer.footer.start;
+        if len <= tail.len() as u64 {
+            Self::of(&trailer, &tail[tail.len() - len as usize..]).map(Tail::Whole)
+        } else if len <= LONGEST {
+            Ok(Tail::Longer(trailer))
+        } else {
+            Err(MissReason::BadHeader)
+        }
+    }
+
+    /// The footer that these bytes are.
+    pub(crate) fn of(trailer: &Trailer, footer: &[u8]) -> Result<Self, MissReason> {
+        let entries = trailer.entries(footer)?;
+        Ok(Self {
+            sealed_ns: trailer.owner.time_ns,
+            part: trailer.owner.part,
+            entries,
+        })
+    }
+}
