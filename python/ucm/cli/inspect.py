@@ -190,7 +190,7 @@ def _headers(root: AnyRoot, sample: list[Found]) -> tuple[dict[str, int], dict[s
 
 
 def _feet(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
-    """How many records of each part the footers of these segments name, and how many footers are refused for which reason."""
+    """Records of each part that the footers of these segments name, and footers refused, by reason."""
     reader, crc = reader_of(root), fastest().of
     records: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
