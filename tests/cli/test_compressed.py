@@ -46,9 +46,9 @@ def compressed(root: Written) -> Written:
     return root
 
 
-def foot_of(root: Written) -> tuple[Path, segment.Foot]:
+def footer_of(root: Written) -> tuple[Path, segment.Footer]:
     (file,) = root.path.glob("*/segments/*.seg")
-    return file, segment.parse_foot(file.read_bytes(), file.stat().st_size)
+    return file, segment.parse_footer(file.read_bytes(), file.stat().st_size)
 
 
 def test_they_are_good_and_it_is_told_how_they_were_judged(
@@ -65,8 +65,8 @@ def test_they_are_good_and_it_is_told_how_they_were_judged(
 
 
 def test_damage_in_one_is_named(compressed: Written, ucm_json: Json) -> None:
-    file, foot = foot_of(compressed)
-    entry = min(foot.entries, key=lambda entry: entry.length)
+    file, footer = footer_of(compressed)
+    entry = min(footer.entries, key=lambda entry: entry.length)
     flip(entry.offset + 5000)(file)
     document = ucm_json("verify", compressed.path)
     assert (document["exit"], document["good"], document["reasons"]) == (1, 2, {"bad_checksum": 1})
@@ -74,8 +74,8 @@ def test_damage_in_one_is_named(compressed: Written, ucm_json: Json) -> None:
 
 
 def test_they_are_counted_and_go_with_their_segment(compressed: Written, ucm_json: Json) -> None:
-    file, foot = foot_of(compressed)
-    lengths = sorted(entry.length for entry in foot.entries)
+    file, footer = footer_of(compressed)
+    lengths = sorted(entry.length for entry in footer.entries)
     assert lengths[0] < lengths[2]
     document = ucm_json("inspect", compressed.path)["roots"][0]
     assert (document["segments"], document["segment_records"]) == (1, 3)
@@ -85,8 +85,8 @@ def test_they_are_counted_and_go_with_their_segment(compressed: Written, ucm_jso
 
 
 def test_one_on_its_own(compressed: Written, ucm_json: Json, tmp_path: Path) -> None:
-    file, foot = foot_of(compressed)
-    entry = min(foot.entries, key=lambda entry: entry.length)
+    file, footer = footer_of(compressed)
+    entry = min(footer.entries, key=lambda entry: entry.length)
     alone = tmp_path / "record.bin"
     alone.write_bytes(file.read_bytes()[entry.offset : entry.offset + entry.length])
     (document,) = ucm_json("inspect", alone)["records"]

@@ -48,24 +48,24 @@ def test_records_in_segments_are_counted_and_good(segments: Written, ucm: Run, u
 
 def test_damage_in_a_segment_is_named_and_nothing_of_it_is_moved(segments: Written, ucm_json: Json) -> None:
     file = file_of(segments)
-    foot = segment.parse_foot(file.read_bytes(), file.stat().st_size)
-    flip(foot.entries[2].offset + 5000)(file)
+    footer = segment.parse_footer(file.read_bytes(), file.stat().st_size)
+    flip(footer.entries[2].offset + 5000)(file)
     before = file.read_bytes()
     document = ucm_json("verify", segments.path, "--quarantine")
     assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (1, 5, 1, 0)
     (bad,) = document["bad_records"]
-    assert bad["path"] == f"{file.relative_to(segments.path)}@{foot.entries[2].offset}"
+    assert bad["path"] == f"{file.relative_to(segments.path)}@{footer.entries[2].offset}"
     assert (bad["reason"], bad["action"], file.read_bytes() == before) == ("bad_checksum", "left", True)
 
 
-def test_a_damaged_foot_is_one_finding(segments: Written, ucm_json: Json) -> None:
+def test_a_damaged_footer_is_one_finding(segments: Written, ucm_json: Json) -> None:
     file = file_of(segments)
     flip(file.stat().st_size - 10)(file)
     document = ucm_json("verify", segments.path)
     assert (document["exit"], document["good"], document["bad"]) == (1, 2, 1)
     assert document["reasons"] == {"bad_header": 1}
     (space,) = (space for space in ucm_json("inspect", segments.path)["roots"][0]["namespaces"] if space["segments"])
-    assert (space["segment_records"], space["feet_refused"]) == (0, {"bad_header": 1})
+    assert (space["segment_records"], space["footers_refused"]) == (0, {"bad_header": 1})
 
 
 def test_segments_go_whole(segments: Written, ucm_json: Json) -> None:

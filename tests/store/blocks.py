@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ucm.store.segment import parse_foot
+from ucm.store.segment import parse_footer
 
 PIECES = [4096, 2048]
 LAYERS = 3
@@ -89,6 +89,6 @@ def records(root: Path) -> list[Stored]:
     """Every record below a root, whatever its layout."""
     found = [Stored(path, 0, path.stat().st_size) for path in root.rglob("*.bin")]
     for path in root.rglob("*.seg"):
-        foot = parse_foot(path.read_bytes(), path.stat().st_size)
-        found += [Stored(path, entry.offset, entry.length) for entry in foot.entries]
+        footer = parse_footer(path.read_bytes(), path.stat().st_size)
+        found += [Stored(path, entry.offset, entry.length) for entry in footer.entries]
     return sorted(found, key=lambda stored: (stored.path, stored.offset))

@@ -35,7 +35,7 @@ APART = (
     Apart(
         lambda row: isinstance(row, FileRow) and row.of_segments,
         lambda column: not column.in_segments,
-        "a block file has no foot and no head of its own",
+        "a block file has no footer and no head of its own",
     ),
     Apart(
         _named("newer version, longer"),
@@ -76,7 +76,7 @@ _SHORT = {
     *("kill -9 of a writer", "two writers", "much damage", "no descriptors", "root missing"),
 }
 #: What only some of them meet in it: rows that are about what is new in these columns.
-_SHORT_OF_SEGMENTS = {"foot: entry", "foot: cut off", "foot: newer version", "foot: another place"}
+_SHORT_OF_SEGMENTS = {"footer: entry", "footer: cut off", "footer: newer version", "footer: another place"}
 _SHORT_OF_CODECS = {"codec: none", "codec: raw checksum", "codec: frame"}
 _SHORT_PAST_CACHE = {"disk stalled: read", "disk stalled: write", "disk EIO: read", "power cut"}
 

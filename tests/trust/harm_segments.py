@@ -1,7 +1,7 @@
-"""What is done to the foot, the head or the name of the segment that a block lies in: each is one kind of damage.
+"""What is done to the footer, the head or the name of the segment that a block lies in: each is one kind of damage.
 
-A foot is *forged* where it is whole but not right: its fields are changed and its checksums made again, by the offsets
-of ``docs/format.md``, section 9.
+A footer is *forged* where it is whole but not right: its fields are changed and its checksums made again, by the
+offsets of ``docs/format.md``, section 9.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 from harm import Harm, Victim
 
 from ucm.store.record import crc32c
-from ucm.store.segment import ENTRY_LEN, TRAILER_LEN, Foot, parse_foot
+from ucm.store.segment import ENTRY_LEN, TRAILER_LEN, Footer, parse_footer
 
-#: Changes the bytes of a segment, of which the foot is this and the victim's entry lies at that offset.
-Change = Callable[[bytearray, Foot, int], bytearray | None]
+#: Changes the bytes of a segment, of which the footer is this and the victim's entry lies at that offset.
+Change = Callable[[bytearray, Footer, int], bytearray | None]
 
 
 def _edit(victim: Victim, change: Change) -> None:
     data = bytearray(victim.path.read_bytes())
-    foot = parse_foot(bytes(data), len(data))
-    number = next(n for n, entry in enumerate(foot.entries) if entry.record_id == victim.copy.record_id)
-    changed = change(data, foot, foot.start + number * ENTRY_LEN)
+    footer = parse_footer(bytes(data), len(data))
+    number = next(n for n, entry in enumerate(footer.entries) if entry.record_id == victim.copy.record_id)
+    changed = change(data, footer, footer.start + number * ENTRY_LEN)
     victim.path.write_bytes(data if changed is None else changed)
 
 
@@ -32,66 +32,66 @@ def edit(change: Change) -> Harm:
 
 
 def forge(change: Change) -> Harm:
-    """Done to a foot whose checksums are made again."""
+    """Done to a footer whose checksums are made again."""
 
-    def sealed(data: bytearray, foot: Foot, entry: int) -> bytearray:
-        changed = change(data, foot, entry)
+    def sealed(data: bytearray, footer: Footer, entry: int) -> bytearray:
+        changed = change(data, footer, entry)
         data = data if changed is None else changed
         trailer = len(data) - TRAILER_LEN
-        struct.pack_into("<I", data, trailer + 104, crc32c(bytes(data[foot.start : trailer])))
+        struct.pack_into("<I", data, trailer + 104, crc32c(bytes(data[footer.start : trailer])))
         struct.pack_into("<I", data, trailer + 124, crc32c(bytes(data[trailer : trailer + 124])))
         return data
 
     return edit(sealed)
 
 
-def flip_trailer(data: bytearray, _foot: Foot, _entry: int) -> None:
-    """One bit of the start of the foot."""
+def flip_trailer(data: bytearray, _footer: Footer, _entry: int) -> None:
+    """One bit of the start of the footer."""
     data[-TRAILER_LEN + 9] ^= 1
 
 
-def flip_entry(data: bytearray, _foot: Foot, entry: int) -> None:
+def flip_entry(data: bytearray, _footer: Footer, entry: int) -> None:
     """One bit of the victim's offset."""
     data[entry + 17] ^= 0x10
 
 
-def flip_head(data: bytearray, _foot: Foot, _entry: int) -> None:
+def flip_head(data: bytearray, _footer: Footer, _entry: int) -> None:
     """One bit of the name of the host."""
     data[170] ^= 1
 
 
-def no_foot(data: bytearray, foot: Foot, _entry: int) -> bytearray:
+def no_footer(data: bytearray, footer: Footer, _entry: int) -> bytearray:
     """The records only."""
-    return data[: foot.start]
+    return data[: footer.start]
 
 
-def zeroed_foot(data: bytearray, foot: Foot, _entry: int) -> None:
+def zeroed_footer(data: bytearray, footer: Footer, _entry: int) -> None:
     """Zeros, as a file system leaves them where it lost what was written."""
-    data[foot.start :] = bytes(foot.length)
+    data[footer.start :] = bytes(footer.length)
 
 
-def newer_version(data: bytearray, _foot: Foot, _entry: int) -> None:
+def newer_version(data: bytearray, _footer: Footer, _entry: int) -> None:
     """A trailer of version 2."""
     struct.pack_into("<I", data, len(data) - TRAILER_LEN + 4, 2)
 
 
-def another_identity(data: bytearray, _foot: Foot, _entry: int) -> None:
+def another_identity(data: bytearray, _footer: Footer, _entry: int) -> None:
     """The trailer names another model."""
     data[-TRAILER_LEN + 40] ^= 0xFF
 
 
-def other_place(data: bytearray, _foot: Foot, entry: int) -> None:
+def other_place(data: bytearray, _footer: Footer, entry: int) -> None:
     """The victim's entry begins a page into its record, and so is a page shorter."""
     offset, length = struct.unpack_from("<QQ", data, entry + 16)
     struct.pack_into("<QQ", data, entry + 16, offset + 4096, length - 4096)
 
 
-def another_id(data: bytearray, _foot: Foot, entry: int) -> None:
+def another_id(data: bytearray, _footer: Footer, entry: int) -> None:
     """The victim's entry names a block that nobody stored; nothing names the victim."""
     data[entry : entry + 16] = bytes(16)
 
 
-def shorter(data: bytearray, _foot: Foot, entry: int) -> None:
+def shorter(data: bytearray, _footer: Footer, entry: int) -> None:
     """The victim's entry is a page shorter than its record."""
     (length,) = struct.unpack_from("<Q", data, entry + 24)
     struct.pack_into("<Q", data, entry + 24, length - 4096)

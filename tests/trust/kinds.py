@@ -66,7 +66,7 @@ class FileRow(Row):
     behind: bool = False
     #: The segment is whole under another name: who keeps it open reads on, exactly.
     moved: bool = False
-    #: It is about how segments are made: their foot, their head, their name.
+    #: It is about how segments are made: their footer, their head, their name.
     of_segments: bool = False
     #: It is about the form in which compressed records are stored.
     of_codecs: bool = False

@@ -214,7 +214,7 @@ class Live:
         """Asks until all of it is in the directory, and not in memory alone.
 
         What is in memory is a hit while it is on its way down, and also where it never went: whoever knows a segment
-        by heart writes none of its blocks again before it has read the foot anew. So memory forgets it, and it is
+        by heart writes none of its blocks again before it has read the footer anew. So memory forgets it, and it is
         asked again.
         """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ucm.store.planes import find_zstd
 from ucm.store.record import Expect, Header, Part, Refused, Shape, verify
-from ucm.store.segment import NAME, Foot, parse_foot
+from ucm.store.segment import NAME, Footer, parse_footer
 
 #: Decodes what is compressed; one of the development requirements.
 _ZSTD = find_zstd()
@@ -75,25 +75,25 @@ def private_files(root: Path) -> list[Path]:
     return list(root.glob("*/tmp/*.tmp"))
 
 
-def feet(root: Path) -> Iterator[tuple[Path, Foot]]:
-    """Every segment whose foot can be believed."""
+def footers(root: Path) -> Iterator[tuple[Path, Footer]]:
+    """Every segment whose footer can be believed."""
     for path in files(root):
         if path.suffix != ".seg" or path.is_symlink() or not path.is_file():
             continue
         try:
             data = path.read_bytes()
-            foot = parse_foot(data, len(data))
+            footer = parse_footer(data, len(data))
         except (Refused, OSError):
             continue  # damaged, or removed meanwhile
-        if foot.name == path.name and foot.namespace[:16].hex() == path.parents[1].name:
-            yield path, foot
+        if footer.name == path.name and footer.namespace[:16].hex() == path.parents[1].name:
+            yield path, footer
 
 
 def places(root: Path) -> list[Place]:
     """Every copy of every record that a reader would find, the oldest of one record first."""
     found = [Place(path, bytes.fromhex(path.stem)) for path in files(root) if path.suffix == ".bin"]
-    for path, foot in sorted(feet(root), key=lambda item: item[1].time_ns):
-        found += [Place(path, entry.record_id, entry.offset, entry.length) for entry in foot.entries]
+    for path, footer in sorted(footers(root), key=lambda item: item[1].time_ns):
+        found += [Place(path, entry.record_id, entry.offset, entry.length) for entry in footer.entries]
     return found
 
 

@@ -293,7 +293,7 @@ def owned_by_another(base: Path, long: bool) -> None:
         assert states[1] == "blank"
         assert 1 in failures
         news = counted(before, ground.counts())
-        # A process that opens the store anew cannot read the foot either, and knows of no record.
+        # A process that opens the store anew cannot read the footer either, and knows of no record.
         anew = ground.column.memory and ground.column.in_segments
         assert ("absent" if anew else "io_error") in news, f"counted: {news}"
         assert_no_wait(news)

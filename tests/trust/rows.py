@@ -210,22 +210,26 @@ def _segment(
 
 
 _SEGMENTS = [
-    _segment("foot: trailer", "one bit of the segment's trailer", segments.edit(segments.flip_trailer)),
-    _segment("foot: entry", "one bit of an entry", segments.edit(segments.flip_entry)),
-    _segment("foot: zeroed", "zeros", segments.edit(segments.zeroed_foot)),
-    _segment("foot: cut off", "the records are left", segments.edit(segments.no_foot)),
-    _segment("foot: newer version", "version 2", segments.forge(segments.newer_version)),
-    _segment("foot: another identity", "another model's", segments.forge(segments.another_identity)),
-    _segment("foot: another id", "an entry names another block", segments.forge(segments.another_id)),
+    _segment("footer: trailer", "one bit of the segment's trailer", segments.edit(segments.flip_trailer)),
+    _segment("footer: entry", "one bit of an entry", segments.edit(segments.flip_entry)),
+    _segment("footer: zeroed", "zeros", segments.edit(segments.zeroed_footer)),
+    _segment("footer: cut off", "the records are left", segments.edit(segments.no_footer)),
+    _segment("footer: newer version", "version 2", segments.forge(segments.newer_version)),
+    _segment("footer: another identity", "another model's", segments.forge(segments.another_identity)),
+    _segment("footer: another id", "an entry names another block", segments.forge(segments.another_id)),
     _segment(
-        "foot: another place",
+        "footer: another place",
         "an entry that is a page off",
         segments.forge(segments.other_place),
         "wrong_length",
         "not_a_record",
     ),
     _segment(
-        "foot: shorter", "an entry that is a page short", segments.forge(segments.shorter), "wrong_length", "truncated"
+        "footer: shorter",
+        "an entry that is a page short",
+        segments.forge(segments.shorter),
+        "wrong_length",
+        "truncated",
     ),
     _segment("segment renamed", "to another writer's name", segments.renamed, moved=True),
     _segment("segment twice", "under another writer's name too", segments.doubled, harmless=True),

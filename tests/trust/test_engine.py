@@ -85,7 +85,7 @@ def test_file(engine: str, row: FileRow, live: Live) -> None:
     assert answer.tokens == stored.right.tokens, "wrong tokens"
     news = counted(before, live.counts())
     if live.ours:
-        # The scheduler's half reads feet: with the foot all records of a segment are gone.
+        # The scheduler's half reads footers: with the footer all records of a segment are gone.
         gone = ("absent",) if victim.copy.in_segment else ()
         assert set(row.reasons + gone) & set(news), f"counted: {news}"
         assert not WAITS & set(news), f"counted: {news}"

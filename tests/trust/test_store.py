@@ -136,7 +136,7 @@ def _assert_met(row: FileRow, ground: Ground, names: list[bytes], copies: list[P
     ground.assert_hits([name for index, name in enumerate(names) if index not in bad])
     news = counted(before, ground.counts())
     if bad:
-        gone = ("absent",) if ground.column.in_segments else ()  # with the foot all records of a segment go
+        gone = ("absent",) if ground.column.in_segments else ()  # with the footer all records of a segment go
         assert set(row.reasons + gone) & set(news), f"counted: {news}"
     assert_no_wait(news)
     return bool(bad)
@@ -292,7 +292,7 @@ def test_file_system(row: FuseRow, column: Column, system: Fuse, tmp_path: Path,
     else:
         assert set(ground.dump(new)) == {0, 1, 2}
     news = counted(before, ground.counts())
-    lost = row.believed and column.in_segments and column.memory  # the foot is zeros too
+    lost = row.believed and column.in_segments and column.memory  # the footer is zeros too
     assert ({"absent"} if lost else set(row.reasons)) <= set(news), f"counted: {news}"
     tasks = {"lookup": "lookups", "load": "load_tasks", "dump": "dump_tasks"}[row.call]
     assert lost or row.believed or news[tasks] == 1, "the deadline was met more than once"

@@ -31,12 +31,12 @@ def sealed(file: bytes, version: int | None = None, **fields: tuple[int, str, in
 
 
 def test_the_frozen_segment_says_where_its_records_lie() -> None:
-    foot = segment.parse_foot(WHOLE, len(WHOLE))
-    assert foot.name == f"{0xABC:016x}-{3:016x}.seg"
-    assert (foot.namespace, foot.part, foot.time_ns) == (b"\7" * 32, Part(1, 2, 3), 99)
-    assert foot.length == segment.foot_length(WHOLE[-PAGE:], len(WHOLE))
-    assert [entry.offset for entry in foot.entries] == [PAGE, PAGE + foot.entries[0].length + PAGE]
-    for entry, name in zip(foot.entries, ("plain", "sided"), strict=True):
+    footer = segment.parse_footer(WHOLE, len(WHOLE))
+    assert footer.name == f"{0xABC:016x}-{3:016x}.seg"
+    assert (footer.namespace, footer.part, footer.time_ns) == (b"\7" * 32, Part(1, 2, 3), 99)
+    assert footer.length == segment.footer_length(WHOLE[-PAGE:], len(WHOLE))
+    assert [entry.offset for entry in footer.entries] == [PAGE, PAGE + footer.entries[0].length + PAGE]
+    for entry, name in zip(footer.entries, ("plain", "sided"), strict=True):
         data = WHOLE[entry.offset : entry.offset + entry.length]
         assert data == (FIXTURES / "record-v1" / f"{name}.bin").read_bytes()
         assert record.verify(data, Expect(entry.record_id)).record_id == entry.record_id
@@ -45,7 +45,7 @@ def test_the_frozen_segment_says_where_its_records_lie() -> None:
 def test_a_newer_segment_is_told_from_damage() -> None:
     for file in (NEWER, sealed(WHOLE, version=7), sealed(WHOLE, flags=(100, "<I", 1))):
         with pytest.raises(Refused) as refused:
-            segment.parse_foot(file, len(file))
+            segment.parse_footer(file, len(file))
         assert refused.value.reason is MissReason.NEWER_VERSION
 
 
@@ -63,28 +63,28 @@ def test_a_newer_segment_is_told_from_damage() -> None:
         (sealed(WHOLE, entries=(104, "<I", 0)), MissReason.BAD_CHECKSUM),
     ],
 )
-def test_a_foot_that_contradicts_itself_is_refused(file: bytes, reason: MissReason) -> None:
+def test_a_footer_that_contradicts_itself_is_refused(file: bytes, reason: MissReason) -> None:
     with pytest.raises(Refused) as refused:
-        segment.parse_foot(file, len(file))
+        segment.parse_footer(file, len(file))
     assert refused.value.reason is reason
 
 
 def test_an_entry_outside_the_records_is_refused() -> None:
-    start = segment.parse_foot(WHOLE, len(WHOLE)).start
+    start = segment.parse_footer(WHOLE, len(WHOLE)).start
     for offset, length in ((0, PAGE), (PAGE, 0), (PAGE + 1, PAGE), (PAGE, start), (2**63, PAGE)):
         data = bytearray(WHOLE)
         struct.pack_into("<QQ", data, start + 16, offset, length)
         crc = crc32c(bytes(data[start : len(data) - segment.TRAILER_LEN]))
         file = sealed(bytes(data), entries=(104, "<I", crc))
         with pytest.raises(Refused) as refused:
-            segment.parse_foot(file, len(file))
+            segment.parse_footer(file, len(file))
         assert refused.value.reason is MissReason.BAD_HEADER
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, PAGE * 8 - 1))
-def test_every_flipped_bit_of_a_foot_is_seen(bit: int) -> None:
+def test_every_flipped_bit_of_a_footer_is_seen(bit: int) -> None:
     data = bytearray(WHOLE)
     data[len(data) - PAGE + bit // 8] ^= 1 << (bit % 8)
     with pytest.raises(Refused):
-        segment.parse_foot(bytes(data), len(data))
+        segment.parse_footer(bytes(data), len(data))

@@ -15,7 +15,7 @@ from lives import Disk, new_disk
 from specs import EngineSpec, StoreSpec
 
 from ucm.store.record import parse_header
-from ucm.store.segment import parse_foot
+from ucm.store.segment import parse_footer
 
 ASKED = ("short", "middle", "shared_a")
 
@@ -36,7 +36,7 @@ def stored_in(disk: Disk, runner: str) -> list[str]:
     blocks = []
     for path in disk.root.glob("*/segments/*.seg"):
         data = path.read_bytes()
-        for entry in parse_foot(data, len(data)).entries:
+        for entry in parse_footer(data, len(data)).entries:
             assert parse_header(data[entry.offset : entry.offset + entry.length]).compressed
             blocks.append(entry.record_id.hex())
     return sorted(blocks)

@@ -18,7 +18,7 @@ from ucm.cli import manifest as manifests
 from ucm.cli import options, show
 from ucm.cli.checksum import fastest
 from ucm.cli.foreign import Foreigners
-from ucm.cli.judging import read_foot, reader_of
+from ucm.cli.judging import read_footer, reader_of
 from ucm.cli.manifest import part_name
 from ucm.cli.record_file import inspect_file, show_file
 from ucm.cli.remote import AnyRoot, open_root, scheme_of
@@ -120,7 +120,7 @@ def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
         places = [(found, 0, found.size) for found in contents.records]
         for segment in contents.segments:
             try:
-                places += [(segment, entry.offset, entry.length) for entry in read_foot(reader, segment, crc).entries]
+                places += [(segment, entry.offset, entry.length) for entry in read_footer(reader, segment, crc).entries]
             except (OSError, Refused):
                 continue
         for found, offset, size in places:
@@ -138,7 +138,7 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests
     used = [found.mtime_ns for found in (*contents.records, *contents.segments) if found.mtime_ns]
     sample = _spread(contents.records, HEADERS)
     parts, sides, reasons = _headers(root, sample)
-    in_segments, feet_refused = _feet(root, contents.segments)
+    in_segments, footers_refused = _footers(root, contents.segments)
     segment_bytes = sum(found.size for found in contents.segments)
     return {
         "namespace": name,
@@ -157,7 +157,7 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests
         "segments": len(contents.segments),
         "segment_bytes": segment_bytes,
         "segment_records": in_segments.total(),
-        "feet_refused": feet_refused,
+        "footers_refused": footers_refused,
         "oldest_use": show.seconds(min(used, default=None)),
         "newest_use": show.seconds(max(used, default=None)),
         "private": len(contents.private),
@@ -189,15 +189,15 @@ def _headers(root: AnyRoot, sample: list[Found]) -> tuple[dict[str, int], dict[s
     return dict(sorted(parts.items())), dict(sorted(sides.items())), dict(sorted(reasons.items()))
 
 
-def _feet(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
+def _footers(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
     """Records of each part that the footers of these segments name, and footers refused, by reason."""
     reader, crc = reader_of(root), fastest().of
     records: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in segments:
         try:
-            foot = read_foot(reader, found, crc)
-            records[part_name(foot.part)] += len(foot.entries)
+            footer = read_footer(reader, found, crc)
+            records[part_name(footer.part)] += len(footer.entries)
         except Refused as refused:
             reasons[str(refused.reason)] += 1
         except FileNotFoundError:

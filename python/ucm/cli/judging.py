@@ -21,7 +21,7 @@ from ucm.reasons import MissReason
 from ucm.store.cipher import Keys
 from ucm.store.planes import Zstd, find_zstd
 from ucm.store.record import PAGE, Crc, Expect, Header, Refused, lost_sides, parse_header, verify
-from ucm.store.segment import Entry, Foot, foot_length, parse_foot
+from ucm.store.segment import Entry, Footer, footer_length, parse_footer
 
 #: Bytes of the first read: nearly every record whole, and longer than every header.
 FIRST = 8 << 20
@@ -172,15 +172,15 @@ class Judge:
         damaged = {name: why.found for name, why in lost if why.reason is not MissReason.ABSENT}
         return Verdict("good", header=header, inode=inode, damaged_sides=damaged)
 
-    def foot(self, found: Found) -> Foot:
-        """The foot of a segment, after a second look if the first was bad.
+    def footer(self, found: Found) -> Footer:
+        """The footer of a segment, after a second look if the first was bad.
 
         Raises :class:`~ucm.store.record.Refused` or :class:`OSError`.
         """
         try:
-            return read_foot(self.reader, found, self._checksum.of)
+            return read_footer(self.reader, found, self._checksum.of)
         except Refused:
-            return read_foot(self.reader, found, self._checksum.of)
+            return read_footer(self.reader, found, self._checksum.of)
 
     def judge_entry(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
         """The verdict on a record of a segment, after a second look if the first was bad."""
@@ -205,12 +205,12 @@ class Judge:
             return Verdict(state, str(refused.reason), refused.found, header)
 
 
-def read_foot(reader: Reader | RemoteReader, found: Found, crc: Crc) -> Foot:
-    """The foot of a segment; raises :class:`~ucm.store.record.Refused` or :class:`OSError`."""
+def read_footer(reader: Reader | RemoteReader, found: Found, crc: Crc) -> Footer:
+    """The footer of a segment; raises :class:`~ucm.store.record.Refused` or :class:`OSError`."""
     tail, about = reader.read(found, PAGE, max(0, found.size - 1) // PAGE * PAGE)
-    length = foot_length(tail, about.st_size, crc)
-    foot, about = reader.read(found, length, about.st_size - length)
-    parsed = parse_foot(foot, about.st_size, crc)
+    length = footer_length(tail, about.st_size, crc)
+    footer, about = reader.read(found, length, about.st_size - length)
+    parsed = parse_footer(footer, about.st_size, crc)
     if parsed.namespace[:16].hex() != found.namespace:
         raise Refused(MissReason.FOREIGN_IDENTITY, f"identity {parsed.namespace.hex()}")
     if parsed.name != found.name:

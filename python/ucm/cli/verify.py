@@ -223,10 +223,10 @@ class Scrub:
         )
 
     def _take_segment(self, found: Found, judge: Judge, manifest: manifests.Manifest) -> None:
-        """Judges a segment's foot and every record it names. Nothing of it is moved: it goes or stays whole."""
+        """Judges a segment's footer and every record it names. Nothing of it is moved: it goes or stays whole."""
         refused: Verdict | None = None
         try:
-            foot = judge.foot(found)
+            footer = judge.footer(found)
         except (FileNotFoundError, NotADirectoryError):
             refused = Verdict("removed")
         except OSError as error:
@@ -237,7 +237,7 @@ class Scrub:
         if refused is not None:
             self._blame(found, "", refused)
             return
-        for entry in foot.entries:
+        for entry in footer.entries:
             self.records += 1
             verdict = judge.judge_entry(found, entry, manifest)
             self.compressed += verdict.state == "good" and verdict.header is not None and verdict.header.compressed

@@ -1,7 +1,7 @@
-"""Reads the foot of a segment in plain Python, by the offsets of ``docs/format.md`` section 9 alone.
+"""Reads the footer of a segment in plain Python, by the offsets of ``docs/format.md`` section 9 alone.
 
-The second reader of the format for segments, beside :mod:`ucm.store.record` for the records in them. A foot is believed
-only whole; what it names is then a record like any other and has to prove itself.
+The second reader of the format for segments, beside :mod:`ucm.store.record` for the records in them. A footer is
+believed only whole; what it names is then a record like any other and has to prove itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Foot:
+class Footer:
     """What the end of a segment says."""
 
     start: int
@@ -54,18 +54,18 @@ class Foot:
         return f"{self.writer:016x}-{self.sequence:016x}.seg"
 
 
-def foot_length(tail: bytes, file_len: int, crc: Crc = crc32c) -> int:
-    """Bytes of the foot, by the last bytes of a file of ``file_len``; raises :class:`~ucm.store.record.Refused`."""
+def footer_length(tail: bytes, file_len: int, crc: Crc = crc32c) -> int:
+    """Bytes of the footer, by the last bytes of a file of ``file_len``; raises :class:`~ucm.store.record.Refused`."""
     return _trailer(tail, file_len, crc)[1]
 
 
-def parse_foot(foot: bytes, file_len: int, crc: Crc = crc32c) -> Foot:
-    """Judges a foot read whole, the last bytes of a file of ``file_len``; raises :class:`~ucm.store.record.Refused`."""
-    start, length, count = _trailer(foot, file_len, crc)
-    if len(foot) < length:
-        raise Refused(MissReason.TRUNCATED, f"{len(foot)} bytes of a foot of {length}")
-    foot = foot[len(foot) - length :]
-    listed, trailer = foot[:-TRAILER_LEN], foot[-TRAILER_LEN:]
+def parse_footer(footer: bytes, file_len: int, crc: Crc = crc32c) -> Footer:
+    """Judges a whole footer, the last bytes of a file of ``file_len``; raises :class:`~ucm.store.record.Refused`."""
+    start, length, count = _trailer(footer, file_len, crc)
+    if len(footer) < length:
+        raise Refused(MissReason.TRUNCATED, f"{len(footer)} bytes of a footer of {length}")
+    footer = footer[len(footer) - length :]
+    listed, trailer = footer[:-TRAILER_LEN], footer[-TRAILER_LEN:]
     _check(crc, listed, _u32(trailer, 104), MissReason.BAD_CHECKSUM, "entries")
     entries = []
     for at in range(0, count * ENTRY_LEN, ENTRY_LEN):
@@ -74,7 +74,7 @@ def parse_foot(foot: bytes, file_len: int, crc: Crc = crc32c) -> Foot:
         if not whole or entry.offset < HEAD_LEN or entry.offset + entry.length > start:
             raise Refused(MissReason.BAD_HEADER, f"an entry of {entry.length} bytes at {entry.offset}")
         entries.append(entry)
-    return Foot(
+    return Footer(
         start=start,
         length=length,
         namespace=trailer[32:64],
@@ -87,7 +87,7 @@ def parse_foot(foot: bytes, file_len: int, crc: Crc = crc32c) -> Foot:
 
 
 def _trailer(tail: bytes, file_len: int, crc: Crc) -> tuple[int, int, int]:
-    """Start and length of the foot, and how many entries it has."""
+    """Start and length of the footer, and how many entries it has."""
     if len(tail) < TRAILER_LEN:
         raise Refused(MissReason.TRUNCATED, f"{len(tail)} bytes")
     trailer = tail[-TRAILER_LEN:]
@@ -103,7 +103,7 @@ def _trailer(tail: bytes, file_len: int, crc: Crc) -> tuple[int, int, int]:
     count, size = _u32(trailer, 24), _u32(trailer, 28)
     right = -(-(count * ENTRY_LEN + TRAILER_LEN) // PAGE) * PAGE
     if start < HEAD_LEN or start % PAGE or count > MAX_ENTRIES or size != ENTRY_LEN or length != right:
-        raise Refused(MissReason.BAD_HEADER, f"a foot of {length} bytes at {start} with {count} entries of {size}")
+        raise Refused(MissReason.BAD_HEADER, f"a footer of {length} bytes at {start} with {count} entries of {size}")
     if start + length != file_len:
         raise Refused(MissReason.WRONG_LENGTH, f"{file_len} bytes, the trailer says {start + length}")
     return start, length, count
