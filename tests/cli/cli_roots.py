@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blocks import PATIENT, await_room
 
 from ucm.store.posix import UcmPosixStore
 
@@ -34,13 +35,15 @@ class Written:
             "layout": "file",
             "storage_capacity": "64MiB",
             "staging_capacity": "4MiB",
-            "deadlines": {"lookup_ms": 20_000},
+            "deadlines": PATIENT,
             "tensor_size_list": PIECES,
             "shard_size": BLOCK,
             "block_size": BLOCK,
             "labels": {"model": f"/models/{identity}"},
         }
-        return UcmPosixStore(config | changes)
+        store = UcmPosixStore(config | changes)
+        await_room(store)
+        return store
 
     def dump(self, store: UcmPosixStore, count: int, first: int = 0) -> list[bytes]:
         ids = [bytes([n * 37 % 256]) * 8 + n.to_bytes(8, "little") for n in range(first, first + count)]

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from ucm.cli import main
 
 sys.path.insert(0, str(Path(__file__).parent))  # the modules beside these tests
+sys.path.append(str(Path(__file__).parents[1] / "store"))
 
 from cli_roots import Written
 

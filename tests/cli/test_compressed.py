@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks import PATIENT, await_room
 from cli_damage import flip
 from cli_roots import BLOCK, PIECES, Written
 from click.testing import Result
@@ -28,12 +29,12 @@ def compressed(root: Written) -> Written:
         "identity": "one",
         "storage_capacity": "64MiB",
         "staging_capacity": "4MiB",
-        "deadlines": {"lookup_ms": 20_000},
+        "deadlines": PATIENT,
         "tensor_size": sum(PIECES),
         "shard_size": BLOCK,
         "block_size": BLOCK,
         "dtype": "bfloat16",
-        "segment_age": 0.2,
+        "segment_age": 60,  # it is sealed because it is waited for, when all three are in it
         "labels": {"model": "/models/one"},
     }
     with UcmPipelineStore(config) as store:
@@ -42,6 +43,7 @@ def compressed(root: Written) -> Written:
         data[:2, 1::2] &= 3  # the third does not shrink
         starts = range(0, BLOCK, sum(PIECES))
         rows = np.array([[data[n].ctypes.data + at for at in starts] for n in range(3)], dtype=np.uint64)
+        await_room(store)
         store.wait(store.dump_data(ids, [0] * 3, rows))
     return root
 

@@ -19,7 +19,8 @@ Json = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def segments(root: Written) -> Written:
-    return root.fill("one", 4, layout="segment", segment_age=0.2).fill("two", 2)
+    # One that is sealed because it is waited for, when all four are in it, and not because of its age.
+    return root.fill("one", 4, layout="segment", segment_age=60).fill("two", 2)
 
 
 def file_of(root: Written) -> Path:

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from blocks import PATIENT, await_room
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
@@ -39,6 +40,9 @@ from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorSched
 from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
 from ucm.store import part_mask, record_ids
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
+
+if TYPE_CHECKING:
+    from ucm.store.posix import UcmPosixStore
 
 BLOCK = 4
 
@@ -140,12 +144,13 @@ def small_store(path: Path) -> dict[str, Any]:
         "tensor_size": 4096,
         "shard_size": 4096,
         "block_size": 4096,
-        "deadlines": {"lookup_ms": 20_000},
+        "deadlines": PATIENT,
     }
 
 
-def dump(store: UcmKVStoreBaseV1, ids: list[bytes]) -> None:
+def dump(store: UcmPosixStore, ids: list[bytes]) -> None:
     """Store blocks of zeros in one such store."""
+    await_room(store)
     memory = np.zeros((len(ids), 4096), dtype=np.uint8)
     rows = np.array([[row.ctypes.data] for row in memory], dtype=np.uint64)
     store.wait(store.dump_data(ids, [0] * len(ids), rows))

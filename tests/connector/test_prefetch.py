@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from blocks import await_room
 from parts import BLOCK, Memory, Rig, dump, eventually, small_store
 from vllm.v1.request import Request
 
@@ -304,7 +305,7 @@ def test_what_a_scheduler_half_knows_to_be_in_use_reaches_the_segments_by_their_
     pytest.importorskip("ucm._core", reason="the core is not compiled here")
     from ucm.store.pc import UcmPcStore
 
-    config = small_store(tmp_path)
+    config = small_store(tmp_path) | {"segment_age": 60}  # one segment, which is sealed because it is waited for
     rig = Rig()
     request = rig.request("a", 6 * BLOCK + 1)
     ids = record_ids(rig.keys_of(request)[:6], MASK)
@@ -341,6 +342,7 @@ def test_over_a_pipeline_what_waits_comes_up_into_memory(tmp_path: Path) -> None
     keys = rig.keys_of(request)[:8]
     ids = record_ids(keys, MASK)
     with UcmPipelineStore(config) as store:
+        await_room(store)
         store.wait(store.dump_data(ids, [0] * 8, rows))
     with UcmPipelineStore(config) as store:
         assert store.locate_on_prefix(ids) == (b"\1" * 8, "absent")

@@ -177,6 +177,7 @@ def test_the_end_waits_for_the_last_writing_but_not_for_a_root_that_hangs(
     memory = RateMemory(str(root), admission, background, lambda: "m")
     memory.open("i", "s")
     admission.recall(COMPUTING, LOADING)
+    monkeypatch.setattr(rate_memory, "CLOSE_S", 60.0)
     memory.close()
     assert (root / NAME).exists()
     go = threading.Event()

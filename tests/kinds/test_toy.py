@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("ucm._core", reason="the core is not compiled here")
 
-from blocks import BLOCK, PIECES, Memory, ids
+from blocks import BLOCK, PATIENT, PIECES, Memory, await_room, ids
 from config_cases import fails
 
 from ucm.config import load
@@ -34,7 +34,7 @@ SHAPE = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "
 
 @pytest.fixture
 def patient() -> dict[str, Any]:
-    return {"deadlines": {"lookup_ms": 20_000}}
+    return {"deadlines": PATIENT}
 
 
 def round_trip(config: dict[str, Any], patient: dict[str, Any]) -> UcmPosixStore:
@@ -42,6 +42,7 @@ def round_trip(config: dict[str, Any], patient: dict[str, Any]) -> UcmPosixStore
     read = load(config | patient, {})
     store = UcmConnectorFactoryV1.create_connector(read.ucm_connector_name, read.store_config() | SHAPE)
     assert isinstance(store, UcmPosixStore)
+    await_room(store)
     source, target = Memory(3), Memory(3, fill=0)
     store.wait(store.dump_data(ids(3), [0] * 3, source.rows(0, 1, 2)))
     assert store.lookup(ids(4)) == [True, True, True, False]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks import PATIENT, await_room
 
 from ucm.errors import ConfigError, StoreIOError
 from ucm.sparse.prefetch import PrefetchEngine, PrefetchPriority, store_loader
@@ -174,7 +175,9 @@ def test_blocks_come_from_a_store(tmp_path: Path, sizes: dict[str, Any]) -> None
     from ucm.store.factory_v1 import UcmConnectorFactoryV1
 
     config = {"storage_backends": str(tmp_path), "identity": "x", "shard_size": 768, "block_size": 1536, **sizes}
+    config["deadlines"] = PATIENT
     with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
+        await_room(store)  # type: ignore[arg-type]
         blocks = np.random.default_rng(1).integers(0, 256, (3, 1536), dtype=np.uint8)
         ids = [bytes([number]) * 16 for number in range(3)]
         pieces = sizes.get("tensor_size_list") or [384, 384]

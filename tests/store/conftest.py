@@ -10,6 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # the modules beside these tests
 
+from blocks import PATIENT, await_room
+
 
 @pytest.fixture
 def common(tmp_path: Path) -> dict[str, Any]:
@@ -19,5 +21,19 @@ def common(tmp_path: Path) -> dict[str, Any]:
         "storage_capacity": "1GiB",
         "staging_capacity": "4MiB",
         "layout": "file",
-        "deadlines": {"lookup_ms": 20_000},
+        "deadlines": PATIENT,
     }
+
+
+@pytest.fixture(autouse=True)
+def _room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every store is given to its test when there is room for dumps."""
+    from ucm.store.posix import UcmPosixStore
+
+    opened = UcmPosixStore.__init__
+
+    def init(store: UcmPosixStore, config: Any) -> None:
+        opened(store, config)
+        await_room(store)
+
+    monkeypatch.setattr(UcmPosixStore, "__init__", init)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from blocks import BLOCK, PIECES, Memory, ids
+from blocks import BLOCK, PATIENT, PIECES, Memory, ids
 from other_stores import UsersV0
 
 from ucm.config import parse
@@ -38,7 +38,8 @@ SIZES: dict[str, Any] = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block
 
 
 def roomy(root: Path) -> dict[str, Any]:
-    return {**SIZES, "storage_backends": str(root), "storage_capacity": "64MiB", "staging_capacity": "1MiB"}
+    room = {"storage_backends": str(root), "storage_capacity": "64MiB", "staging_capacity": "1MiB"}
+    return {**SIZES, **room, "deadlines": PATIENT}
 
 
 # Tasks that are polled ----------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def test_what_the_connector_tells_a_store_of_ours_is_no_reason_to_warn(
 
 def test_a_cache_above_another_store_made_directly(tmp_path: Path) -> None:
     backend = {"name": "UcmPosixStore", "config": {"storage_path": str(tmp_path), "storage_capacity": "64MiB"}}
-    small = {**SIZES, "staging_capacity": "1MiB", "device": 0}
+    small = {**SIZES, "staging_capacity": "1MiB", "device": 0, "deadlines": PATIENT}
     with UcmCacheStore({**small, "cache_size": 1 << 20, "backend": backend}) as store:
         assert store.tier_names == ("memory", "posix")
         store.wait(store.dump_data(ids(1), [0], Memory(1).rows(0)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks import PATIENT
 
 from ucm.config import load
 from ucm.errors import InvalidInputError, TaskError
@@ -27,7 +28,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     def make(**keys: Any) -> UcmPosixStore:
         written = {"storage_backends": str(tmp_path / "root"), "storage_capacity": "1GiB", "staging_capacity": "4MiB"}
         written["layout"] = "file"
-        config = load(written | {"deadlines": {"lookup_ms": 20_000}} | keys, {})
+        config = load(written | {"deadlines": PATIENT} | keys, {})
         assert config.problems == ()
         sizes = {"tensor_size": BLOCK, "shard_size": BLOCK, "block_size": BLOCK, "identity": "tests"}
         stores.append(UcmPosixStore(config.store_config() | sizes))

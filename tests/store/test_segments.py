@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks import PATIENT, await_room
 
 from ucm.errors import ConfigError
 from ucm.store.posix import UcmPosixStore
@@ -54,13 +55,15 @@ def opened(root: str | Path, **changes: Any) -> UcmPosixStore:
         "identity": "tests",
         "storage_capacity": "1GiB",
         "staging_capacity": "4MiB",
-        "deadlines": {"lookup_ms": 20_000},
+        "deadlines": PATIENT,
         "tensor_size": BLOCK,
         "shard_size": BLOCK,
         "block_size": BLOCK,
         "layout": "segment",
     }
-    return UcmPosixStore(config | changes)
+    store = UcmPosixStore(config | changes)
+    await_room(store)
+    return store
 
 
 def right(store: UcmPosixStore, blocks: list[int]) -> bool:

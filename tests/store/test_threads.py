@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
 CHILD = """
 import json, os, sys, threading
 from ucm.store import UcmConnectorFactoryV1
-from blocks import Memory, ids
+from blocks import Memory, await_room, ids
 
 def threads():
     found = 0
@@ -65,6 +65,7 @@ if config["device_id"] < 0:
             threading.Event().wait(0.001)
 else:
     memory = Memory(blocks)
+    await_room(store)
     store.wait(store.dump_data(ids(blocks), [0] * blocks, memory.rows(*range(blocks))))
     store.wait(store.load_data(ids(blocks), [0] * blocks, memory.rows(*range(blocks))))
     hits = blocks

@@ -33,7 +33,7 @@ PIECES = [96, 32]
 LAYERS = 3
 LAYER = sum(PIECES)
 BLOCK = LAYER * LAYERS
-PATIENT = {"deadlines": {"load_unknown_s": 60.0, "load_max_s": 60.0, "dump_s": 60.0}}
+PATIENT = {"deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60.0, "load_max_s": 60.0, "dump_s": 60.0}}
 DIRECT = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, **PATIENT}
 LAYERWISE = {"tensor_size_list": PIECES, "shard_size": LAYER, "block_size": BLOCK, **PATIENT}
 

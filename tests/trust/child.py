@@ -39,6 +39,7 @@ def write(root: Path, seed: int, count: int = BLOCKS, salt: str = "shared") -> N
     order = list(range(count))
     random.Random(seed).shuffle(order)
     names = block_ids(count, salt)
+    ground.fill([names[order[0]]])  # from here on there is room
     under_way: deque[tuple[int, Memory, object]] = deque()
 
     def finish() -> None:

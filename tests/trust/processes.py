@@ -50,7 +50,7 @@ def child(
 
 def ended_well(process: subprocess.Popen[str]) -> list[str]:
     """What a child said that was left to end by itself."""
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     lines = out.splitlines()
     assert lines[-1] == "end"
@@ -114,7 +114,8 @@ def killed_writers(base: Path, long: bool) -> None:
         ground.close()
     ground = Ground(root)
     for first in range(0, BLOCKS, 40):
-        assert ground.is_healthy(names[first : first + 40])
+        some = names[first : first + 40]
+        wait_until(lambda some=some: ground.is_healthy(some), "blocks are stored and found again")  # type: ignore[misc]
     ground.close()
 
 
@@ -136,7 +137,7 @@ def killed_in_calls(base: Path, long: bool) -> None:
                 process.wait()
             ground = Ground(base / "shown" / root.name)  # the same, without the detour
             assert_all_exact(ground)
-            assert ground.is_healthy(names[:20])
+            wait_until(lambda ground=ground: ground.is_healthy(names[:20]), "blocks are stored and found again")  # type: ignore[misc]
             assert_all_exact(ground)
             ground.close()
     finally:

@@ -48,6 +48,17 @@ def far_future() -> Callable[[], int]:
 
 
 @pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that hash, read and remember are waited for, however busy the machine is; a test about one that is late
+    says how long it waits."""
+    from ucm.integration.vllm.connector import root_file
+    from ucm.integration.vllm.connector.identity import adapters
+
+    monkeypatch.setattr(adapters, "FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(root_file, "ANSWER_S", 60.0)
+
+
+@pytest.fixture(autouse=True)
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings that an earlier test brought up are not held back in this one."""
     from ucm.integration.vllm.connector.guard import throttle

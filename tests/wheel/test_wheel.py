@@ -114,6 +114,7 @@ trans.Device().setup(0)
 
 def test_a_block_goes_to_disk_and_comes_back(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
     program = """
+import time
 import numpy as np
 from ucm.store import BlockHasher
 from ucm.store.factory_v1 import UcmConnectorFactoryV1
@@ -122,11 +123,14 @@ config = {
     "storage_backends": "root", "device_id": 0, "identity": '{"model": "none"}', "part": (0, 0, 0),
     "tensor_size_list": [65536, 65536], "shard_size": 131072, "block_size": 131072,
     "block_tokens": 16, "dtype": "float32", "storage_capacity": "64MiB",
+    "deadlines": {"lookup_ms": 20000, "load_unknown_s": 60, "load_max_s": 60, "probe_s": 60},
 }
 (key,) = BlockHasher(bytes(32), 16).hash_blocks(np.arange(16, dtype=np.uint32))
 source = np.random.default_rng(1).integers(0, 256, (2, 65536), dtype=np.uint8)
 target = np.zeros_like(source)
 with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
+    while not store.stats()["storage_counted"]:  # until then a dump is refused after two seconds
+        time.sleep(0.01)
     store.wait(store.dump([key], [0], [[source[0], source[1]]]))
 with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
     assert list(store.lookup([key, bytes(16)])) == [True, False]
