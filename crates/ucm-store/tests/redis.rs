@@ -411,8 +411,8 @@ fn cluster(dir: &Path) -> Option<Vec<Server>> {
     let node = |n: usize| {
         let own = dir.join(n.to_string());
         std::fs::create_dir(&own).unwrap();
-        // The bus has its own port, and the usual one, 10000 above, may be out of range. On a busy machine a node says nothing
-        // for seconds; the others must not take it for gone.
+        // The bus has its own port, and the usual one, 10000 above, may be out of range. On a busy machine a node may
+        // say nothing for seconds; the others must not take it for gone.
         let bus = free_port();
         redis(
             &own,
@@ -510,7 +510,7 @@ fn a_node_that_is_gone_takes_its_own_blocks_alone() {
     let setup = Setup {
         options: vec![("storage_backends", json!(addresses))],
         deadlines: Deadlines {
-            lookup: Duration::from_secs(4), // the others' answers come in it, and those of the one that is gone are waited for
+            lookup: Duration::from_secs(4), // the others answer in it; for the one that is gone it waits to the end
             ..Deadlines::default()
         },
         ..on_server(&nodes[0])

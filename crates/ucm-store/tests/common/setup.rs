@@ -159,7 +159,8 @@ impl Setup {
         }
     }
 
-    /// On the real clock: a busy machine lets a thread wait for seconds, so where a test names no deadline none is near.
+    /// For the real clock, on which a busy machine lets a thread wait for seconds: where a test names no deadline, none
+    /// is near.
     pub(crate) fn unhurried(self) -> Self {
         let usual = Deadlines::default();
         let longer = |given, usual| match given == usual {
