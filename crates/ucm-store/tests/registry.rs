@@ -12,7 +12,9 @@ use ucm_store::builder;
 use ucm_store::engine::{Engine, Until};
 use ucm_tier::registry::{self, BuildContext, BuiltLevel, StoreName, TierKind};
 
-use common::{Device, Medium, Setup, directory, id, identity, ids, is_here, media, sample, shape};
+use common::{
+    Device, Medium, Setup, directory, eventually, id, identity, ids, is_here, media, sample, shape,
+};
 
 /// An engine over these stages, with blocks as most tests have them.
 fn open(stages: &Value) -> ucm_core::Result<Engine> {
@@ -27,7 +29,7 @@ fn open_on(device: &str, stages: &Value) -> ucm_core::Result<Engine> {
         "stages": stages, "device": device, "identity": identity("w").json(), "part": [0, 0, 0], "tensor_sizes": sizes.tensors,
         "shard_size": block, "block_size": block, "block_tokens": 16, "dtype": "f32", "labels": {}, "processes": 1,
         "scheduler_elsewhere": false, "lookup_only": false, "staging_bytes": 1 << 20, "copy_threads": 1,
-        "lookup_s": 20.0, "load_s": 5.0, "dump_s": 30.0, "probe_s": 5.0, "shutdown_s": 3.0, "paranoid": false,
+        "lookup_s": 20.0, "load_s": 30.0, "dump_s": 30.0, "probe_s": 30.0, "shutdown_s": 3.0, "paranoid": false,
         "breaker_threshold": 4, "breaker_window_s": 60.0, "breaker_cool_down_s": 10.0,
     });
     let setup = builder::StoreSpec::parse(&described.to_string())?;
@@ -37,10 +39,12 @@ fn open_on(device: &str, stages: &Value) -> ucm_core::Result<Engine> {
 /// Dumps two blocks, looks them up and loads them.
 fn check(engine: &Engine) {
     let setup = Setup::default();
+    // A dump waits two seconds for room, and there is none before the first count.
+    eventually("it was counted", || engine.stats()["storage_counted"] == 1);
     let source = Device::filled(&setup, &ids(2));
     let dumped = engine.dump(source.rows(&ids(2))).unwrap();
     assert!(dumped.wait(engine.clock(), Until::Published, None));
-    assert!(dumped.failures().is_empty());
+    assert!(dumped.failures().is_empty(), "{:?}", dumped.failures());
     assert_eq!(
         engine.lookup(&[id(0), id(1), id(2)]).unwrap(),
         [true, true, false]

@@ -15,7 +15,7 @@ use ucm_tier::backend::{Flush, LocallyVisible};
 use ucm_tier::segment::SegmentConfig;
 
 use common::segments::{begin, finds, is_over, loads, patient, quick};
-use common::shared::{LONG, in_time, on};
+use common::shared::{LONG, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
@@ -152,10 +152,11 @@ fn whatever_fails_at_a_seal_no_dump_is_told_to_be_stored_that_is_not() {
         store.fault(Rule::on(*kind, fault.clone()).times(1));
         let told = store.dump(&device, &ids(1));
         assert!(told.is_err(), "{kind:?} {fault:?}");
-        assert_eq!(finds(&store, &ids(1)), [false], "{kind:?} {fault:?}");
+        // The writer's own next look, a second later, may find what has its name all the same.
+        let there = matches!(fault, Fault::LostReply(_));
+        assert!(there || finds(&store, &ids(1)) == [false], "{kind:?} {fault:?}");
         assert!(store.backend.features().early().gained.is_empty());
         let later = Store::open(dir.path(), quick());
-        let there = matches!(fault, Fault::LostReply(_));
         assert_eq!(finds(&later, &ids(1)), [there], "{kind:?} {fault:?}");
         eventually("it is stored again", || store.dump(&device, &ids(1)).is_ok());
         assert!(loads(&store, &ids(1)));
@@ -346,9 +347,7 @@ fn no_age_keeps_a_segment_open_until_its_dumps_are_too_late() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &patient());
     let task = begin(&store, &Device::filled(&patient(), &ids(2)), &ids(2));
-    // The clock stands still while the seal is under way.
-    in_time(&clock, store.setup.deadlines.dump, "its seal is begun", || {
-        store.faults.count(OpKind::Finish) > 0
-    });
+    clock.advance(store.setup.deadlines.dump / 10 * 9); // and it stands still from now on, however long the seal takes
+    eventually("its seal is begun", || store.faults.count(OpKind::Finish) > 0);
     store.outcome(&task).unwrap();
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ucm_core::{MissReason, crc32c};
+use ucm_core::{ErrorKind, MissReason, crc32c};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::evidence::evidence_name;
@@ -226,7 +226,9 @@ fn rustix_free(path: &Path) -> u64 {
 fn a_write_is_answered_though_the_medium_does_not_say_how_much_is_free() {
     let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
     let collector = on(&clock, dir.path(), &elsewhere(&setup));
-    let writer = Store::with_clock_now(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let mut patient = setup.clone();
+    patient.deadlines.dump = LONG; // it is the keeper that answers, and not the deadline
+    let writer = Store::with_clock_now(dir.path(), patient, Arc::clone(&clock) as Arc<dyn Clock>);
     assert_eq!(collector.stat("storage_collector"), 1);
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
     let gate = writer.hang(OpKind::Space);
@@ -234,15 +236,12 @@ fn a_write_is_answered_though_the_medium_does_not_say_how_much_is_free() {
     let device = Device::filled(&setup, &ids(200));
     let began = clock.now();
     let task = writer.engine.dump(device.rows(&[id(0)])).unwrap();
-    in_time(&clock, Duration::from_secs(60), "it ends", || {
-        ended(&writer, &task)
-    });
+    in_time(&clock, LONG, "it ends", || ended(&writer, &task));
     gate.open();
-    assert!(
-        clock.now().since(began) < Duration::from_secs(10),
-        "{:?}",
-        clock.now().since(began)
-    );
+    assert_eq!(task.failures()[0].1.kind(), ErrorKind::NoSpace);
+    // Some five seconds; on a busy machine the clock runs ahead of the keeper.
+    let took = clock.now().since(began);
+    assert!(took < Duration::from_secs(60), "{took:?}");
 }
 
 #[test]
@@ -263,7 +262,8 @@ fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
     attempt(&first, &clock, &device, id(1)).unwrap_err();
     in_time(&clock, Duration::from_secs(5), "it counts", || gate.waiting() > 0);
     first.fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
-    in_time(&clock, Duration::from_secs(28), "the other one follows", || {
+    // Mostly while the first one's listing still has some of its half minute.
+    in_time(&clock, LONG, "the other one follows", || {
         next.stat("storage_collector") == 1
     });
     first.faults.clear();
@@ -293,11 +293,12 @@ fn who_is_refused_does_not_make_the_keeper_run() {
         .position(|&block| attempt(&writer, &clock, &device, block).is_err())
         .unwrap();
     let before = writer.faults.count(OpKind::List);
+    // They are refused at once, so the clock stands still: it would run ahead of a busy machine, and the keeper with it.
     for &block in &all[spent..] {
-        attempt(&writer, &clock, &device, block).unwrap_err();
+        writer.dump(&device, &[block]).unwrap_err();
     }
     let looks = writer.faults.count(OpKind::List) - before;
-    assert!(looks < 40, "{looks}");
+    assert!(looks < 10, "{looks}");
 }
 
 #[test]
@@ -362,10 +363,11 @@ fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_
     });
     // It wakes, and looks a few times before the collector does.
     let begun = |store: &Store| store.faults.count(OpKind::Stat);
-    let before = begun(&sleeper);
-    in_time(&asleep, Duration::from_secs(15), "it looks", || {
-        begun(&sleeper) > before + 3
-    });
+    for _ in 0..4 {
+        let before = begun(&sleeper);
+        let moment = Duration::from_millis(2500); // together less than the silence after which it takes over
+        in_time(&asleep, moment, "it looks", || begun(&sleeper) > before);
+    }
     let task = sleeper.engine.dump(device.rows(&[id(117)])).unwrap();
     eventually("it ends", || {
         asleep.advance(Duration::from_millis(1));

@@ -139,15 +139,15 @@ fn what_was_there_before_counts() {
         dump(&before, 2, &blocks(20..23));
         dump(&before, NOBODY, &blocks(30..36));
         drop(before);
-        let store = Store::open(dir.path(), setup.clone());
         if setup.medium == Medium::Kind("toy") {
-            assert_eq!(
-                finds(&store, &blocks(0..8)),
-                [false; 8],
-                "it ends with its process"
-            );
+            // With the last of its threads that lets it go, which may be a moment later.
+            eventually("it ends with its store", || {
+                let store = Store::open(dir.path(), setup.clone());
+                finds(&store, &blocks(0..8)) == [false; 8]
+            });
             continue;
         }
+        let store = Store::open(dir.path(), setup.clone());
         eventually("all are there again", || {
             finds(&store, &blocks(0..8)) == [true; 8]
         });
@@ -162,7 +162,7 @@ fn what_was_there_before_counts() {
             });
             assert!(loads(&store, &kept), "{what}");
         }
-        assert_eq!(removed(&store), 5, "{what}");
+        eventually("they are counted", || removed(&store) == 5); // after they are gone
         // Among the blocks that were found before, those of now are the newest.
         dump(&store, 1, &blocks(8..9));
         eventually("the next one went", || has_newest(&store, &blocks(0..9), 3));
@@ -297,11 +297,12 @@ fn below_memory_the_quota_holds_and_memory_keeps_its_own() {
         );
         let store = Store::open(dir.path(), bounded(&setup, 3));
         // Of what memory gives up some may be dropped, so it is as many as it takes.
-        let mut next = 0..u8::MAX;
+        dump(&store, 1, &blocks(0..16));
+        let mut next = (16..u8::MAX).cycle(); // however long those who write and remove below get no turn
         eventually("more than the quota came down", || {
             let block = next.next().unwrap();
             dump(&store, 1, &blocks(block..block + 1));
-            block >= 15 && store.tier(1, "quota_removed") > 0
+            store.tier(1, "quota_removed") > 0
         });
         let io = IoPool::psync(false, &IoOptions::with_workers(2)).unwrap();
         let io = io.here(LANE_SPACE, MonotonicTime::NEVER);

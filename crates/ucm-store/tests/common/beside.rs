@@ -122,7 +122,11 @@ pub(crate) fn roots(base: &Path, count: usize) -> Vec<PathBuf> {
 impl Beside {
     /// A store over the roots `root0`, `root1`, ... below `base`.
     pub(crate) fn open(base: &Path, several: &Several) -> Self {
-        Self::over(roots(base, several.heats.len()), several, SystemClock::shared())
+        let several = Several {
+            setup: several.setup.clone().unhurried(),
+            ..several.clone()
+        };
+        Self::over(roots(base, several.heats.len()), &several, SystemClock::shared())
     }
 
     /// A store over these.

@@ -123,7 +123,7 @@ pub(crate) fn identity(weights: &str) -> Identity {
 
 impl Store {
     pub(crate) fn open(root: &Path, setup: Setup) -> Self {
-        Self::with_clock(root, setup, SystemClock::shared())
+        Self::with_clock(root, setup.unhurried(), SystemClock::shared())
     }
 
     pub(crate) fn with_clock(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
@@ -147,11 +147,11 @@ impl Store {
 
     /// With faults from the first operation on.
     pub(crate) fn open_faulty(root: &Path, setup: Setup, rules: Vec<Rule>) -> Self {
-        Self::build(root, setup, SystemClock::shared(), rules, false).unwrap()
+        Self::build(root, setup.unhurried(), SystemClock::shared(), rules, false).unwrap()
     }
 
     pub(crate) fn try_open(root: &Path, setup: Setup) -> ucm_core::Result<Self> {
-        Self::build(root, setup, SystemClock::shared(), Vec::new(), true)
+        Self::build(root, setup.unhurried(), SystemClock::shared(), Vec::new(), true)
     }
 
     fn build(

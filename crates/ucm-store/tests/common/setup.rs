@@ -159,6 +159,25 @@ impl Setup {
         }
     }
 
+    /// For the real clock, on which a busy machine lets a thread wait for seconds: where a test names no deadline, none
+    /// is near.
+    pub(crate) fn unhurried(self) -> Self {
+        let usual = Deadlines::default();
+        let longer = |given, usual| match given == usual {
+            true => Duration::from_secs(30),
+            false => given,
+        };
+        Self {
+            deadlines: Deadlines {
+                load: longer(self.deadlines.load, usual.load),
+                probe: longer(self.deadlines.probe, usual.probe),
+                shutdown: longer(self.deadlines.shutdown, usual.shutdown),
+                ..self.deadlines
+            },
+            ..self
+        }
+    }
+
     /// What blocks have beside their KV, as a store is told.
     pub(crate) fn side_specs(&self) -> Vec<SideSpec> {
         let spec = |&(name, len): &(&str, u64)| SideSpec {
