@@ -406,8 +406,13 @@ fn a_full_file_system_costs_dumps_only() {
     let filler = place.path("root").join("others");
     let free = vec![0u8; 1 << 20];
     let _ = std::fs::write(&filler, free); // as far as it goes
-    for block in &ids(12)[3..] {
-        assert_eq!(refused(&store, &device, *block).kind(), ErrorKind::NoSpace);
+    assert_eq!(refused(&store, &device, id(3)).kind(), ErrorKind::NoSpace);
+    // Dumps pause for a quarter of a second while room is made; a test that is slower than that finds room.
+    for &block in &ids(12)[4..] {
+        match store.dump(&device, &[block]) {
+            Ok(()) => break,
+            Err(failures) => assert_eq!(failures[0].1.kind(), ErrorKind::NoSpace),
+        }
     }
     assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (1, 0));
     // The oldest go to make room; what is there is right.
