@@ -469,6 +469,8 @@ fn what_every_operation_is_refused_with_is_a_bounded_miss() {
         store.faults.clear();
         assert_eq!(store.stat("refused_now"), 0, "{code}: no record's fault");
         store.dump(&device, &ids(1)).unwrap();
-        all_is_well(&store, &device, &ids(3));
+        // Where the collector's heartbeat found the medium full it may make room meanwhile, of anything.
+        let stay = if dumped == ErrorKind::NoSpace { 0 } else { 3 };
+        all_is_well(&store, &device, &ids(stay));
     }
 }
