@@ -344,7 +344,7 @@ fn a_full_medium_refuses_a_compressed_record_as_any_other() {
 #[test]
 fn what_waits_for_the_codec_is_stored_before_the_end() {
     let dir = directory();
-    let setup = Setup {
+    let mut setup = Setup {
         layout: Layout::Segment(SegmentConfig {
             age: Duration::from_secs(3600),
             ..SegmentConfig::default()
@@ -352,6 +352,7 @@ fn what_waits_for_the_codec_is_stored_before_the_end() {
         slots: 64,
         ..compressed()
     };
+    setup.deadlines.shutdown = Duration::from_secs(60); // however slow the machine is
     let store = Store::open(dir.path(), setup);
     let blocks = ids(40);
     let device = filled(&blocks);

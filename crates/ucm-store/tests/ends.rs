@@ -17,6 +17,7 @@ use common::{
 };
 
 const SECOND: Duration = Duration::from_secs(1);
+const MINUTE: Duration = Duration::from_secs(60);
 
 fn ended(store: &Store, task: &Task) -> bool {
     task.check(store.engine.clock(), Until::Published)
@@ -51,7 +52,16 @@ fn closing_waits_for_every_step_of_what_is_under_way() {
         FilesUnkept,
         "it goes by the steps in which a block file is looked for, read and made"
     );
-    let (dir, setup) = (directory(), Setup::default());
+    let dir = directory();
+    // However long this test is kept from opening the gate.
+    let setup = Setup {
+        deadlines: Deadlines {
+            load: MINUTE,
+            shutdown: MINUTE,
+            ..Setup::default().deadlines
+        },
+        ..Setup::default()
+    };
     let device = Device::filled(&setup, &ids(41));
     Store::open(dir.path(), setup.clone())
         .dump(&device, &[id(0)])

@@ -406,8 +406,13 @@ fn a_full_file_system_costs_dumps_only() {
     let filler = place.path("root").join("others");
     let free = vec![0u8; 1 << 20];
     let _ = std::fs::write(&filler, free); // as far as it goes
-    for block in &ids(12)[3..] {
-        assert_eq!(refused(&store, &device, *block).kind(), ErrorKind::NoSpace);
+    assert_eq!(refused(&store, &device, id(3)).kind(), ErrorKind::NoSpace);
+    // Dumps pause for a quarter of a second while room is made; a test that is slower than that finds room.
+    for &block in &ids(12)[4..] {
+        match store.dump(&device, &[block]) {
+            Ok(()) => break,
+            Err(failures) => assert_eq!(failures[0].1.kind(), ErrorKind::NoSpace),
+        }
     }
     assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (1, 0));
     // The oldest go to make room; what is there is right.
@@ -464,6 +469,8 @@ fn what_every_operation_is_refused_with_is_a_bounded_miss() {
         store.faults.clear();
         assert_eq!(store.stat("refused_now"), 0, "{code}: no record's fault");
         store.dump(&device, &ids(1)).unwrap();
-        all_is_well(&store, &device, &ids(3));
+        // Where the collector's heartbeat found the medium full it may make room meanwhile, of anything.
+        let stay = if dumped == ErrorKind::NoSpace { 0 } else { 3 };
+        all_is_well(&store, &device, &ids(stay));
     }
 }

@@ -401,7 +401,7 @@ fn a_tier_that_hangs_after_some_layers_ends_their_block() {
     let mut device = Device::blank(&store.setup, &ids(1));
     let task = begin(&store, &device, &ids(1), 0..LAYERS);
     gate.await_waiting(1);
-    clock.advance(Duration::from_secs(3)); // its half of the time
+    clock.advance(store.setup.deadlines.load / 5 * 3); // more than its half of the time
     let failed = store.outcome(&task).unwrap_err();
     assert!(failed.len() == LAYERS && failed.iter().all(|(_, error)| error.kind() == ErrorKind::Timeout));
     gate.open();

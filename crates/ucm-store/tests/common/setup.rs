@@ -245,8 +245,10 @@ impl Default for Setup {
             process: Process::this(),
             weights: "w",
             part: Part::default(),
+            // No test that is kept from running for a while misses what is there.
             deadlines: Deadlines {
                 lookup: Duration::from_secs(20),
+                load: Duration::from_secs(20),
                 ..Deadlines::default()
             },
             breaker: never,
