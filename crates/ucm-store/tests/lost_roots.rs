@@ -384,11 +384,11 @@ fn a_marker_of_a_newer_format_stops_writing_with_the_next_count() {
     let (many, mut looks) = (Device::filled(&setup(), &ids(u8::MAX)), 0_u32);
     eventually("the count found it", || {
         looks += 1;
-        // Seldom, so that there are new blocks for as long as it takes.
-        if looks % 64 != 0 {
+        // Ten times a second at most, so that there are new blocks for as long as it takes.
+        if looks % 512 != 0 {
             return false;
         }
-        let ended = store.dump(&many, &[id((3 + looks / 64).min(254) as u8)]);
+        let ended = store.dump(&many, &[id((3 + looks / 512).min(254) as u8)]);
         ended.is_err_and(|failures| failures[0].1.to_string().contains("marker"))
     });
     std::fs::write(&marker, ours).unwrap();
