@@ -1,10 +1,11 @@
 //! The kind `mooncake`: one value per record in the pool of a Mooncake Store, through its Python client.
 //!
 //! Mooncake's C API comes in no wheel, so the client is the Python object that users have installed, and the kind
-//! lives here, where Python may be called. [`client`] has the one thread that calls it, [`library`] the calls,
-//! [`backend`] what the engine sees, [`place`] what tools do.
+//! lives here, where Python may be called. [`client`] has the line of what is asked, [`calling`] the one thread that takes it
+//! from there, [`library`] the calls, [`backend`] what the engine sees, [`place`] what tools do.
 
 mod backend;
+mod calling;
 mod client;
 mod library;
 mod place;
@@ -18,7 +19,6 @@ use ucm_tier::place::Place;
 use ucm_tier::registry::{self, Addresses, BuildContext, BuiltTier, Size, StoreName, TierKind};
 
 use backend::{Mooncake, Whose};
-use client::Client;
 use library::Pool;
 use place::MooncakePlace;
 
@@ -142,7 +142,7 @@ fn make(context: &BuildContext<'_>, options: MooncakeOptions) -> Result<BuiltTie
         writer: context.writer,
     };
     let threads = context.pool("ucm-mooncake", THREADS, false)?;
-    let client = Client::begin(pool, Arc::clone(&context.clock))?;
+    let client = calling::begin(pool, Arc::clone(&context.clock))?;
     Ok(BuiltTier {
         backend: Arc::new(Mooncake::new(whose, client, Arc::clone(&threads))),
         pool: threads,

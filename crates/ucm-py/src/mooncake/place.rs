@@ -14,6 +14,7 @@ use ucm_infra::{Clock, MonotonicTime, SystemClock};
 use ucm_quota::layout::is_namespace;
 use ucm_tier::place::{Item, Place, Room};
 
+use super::calling;
 use super::client::{Answer, Client, Stretch, Work};
 use super::library::{Pool, attached};
 
@@ -42,7 +43,7 @@ impl MooncakePlace {
         let clock: Arc<dyn Clock> = SystemClock::shared();
         let arena = HostArena::with(PIECE * READS, ArenaOptions::default())?;
         let place = Self {
-            client: Client::begin(pool, Arc::clone(&clock))?,
+            client: calling::begin(pool, Arc::clone(&clock))?,
             http,
             slots: SlotPool::new(arena, PIECE)?,
             clock,
