@@ -85,8 +85,12 @@ endif
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 
+# What starts engines takes longest and waits most, so that all the rest of Python is tested beside it.
+BESIDE_ENGINES = tools/beside build "$(MAKE) test-without-engines" test-engines "$(MAKE) test-engines"
 .PHONY: test
-test: test-rust loom test-wheel test-kinds test-py ## everything this machine can test
+test: test-rust $(RUN_ENV) .tools/.stamp-mooncake ## everything this machine can test
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
+	@$(BESIDE_ENGINES) test-apart "$(MAKE) loom test-wheel test-kinds"
 
 # ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
 .PHONY: test-rust
@@ -130,11 +134,9 @@ loom: ## every interleaving of what was written here with atomics
 		$(STAGE) "loom" cargo test --locked --quiet -p ucm-infra --test loom
 
 .PHONY: test-py
-test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
-test-py: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## the Python tests, with vLLM's engines beside them
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
-	@tools/beside build "$(MAKE) test-without-engines" test-engines "$(MAKE) test-engines"
+	@$(BESIDE_ENGINES)
 
 .PHONY: test-without-engines
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
