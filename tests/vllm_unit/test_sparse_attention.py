@@ -3,6 +3,7 @@ changed."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from ucm.integration.vllm.attention.representations import Representations
 from ucm.integration.vllm.attention.rows import SparsePlan, in_order
 from ucm.sparse import retrieval
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
+from ucm.sparse.method import BlockSparse
 from ucm.sparse.methods import Quest, Windows
 from ucm.store.ucmstore_v1 import SidesTask, Task, UcmKVStoreBaseV1
 
@@ -334,25 +336,50 @@ def test_measuring_leaves_the_cache_as_it_is(config: Any, engines: Any, kind: ty
         assert found == 4 * (policy.windows + policy.budget(1024 // BLOCK)) * BLOCK
 
 
-def test_measuring_counts_what_choosing_takes_beside_the_model(
-    config: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a lag the first call of a layer waits for its choice; the second one goes on with that, choosing nothing."""
+def measured_layers(config: Any, engines: Any, lag: int) -> tuple[BlockSparse, break_even._Bench]:
+    """A method, and what is measured of its layers."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     rows = Rows.of([1200], [1])
-    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, lag=1))
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, lag=lag))
     rig = Rig(config, method, rows)
     for layer in rig.layers.values():
         layer.get_attn_backend = lambda: CPUAttentionBackend  # type: ignore[attr-defined]
     spec = next(iter(engines.layer_specs(config).values()))
     assert rig.host is not None
-    bench = break_even._bench(rig.host, method, rig.layers, NAMES[0], spec, config, rows.blocks)
-    seconds = iter([1.0] * break_even.TIMES + [5.0, 1.0] * break_even.TIMES)
+    return method, break_even._bench(rig.host, method, rig.layers, NAMES[0], spec, config, rows.blocks)
+
+
+def test_measuring_counts_what_choosing_takes_beside_the_model(
+    config: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a lag the first call of a layer waits for its choice; the second one goes on with that, choosing nothing."""
+    method, bench = measured_layers(config, engines, lag=1)
+    seconds = itertools.cycle([1.0, 5.0, 1.0])
     monkeypatch.setattr(break_even, "_timed", lambda work, device: next(seconds))
     dense, sparse = bench._times(600)
-    assert dense == len(rig.layers) * 1.0
+    assert dense == bench.layers * 1.0
     assert sparse >= 5.0
+    method.close()
+
+
+def test_what_else_runs_for_a_while_does_not_say_that_choosing_does_not_pay(
+    config: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, bench = measured_layers(config, engines, lag=0)
+    now, calls = 0.0, itertools.count()
+
+    def timed(work: Any, device: Any) -> float:
+        """Dense, then sparse twice; for longer than a few turns take there is no processor for what is sparse."""
+        nonlocal now
+        is_dense = next(calls) % 3 == 0
+        took = 0.001 if is_dense else 0.002 if now < 0.028 else 0.0001
+        now += took
+        return took
+
+    monkeypatch.setattr(break_even, "_timed", timed)
+    monkeypatch.setattr(break_even, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert bench.pays(600)
     method.close()
 
 

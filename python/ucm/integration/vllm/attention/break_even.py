@@ -23,8 +23,9 @@ from ucm.sparse.method import BlockSparse
 NEVER = 1 << 40
 #: Lengths that are tried, in tokens: the first one, and the last.
 FIRST, LAST = 512, 64 * 1024
-#: Each time is the best of so many.
-TIMES = 5
+#: Each time is the best of so many, and of as many as go into so many seconds: what else runs on the machine takes a
+#: processor for some milliseconds, which is longer than a step over few blocks.
+TIMES, SECONDS = 5, 0.03
 #: Choosing pays where a step takes at most this share of a dense one.
 PAYS = 0.95
 
@@ -75,28 +76,31 @@ class _Bench:
             self.host.begin_step(SparsePlan(self.block_tokens, 0, rows=[row], last_blocks=last), context)
 
         policy = self.method.policy
-        dense = _best(attend, device)
-        choosing = self._step(begin, attend, device, 1)
-        later = choosing if policy.stride == 1 else self._step(begin, attend, device, 2)
-        sparse = (choosing + (policy.stride - 1) * later) / policy.stride
+        dense = choosing = later = float("inf")
+        turns, end = 0, time.perf_counter() + SECONDS
+        while turns < TIMES or time.perf_counter() < end:
+            # In turns, so that what disturbs one of them disturbs all.
+            dense = min(dense, _timed(attend, device))
+            choosing = min(choosing, self._step(begin, attend, device, 1))
+            if policy.stride > 1:
+                later = min(later, self._step(begin, attend, device, 2))
+            turns += 1
+        sparse = choosing if policy.stride == 1 else (choosing + (policy.stride - 1) * later) / policy.stride
         return dense * self.layers, sparse + dense * (self.layers - self.selecting)
 
     def _step(self, begin: Callable[[int], None], attend: Callable[[], None], device: Any, step: int) -> float:
         """The layers that may choose, of a step that chooses (1), or that goes on with what was chosen (2)."""
-        best = float("inf")
-        for _ in range(TIMES):
-            if step == 1:
-                self.method.retriever.forget(_NAME)
-            began = time.perf_counter()
-            begin(step)
-            first = _timed(attend, device)
-            whole = time.perf_counter() - began
-            again = _timed(attend, device)
-            self.host.end_step()
-            # With a lag the second call goes on with the choice that the first one waited for: it chooses nothing.
-            choosing = first if self.method.policy.lag else min(first, again)
-            best = min(best, whole + (self.selecting - 1) * choosing)
-        return best
+        if step == 1:
+            self.method.retriever.forget(_NAME)
+        began = time.perf_counter()
+        begin(step)
+        first = _timed(attend, device)
+        whole = time.perf_counter() - began
+        again = _timed(attend, device)
+        self.host.end_step()
+        # With a lag the second call goes on with the choice that the first one waited for: it chooses nothing.
+        choosing = first if self.method.policy.lag else min(first, again)
+        return whole + (self.selecting - 1) * choosing
 
 
 class _Context:
@@ -183,10 +187,6 @@ def _timed(work: Callable[[], None], device: Any) -> float:
     work()
     _settle(device)
     return time.perf_counter() - began
-
-
-def _best(work: Callable[[], None], device: Any) -> float:
-    return min(_timed(work, device) for _ in range(TIMES))
 
 
 def _settle(device: Any) -> None:
