@@ -44,6 +44,11 @@ pub trait Device: Send + Sync {
     /// Name in logs and configuration ("host", "cuda:0").
     fn name(&self) -> &str;
 
+    /// Whether copies from any memory of this process are as fast as those from an arena.
+    fn reaches_all_memory(&self) -> bool {
+        false
+    }
+
     /// A new stream. Streams are not shared between threads; each worker makes its own.
     fn make_stream(&self) -> Result<Box<dyn Stream>>;
 

@@ -6,7 +6,7 @@
 //! operation has really ended, never touches device memory, and knows nothing of tasks, other media or vLLM. A new one is
 //! one file that implements this trait.
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -52,7 +52,37 @@ pub struct ReadDone {
     pub stored_len: u64,
     /// The record where it lies, in place of the slot's bytes; what a medium lends to those who ask so
     /// ([`BlockRead::in_place`]).
-    pub lent: Option<Pinned>,
+    pub lent: Option<Lent>,
+}
+
+/// A record where it lies, and is kept for as long as this lives.
+pub enum Lent {
+    /// In memory of this process that the device was told of ([`Memory::region`]).
+    Region(Pinned),
+    /// In what a client of a server answered.
+    Answer(Vec<u8>),
+}
+
+impl Deref for Lent {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Region(record) => record,
+            Self::Answer(record) => record,
+        }
+    }
+}
+
+/// From where whoever reads takes a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InPlace {
+    /// From its slot.
+    Never,
+    /// From where it lies, if that is memory that the device was told of: [`Lent::Region`].
+    Region,
+    /// From wherever it lies in this process: any [`Lent`].
+    Anywhere,
 }
 
 impl ReadDone {
@@ -117,8 +147,8 @@ pub struct BlockRead {
     pub deadline: MonotonicTime,
     /// [`Indexed::look`] has been since it was missed: what is missed again is not there.
     pub looked: bool,
-    /// Whoever reads takes the record where it lies, if this process's own memory has it: [`ReadDone::lent`].
-    pub in_place: bool,
+    /// Whether whoever reads takes the record where it lies: [`ReadDone::lent`].
+    pub in_place: InPlace,
 }
 
 /// What a read came to.
@@ -141,7 +171,7 @@ impl BlockRead {
             again: false,
             deadline,
             looked: false,
-            in_place: false,
+            in_place: InPlace::Never,
         }
     }
 }
@@ -242,6 +272,9 @@ pub struct Features<'a> {
     pub name: &'static str,
     /// Lookups are answered from memory and without a system call, so that they may be asked on any thread.
     pub answers_at_once: bool,
+    /// A lookup is one question to a server, however many ids it has, for whose answer the backend waits no longer than its
+    /// job may: whoever wants to know asks, and no thread in between.
+    pub waits_by_itself: bool,
     /// Parts of a record can be read by themselves.
     pub reads_parts: bool,
     /// Writes fill memory, the page cache if nothing else, and wait for no device as long as all is well.

@@ -5,3 +5,13 @@
 pub(crate) fn use_ring() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
+
+/// Bytes that are more than all answers of a moment.
+const ANSWERS: usize = 16 << 20;
+
+/// Has the allocator keep the memory of answers for those that come next. glibc gives back to the system what is free beyond
+/// twice the largest block that was ever freed (mallopt(3), `M_TRIM_THRESHOLD`), a few hundred kilobytes at first, and each
+/// record that a server answers is made of new pages then, which the system clears one by one. It learns of one large block.
+pub(crate) fn keep_memory_of_answers() {
+    drop(std::hint::black_box(Vec::<u8>::with_capacity(ANSWERS))); // nobody writes there: it costs no memory
+}

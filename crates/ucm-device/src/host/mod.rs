@@ -41,6 +41,10 @@ impl Device for HostDevice {
         "host"
     }
 
+    fn reaches_all_memory(&self) -> bool {
+        true
+    }
+
     fn make_stream(&self) -> Result<Box<dyn Stream>> {
         Ok(Box::new(QueuedStream::new(HostCopier, self.options.clone())))
     }

@@ -126,6 +126,7 @@ impl Backend for Mooncake {
     fn features(&self) -> Features<'_> {
         Features {
             name: "mooncake",
+            waits_by_itself: true,
             index: Some(self),
             ..Features::default()
         }

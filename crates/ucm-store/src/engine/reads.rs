@@ -17,7 +17,7 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::evidence::is_damage;
 use ucm_record::{RecordHeader, verify_layers};
-use ucm_tier::backend::{BlockRead, Part, Parts, ReadDone};
+use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
 use super::guard::{reason_named, reason_of, refusal};
 use super::load::{BlockRow, LoadTask};
@@ -284,12 +284,24 @@ impl Core {
             again: reading.again,
             deadline: reading.request.deadline,
             looked: false,
-            in_place: !reading.again && reading.layers.is_none(),
+            in_place: self.in_place(&reading),
         };
         TierRead {
             read,
             request: reading.request,
             whose: reading,
+        }
+    }
+
+    /// Whole records that are read for the first time go to the device from where they lie, if that is as fast and they lie
+    /// there in the form in which they are used.
+    fn in_place(&self, reading: &Reading) -> InPlace {
+        if reading.again || reading.layers.is_some() {
+            InPlace::Never
+        } else if self.tiers.recodes(reading.tier) || !self.device.streams.device().reaches_all_memory() {
+            InPlace::Region
+        } else {
+            InPlace::Anywhere
         }
     }
 

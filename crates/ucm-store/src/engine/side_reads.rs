@@ -19,7 +19,7 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::evidence::is_damage;
 use ucm_record::{RecordHeader, RecordLayout, Refusal, judge_side};
-use ucm_tier::backend::{BlockRead, Part, Parts, ReadDone};
+use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
 use super::Core;
 use super::guard::{reason_named, reason_of, refusal};
@@ -311,7 +311,10 @@ impl Core {
             sides: true,
             again: reading.again,
             looked: true, // one that is not known to be there is not looked for: whoever wants it makes it again
-            in_place: !reading.again,
+            in_place: match reading.again {
+                true => InPlace::Never,
+                false => InPlace::Region,
+            },
             ..BlockRead::whole(reading.id, slot, request.deadline)
         };
         TierRead {

@@ -188,7 +188,7 @@ struct Asking<'a> {
 enum Answers {
     /// It is not asked now.
     Off,
-    /// All at once, with the error of a lookup that failed.
+    /// It has answered, with the error of a lookup that failed.
     There(Vec<Presence>, Option<Error>),
     /// In pieces that its threads share: of how many ids each is.
     Coming(Vec<(usize, Pending<Vec<Presence>>)>),
@@ -218,9 +218,10 @@ impl Asking<'_> {
     }
 }
 
-/// Asks a tier for records, in pieces that its threads share.
+/// Asks a tier for records: here and now, or in pieces that its threads share.
 fn begin(tier: &Tier, ids: &[BlockId], stop: bool, until: MonotonicTime) -> Answers {
-    if tier.backend.features().answers_at_once {
+    let features = tier.backend.features();
+    if features.answers_at_once || features.waits_by_itself {
         let io = tier.pool.here(LANE_LOOKUP, until);
         return match tier.backend.lookup(&io, ids, stop) {
             Ok(mut there) => {

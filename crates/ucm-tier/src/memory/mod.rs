@@ -47,8 +47,8 @@ use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 
 use crate::backend::{
-    self, Backend, BlockRead, Done, Evicted, Features, Keep, Listed, Local, LocallyVisible, MediumStats,
-    Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
+    self, Backend, BlockRead, Done, Evicted, Features, InPlace, Keep, Lent, Listed, Local, LocallyVisible,
+    MediumStats, Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
 };
 
 pub use eviction::Policy;
@@ -257,7 +257,9 @@ impl MemoryBackend {
     /// takes.
     fn copy(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
         let (id, mut slot) = (read.id, read.slot);
-        let lent = read.in_place.then(|| self.tier.lend(id)).flatten();
+        let lent = (read.in_place != InPlace::Never)
+            .then(|| self.tier.lend(id))
+            .flatten();
         let (mut brought, mut stored_len) = (0, lent.as_ref().map(|record| record.len()));
         let whole = 0..slot.len();
         let Parts { steps, mut arrived } = read.parts.filter(|_| read.sides).unwrap_or_else(|| Parts {
@@ -282,7 +284,7 @@ impl MemoryBackend {
             slot,
             read: brought,
             stored_len: stored_len.unwrap_or(0) as u64,
-            lent,
+            lent: lent.map(Lent::Region),
         })
     }
 

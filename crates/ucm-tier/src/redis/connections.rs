@@ -16,7 +16,7 @@ use redis::cluster::{ClusterClient, ClusterClientBuilder};
 use redis::cluster_async::ClusterConnection;
 use redis::cluster_routing::{MultipleNodeRoutingInfo, RoutingInfo, SingleNodeRoutingInfo};
 use redis::io::tcp::TcpSettings;
-use redis::{AsyncConnectionConfig, Client, Cmd, RedisError, Value};
+use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, Value};
 use tokio::time::error::Elapsed;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Runtime};
@@ -24,7 +24,7 @@ use ucm_io::IoJob;
 
 use super::address::{Address, TlsFiles};
 use super::info::ServerInfo;
-use crate::network::use_ring;
+use crate::network::{keep_memory_of_answers, use_ring};
 
 /// How long making one connection may take.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -118,6 +118,7 @@ impl Connections {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         use_ring();
+        keep_memory_of_answers();
         Ok(Self {
             runtime: Runtime::of_this_process()?,
             clock,
@@ -206,9 +207,13 @@ impl Connections {
         &self,
         io: &IoJob,
         traffic: Traffic,
-        questions: Vec<Cmd>,
+        questions: impl IntoIterator<Item = Cmd>,
     ) -> Result<Vec<Result<Value>>> {
-        let (asked, questions) = (questions.len(), Arc::new(questions));
+        let mut pipeline = Pipeline::new();
+        questions
+            .into_iter()
+            .for_each(|question| _ = pipeline.add_command(question));
+        let (asked, questions) = (pipeline.len(), Arc::new(pipeline));
         // Sooner than the deadline, so that what other nodes have answered counts.
         let time = io.deadline().since(self.clock.now()).mul_f64(NODE_SHARE);
         let answers = self.with_link(io, traffic, move |mut link| {
@@ -223,7 +228,7 @@ impl Connections {
 
     /// [`Connections::ask`] with one question.
     pub(super) fn ask_one(&self, io: &IoJob, traffic: Traffic, question: Cmd) -> Result<Value> {
-        let mut answers = self.ask(io, traffic, vec![question])?;
+        let mut answers = self.ask(io, traffic, [question])?;
         answers
             .pop()
             .unwrap_or_else(|| Err(Error::internal("a question has no answer")))
@@ -399,22 +404,16 @@ async fn ask_info(client: &Client) -> Result<ServerInfo> {
 impl Link {
     /// An answer or a refusal for each question, of a cluster also why none came in `time`; an error where the connection to
     /// the only server broke.
-    async fn ask(&mut self, questions: &[Cmd], time: Duration) -> Result<Vec<Result<Value>>, RedisError> {
-        let answers = match (self, questions) {
-            (Self::One(connection), [one]) => vec![connection.req_packed_command(one).await],
-            (Self::One(connection), several) => {
-                let mut pipeline = redis::pipe();
-                several
-                    .iter()
-                    .for_each(|question| _ = pipeline.add_command(question.clone()));
-                let answers = connection
-                    .req_packed_commands(&pipeline, 0, several.len())
-                    .await?;
-                answers.into_iter().map(Ok).collect()
+    async fn ask(&mut self, questions: &Pipeline, time: Duration) -> Result<Vec<Result<Value>>, RedisError> {
+        let answers = match self {
+            Self::One(connection) => {
+                connection
+                    .req_packed_commands(questions, 0, questions.len())
+                    .await?
             }
-            (Self::Cluster(connection), several) => return Ok(ask_nodes(connection, several, time).await),
+            Self::Cluster(connection) => return Ok(ask_nodes(connection, questions, time).await),
         };
-        let settled = |answer: Result<Value, RedisError>| match answer.and_then(Value::extract_error) {
+        let settled = |answer: Value| match answer.extract_error() {
             Ok(value) => Ok(Ok(value)),
             Err(error) if error.code().is_some() => Ok(Err(refusal(&error))),
             Err(error) => Err(error),
@@ -479,13 +478,17 @@ impl Link {
 
 /// Asks the nodes side by side; over each connection that is a pipeline again. A node that is gone, or silent for so long,
 /// fails its own questions alone: the others go on, and the client looks for it by itself.
-async fn ask_nodes(connection: &ClusterConnection, questions: &[Cmd], time: Duration) -> Vec<Result<Value>> {
+async fn ask_nodes(
+    connection: &ClusterConnection,
+    questions: &Pipeline,
+    time: Duration,
+) -> Vec<Result<Value>> {
     let one = |question| {
         let mut connection = connection.clone();
         let asked = async move { connection.req_packed_command(question).await };
         tokio::time::timeout(time, asked)
     };
-    let answers = futures_util::future::join_all(questions.iter().map(one)).await;
+    let answers = futures_util::future::join_all(questions.cmd_iter().map(one)).await;
     if answers.iter().all(Result::is_err) && !answers.is_empty() {
         std::future::pending::<()>().await; // nobody answers: the deadline of whoever waits says so
     }

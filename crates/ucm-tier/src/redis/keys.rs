@@ -6,6 +6,8 @@
 //! ```
 //! Only keys of exactly these forms are read or removed. No braces: the records of a namespace go to all nodes of a cluster.
 
+use std::fmt::Write;
+
 use ucm_core::{BlockId, Error, ErrorKind, Part, Result};
 use ucm_quota::layout::is_namespace;
 
@@ -34,7 +36,10 @@ impl Keys {
 
     /// The key of a record.
     pub(super) fn record(&self, id: BlockId) -> String {
-        format!("{}{id}", self.start)
+        let mut key = String::with_capacity(self.start.len() + 2 * BlockId::LEN);
+        key.push_str(&self.start);
+        _ = write!(key, "{id}"); // a string takes everything
+        key
     }
 
     /// The key of a part's manifest.

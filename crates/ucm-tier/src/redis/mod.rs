@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use redis::{Cmd, Value, cmd};
+use redis::{Cmd, Value};
 use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
@@ -27,8 +27,8 @@ use ucm_quota::{Pause, Usage};
 use ucm_record::{Expect, RecordHeader, verify_stored};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Indexed, Listed, MediumStats, Outcome, Presence, Quarantined,
-    ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, InPlace, Indexed, Lent, Listed, MediumStats, Outcome, Presence,
+    Quarantined, ReadDone, WriteOptions, Written,
 };
 use crate::damage_rate::DamageRate;
 use crate::lengths::Lengths;
@@ -161,6 +161,7 @@ impl Backend for RedisBackend {
     fn features(&self) -> Features<'_> {
         Features {
             name: "redis",
+            waits_by_itself: true,
             index: Some(self),
             ..Features::default()
         }
@@ -367,7 +368,7 @@ impl Shared {
         if ids.is_empty() {
             return Ok(Vec::new());
         }
-        let questions = ids.iter().map(|&id| ask(self.keys.record(id))).collect();
+        let questions = ids.iter().map(|&id| ask(self.keys.record(id)));
         let answers = self.connections.ask(io, Traffic::Short, questions)?;
         let number = |answer: Result<Value>| match answer {
             Ok(Value::Int(number)) => Ok(number),
@@ -423,7 +424,7 @@ impl Shared {
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         let questions = run.iter().map(|read| self.question_for(read));
-        let answers = self.connections.ask(io, Traffic::Record, questions.collect());
+        let answers = self.connections.ask(io, Traffic::Record, questions);
         let answers = answers.unwrap_or_else(|error| vec![Err(error); run.len()]);
         let ended = |(read, answer)| Outcome::Came(self.came(read, answer));
         run.into_iter().zip(answers).map(ended).collect()
@@ -444,10 +445,15 @@ impl Shared {
         read.slot.len() < self.config.scope.record.kv_len()
     }
 
-    /// Puts what was answered into the slot.
+    /// What was answered, in the slot, unless whoever reads takes it as it is.
     fn came(&self, read: BlockRead, answer: Result<Value>) -> Result<ReadDone> {
         let is_part = self.wants_part(&read);
-        let BlockRead { id, mut slot, .. } = read;
+        let BlockRead {
+            id,
+            mut slot,
+            in_place,
+            ..
+        } = read;
         let record = match answer? {
             Value::BulkString(record) if !(is_part && record.is_empty()) => record,
             Value::Nil | Value::BulkString(_) => {
@@ -461,14 +467,19 @@ impl Shared {
                 ));
             }
         };
-        let len = record.len().min(slot.len());
-        slot.as_mut_slice()[..len].copy_from_slice(&record[..len]);
         self.known.learn([id], self.clock.now());
+        let (len, stored_len) = (record.len().min(slot.len()), record.len() as u64);
+        let lent = if in_place == InPlace::Anywhere {
+            Some(Lent::Answer(record))
+        } else {
+            slot.as_mut_slice()[..len].copy_from_slice(&record[..len]);
+            None
+        };
         Ok(ReadDone {
             slot,
             read: len,
-            stored_len: record.len() as u64,
-            lent: None,
+            stored_len,
+            lent,
         })
     }
 
@@ -523,7 +534,7 @@ impl Shared {
         head.arg(0).arg(RecordHeader::LONGEST - 1);
         let answers = self
             .connections
-            .ask(io, Traffic::Short, vec![question("STRLEN", key), head])?;
+            .ask(io, Traffic::Short, [question("STRLEN", key), head])?;
         match <[Result<Value>; 2]>::try_from(answers) {
             Ok([Ok(Value::Int(len)), Ok(Value::BulkString(head))]) => {
                 let newer = match RecordHeader::decode(&head) {
@@ -596,7 +607,7 @@ impl Shared {
 
 /// A question about one key.
 fn question(name: &str, key: &str) -> Cmd {
-    let mut question = cmd(name);
-    question.arg(key);
+    let mut question = Cmd::with_capacity(2, name.len() + key.len());
+    question.arg(name).arg(key);
     question
 }

@@ -62,7 +62,7 @@ impl RedisPlace {
 
     /// Answers that are numbers, to the same question about each key; -1 for what is no value.
     fn ask_each(&self, io: &IoJob, keys: &[String], name: &str) -> Result<Vec<i64>> {
-        let questions = keys.iter().map(|key| question(name, key)).collect();
+        let questions = keys.iter().map(|key| question(name, key));
         let answers = self.connections.ask(io, Traffic::Short, questions)?;
         let number = |answer: Result<Value>| match answer {
             Ok(Value::Int(number)) => Ok(number),

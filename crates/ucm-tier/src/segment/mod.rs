@@ -238,6 +238,7 @@ impl Backend for SegmentBackend {
         Features {
             name: "posix",
             answers_at_once: true,
+            waits_by_itself: false,
             reads_parts: true,
             writes_cached: self.segments.shared.writes_cached(),
             own_touches: true,
