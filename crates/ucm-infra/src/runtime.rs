@@ -1,12 +1,15 @@
 //! The one tokio runtime of the process, on which the clients of network media run.
 //!
-//! Nothing of ours lives in it but futures of clients: a thread of a pool hands one over and waits for its end with the
-//! deadline of its job ([`Runtime::wait`]). What is late is aborted, and what it owns is free when the runtime has really
-//! let go of it. The runtime begins with the first store that wants one and ends with the last; a forked child has none of
-//! its parent's threads, so it gets one of its own, and what was opened before the fork says so.
+//! Nothing of ours lives in it but the connections of clients: a thread that wants an answer drives its question itself and
+//! sleeps meanwhile, with the deadline of its job ([`Runtime::wait`]). What is late is dropped. The runtime begins with the
+//! first store that wants one and ends with the last; a forked child has none of its parent's threads, so it gets one of
+//! its own, and what was opened before the fork says so.
 
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -58,8 +61,8 @@ impl Runtime {
         Ok(runtime)
     }
 
-    /// Where futures are handed over. `Forked` in a child of the process that it belongs to.
-    pub fn handle(&self) -> Result<&Handle> {
+    /// `Forked` in a child of the process that it belongs to.
+    fn handle(&self) -> Result<&Handle> {
         let here = self.tokio.as_ref().filter(|_| self.pid == std::process::id());
         here.map(tokio::runtime::Runtime::handle).ok_or_else(|| {
             let text =
@@ -68,28 +71,34 @@ impl Runtime {
         })
     }
 
-    /// Does `work` on the runtime and waits for its end, on this clock until then. What is late is aborted and is `Timeout`
-    /// here; `work` is dropped, with all that it owns, as soon as the runtime has let go of it.
-    pub fn wait<T: Send + 'static>(
+    /// Does `work` on the thread that calls, as a future of this runtime, and waits for its end, on this clock until then.
+    /// What is late is dropped, with all that it owns, and is `Timeout`; what panics is `Internal`.
+    pub fn wait<T>(
         &self,
         clock: &dyn Clock,
         until: MonotonicTime,
-        work: impl Future<Output = Result<T>> + Send + 'static,
+        work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
-        let answer = Arc::new(Answer::default());
-        let told = Teller(Arc::clone(&answer));
-        let task = self.handle()?.spawn(async move { told.tell(work.await) });
+        let _here = self.handle()?.enter(); // its timers and sockets
+        let woken = Arc::new(Woken::default());
+        let waker = Waker::from(Arc::clone(&woken));
+        let (mut context, mut work) = (Context::from_waker(&waker), pin!(work));
         loop {
-            let seen = answer.told.seen();
-            if let Some(result) = answer.result.lock().take() {
-                return result;
+            let seen = woken.0.seen();
+            match catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(&mut context))) {
+                Ok(Poll::Ready(result)) => return result,
+                Ok(Poll::Pending) => {}
+                Err(_) => {
+                    return Err(Error::internal(
+                        "work for a network medium panicked; please report",
+                    ));
+                }
             }
             if clock.now() >= until {
-                task.abort();
                 let late = "the server did not answer in time, and nothing more is done for it";
                 return Err(Error::new(ErrorKind::Timeout, late));
             }
-            clock.sleep(&answer.told, seen, Some(until));
+            clock.sleep(&woken.0, seen, Some(until));
         }
     }
 }
@@ -107,39 +116,13 @@ impl Drop for Runtime {
     }
 }
 
-/// What became of a future that somebody waits for.
-struct Answer<T> {
-    result: Mutex<Option<Result<T>>>,
-    told: Notify,
-}
+/// Rung when a future can go on.
+#[derive(Default)]
+struct Woken(Notify);
 
-impl<T> Default for Answer<T> {
-    fn default() -> Self {
-        Self {
-            result: Mutex::new(None),
-            told: Notify::new(),
-        }
-    }
-}
-
-/// Tells it, also when the future ends without a word.
-struct Teller<T>(Arc<Answer<T>>);
-
-impl<T> Teller<T> {
-    fn tell(self, result: Result<T>) {
-        *self.0.result.lock() = Some(result);
-    }
-}
-
-impl<T> Drop for Teller<T> {
-    fn drop(&mut self) {
-        let silent = || {
-            Err(Error::internal(
-                "work for a network medium panicked or was given up; please report",
-            ))
-        };
-        self.0.result.lock().get_or_insert_with(silent);
-        self.0.told.notify();
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.notify();
     }
 }
 
@@ -150,13 +133,12 @@ mod tests {
     use super::*;
     use crate::clock::{ManualClock, SystemClock};
 
-    /// Says when it is dropped.
-    struct Owned(Arc<(AtomicBool, Notify)>);
+    /// Says that it was dropped.
+    struct Owned(Arc<AtomicBool>);
 
     impl Drop for Owned {
         fn drop(&mut self) {
-            self.0.0.store(true, Ordering::Release);
-            self.0.1.notify();
+            self.0.store(true, Ordering::Release);
         }
     }
 
@@ -171,7 +153,7 @@ mod tests {
     #[test]
     fn what_is_late_is_a_timeout_and_lets_go_of_what_it_owns() {
         let (clock, runtime) = (ManualClock::new(), Runtime::of_this_process().unwrap());
-        let dropped = Arc::new((AtomicBool::new(false), Notify::new()));
+        let dropped = Arc::new(AtomicBool::new(false));
         let owned = Owned(Arc::clone(&dropped));
         let work = async move {
             let _owned = owned;
@@ -180,16 +162,25 @@ mod tests {
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| runtime.wait(&*clock, MonotonicTime(10), work));
             clock.await_sleepers(1);
-            assert!(!dropped.0.load(Ordering::Acquire));
+            assert!(!dropped.load(Ordering::Acquire));
             clock.advance(Duration::from_nanos(10));
             assert_eq!(waits.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
         });
-        while !dropped.0.load(Ordering::Acquire) {
-            let seen = dropped.1.seen();
-            if !dropped.0.load(Ordering::Acquire) {
-                dropped.1.wait(seen);
-            }
-        }
+        assert!(dropped.load(Ordering::Acquire));
+    }
+
+    #[test]
+    fn it_goes_on_when_something_of_the_runtime_comes() {
+        let runtime = Runtime::of_this_process().unwrap();
+        let (tell, told) = tokio::sync::oneshot::channel();
+        let work = async {
+            let telling = tokio::spawn(async move { tell.send(7).map_err(drop) });
+            let number = told.await.map_err(|_| Error::internal("nobody told"))?;
+            telling.await.unwrap().unwrap();
+            Ok(number)
+        };
+        let answer = runtime.wait(&SystemClock, MonotonicTime::NEVER, work);
+        assert_eq!(answer.unwrap(), 7);
     }
 
     #[test]

@@ -104,14 +104,10 @@ impl IoJob {
         }
     }
 
-    /// Does `work` on the runtime of the process and waits for its end, until nobody waits for this job any more: see
+    /// Does `work` as a future of the process's runtime and waits for its end, until nobody waits for this job any more: see
     /// [`Runtime::wait`](ucm_infra::Runtime::wait). Fails with `Timeout`, and does nothing, where that is so already.
     #[cfg(feature = "runtime")]
-    pub fn wait<T: Send + 'static>(
-        &self,
-        runtime: &ucm_infra::Runtime,
-        work: impl Future<Output = Result<T>> + Send + 'static,
-    ) -> Result<T> {
+    pub fn wait<T>(&self, runtime: &ucm_infra::Runtime, work: impl Future<Output = Result<T>>) -> Result<T> {
         self.still_wanted()?;
         match &self.until {
             Some((clock, deadline, _)) => runtime.wait(&**clock, *deadline, work),

@@ -225,8 +225,8 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
         let late = |(_, error): &(usize, ucm_core::Error)| error.kind() == ErrorKind::Timeout;
         assert!(failures.iter().any(late), "{failures:?}");
         assert!(ids(4).iter().all(|&id| device.is_blank(id)), "nothing came late");
-        eventually("every slot comes back", || {
-            store.stat("slots_free") == store.stat("slots")
+        eventually("every slot and every thread comes back", || {
+            store.stat("slots_free") == store.stat("slots") && store.stat("workers_stuck") == 0
         });
     }
     let device = Device::filled(&setup, &[id(8)]);

@@ -249,8 +249,8 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
                 .any(|(_, error)| error.kind() == ErrorKind::Timeout)
         );
         assert!(ids(4).iter().all(|&id| device.is_blank(id)), "nothing came late");
-        eventually("every slot comes back", || {
-            store.stat("slots_free") == store.stat("slots")
+        eventually("every slot and every thread comes back", || {
+            store.stat("slots_free") == store.stat("slots") && store.stat("workers_stuck") == 0
         });
     }
     server.thaw();

@@ -20,7 +20,6 @@ use object_store::{
     BackoffConfig, Certificate, ClientOptions, GetOptions, GetRange, MultipartUpload, ObjectMeta,
     ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
-use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::credentials;
@@ -339,9 +338,9 @@ impl Bucket {
 
     /// What lies below a prefix. `NoSpace` where that is more than one listing names.
     pub(super) async fn list(&self, prefix: &Path) -> Result<Vec<ObjectMeta>> {
-        let found = Mutex::default();
-        if self.list_into(prefix, None, MOST_LISTED, &found).await? {
-            return Ok(found.into_inner());
+        let mut found = Vec::new();
+        if self.list_into(prefix, None, MOST_LISTED, &mut found).await? {
+            return Ok(found);
         }
         let text = "there are more objects below this prefix than can be counted; give the store a prefix of its own, or a \
                     larger object_size";
@@ -357,7 +356,7 @@ impl Bucket {
         prefix: &Path,
         behind: Option<&Path>,
         most: usize,
-        found: &Mutex<Vec<ObjectMeta>>,
+        found: &mut Vec<ObjectMeta>,
     ) -> Result<bool> {
         let mut listing = match behind {
             Some(behind) => self.store.list_with_offset(Some(prefix), behind),
@@ -368,7 +367,6 @@ impl Bucket {
             .await
             .map_err(|error| self.failed(prefix, &error))?
         {
-            let mut found = found.lock();
             if found.len() == most {
                 return Ok(false);
             }
@@ -536,15 +534,11 @@ mod tests {
             for name in ["a/1", "a/2", "a/3", "b/1"] {
                 bucket.put(&Path::from(name), Bytes::new()).await?;
             }
-            let (found, prefix) = (Mutex::default(), Path::from("a"));
-            let all = bucket.list_into(&prefix, None, 2, &found).await?;
-            let behind = found.lock().last().map(|meta: &ObjectMeta| meta.location.clone());
-            let rest = bucket.list_into(&prefix, behind.as_ref(), 3, &found).await?;
-            let names: Vec<String> = found
-                .lock()
-                .iter()
-                .map(|meta| meta.location.to_string())
-                .collect();
+            let (mut found, prefix) = (Vec::new(), Path::from("a"));
+            let all = bucket.list_into(&prefix, None, 2, &mut found).await?;
+            let behind = found.last().map(|meta: &ObjectMeta| meta.location.clone());
+            let rest = bucket.list_into(&prefix, behind.as_ref(), 3, &mut found).await?;
+            let names: Vec<String> = found.iter().map(|meta| meta.location.to_string()).collect();
             Ok((all, rest, names))
         };
         let clock = ucm_infra::SystemClock::shared();

@@ -2,12 +2,10 @@
 //! watermark and what is older than `expire_after`, and writes down what is left.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::StreamExt;
 use object_store::path::Path;
-use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
@@ -107,8 +105,7 @@ impl Objects {
         } else {
             None
         };
-        let (bucket, names) = (Arc::clone(&self.bucket), self.names.clone());
-        let mut contents = self.call(deadline, async move { look(&bucket, &names).await })?;
+        let mut contents = self.call(deadline, look(&self.bucket, &self.names))?;
         let found = contents.segments.len() as u64;
         let (mut removed, mut freed) = (0, 0);
         for _ in 0..ROUNDS {
@@ -151,14 +148,12 @@ impl Objects {
             )
         };
         // The silence of others is kept here, by our own clock.
-        let silence = std::mem::take(&mut self.space.state.lock().silence);
-        let kept = Arc::new(Mutex::new(silence));
-        let heard = Arc::clone(&kept);
-        let begun = self.change(deadline, move |document| {
+        let mut silence = std::mem::take(&mut self.space.state.lock().silence);
+        let begun = self.change(deadline, |document| {
             document.ask(writer, Use { wanted: 0, ..used }, limit);
-            document.begin_count(writer, &mut heard.lock(), now)
+            document.begin_count(writer, &mut silence, now)
         });
-        self.space.state.lock().silence = std::mem::take(&mut kept.lock());
+        self.space.state.lock().silence = silence;
         let other = || Error::new(ErrorKind::Busy, "another writer counts what is stored");
         begun?.map(|(before, _)| before).ok_or_else(other)
     }
@@ -198,16 +193,13 @@ impl Objects {
         stale: Vec<Path>,
         deadline: MonotonicTime,
     ) -> Result<(u64, u64)> {
-        let bucket = Arc::clone(&self.bucket);
         let segments = segments.into_iter().map(|(path, size)| (path, 1, size));
-        let all: Vec<(Path, u64, u64)> = segments
-            .chain(stale.into_iter().map(|path| (path, 0, 0)))
-            .collect();
-        let (gone, error) = self.call(deadline, async move {
-            let removals = all.into_iter().map(|(path, count, size)| {
-                let bucket = Arc::clone(&bucket);
-                async move { bucket.delete(&path).await.map(|()| (count, size)) }
-            });
+        let all = segments.chain(stale.into_iter().map(|path| (path, 0, 0)));
+        let removals = all.map(|(path, count, size)| async move {
+            let removed = self.bucket.delete(&path).await;
+            removed.map(|()| (count, size))
+        });
+        let (gone, error) = self.call(deadline, async {
             let removals = futures_util::stream::iter(removals).buffer_unordered(AT_ONCE);
             let add = |(gone, failed): ((u64, u64), Option<Error>), removed: Result<(u64, u64)>| {
                 let sum = match removed {
@@ -231,7 +223,7 @@ impl Objects {
 }
 
 /// Lists what lies below the prefix, and reads what writers tell of their uses.
-async fn look(bucket: &Arc<Bucket>, names: &Names) -> Result<Contents> {
+async fn look(bucket: &Bucket, names: &Names) -> Result<Contents> {
     // The server says what time it is: by when something was put there just now.
     let clock = names.probe();
     bucket.put(&clock, bytes::Bytes::new()).await?;

@@ -1,6 +1,5 @@
 //! Whether a server keeps to conditional writes, which a limit that several share needs.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use object_store::path::Path;
@@ -17,8 +16,7 @@ impl Objects {
         if self.has_conditions() {
             return Ok(());
         }
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.probe());
-        let conditions = self.call(deadline, async move { has_conditions(&bucket, &path).await })?;
+        let conditions = self.call(deadline, has_conditions(&self.bucket, &self.names.probe()))?;
         self.space.conditions.store(conditions, Ordering::Release);
         if !conditions {
             let after = self.expiry().unwrap_or_default().as_secs();

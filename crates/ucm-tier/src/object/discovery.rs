@@ -5,7 +5,6 @@
 //! clock that is far behind is found. Nobody looks while nobody asks for anything.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::StreamExt;
@@ -251,16 +250,12 @@ impl Objects {
 
     /// The objects behind a name that were listed by the deadline, and how that ended: whether there were no more.
     fn names_behind(&self, behind: Option<Path>, deadline: MonotonicTime) -> (Vec<ObjectMeta>, Result<bool>) {
-        let (bucket, prefix) = (Arc::clone(&self.bucket), self.names.segments());
-        let found = Arc::new(Mutex::new(Vec::new()));
-        let into = Arc::clone(&found);
-        let ended = self.call(deadline, async move {
-            bucket
-                .list_into(&prefix, behind.as_ref(), MOST_LISTED, &into)
-                .await
-        });
-        let listed = std::mem::take(&mut *found.lock());
-        (listed, ended)
+        let (prefix, mut found) = (self.names.segments(), Vec::new());
+        let list = self
+            .bucket
+            .list_into(&prefix, behind.as_ref(), MOST_LISTED, &mut found);
+        let ended = self.call(deadline, list);
+        (found, ended)
     }
 
     fn segment_of(&self, meta: &ObjectMeta) -> Option<(SegmentObject, u64)> {
@@ -293,26 +288,17 @@ impl Objects {
                 .map(|(object, size)| (*object, *size));
             let batch: Vec<(SegmentObject, u64)> = batch.collect();
             left -= batch.len();
-            let (bucket, names, identity) = (
-                Arc::clone(&self.bucket),
-                self.names.clone(),
-                *self.config.scope.identity.digest(),
-            );
-            let asked = batch.clone();
-            let read = match self.call(deadline, async move {
-                let one = |(object, size): (SegmentObject, u64)| {
-                    let (bucket, path) = (Arc::clone(&bucket), names.segment(object));
-                    async move {
-                        (
-                            object,
-                            size,
-                            footer(&bucket, &path, object, size, &identity).await,
-                        )
-                    }
-                };
-                let reads = futures_util::stream::iter(asked.into_iter().map(one));
-                Ok(reads.buffer_unordered(AT_ONCE).collect::<Vec<_>>().await)
-            }) {
+            let identity = self.config.scope.identity.digest();
+            let one = |&(object, size): &(SegmentObject, u64)| async move {
+                let path = self.names.segment(object);
+                (
+                    object,
+                    size,
+                    footer(&self.bucket, &path, object, size, identity).await,
+                )
+            };
+            let reads = futures_util::stream::iter(batch.iter().map(one)).buffer_unordered(AT_ONCE);
+            let read = match self.call(deadline, async { Ok(reads.collect::<Vec<_>>().await) }) {
                 Ok(read) => read,
                 // The time of this turn is over, and the rest comes with the next one.
                 Err(error) if came_on && error.kind() == ErrorKind::Timeout => break,

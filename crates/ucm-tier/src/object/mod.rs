@@ -97,7 +97,7 @@ pub struct ObjectBackend {
 struct Objects {
     config: ObjectConfig,
     clock: Arc<dyn Clock>,
-    bucket: Arc<Bucket>,
+    bucket: Bucket,
     names: Names,
     index: Index,
     lengths: Lengths,
@@ -115,7 +115,7 @@ impl ObjectBackend {
     pub fn new(config: ObjectConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         let prefix = Url::parse(&config.place.url)?.prefix.to_owned();
         let objects = Objects {
-            bucket: Arc::new(Bucket::new(&config.place)?),
+            bucket: Bucket::new(&config.place)?,
             names: Names::new(&prefix, config.scope.identity.namespace()),
             index: Index::new(MOST_BLOCKS),
             lengths: Lengths::of(&config.scope.record),
@@ -139,12 +139,8 @@ impl ObjectBackend {
 }
 
 impl Objects {
-    /// Waits for something that the client does, in the background.
-    fn call<T: Send + 'static>(
-        &self,
-        deadline: MonotonicTime,
-        work: impl Future<Output = Result<T>> + Send + 'static,
-    ) -> Result<T> {
+    /// Waits for something that the client does.
+    fn call<T>(&self, deadline: MonotonicTime, work: impl Future<Output = Result<T>>) -> Result<T> {
         self.upkeep.runtime.wait(&*self.clock, deadline, work)
     }
 
@@ -154,7 +150,7 @@ impl Objects {
 
     /// The marker that is there, or a new one where something is to be stored.
     fn marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.marker());
+        let (bucket, path) = (&self.bucket, self.names.marker());
         let fresh = Marker {
             format: FORMAT,
             uuid: crate::random_hex(),
@@ -164,7 +160,7 @@ impl Objects {
             read_ns: None,
         };
         let (writes, conditional) = (!self.config.scope.lookup_only, self.has_conditions());
-        let found = self.call(deadline, async move {
+        let found = self.call(deadline, async {
             if let Some((bytes, _)) = bucket.get(&path, DOCUMENT).await? {
                 return Ok(Some(bytes));
             }
@@ -184,8 +180,7 @@ impl Objects {
     /// Adds what this writer has to its part's manifest.
     fn describe(&self, deadline: MonotonicTime) -> Result<()> {
         let (config, path) = (&self.config, self.names.manifest(self.config.scope.part));
-        let (bucket, from) = (Arc::clone(&self.bucket), path.clone());
-        let stored = self.call(deadline, async move { bucket.get(&from, DOCUMENT).await })?;
+        let stored = self.call(deadline, self.bucket.get(&path, DOCUMENT))?;
         let mut manifest = stored
             .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(&bytes).ok())
             .unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
@@ -194,10 +189,7 @@ impl Objects {
         if !changed {
             return Ok(());
         }
-        let bucket = Arc::clone(&self.bucket);
-        self.call(deadline, async move {
-            bucket.put(&path, manifest.to_bytes().into()).await
-        })
+        self.call(deadline, self.bucket.put(&path, manifest.to_bytes().into()))
     }
 
     /// Whether a record of this place is one of ours whole and with KV, by its length.

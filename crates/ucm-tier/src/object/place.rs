@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// See the module.
 pub(crate) struct ObjectPlace {
-    bucket: Arc<Bucket>,
+    bucket: Bucket,
     names: Names,
     runtime: Arc<Runtime>,
     clock: Arc<dyn Clock>,
@@ -29,14 +29,14 @@ impl ObjectPlace {
     pub(crate) fn open(at: &At) -> Result<Self> {
         let url = Url::parse(&at.url)?;
         Ok(Self {
-            bucket: Arc::new(Bucket::new(at)?),
+            bucket: Bucket::new(at)?,
             names: Names::new(url.prefix, String::new()),
             runtime: Runtime::of_this_process()?,
             clock: SystemClock::shared(),
         })
     }
 
-    fn call<T: Send + 'static>(&self, work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+    fn call<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         self.runtime
             .wait(&*self.clock, self.clock.now().after(PATIENCE), work)
     }
@@ -44,8 +44,7 @@ impl ObjectPlace {
 
 impl Place for ObjectPlace {
     fn room(&self) -> Result<Room> {
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.marker());
-        let marker = self.call(async move { bucket.get(&path, DOCUMENT).await })?;
+        let marker = self.call(self.bucket.get(&self.names.marker(), DOCUMENT))?;
         let marker = marker.map(|(bytes, _)| Marker::parse(&bytes)).transpose()?;
         Ok(Room {
             limit: marker.map_or(0, |marker| marker.storage_capacity),
@@ -55,10 +54,9 @@ impl Place for ObjectPlace {
     }
 
     fn list(&self) -> Result<Vec<Item>> {
-        let (bucket, names) = (Arc::clone(&self.bucket), self.names.clone());
-        let (listed, used) = self.call(async move {
-            let listed = bucket.list(names.prefix()).await?;
-            let used = uses_told(&bucket, &names, &listed).await;
+        let (listed, used) = self.call(async {
+            let listed = self.bucket.list(self.names.prefix()).await?;
+            let used = uses_told(&self.bucket, &self.names, &listed).await;
             Ok((listed, used))
         })?;
         let item = |meta: object_store::ObjectMeta| {
@@ -78,16 +76,16 @@ impl Place for ObjectPlace {
     }
 
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
-        let (bucket, path) = (Arc::clone(&self.bucket), object_store::path::Path::from(name));
-        let read = self.call(async move {
-            let Some(meta) = bucket.head(&path).await? else {
+        let path = object_store::path::Path::from(name);
+        let read = self.call(async {
+            let Some(meta) = self.bucket.head(&path).await? else {
                 return Ok(None);
             };
             let end = start.saturating_add(len).min(meta.size);
             if start >= end {
                 return Ok(Some(Vec::new())); // a server refuses a stretch of nothing
             }
-            bucket.range(&path, start..end).await.map(Some)
+            self.bucket.range(&path, start..end).await.map(Some)
         });
         match read {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -102,13 +100,12 @@ impl Place for ObjectPlace {
             let text = "this object is none of those that a tool removes";
             return Err(Error::new(ErrorKind::InvalidInput, text).with("object", &path));
         }
-        let (bucket, version) = (Arc::clone(&self.bucket), item.version.clone());
-        self.call(async move {
-            let now = bucket.head(&path).await?;
-            if now.is_none_or(|now| now.e_tag.unwrap_or_default() != version) {
+        self.call(async {
+            let now = self.bucket.head(&path).await?;
+            if now.is_none_or(|now| now.e_tag.unwrap_or_default() != item.version) {
                 return Ok(false);
             }
-            bucket.delete(&path).await.map(|()| true)
+            self.bucket.delete(&path).await.map(|()| true)
         })
     }
 }

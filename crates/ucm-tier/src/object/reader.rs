@@ -1,7 +1,6 @@
 //! Reading records: a range of an object, each record of it straight into its slot as the bytes arrive.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use futures_util::stream::TryStreamExt;
 use object_store::path::Path;
@@ -75,7 +74,7 @@ impl Objects {
 
     /// Records that lie next to one another in one object, with one request. What goes wrong with several is asked again for
     /// each by itself, so that each has an outcome of its own.
-    fn read_range(&self, io: &IoJob, placed: Vec<Placed>) -> Vec<Outcome> {
+    fn read_range(&self, io: &IoJob, mut placed: Vec<Placed>) -> Vec<Outcome> {
         let (Some(first), Some(last)) = (placed.first(), placed.last()) else {
             return Vec::new();
         };
@@ -85,12 +84,11 @@ impl Objects {
         };
         let (number, count) = (first.hit.segment, placed.len());
         let range = first.hit.offset..last.hit.offset + last.want() as u64;
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.segment(segment));
-        // The slots belong to the request until it has really ended.
-        let asked = io.wait(&self.upkeep.runtime, async move {
-            Ok(fill(&bucket, &path, range, placed).await)
+        let path = self.names.segment(segment);
+        let asked = io.wait(&self.upkeep.runtime, async {
+            Ok(fill(&self.bucket, &path, range, &mut placed).await)
         });
-        let (placed, mut filled, failed) = match asked {
+        let (mut filled, failed) = match asked {
             Ok(answered) => answered,
             Err(error) => return (0..count).map(|_| Outcome::Came(Err(error.clone()))).collect(),
         };
@@ -134,18 +132,18 @@ async fn fill(
     bucket: &Bucket,
     path: &Path,
     range: Range<u64>,
-    mut placed: Vec<Placed>,
-) -> (Vec<Placed>, usize, Option<Error>) {
+    placed: &mut [Placed],
+) -> (usize, Option<Error>) {
     let mut stream = match bucket.stream(path, range).await {
         Ok(stream) => stream,
-        Err(error) => return (placed, 0, Some(error)),
+        Err(error) => return (0, Some(error)),
     };
     let (mut filled, mut number, mut within) = (0, 0, 0);
     loop {
         let mut piece = match stream.try_next().await {
             Ok(Some(piece)) => piece,
-            Ok(None) => return (placed, filled, None),
-            Err(error) => return (placed, filled, Some(bucket.failed(path, &error))),
+            Ok(None) => return (filled, None),
+            Err(error) => return (filled, Some(bucket.failed(path, &error))),
         };
         while !piece.is_empty()
             && let Some(one) = placed.get_mut(number)

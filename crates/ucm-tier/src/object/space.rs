@@ -4,7 +4,6 @@
 //! conditional writes ([`super::conditions`]) cannot keep a limit that several share: there segments go by their age alone, and
 //! the log says so.
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
@@ -231,13 +230,13 @@ impl Objects {
     }
 
     /// Changes the document, as long as others do not overtake; nothing where there is nothing to change.
-    pub(super) fn change<T: Send + 'static>(
+    pub(super) fn change<T>(
         &self,
         deadline: MonotonicTime,
-        mut change: impl FnMut(&mut SpaceDocument) -> Option<T> + Send + 'static,
+        mut change: impl FnMut(&mut SpaceDocument) -> Option<T>,
     ) -> Result<Option<(T, SpaceDocument)>> {
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.space());
-        self.call(deadline, async move {
+        let (bucket, path) = (&self.bucket, self.names.space());
+        self.call(deadline, async {
             for race in 0..RACES {
                 let found = bucket.get(&path, DOCUMENT).await?;
                 let mut document = match &found {

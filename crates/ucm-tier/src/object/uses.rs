@@ -1,7 +1,6 @@
 //! When segments were last used: each writer tells it in a small object of its own, once a minute at most.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
 
 use futures_util::stream::StreamExt;
 use object_store::ObjectMeta;
@@ -80,14 +79,14 @@ impl Objects {
             (self.config.scope.writer, Uses { format: FORMAT, used })
         };
         let bytes = serde_json::to_vec(&uses).unwrap_or_default();
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.uses(writer));
-        self.call(deadline, async move { bucket.put(&path, bytes.into()).await })
+        let path = self.names.uses(writer);
+        self.call(deadline, self.bucket.put(&path, bytes.into()))
     }
 }
 
 /// When segments were last used, as writers tell; one that cannot be read tells nothing.
 pub(super) async fn uses_told(
-    bucket: &Arc<Bucket>,
+    bucket: &Bucket,
     names: &Names,
     listed: &[ObjectMeta],
 ) -> HashMap<SegmentObject, u64> {
@@ -97,11 +96,11 @@ pub(super) async fn uses_told(
         .filter(|meta| meta.location.prefix_matches(&uses))
         .collect();
     told.sort_unstable_by_key(|meta| std::cmp::Reverse(meta.last_modified));
-    let reads = told.into_iter().take(MOST_WRITERS).map(|meta| {
-        let (bucket, path) = (Arc::clone(bucket), meta.location.clone());
-        async move { bucket.get(&path, DOCUMENT).await }
-    });
-    let read: Vec<_> = futures_util::stream::iter(reads.collect::<Vec<_>>())
+    let reads = told
+        .into_iter()
+        .take(MOST_WRITERS)
+        .map(|meta| bucket.get(&meta.location, DOCUMENT));
+    let read: Vec<_> = futures_util::stream::iter(reads)
         .buffer_unordered(AT_ONCE)
         .collect()
         .await;

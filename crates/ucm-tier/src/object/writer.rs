@@ -311,11 +311,11 @@ impl Objects {
 
     /// Sends a segment, and reads back what is wanted so: those that are not sound.
     fn put(&self, putting: &Putting, deadline: MonotonicTime) -> Result<Vec<Entry>> {
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.segment(putting.object));
-        let (bytes, conditional) = (putting.bytes.clone(), self.has_conditions());
-        self.call(deadline, async move {
-            bucket.put_large(&path, bytes, conditional).await
-        })?;
+        let (path, bytes) = (self.names.segment(putting.object), putting.bytes.clone());
+        self.call(
+            deadline,
+            self.bucket.put_large(&path, bytes, self.has_conditions()),
+        )?;
         let members = putting.members.lock();
         let wanted = members.iter().filter(|member| member.read_back);
         let mut unsound: Vec<Entry> = wanted.map(|member| member.entry).collect();
@@ -326,9 +326,9 @@ impl Objects {
 
     /// Reads a record that was just put and judges it.
     fn read_back(&self, putting: &Putting, entry: &Entry, deadline: MonotonicTime) -> Result<(), MissReason> {
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.segment(putting.object));
+        let path = self.names.segment(putting.object);
         let range = entry.offset..entry.offset + entry.len;
-        let read = self.call(deadline, async move { bucket.range(&path, range).await });
+        let read = self.call(deadline, self.bucket.range(&path, range));
         let bytes = read.map_err(|_| MissReason::IoError)?;
         let expect = Expect {
             id: entry.id,

@@ -213,13 +213,15 @@ impl Connections {
         questions
             .into_iter()
             .for_each(|question| _ = pipeline.add_command(question));
-        let (asked, questions) = (pipeline.len(), Arc::new(pipeline));
+        let asked = pipeline.len();
         // Sooner than the deadline, so that what other nodes have answered counts.
         let time = io.deadline().since(self.clock.now()).mul_f64(NODE_SHARE);
-        let answers = self.with_link(io, traffic, move |mut link| {
-            let questions = Arc::clone(&questions);
-            async move { link.ask(&questions, time).await }
-        })?;
+        let pipeline = &pipeline;
+        let answers = self.with_link(
+            io,
+            traffic,
+            |mut link| async move { link.ask(pipeline, time).await },
+        )?;
         if answers.len() != asked {
             return Err(Error::internal("the server did not answer every question"));
         }
@@ -235,11 +237,12 @@ impl Connections {
     }
 
     /// Every key of this pattern, on all nodes.
-    pub(super) fn scan(&self, io: &IoJob, pattern: String) -> Result<Vec<Vec<u8>>> {
-        self.with_link(io, Traffic::Short, move |mut link| {
-            let pattern = pattern.clone();
-            async move { link.scan(&pattern).await }
-        })
+    pub(super) fn scan(&self, io: &IoJob, pattern: &str) -> Result<Vec<Vec<u8>>> {
+        self.with_link(
+            io,
+            Traffic::Short,
+            |mut link| async move { link.scan(pattern).await },
+        )
     }
 
     /// What the server says of itself, of a cluster all nodes together.
@@ -250,32 +253,26 @@ impl Connections {
 
     /// Asks over a connection, and once more over a new one where it turns out that the server had ended it: it may end what
     /// was idle, and what is asked here may be asked twice.
-    fn with_link<T: Send + 'static, F>(
-        &self,
-        io: &IoJob,
-        traffic: Traffic,
-        ask: impl Fn(Link) -> F + Send + 'static,
-    ) -> Result<T>
+    fn with_link<T, F>(&self, io: &IoJob, traffic: Traffic, ask: impl Fn(Link) -> F) -> Result<T>
     where
-        F: Future<Output = Result<T, RedisError>> + Send,
+        F: Future<Output = Result<T, RedisError>>,
     {
         let unknown = || Error::new(ErrorKind::Unhealthy, "the server was not reached yet");
         let server = self.server.read().clone().ok_or_else(unknown)?;
-        let line = Arc::clone(self.line(traffic));
-        let (began, asked) = (self.clock.now(), Arc::clone(&line));
-        let answered = io.wait(&self.runtime, async move {
-            let (number, link) = asked.link(server.clone()).await?;
+        let (line, began) = (self.line(traffic), self.clock.now());
+        let answered = io.wait(&self.runtime, async {
+            let (number, link) = line.link(server.clone()).await?;
             let error = match ask(link).await {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
-            asked.given_up.fetch_max(number, Ordering::AcqRel);
+            line.given_up.fetch_max(number, Ordering::AcqRel);
             if !error.is_connection_dropped() {
                 return Err(no_answer(error));
             }
-            let (number, link) = asked.link(server).await?;
+            let (number, link) = line.link(server.clone()).await?;
             ask(link).await.map_err(|error| {
-                asked.given_up.fetch_max(number, Ordering::AcqRel);
+                line.given_up.fetch_max(number, Ordering::AcqRel);
                 no_answer(error)
             })
         });

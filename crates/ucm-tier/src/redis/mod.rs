@@ -584,7 +584,7 @@ impl Shared {
     }
 
     fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
-        let keys = self.connections.scan(io, self.keys.pattern())?;
+        let keys = self.connections.scan(io, &self.keys.pattern())?;
         let ids: Vec<BlockId> = keys.iter().filter_map(|key| self.keys.id(key)).collect();
         let now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
         let life = i64::try_from(self.config.expire_after.as_millis()).unwrap_or(i64::MAX);

@@ -96,7 +96,7 @@ impl Place for RedisPlace {
 
     fn list(&self) -> Result<Vec<Item>> {
         let io = self.job();
-        let keys = self.connections.scan(&io, format!("{}:*", self.prefix))?;
+        let keys = self.connections.scan(&io, &format!("{}:*", self.prefix))?;
         let keys: Vec<String> = keys
             .into_iter()
             .filter_map(|key| String::from_utf8(key).ok())
