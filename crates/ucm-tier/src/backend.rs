@@ -1,10 +1,10 @@
 //! The seam between the engine and a medium.
 //!
-//! A backend moves named records between slots and one medium. It is asked on a thread of a pool that keeps the time, and
-//! blocks that thread: straight-line code that looks at its [`IoJob`] before every effect, because nobody waits for what
-//! comes late. Writing alone may answer later, since records may be published together. A backend owns a slot until the
-//! operation has really ended, never touches device memory, and knows nothing of tasks, other media or vLLM. A new one is
-//! one file that implements this trait.
+//! A backend moves named records between slots and one medium. It is asked on a thread of a pool that keeps the time (a
+//! lookup also on the thread that wants to know, see [`Features`]), and blocks that thread: straight-line code that looks at
+//! its [`IoJob`] before every effect, because nobody waits for what comes late. Writing alone may answer later, since records
+//! may be published together. A backend owns a slot until the operation has really ended, never touches device memory, and
+//! knows nothing of tasks, other media or vLLM. A new one is one file that implements this trait.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;

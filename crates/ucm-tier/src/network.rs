@@ -6,7 +6,7 @@ pub(crate) fn use_ring() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
-/// Bytes that are more than all answers of a moment.
+/// Half of what may be free before the system gets any of it back: a few answers for each thread that waits for one.
 const ANSWERS: usize = 16 << 20;
 
 /// Has the allocator keep the memory of answers for those that come next. glibc gives back to the system what is free beyond

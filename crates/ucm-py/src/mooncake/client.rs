@@ -1,9 +1,9 @@
-//! How threads of the tier hand their work to the one thread that calls Mooncake's client (`calling.rs`).
+//! How work gets to the one thread that calls Mooncake's client (`calling.rs`).
 //!
-//! A thread of the tier puts its work in line and waits until its own deadline, never longer. The thread that calls takes
-//! what waits together, of one sort and up to [`BATCH`] bytes, and makes one call of it; it holds the slots while a
-//! call runs, which no deadline ends. So a master that hangs costs each request its deadline, then the breaker opens;
-//! a slot comes back when the call does.
+//! A thread of the tier, or one that looks blocks up, puts its work in line and waits until its own deadline, never
+//! longer. The thread that calls takes what waits together, of one sort and up to [`BATCH`] bytes, and makes one call of
+//! it; it holds the slots while a call runs, which no deadline ends. So a master that hangs costs each request its
+//! deadline, then the breaker opens; a slot comes back when the call does.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -93,7 +93,7 @@ pub(super) enum Stored {
     ReadBack(Slot, usize),
 }
 
-/// The client, as threads of the tier see it.
+/// The client, as those who ask see it.
 pub(super) struct Client(Arc<Shared>);
 
 /// What both sides have.

@@ -22,7 +22,7 @@ use backend::{Mooncake, Whose};
 use library::Pool;
 use place::MooncakePlace;
 
-/// Threads of the tier: as many batches wait for the client at once, and it takes what waits together.
+/// Threads that load and dump: as many batches wait for the client at once, and it takes what waits together.
 const THREADS: usize = 32;
 /// Where Mooncake's master listens unless it is told otherwise.
 const MASTER_PORT: u16 = 50051;

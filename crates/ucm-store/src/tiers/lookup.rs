@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, MissReason};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{LANE_LOOKUP, MonotonicTime};
 use ucm_io::{IoJob, Pending};
 use ucm_tier::backend::Presence;
@@ -136,7 +136,16 @@ impl Tiers {
         request: Request,
     ) -> Asking<'a> {
         let answers = match ids.is_empty() || self.admits_lookup(number, request, self.clock.now()) {
-            true => begin(&self.tiers[number], &ids, stop_at_missing, until),
+            true => {
+                let tier = &self.tiers[number];
+                begin(
+                    tier,
+                    self.levels[tier.level].is_spread(),
+                    &ids,
+                    stop_at_missing,
+                    until,
+                )
+            }
             false => Answers::Off,
         };
         Asking {
@@ -201,7 +210,11 @@ impl Asking<'_> {
         let (there, failed) = match self.answers {
             Answers::Off => return vec![Err(MissReason::Unhealthy); self.ids.len()],
             Answers::There(there, failed) => (there, failed),
-            Answers::Coming(pieces) => gather(pieces),
+            Answers::Coming(pieces) => gather(
+                pieces
+                    .into_iter()
+                    .map(|(asked, look)| (asked, look.wait_for(GRACE))),
+            ),
         };
         if !self.ids.is_empty() && !tier.knows_by_itself() {
             tiers.note(number, self.request, failed.as_ref());
@@ -218,18 +231,20 @@ impl Asking<'_> {
     }
 }
 
-/// Asks a tier for records: here and now, or in pieces that its threads share.
-fn begin(tier: &Tier, ids: &[BlockId], stop: bool, until: MonotonicTime) -> Answers {
+/// Asks a tier for records: here and now where that needs no thread of the tier, or in pieces that its threads share. `beside`
+/// others one that must be waited for has a thread of its own, so that all are waited for together.
+fn begin(tier: &Tier, beside: bool, ids: &[BlockId], stop: bool, until: MonotonicTime) -> Answers {
     let features = tier.backend.features();
-    if features.answers_at_once || features.waits_by_itself {
+    if features.answers_at_once || features.waits_by_itself && !beside {
         let io = tier.pool.here(LANE_LOOKUP, until);
-        return match tier.backend.lookup(&io, ids, stop) {
-            Ok(mut there) => {
-                there.resize(ids.len(), Err(MissReason::Absent));
-                Answers::There(there, None)
-            }
-            Err(error) => Answers::There(vec![Err(reason_of(&error)); ids.len()], Some(error)),
+        let ask = |ids: &[BlockId]| (ids.len(), tier.backend.lookup(&io, ids, stop));
+        let most = if features.answers_at_once {
+            ids.len().max(1)
+        } else {
+            CHUNK_MAX
         };
+        let (there, failed) = gather(ids.chunks(most).map(ask));
+        return Answers::There(there, failed);
     }
     let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
     let begin = |ids: &[BlockId]| {
@@ -240,13 +255,13 @@ fn begin(tier: &Tier, ids: &[BlockId], stop: bool, until: MonotonicTime) -> Answ
     Answers::Coming(ids.chunks(chunk).map(begin).collect())
 }
 
-/// Waits for the pieces. Where none was answered, the error of the first beside them: one word on the medium for the whole
-/// lookup.
-fn gather(pieces: Vec<(usize, Pending<Vec<Presence>>)>) -> (Vec<Presence>, Option<Error>) {
+/// Puts the answers to the pieces of a lookup together. Where none was answered, the error of the first beside them: one word
+/// on the medium for the whole lookup.
+fn gather(pieces: impl Iterator<Item = (usize, Result<Vec<Presence>>)>) -> (Vec<Presence>, Option<Error>) {
     let (mut found, mut answered, mut failed) = (Vec::new(), false, None);
-    for (asked, look) in pieces {
+    for (asked, answer) in pieces {
         let end = found.len() + asked;
-        match look.wait_for(GRACE) {
+        match answer {
             Ok(there) => {
                 answered = true;
                 found.extend(there);
@@ -275,5 +290,23 @@ fn reason_of(error: &Error) -> MissReason {
 fn merge(place: &mut Place, below: Place) {
     if below.is_ok() || *place == Err(MissReason::Absent) {
         *place = below;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_answered_in_time_counts_and_the_rest_is_late() {
+        let late = || Error::new(ErrorKind::Timeout, "late");
+        let pieces = vec![(2, Ok(vec![Ok(())])), (2, Err(late()))];
+        let (found, failed) = gather(pieces.into_iter());
+        let unanswered = Err(MissReason::LookupLate);
+        assert_eq!(found, [Ok(()), Err(MissReason::Absent), unanswered, unanswered]);
+        assert!(failed.is_none(), "the medium answers");
+        let (found, failed) = gather(vec![(1, Err(late())), (1, Err(late()))].into_iter());
+        assert_eq!(found, [unanswered; 2]);
+        assert_eq!(failed.unwrap().kind(), ErrorKind::Timeout);
     }
 }

@@ -403,14 +403,17 @@ impl Link {
     /// the only server broke.
     async fn ask(&mut self, questions: &Pipeline, time: Duration) -> Result<Vec<Result<Value>>, RedisError> {
         let answers = match self {
-            Self::One(connection) => {
-                connection
-                    .req_packed_commands(questions, 0, questions.len())
-                    .await?
-            }
+            Self::One(connection) => match questions.cmd_iter().next() {
+                // By itself, one is told why the connection broke.
+                Some(one) if questions.len() == 1 => vec![connection.req_packed_command(one).await],
+                _ => {
+                    let asked = connection.req_packed_commands(questions, 0, questions.len());
+                    asked.await?.into_iter().map(Ok).collect()
+                }
+            },
             Self::Cluster(connection) => return Ok(ask_nodes(connection, questions, time).await),
         };
-        let settled = |answer: Value| match answer.extract_error() {
+        let settled = |answer: Result<Value, RedisError>| match answer.and_then(Value::extract_error) {
             Ok(value) => Ok(Ok(value)),
             Err(error) if error.code().is_some() => Ok(Err(refusal(&error))),
             Err(error) => Err(error),

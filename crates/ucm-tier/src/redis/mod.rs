@@ -3,7 +3,7 @@
 //! The server makes a value appear whole or not at all, removes it when its time is over (`expire_after`) and refuses it when
 //! it is full (`maxmemory`), so there is neither index nor collector here. Every record is verified by the engine as ever. A
 //! lookup asks the server for lengths, all of a batch with one round trip, and only for what is not known to be there anyway
-//! ([`known`]). [`connections`] has the client; a thread of the tier waits for it with the deadline of its job.
+//! ([`known`]). [`connections`] has the client; whoever asks waits for it with the deadline of the job.
 
 mod address;
 mod connections;
@@ -454,7 +454,7 @@ impl Shared {
             in_place,
             ..
         } = read;
-        let record = match answer? {
+        let mut record = match answer? {
             Value::BulkString(record) if !(is_part && record.is_empty()) => record,
             Value::Nil | Value::BulkString(_) => {
                 self.known.forget(id);
@@ -468,11 +468,13 @@ impl Shared {
             }
         };
         self.known.learn([id], self.clock.now());
-        let (len, stored_len) = (record.len().min(slot.len()), record.len() as u64);
+        let stored_len = record.len() as u64;
+        record.truncate(slot.len()); // others may keep more beside the KV
+        let len = record.len();
         let lent = if in_place == InPlace::Anywhere {
             Some(Lent::Answer(record))
         } else {
-            slot.as_mut_slice()[..len].copy_from_slice(&record[..len]);
+            slot.as_mut_slice()[..len].copy_from_slice(&record);
             None
         };
         Ok(ReadDone {
