@@ -18,7 +18,7 @@ use ucm_quota::layout::{MARKER, SegmentName, is_namespace};
 const SPACE: &str = "ucm-space.json";
 
 /// Names in one bucket.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Names {
     prefix: Path,
     namespace: String,
