@@ -34,6 +34,7 @@ class Written:
             "identity": identity,
             "layout": "file",
             "storage_capacity": "64MiB",
+            "free_space_floor": 0,
             "staging_capacity": "4MiB",
             "deadlines": PATIENT,
             "tensor_size_list": PIECES,

@@ -28,6 +28,7 @@ def compressed(root: Written) -> Written:
         "storage_backends": str(root.path),
         "identity": "one",
         "storage_capacity": "64MiB",
+        "free_space_floor": 0,
         "staging_capacity": "4MiB",
         "deadlines": PATIENT,
         "tensor_size": sum(PIECES),

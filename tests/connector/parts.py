@@ -139,6 +139,7 @@ def small_store(path: Path) -> dict[str, Any]:
     return {
         "storage_backends": str(path / "root"),
         "storage_capacity": "1GiB",
+        "free_space_floor": 0,
         "staging_capacity": "1MiB",
         "identity": "tests",
         "tensor_size": 4096,

@@ -132,7 +132,8 @@ class Blocks:
 def store_of(where: Place, root: Path, **keys: Any) -> UcmPosixStore:
     """A store on files whose blocks lie on the device of a place."""
     config = {"storage_backends": str(root), "identity": "checks", "platform": where.platform}
-    return UcmPosixStore(config | SIZES | keys)
+    room = {"storage_capacity": "1GiB", "free_space_floor": 0}  # whatever else lies on this disk
+    return UcmPosixStore(config | room | SIZES | keys)
 
 
 def memory_of(where: Place, root: Path) -> UcmCacheStore:

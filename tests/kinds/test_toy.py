@@ -75,7 +75,8 @@ def test_every_shape_of_a_configuration_names_it(config: dict[str, Any], patient
 
 def test_it_is_a_stage_of_a_pipeline(tmp_path: Path, patient: dict[str, Any]) -> None:
     for pipeline in ("Cache|Toy", "Toy|Posix", "Cache|Toy|Posix"):
-        directory = {"storage_backends": str(tmp_path / pipeline)} if "Posix" in pipeline else {}
+        root = {"storage_backends": str(tmp_path / pipeline), "storage_capacity": "64MiB", "free_space_floor": 0}
+        directory = root if "Posix" in pipeline else {}
         with round_trip({"store_pipeline": pipeline, "cache_size": "1MiB", **directory}, patient) as store:
             assert "toy" in store.tier_names
     assert "below Toy" in fails({"store_pipeline": "Toy|Cache"})

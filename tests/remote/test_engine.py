@@ -20,7 +20,7 @@ from checks import ask_until_reused, assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import over_device
 from remote_columns import DS3FS, MOONCAKE, MOTO, REDIS_AOF, S3S_FS, SOFT3FS, Column, Medium, redis_says, started
-from specs import EngineSpec, Result, StoreSpec
+from specs import ROOM, EngineSpec, Result, StoreSpec
 
 from servers import KEYS
 
@@ -66,7 +66,7 @@ def spec(over: Over, model: Path, at: str, work: Path, pipeline: bool) -> Engine
     if pipeline:
         place = keys.pop("storage_backends")
         word = over.column.store.removeprefix("Ucm").removesuffix("Store").lower()
-        directory = {"type": "posix", "path": str(work / f"above-{word}")}
+        directory = {"type": "posix", "path": str(work / f"above-{word}"), **ROOM}
         above = [directory if stage == "posix" else {"type": stage} for stage in over.above]
         stages = [*above, {"type": word, "path": place, **keys}]
         options = {"store_pipeline": stages, "cache_size": "64MiB", "storage_backends": None}

@@ -20,7 +20,12 @@ def test_blocks_of_one_that_keeps_side_shards_come_up_for_one_that_keeps_none(tm
     """A value is longer there than a record of the reader: of what the server answers it takes what it knows."""
     top = {
         "Cache": {"type": "Cache", "cache_size": "4MiB"},
-        "Posix": {"type": "Posix", "storage_backends": str(tmp_path / "root"), "storage_capacity": "1GiB"},
+        "Posix": {
+            "type": "Posix",
+            "storage_backends": str(tmp_path / "root"),
+            "storage_capacity": "1GiB",
+            "free_space_floor": 0,
+        },
     }[above]
     staged = replace(
         REDIS,

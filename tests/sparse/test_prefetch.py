@@ -175,7 +175,7 @@ def test_blocks_come_from_a_store(tmp_path: Path, sizes: dict[str, Any]) -> None
     from ucm.store.factory_v1 import UcmConnectorFactoryV1
 
     config = {"storage_backends": str(tmp_path), "identity": "x", "shard_size": 768, "block_size": 1536, **sizes}
-    config["deadlines"] = PATIENT
+    config |= {"deadlines": PATIENT, "storage_capacity": "64MiB", "free_space_floor": 0}
     with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
         await_room(store)  # type: ignore[arg-type]
         blocks = np.random.default_rng(1).integers(0, 256, (3, 1536), dtype=np.uint8)

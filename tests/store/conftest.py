@@ -19,6 +19,7 @@ def common(tmp_path: Path) -> dict[str, Any]:
         "storage_backends": str(tmp_path / "root"),
         "identity": "tests",
         "storage_capacity": "1GiB",
+        "free_space_floor": 0,
         "staging_capacity": "4MiB",
         "layout": "file",
         "deadlines": PATIENT,

@@ -38,8 +38,8 @@ SIZES: dict[str, Any] = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block
 
 
 def roomy(root: Path) -> dict[str, Any]:
-    room = {"storage_backends": str(root), "storage_capacity": "64MiB", "staging_capacity": "1MiB"}
-    return {**SIZES, **room, "deadlines": PATIENT}
+    room = {"storage_capacity": "64MiB", "free_space_floor": 0, "staging_capacity": "1MiB"}
+    return {**SIZES, **room, "storage_backends": str(root), "deadlines": PATIENT}
 
 
 # Tasks that are polled ----------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     stores: list[UcmPosixStore] = []
 
     def make(**keys: Any) -> UcmPosixStore:
-        written = {"storage_backends": str(tmp_path / "root"), "storage_capacity": "1GiB", "staging_capacity": "4MiB"}
-        written["layout"] = "file"
-        config = load(written | {"deadlines": PATIENT} | keys, {})
+        room = {"storage_capacity": "1GiB", "free_space_floor": 0, "staging_capacity": "4MiB"}
+        written = {"storage_backends": str(tmp_path / "root"), "layout": "file", "deadlines": PATIENT}
+        config = load(room | written | keys, {})
         assert config.problems == ()
         sizes = {"tensor_size": BLOCK, "shard_size": BLOCK, "block_size": BLOCK, "identity": "tests"}
         stores.append(UcmPosixStore(config.store_config() | sizes))

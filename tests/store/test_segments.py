@@ -54,6 +54,7 @@ def opened(root: str | Path, **changes: Any) -> UcmPosixStore:
         "storage_backends": str(root),
         "identity": "tests",
         "storage_capacity": "1GiB",
+        "free_space_floor": 0,
         "staging_capacity": "4MiB",
         "deadlines": PATIENT,
         "tensor_size": BLOCK,

@@ -42,10 +42,8 @@ def opened(common: dict[str, Any], open_store: Open) -> Open:
         name = keys.pop("name", "UcmPosixStore")
         config = {**common, **SHAPE, "sides": SIDES, "segment_age": 0, **keys}
         if name == "UcmCacheStore":
-            config = {
-                key: config[key] for key in config if key not in ("storage_backends", "storage_capacity", "layout")
-            }
-            config.pop("segment_age")
+            of_directories = ("storage_backends", "storage_capacity", "free_space_floor", "layout", "segment_age")
+            config = {key: config[key] for key in config if key not in of_directories}
         return open_store(name, config)
 
     return make

@@ -52,6 +52,7 @@ def config(**changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
         "identity": f"trust {columns.RUN}",
         "storage_capacity": "64MiB",
+        "free_space_floor": 0,
         "staging_capacity": "2MiB",
         "deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60, "dump_s": 60},
         # A breaker that tries again at once.

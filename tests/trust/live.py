@@ -14,7 +14,7 @@ from typing import Any
 import places
 from harness import Engine, EngineError, EngineHost, wait_until
 from places import Place
-from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
+from specs import BLOCK, PATIENT, ROOM, Ask, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.store import BlockHasher, part_mask, record_ids
 
@@ -54,9 +54,9 @@ class Kind:
         """Our store on this root, or another connector's arguments with ``{root}`` replaced."""
         if transfer is not None:
             transfer = _placed(transfer, str(root))
-        store = StoreSpec(root, "UcmPosixStore", options={"layout": "file"})
+        store = StoreSpec(root, "UcmPosixStore", options={"layout": "file", **ROOM})
         if self.over_pc:
-            options = {"store_pipeline": "Cache|Pc", "cache_size": MEMORY, "segment_age": 0}
+            options = {"store_pipeline": "Cache|Pc", "cache_size": MEMORY, "segment_age": 0, **ROOM}
             store = StoreSpec(root, "UcmPipelineStore", options=options)
         return EngineSpec(
             model,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from software_driver import IN_USE
-from specs import EngineSpec, Result, StoreSpec
+from specs import ROOM, EngineSpec, Result, StoreSpec
 
 from stores import Faults
 
@@ -33,7 +33,7 @@ class Disk:
     def store(self) -> StoreSpec:
         """The store under test: ``UCM_TEST_STORE`` is ``plain`` or ``posix``, else posix where it is built."""
         if store_under_test() == "posix":
-            return StoreSpec(self.root, "UcmPosixStore", options={"layout": "file"} | over_device())
+            return StoreSpec(self.root, "UcmPosixStore", options={"layout": "file", **ROOM, **over_device()})
         return StoreSpec(self.root, "PlainStore", "stores")
 
     def faulty(self) -> StoreSpec:

@@ -30,6 +30,10 @@ PATIENT = {
 }
 
 
+#: What a store in directories may take, whatever else lies on the disk of the tests.
+ROOM: Mapping[str, Any] = {"storage_capacity": "4GiB", "free_space_floor": 0}
+
+
 @dataclass(frozen=True)
 class StoreSpec:
     """One entry of ``ucm_connectors``: which store, where, and what it is told."""

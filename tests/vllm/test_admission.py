@@ -14,7 +14,7 @@ from cases import STORED
 from checks import assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk, over_device, store_under_test
-from specs import BLOCK, PATIENT, EngineSpec, Result, StoreSpec
+from specs import BLOCK, PATIENT, ROOM, EngineSpec, Result, StoreSpec
 from throttled import Throttle
 
 from ucm.integration.vllm.connector.admission.admission import UNLEARNT
@@ -41,7 +41,7 @@ def throttle(disk: Disk) -> Throttle:
 @pytest.fixture
 def engine(runner: str, disk: Disk, host: EngineHost, model: Path) -> Iterator[Engine]:
     """An engine with measured admission over the throttled tier."""
-    options = {"control": str(disk.faults.control), "layout": "file"} | over_device()
+    options = {"control": str(disk.faults.control), "layout": "file", **ROOM, **over_device()}
     store = StoreSpec(disk.root, "ThrottledStore", "throttled", options)
     extra = {"admission": "measured", "deadlines": DEADLINES}
     return host.get(EngineSpec(model, runner, store, extra_config=extra, label=f"throttled-{runner}"))
@@ -69,7 +69,7 @@ def missed(engine: Engine, reason: str) -> int:
 @pytest.fixture
 def segments(runner: str, work: Path, host: EngineHost, model: Path) -> Engine:
     """An engine with measured admission over segments."""
-    store = replace(new_disk(work, f"segments-{runner}").store(), options={"layout": "segment"})
+    store = replace(new_disk(work, f"segments-{runner}").store(), options={"layout": "segment", **ROOM})
     extra = {"admission": "measured", "deadlines": PATIENT}
     return host.get(EngineSpec(model, runner, store, extra_config=extra, label=f"segments-{runner}"))
 

@@ -13,7 +13,7 @@ from cases import STORED
 from checks import ask_until_reused, assert_reused, assert_same
 from harness import EngineHost, wait_until
 from lives import over_device
-from specs import EngineSpec, Result, StoreSpec
+from specs import ROOM, EngineSpec, Result, StoreSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trust"))  # at the end: both directories have a conftest
 
@@ -35,7 +35,7 @@ class Export:
     def spec(self, model: Path, runner: str, host: int) -> EngineSpec:
         """An engine on a host. Its breaker tries again at once, so that a root is soon taken back."""
         roots = ":".join(str(self.seen[host] / root) for root in ROOTS)
-        options = {"segment_age": 0, **over_device()}
+        options = {"segment_age": 0, **ROOM, **over_device()}
         store = StoreSpec(Path(roots), "UcmNfsStore", options=options)
         deadlines = {"lookup_ms": 5000, "load_min_ms": 3000, "load_max_s": 3.0, "load_unknown_s": 3.0, "dump_s": 20.0}
         extra = {"deadlines": deadlines, "breaker": {"cool_down_s": 0.5}}

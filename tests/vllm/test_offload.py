@@ -19,7 +19,7 @@ from lives import new_disk
 from models import HEAD_SIZE, KV_HEADS, llama_config, write_model
 from software_driver import IN_USE
 from sparse_reference import Answer, Llama, choosing
-from specs import BLOCK, EngineSpec, Result, StoreSpec, prompt
+from specs import BLOCK, ROOM, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.config.sparse import QuestConfig
 
@@ -188,7 +188,7 @@ def deep(runner: str, work: Path, host: EngineHost) -> Engine:
         pytest.skip("one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both")
     model = write_model(work / "deep-model", llama_config(DEEP_LAYERS) | {"max_position_embeddings": LONGEST})
     disk = new_disk(work, f"deep-{runner}")
-    options = {"store_pipeline": "Cache|Posix", "cache_size": "4MiB", "layout": "file"}
+    options = {"store_pipeline": "Cache|Posix", "cache_size": "4MiB", "layout": "file", **ROOM}
     spec = EngineSpec(
         model,
         runner,

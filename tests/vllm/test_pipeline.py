@@ -12,7 +12,7 @@ from cases import STORED
 from checks import assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk
-from specs import EngineSpec, StoreSpec
+from specs import ROOM, EngineSpec, StoreSpec
 
 from ucm.store.record import parse_header
 from ucm.store.segment import parse_footer
@@ -22,9 +22,9 @@ ASKED = ("short", "middle", "shared_a")
 
 def spec(model: Path, runner: str, disk: Disk) -> EngineSpec:
     """An engine whose store is a pipeline; its metrics tell what each tier did."""
-    options = {"store_pipeline": "Cache|Posix", "cache_size": "64MiB", "layout": "file"}
+    options = {"store_pipeline": "Cache|Posix", "cache_size": "64MiB", "layout": "file", **ROOM}
     if runner == "v2":
-        options = {"store_pipeline": "Cache|Compress|Pc", "cache_size": "64MiB"}
+        options = {"store_pipeline": "Cache|Compress|Pc", "cache_size": "64MiB", **ROOM}
     store = StoreSpec(disk.root, "UcmPipelineStore", options=options)
     return EngineSpec(model, runner, store, label=f"pipeline-{runner}")
 

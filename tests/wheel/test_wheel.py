@@ -122,7 +122,7 @@ from ucm.store.factory_v1 import UcmConnectorFactoryV1
 config = {
     "storage_backends": "root", "device_id": 0, "identity": '{"model": "none"}', "part": (0, 0, 0),
     "tensor_size_list": [65536, 65536], "shard_size": 131072, "block_size": 131072,
-    "block_tokens": 16, "dtype": "float32", "storage_capacity": "64MiB",
+    "block_tokens": 16, "dtype": "float32", "storage_capacity": "64MiB", "free_space_floor": 0,
     "deadlines": {"lookup_ms": 20000, "load_unknown_s": 60, "load_max_s": 60, "probe_s": 60},
 }
 (key,) = BlockHasher(bytes(32), 16).hash_blocks(np.arange(16, dtype=np.uint32))
