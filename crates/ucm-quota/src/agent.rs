@@ -16,7 +16,7 @@ use super::documents::{Grants, Name, Note, hex};
 use super::documents_io::Look;
 use super::grant_table::{GrantTable, ahead};
 use super::remove::high;
-use super::writer_quota::{Answers, HOLDS};
+use super::writer_quota::{Answers, Free, HOLDS};
 use super::{LANE_KEEP, Quota, answer};
 
 /// Time between two turns when nothing happens, and while somebody waits for an answer.
@@ -89,7 +89,11 @@ impl Quota {
         if keeper.medium.looked.is_none_or(|at| now.since(at) >= BEAT) || self.ledger.lock().is_half_free() {
             let (free, floor) = self.free_and_floor(deadline)?;
             let mut ledger = self.ledger.lock();
-            (ledger.free.left, ledger.free.at) = (Some(free.saturating_sub(floor)), ledger.admitted);
+            ledger.free = Free {
+                bytes: Some(free),
+                floor,
+                at: ledger.admitted,
+            };
             drop(ledger);
             keeper.medium.looked = Some(now);
             keeper.medium.below_floor = free < floor;

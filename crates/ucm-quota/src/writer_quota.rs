@@ -80,12 +80,23 @@ pub(super) struct Removed {
     pub(super) bytes: u64,
 }
 
-/// Bytes that may still be written before too little of the medium is free.
+/// How much of the medium was free when that was last looked at. Nothing, or no limit, before the first look.
 #[derive(Default)]
 pub(super) struct Free {
-    pub(super) left: Option<u64>,
+    /// Bytes that were free.
+    pub(super) bytes: Option<u64>,
+    /// Bytes that stay free.
+    pub(super) floor: u64,
     /// The total of writes begun from which on they count.
     pub(super) at: u64,
+}
+
+impl Free {
+    /// Bytes that may still be written, of a total of `admitted`, before too little is free.
+    fn left(&self, admitted: u64) -> Option<u64> {
+        let above = self.bytes?.saturating_sub(self.floor);
+        Some(above.saturating_sub(admitted.saturating_sub(self.at)))
+    }
 }
 
 /// Writes that wait for more.
@@ -148,10 +159,8 @@ impl WriterQuota {
         // What is under way still counts with the old id, and ends within its deadline.
         self.told.others = self.used();
         self.writer = id();
-        self.free.left = self
-            .free
-            .left
-            .map(|left| left.saturating_sub(self.admitted.saturating_sub(self.free.at)));
+        let written = self.admitted.saturating_sub(self.free.at);
+        self.free.bytes = self.free.bytes.map(|bytes| bytes.saturating_sub(written));
         (
             self.admitted,
             self.pending,
@@ -181,14 +190,13 @@ impl WriterQuota {
         if let Err(full) = self.pause.check(now) {
             return Some(full);
         }
-        let written = self.admitted.saturating_sub(self.free.at);
-        let left = self.free.left?;
-        (written.saturating_add(bytes) > left).then(|| {
+        (bytes > self.free.left(self.admitted)?).then(|| {
             Error::new(
                 ErrorKind::NoSpace,
-                "too little of the file system is free (free_space_floor); make room on it",
+                "too little of the file system is free; make room on it, or lower free_space_floor",
             )
-            .with("left", left.saturating_sub(written))
+            .with("free", self.free.bytes.unwrap_or(0))
+            .with("floor", self.free.floor)
         })
     }
 
@@ -277,7 +285,9 @@ impl WriterQuota {
     /// Whether half of what may be written above the floor was written since that was looked at.
     pub(super) fn is_half_free(&self) -> bool {
         let written = self.admitted.saturating_sub(self.free.at);
-        self.free.left.is_some_and(|left| written > left / 2)
+        self.free
+            .left(self.free.at)
+            .is_some_and(|left| written > left / 2)
     }
 
     /// A larger grant.
@@ -487,13 +497,20 @@ mod tests {
     #[test]
     fn the_floor_is_not_written_through() {
         let mut ledger = granted(1000);
-        (ledger.free.left, ledger.free.at) = (Some(50), 0);
+        let free = |at| Free {
+            bytes: Some(1050),
+            floor: 1000,
+            at,
+        };
+        ledger.free = free(0);
         assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
-        assert_eq!(
-            ask(&mut ledger, 40, at(0)).unwrap().unwrap_err().kind(),
-            ErrorKind::NoSpace
+        let refused = ask(&mut ledger, 40, at(0)).unwrap().unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::NoSpace);
+        assert!(
+            refused.to_string().contains("[free=1050, floor=1000]"),
+            "{refused}"
         );
-        (ledger.free.left, ledger.free.at) = (Some(50), 40);
+        ledger.free = free(40);
         assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
     }
 }
