@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from ucm.errors import InvalidInputError
-from ucm.sparse.base import EAGER_HOOKS, INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
+from ucm.sparse.base import (
+    ALL_TOKENS,
+    CHANGING_HOOKS,
+    EAGER_HOOKS,
+    INVALID_SLOT,
+    UcmSparseBase,
+    UcmSparseMetadata,
+    UcmSparseRole,
+)
 from ucm.sparse.state import ensure_ucm_sparse_initialized, get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
 
 
@@ -94,6 +102,14 @@ def test_every_hook_has_a_default_that_changes_nothing() -> None:
         method.close(),
     ):
         assert result is None
+
+
+@pytest.mark.parametrize("hook", [*CHANGING_HOOKS, "attention_finished", "execute_finished", "request_begin"])
+def test_what_a_hook_may_have_changed_is_stored_for_nobody(hook: str) -> None:
+    """One after attention may write into its output, of which the KV of the next layer is made."""
+    own = type("Own", (UcmSparseBase,), {hook: lambda self, *args, **kwargs: None})
+    changes = hook not in ("execute_finished", "request_begin")
+    assert own(None, UcmSparseRole.SCHEDULER).exact_tokens(100) == (0 if changes else ALL_TOKENS)
 
 
 def test_the_signatures_of_the_book() -> None:

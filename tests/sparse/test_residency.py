@@ -191,6 +191,13 @@ def test_the_last_choice_and_the_most_used_are_foreseen() -> None:
     assert predictor.predict(3) == [5, 6, 1]
 
 
+def test_what_is_chosen_often_matters_most() -> None:
+    predictor = Predictor()
+    for chosen in ([5, 7], [7, 9], [2]):
+        predictor.record(chosen)
+    assert predictor.by_use([2, 4, 5, 7, 9]) == [7, 2, 5, 9, 4]
+
+
 def test_foreseeing_looks_at_each_block_a_few_times() -> None:
     """It is done in every layer of every step: twice as many blocks take twice as long, not four times."""
     looks = 0

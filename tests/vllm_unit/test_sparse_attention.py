@@ -316,13 +316,19 @@ class Measured(Quest):
         return super().attention_begin(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [Quest, Measured])
-def test_measuring_leaves_the_cache_as_it_is(config: Any, engines: Any, kind: type[Quest]) -> None:
-    """Its blocks hold the KV of requests that run."""
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(Quest, {}), (Measured, {}), (Quest, {"shared_selection": True}), (Quest, {"min_concurrency": 2})],
+)
+def test_measuring_leaves_the_cache_as_it_is(
+    config: Any, engines: Any, kind: type[Quest], settings: dict[str, Any]
+) -> None:
+    """Its blocks hold the KV of requests that run. A user's own hook, ranks that wait for each other and a method that
+    chooses for several requests at once are not measured: there it is arithmetic."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     rows = Rows.of([1200], [1])
-    method = kind(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2))
+    method = kind(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, **settings))
     rig = Rig(config, method, rows)
     before = [layer.kv_cache.clone() for layer in rig.layers.values()]
     for layer in rig.layers.values():
@@ -331,7 +337,7 @@ def test_measuring_leaves_the_cache_as_it_is(config: Any, engines: Any, kind: ty
     assert rig.host is not None
     found = measure(rig.host, rig.layers, spec, config, rows.blocks)
     assert all(torch.equal(layer.kv_cache, was) for layer, was in zip(rig.layers.values(), before, strict=True))
-    if kind is Measured:
+    if kind is Measured or settings:
         policy = method.policy
         assert found == 4 * (policy.windows + policy.budget(1024 // BLOCK)) * BLOCK
 

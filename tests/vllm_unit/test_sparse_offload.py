@@ -194,6 +194,27 @@ def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) 
     assert torch.allclose(rig.attend(), rows.attended([kept, None, None]), atol=1e-5)
 
 
+def test_what_was_chosen_most_often_is_wanted_most(config: Any, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded first, and the last to lose its place."""
+    middle = [block for block in kept_by(config, rows)[0] if block in LEFT]
+    rig = Offloaded(config, rows)
+    rig.attend(rig.leaves())
+    request = rig.offload._requests["r0"]
+    request.predictors[0].record([middle[-1]])
+    wanted: list[int] = []
+    monkeypatch.setattr(request.layers[0], "want", lambda blocks: wanted.extend(blocks) or [])
+    rig.attend()
+    assert wanted == [middle[-1], *middle[:-1]]
+
+
+def test_a_block_that_leaves_and_can_never_be_chosen_is_computed_again(config: Any, rows: Rows) -> None:
+    rig = Offloaded(config, rows)
+    rig.quest.store.invalidate(rig.gone[3:5].numpy())
+    rig.attend(rig.leaves())
+    assert rig.offload.take_lost() == [("r0", LEFT.start + 3)]
+    assert rig.offload.take_lost() == []
+
+
 def test_a_lost_block_goes_the_whole_way_to_the_scheduler_half(config: Any, rows: Rows) -> None:
     """Once, with the other news of its rank, and without any."""
     rig = Offloaded(config, rows)

@@ -22,7 +22,14 @@ from typing import Any
 INVALID_SLOT = -1
 
 #: Hooks by which a method may change what is computed.
-CHANGING_HOOKS: tuple[str, ...] = ("attention_begin", "layer_begin", "layer_finished", "ffn_begin", "ffn_finished")
+CHANGING_HOOKS: tuple[str, ...] = (
+    "attention_begin",
+    "attention_finished",
+    "layer_begin",
+    "layer_finished",
+    "ffn_begin",
+    "ffn_finished",
+)
 
 #: More tokens than a request can have.
 ALL_TOKENS = 1 << 62
@@ -82,7 +89,7 @@ class UcmSparseBase:
         ``prefill_tokens`` are computed before its first decode step. Only their blocks are stored and shared.
 
         Here: all tokens where no hook can change anything, else none. A method of a user's own that leaves prompts
-        alone returns ``prefill_tokens``.
+        alone returns ``prefill_tokens``, one that only looks on :data:`ALL_TOKENS`.
         """
         del prefill_tokens
         return 0 if any(self.overrides(hook) for hook in CHANGING_HOOKS) else ALL_TOKENS
@@ -177,7 +184,8 @@ class UcmSparseBase:
         forward_context: Any,
         phase: str | None = None,
     ) -> None:
-        """Attention of a layer was computed into ``attn_output [tokens, query heads, head size]``."""
+        """Attention of a layer was computed into ``attn_output [tokens, query heads, head size]``, which may be written
+        into. A method that only looks on says so in :meth:`exact_tokens`, or none of its KV is stored."""
 
     def layer_begin(self, positions: Any, hidden_states: Any, residual: Any) -> tuple[Any, Any, Any]:
         """A decoder layer begins; what is returned is used instead. Eager mode only."""

@@ -42,6 +42,10 @@ class Predictor:
         often = heapq.nsmallest(self._extra, others, key=lambda block: (-self._used[block], block))
         self._next = [*found, *often]
 
+    def by_use(self, blocks: Iterable[int]) -> list[int]:
+        """These blocks, the ones first that were chosen most often; of equally often chosen ones the lower id."""
+        return sorted(blocks, key=lambda block: (-self._used[block], block))
+
     def predict(self, count: int | None = None) -> list[int]:
         """The blocks of the next choice, the likeliest first, at most ``count``."""
         return self._next[:count]

@@ -114,16 +114,19 @@ class _Context:
 def measure(host: SparseHost, layers: dict[str, Any], spec: Any, vllm_config: Any, num_blocks: int) -> int:
     """Tokens from which on a request is worth choosing for; :data:`NEVER` where none within reach is.
 
-    Latent attention is not measured, nor a method with an ``attention_begin`` of its own: the keys and values that it
-    is handed are written to the cache, whose blocks hold the KV of requests that run. There it is four times what is
-    kept, by the arithmetic of bytes in ``docs/sparse.md``.
+    Not measured is latent attention; nor a method with an ``attention_begin`` of its own: the keys and values that it
+    is handed are written to the cache, whose blocks hold the KV of requests that run; nor ranks that choose together,
+    each of which would leave off by its own clock while others wait for its scores; nor a method that chooses for
+    several requests at once alone. There it is four times what is kept, by the arithmetic of bytes in
+    ``docs/sparse.md``.
     """
     method = host.blocks
     assert method is not None
     limit = min(vllm_config.model_config.max_model_len, (num_blocks - 1) * spec.block_size, LAST)
     by_rule: int = 4 * (method.policy.windows + method.policy.budget(-(-limit // spec.block_size))) * spec.block_size
     name = next((name for name in layers if method.writes(name)), None)
-    if name is None or method.selector.geometry.rope_dim or host.changes:
+    together = method.policy.shared_ranks or method.policy.min_concurrency > 1
+    if name is None or method.selector.geometry.rope_dim or host.changes or together:
         return by_rule
     bench = _bench(host, method, layers, name, spec, vllm_config, num_blocks)
     with method.store.as_if_ready(range(1, num_blocks)):

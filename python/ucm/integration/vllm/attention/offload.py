@@ -177,9 +177,20 @@ class Offload:
             request.rows += self._method.store.adopt(change.blocks)
             # The first window is never scored, so it does not matter what stands there.
             self._method.set_rep_rows(change.request, [0] * request.begin + request.rows)
+            self._check_representations(change.request, request, len(change.blocks))
         request.hot += change.hot
         for residency in request.layers.values():
             residency.capacity = len(request.hot)
+
+    def _check_representations(self, name: str, request: _Request, new: int) -> None:
+        """Of the ``new`` last blocks that have left: one without a representation can never be chosen, so it is as good
+        as lost (it was filled by another connector, or could not be encoded), and its request is to compute it."""
+        rows = request.rows[-new:]
+        missing = set(self._method.store.missing(rows))
+        if missing:
+            first = next(place for place, row in enumerate(rows) if row in missing)
+            self._lost[name, request.end - new + first] = None
+            throttle.warning("unselectable", "%d blocks left without a representation: computed again", len(missing))
 
     def rows_of(self, request_id: str) -> Sequence[int]:
         """Where the representations of a request's blocks are that are not on the device, in their order."""
@@ -247,8 +258,10 @@ class Offload:
         targets: list[int] = []
         loads: list[tuple[Residency, int]] = []
         for each in wanted:
-            request, middle = each.request, each.middle
-            request.predictors[layer].record(middle)
+            request, predictor = each.request, each.request.predictors[layer]
+            # What was chosen says nothing of its scores: how much a block matters is how often it was chosen.
+            middle = predictor.by_use(each.middle)
+            predictor.record(middle)
             for block, slot in each.residency.want(middle):
                 ids.append(request.ids[block - request.begin])
                 targets.append(request.hot[slot])
