@@ -171,6 +171,7 @@ impl Objects {
         self.discovery.looks.begin();
         let listed = self.list(&mut state, deadline);
         let read = listed.and_then(|()| self.read_footers(&mut state, deadline));
+        self.learn_lengths(deadline);
         let read = read.map(|()| !state.queue.is_empty() || state.all.is_some());
         self.discovery.pace.lock().ended(&read);
         let looked = self.discovery.looks.looked();
@@ -323,6 +324,10 @@ impl Objects {
                         };
                         if let Some(number) = self.index.begin(known) {
                             self.index.add(number, &footer.entries);
+                        }
+                        if footer.part == self.config.scope.part {
+                            // The first whose length is not known has the lengths learned before anybody asks.
+                            let _ = footer.entries.iter().all(|entry| self.is_ours(entry.len));
                         }
                     }
                     Ok(Err(MissReason::NewerVersion)) => _ = state.odd.insert(object.name, TRIES),

@@ -180,9 +180,8 @@ impl Objects {
     /// Adds what this writer has to its part's manifest.
     fn describe(&self, deadline: MonotonicTime) -> Result<()> {
         let (config, path) = (&self.config, self.names.manifest(self.config.scope.part));
-        let stored = self.call(deadline, self.bucket.get(&path, DOCUMENT))?;
-        let mut manifest = stored
-            .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(&bytes).ok())
+        let mut manifest = self
+            .manifest(deadline)?
             .unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
         let changed = manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
         self.lengths.learn(manifest.lengths(config.scope.part));
@@ -190,6 +189,23 @@ impl Objects {
             return Ok(());
         }
         self.call(deadline, self.bucket.put(&path, manifest.to_bytes().into()))
+    }
+
+    /// The manifest of this part, if there is one that can be read.
+    fn manifest(&self, deadline: MonotonicTime) -> Result<Option<Manifest>> {
+        let path = self.names.manifest(self.config.scope.part);
+        let stored = self.call(deadline, self.bucket.get(&path, DOCUMENT))?;
+        Ok(stored.and_then(|(bytes, _)| serde_json::from_slice(&bytes).ok()))
+    }
+
+    /// Reads which lengths records may have, where one was met whose length is not known and it is time for that: those of
+    /// writers that keep other side shards. Where it fails, those that are not known stay misses for now.
+    fn learn_lengths(&self, deadline: MonotonicTime) {
+        if self.lengths.is_look_due(self.clock.now())
+            && let Ok(Some(manifest)) = self.manifest(deadline)
+        {
+            self.lengths.learn(manifest.lengths(self.config.scope.part));
+        }
     }
 
     /// Whether a record of this place is one of ours whole and with KV, by its length.

@@ -319,17 +319,9 @@ impl Shared {
     /// Adds what this writer has to its part's manifest.
     fn describe(&self, io: &IoJob) -> Result<()> {
         let (config, key) = (&self.config, self.keys.manifest(self.config.scope.part));
-        let stored = match self
-            .connections
-            .ask_one(io, Traffic::Record, question("GET", &key))
-        {
-            Ok(Value::BulkString(stored)) => serde_json::from_slice(&stored).ok(),
-            Ok(_) => None,
-            Err(error) if error.kind() == ErrorKind::Foreign => None, // a value of another type makes way
-            Err(error) => return Err(error),
-        };
-        let mut manifest: Manifest =
-            stored.unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
+        let mut manifest = self
+            .manifest(io)?
+            .unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
         manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
         self.lengths.learn(manifest.lengths(config.scope.part));
         let expire = config.expire_after.max(2 * DESCRIBE_AGAIN);
@@ -340,6 +332,34 @@ impl Shared {
         }
         self.server.lock().described = self.clock.now();
         Ok(())
+    }
+
+    /// The manifest of this part, if it can be read.
+    fn manifest(&self, io: &IoJob) -> Result<Option<Manifest>> {
+        let key = self.keys.manifest(self.config.scope.part);
+        let answer = self
+            .connections
+            .ask_one(io, Traffic::Record, question("GET", &key));
+        match answer {
+            Ok(Value::BulkString(stored)) => Ok(serde_json::from_slice(&stored).ok()),
+            Ok(_) => Ok(None),
+            Err(error) if error.kind() == ErrorKind::Foreign => Ok(None), // a value of another type makes way
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reads which lengths records may have, where one was met whose length is not known and it is time for that: those of
+    /// writers that keep other side shards. Whether there is news.
+    fn learns_lengths(&self, io: &IoJob) -> bool {
+        if !self.lengths.is_look_due(self.clock.now()) {
+            return false;
+        }
+        // Where that fails, those that are not known stay misses for now.
+        let Ok(Some(manifest)) = self.manifest(io) else {
+            return false;
+        };
+        self.lengths.learn(manifest.lengths(self.config.scope.part));
+        true
     }
 
     /// Stores a value; false where it was not to be replaced and there is one.
@@ -410,8 +430,14 @@ impl Shared {
         {
             return Err(error.clone());
         }
-        let presence = |len: Result<i64>| len.map_or(Err(MissReason::IoError), |len| self.presence(len));
-        let asked: Vec<Presence> = lengths.into_iter().map(presence).collect();
+        let presence = |len: &Result<i64>| match len {
+            Ok(len) => self.presence(*len),
+            Err(_) => Err(MissReason::IoError),
+        };
+        let mut asked: Vec<Presence> = lengths.iter().map(presence).collect();
+        if asked.contains(&Err(MissReason::WrongLength)) && self.learns_lengths(io) {
+            asked = lengths.iter().map(presence).collect();
+        }
         let there = unknown.iter().zip(&asked).filter(|(_, there)| there.is_ok());
         self.known.learn(there.map(|(id, _)| *id), self.clock.now());
         let mut asked = asked.into_iter();
@@ -543,7 +569,8 @@ impl Shared {
                     Ok(header) => !header.codec.is_as_is() && !self.config.scope.shorter,
                     Err(refusal) => refusal.reason == MissReason::NewerVersion,
                 };
-                Ok(newer || (!refused && self.is_ours(len)))
+                let is_ours = || self.is_ours(len) || (self.learns_lengths(io) && self.is_ours(len));
+                Ok(newer || (!refused && is_ours()))
             }
             Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => Err(error),
             _ => Ok(false),
