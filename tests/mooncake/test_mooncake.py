@@ -221,6 +221,23 @@ def test_a_damaged_value_is_a_miss_and_is_replaced(shared_pool: Pool, opened: Op
     assert loaded(opened(shared_pool), source, count) == [True] * count
 
 
+def test_engines_with_side_shards_and_without_use_each_others_blocks(shared_pool: Pool, opened: Open) -> None:
+    """A value of the one is longer than a slot of the other, which takes what it knows and leaves it there."""
+    sides = {"mean-k": 96, "codes": 6000}
+    keeps, without, source = opened(shared_pool, sides=sides), opened(shared_pool), Memory(6)
+    beside = {name: np.full((3, size), size % 251, dtype=np.uint8) for name, size in sides.items()}
+    keeps.wait(keeps.dump_data(ids(3), [0] * 3, source.rows(0, 1, 2), sides=beside))
+    assert without.lookup(ids(3)) == [True] * 3
+    assert loaded(without, source, 3) == [True] * 3
+    without.wait(without.dump_data(ids(6), [0] * 6, source.rows(*range(6))))
+    for name, side in beside.items():
+        task = keeps.load_sides(ids(3), name)
+        keeps.wait(task)
+        data, found = task.result()
+        assert found.all() and np.array_equal(data, side)
+    assert loaded(keeps, source, 6) == [True] * 6
+
+
 def test_a_record_under_anothers_key_is_a_miss(shared_pool: Pool, opened: Open, raw: Raw) -> None:
     store = opened(shared_pool)
     source = dump(store, 2)

@@ -72,7 +72,8 @@ impl Mooncake {
 
     /// What was read, or why it is none of ours.
     fn came(&self, id: BlockId, slot: Slot, len: usize) -> Result<ReadDone> {
-        if is_safetensors(&slot.as_slice()[..len.min(slot.len())]) {
+        let read = len.min(slot.len()); // others may keep more beside the KV
+        if is_safetensors(&slot.as_slice()[..read]) {
             let text = "this value is in the form of safetensors, which says neither whose it is nor whether it is \
                         whole; ucm keeps records of its own in Mooncake and does not read it";
             self.told
@@ -81,7 +82,7 @@ impl Mooncake {
         }
         Ok(ReadDone {
             slot,
-            read: len,
+            read,
             stored_len: len as u64,
             lent: None,
         })

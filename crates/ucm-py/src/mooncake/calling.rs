@@ -14,7 +14,7 @@ use ucm_record::RecordHeader;
 
 use super::LEAST_BUFFER;
 use super::client::{Answer, Client, Item, Reads, Record, Shared, Stored, Stretch, Told, Work};
-use super::library::{Calls, FOUND, Handle, OK, Pool, error_of, is_settled};
+use super::library::{Calls, FOUND, Handle, OK, Pool, WRONG_ARGUMENT, error_of, is_settled};
 
 /// Begins the thread; nothing is reached before [`Work::Open`].
 pub(super) fn begin(pool: Pool, clock: Arc<dyn Clock>) -> Result<Client> {
@@ -212,11 +212,11 @@ impl Thread {
             }
         };
         let mut unsettled = Vec::new();
-        let mut came = reads
-            .into_iter()
-            .zip(codes)
-            .map(|((_, slot), code)| match usize::try_from(code) {
+        let mut came = Vec::new();
+        for ((key, slot), code) in reads.into_iter().zip(codes) {
+            came.push(match usize::try_from(code) {
                 Ok(len) => Ok((slot, len)),
+                Err(_) if code == WRONG_ARGUMENT => self.beginning(key, slot),
                 Err(_) => {
                     if !is_settled(code) {
                         unsettled.push(slot);
@@ -224,15 +224,29 @@ impl Thread {
                     Err(error_of(code))
                 }
             });
-        let each: Vec<_> = answers
-            .into_iter()
-            .map(|(count, answer)| (answer, came.by_ref().take(count).collect::<Vec<_>>()))
-            .collect();
-        drop(came);
-        for (answer, own) in each {
-            answer.tell(Ok(Answer::Read(own)));
+        }
+        let mut came = came.into_iter();
+        for (count, answer) in answers {
+            answer.tell(Ok(Answer::Read(came.by_ref().take(count).collect())));
         }
         self.settle(unsettled);
+    }
+
+    /// As much of a value as its slot has room for, and the length of all of it: one that is longer than a record of ours may be
+    /// that of a writer that keeps side shards behind the KV.
+    fn beginning(&mut self, key: String, slot: Slot) -> Result<(Slot, usize)> {
+        let whole = length_of(self.batch(&[], |calls| calls.length(&key))?)?;
+        let (start, len) = (0, slot.len());
+        let read = self.stretch(Stretch {
+            key,
+            slot,
+            start,
+            len,
+        })?;
+        match (read, whole.and_then(|whole| usize::try_from(whole).ok())) {
+            (Some((slot, read)), Some(whole)) if read == len => Ok((slot, whole)),
+            _ => Err(error_of(WRONG_ARGUMENT)), // it was replaced meanwhile
+        }
     }
 
     /// The lengths of values that were read into these slots.

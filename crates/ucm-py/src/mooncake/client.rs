@@ -71,7 +71,7 @@ pub(super) enum Answer {
     Opened,
     /// A flag for each key.
     Exist(Vec<bool>),
-    /// A slot and the length of the value for each, or why there is none.
+    /// For each a slot, with as much of the value as it has room for, and the length of the value, or why there is none.
     Read(Vec<Result<(Slot, usize)>>),
     /// Of [`Work::Write`].
     Stored(Stored),

@@ -24,7 +24,7 @@ pub(super) const FOUND: i64 = 1;
 /// No error.
 pub(super) const OK: i64 = 0;
 const NO_SPACE: i64 = -200;
-const WRONG_ARGUMENT: i64 = -600;
+pub(super) const WRONG_ARGUMENT: i64 = -600;
 /// Something about the object itself: absent, evicted meanwhile, not written to its end, its lease over.
 const OF_THE_OBJECT: std::ops::RangeInclusive<i64> = -799..=-702;
 /// The master did not answer.
