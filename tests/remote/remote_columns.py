@@ -13,13 +13,15 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import pytest
 from mooncake_pool import PACKAGE, Pool
 
 from servers import BUCKET, MissingError, Server, moto_server, redis_server, s3_server
 
+#: What every name in a bucket begins with.
+PREFIX = "tests"
 #: 3FS's client library in software, which ``make`` builds.
 SOFT3FS = os.path.abspath(os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libsoft3fs.so"))
 
@@ -68,7 +70,7 @@ def _on_redis(at: str) -> dict[str, Any]:
 
 def _on_s3(at: str) -> dict[str, Any]:
     return {
-        "storage_backends": f"s3://{BUCKET}/tests",
+        "storage_backends": f"s3://{BUCKET}/{PREFIX}",
         "object_endpoint": f"http://{at}",
         "object_region": "us-east-1",
         "object_age": 0.2,
@@ -197,12 +199,34 @@ DS3FS = Column("3fs", "UcmDs3fsStore", Mount3fs, _on_3fs, keeps=True, http=False
 COLUMNS = (REDIS, REDIS_AOF, S3S_FS, MOTO) if os.environ.get("UCM_TEST_LONG") else (REDIS, MOTO)
 
 
-def redis_says(server: Any, *words: str) -> None:
+def redis_says(server: Any, *words: str | bytes) -> None:
     """Has a Redis server do something, which it answers with OK."""
-    question = f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
+    assert redis_asks(server, *words) == b"OK"
+
+
+def redis_asks(server: Any, *words: str | bytes) -> Any:
+    """What a Redis server answers: a text, a number, or several of them."""
+    question = b"*%d\r\n" % len(words)
+    for word in words:
+        data = word.encode() if isinstance(word, str) else word
+        question += b"$%d\r\n%b\r\n" % (len(data), data)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(question.encode())
-        assert connection.recv(100).startswith(b"+OK")
+        connection.sendall(question)
+        with connection.makefile("rb") as answers:
+            return _answer(answers)
+
+
+def _answer(answers: BinaryIO) -> Any:
+    line = answers.readline()
+    kind, said = line[:1], line[1:].rstrip()
+    if kind == b"+":
+        return said
+    if kind == b":":
+        return int(said)
+    if kind == b"$":
+        return None if said == b"-1" else answers.read(int(said) + 2)[:-2]
+    assert kind == b"*", line
+    return [_answer(answers) for _ in range(int(said))]
 
 
 def started(column: Column, directory: Path) -> Any:
