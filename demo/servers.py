@@ -129,9 +129,10 @@ def s3_server(directory: pathlib.Path) -> Server:
     )
 
 
-def moto_server(directory: pathlib.Path) -> Server:
+def moto_server(directory: pathlib.Path, *more: str) -> Server:
     """moto's S3 server, in Python; the bucket is to be made with :func:`make_bucket`. It forgets what it had."""
-    return Server(lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], directory)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", *more]
+    return Server(lambda port: [*command, "-p", str(port)], directory)
 
 
 def _is_there(pid: int) -> bool:

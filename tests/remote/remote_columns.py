@@ -10,6 +10,7 @@ import ctypes
 import http.client
 import os
 import socket
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,10 +172,11 @@ class Mount3fs:
         self.start()
 
 
-def make_bucket(at: str) -> None:
+def make_bucket(at: str, tls: ssl.SSLContext | None = None) -> None:
     """Makes the bucket on a server that asks nobody for keys."""
-    host, _, port = at.partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection = http.client.HTTPConnection(at, timeout=30)
+    if tls is not None:
+        connection = http.client.HTTPSConnection(at, timeout=30, context=tls)
     connection.request("PUT", f"/{BUCKET}")
     connection.getresponse().read()
     connection.close()
