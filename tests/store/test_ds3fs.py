@@ -39,7 +39,8 @@ def opened(common: dict[str, Any], tmp_path: Path, library: str, open_store: Ope
         root = str(tmp_path / "mount" / "root")
         written = {"ucm_connector_name": name, "storage_backends": root, "hf3fs_library": library, **keys}
         config = load(written, {})
-        told = config.store_config() | SHAPE | {"identity": str(tmp_path), "deadlines": common["deadlines"]}
+        ours = {key: common[key] for key in ("deadlines", "free_space_floor")}
+        told = config.store_config() | SHAPE | {"identity": str(tmp_path)} | ours
         return open_store(config.ucm_connector_name, told)
 
     return make
@@ -52,12 +53,19 @@ def operations(library: str) -> int:
     return int(calls(b"read")) + int(calls(b"write"))
 
 
+def load_blocks(store: UcmPosixStore, source: Memory, blocks: range) -> None:
+    """Loads blocks, which are those of the source to the byte."""
+    target = Memory(len(source.pieces), fill=0)
+    wanted = [ids(len(source.pieces))[block] for block in blocks]
+    store.wait(store.load_data(wanted, [0] * len(blocks), target.rows(*blocks)))
+    assert all(source.equals(target, block) for block in blocks)
+
+
 def check(store: UcmPosixStore) -> None:
-    source, target = Memory(COUNT), Memory(COUNT, fill=0)
+    source = Memory(COUNT)
     store.wait(store.dump_data(ids(COUNT), [0] * COUNT, source.rows(*range(COUNT))))
     assert store.lookup(ids(COUNT)) == [True] * COUNT
-    store.wait(store.load_data(ids(COUNT), [0] * COUNT, target.rows(*range(COUNT))))
-    assert all(source.equals(target, block) for block in range(COUNT))
+    load_blocks(store, source, range(COUNT))
 
 
 @pytest.mark.parametrize("layout", ["file", "segment"])
@@ -67,6 +75,24 @@ def test_blocks_go_through_rings(opened: Open, library: str, layout: str) -> Non
     before = operations(library)
     check(store)
     assert operations(library) >= before + 2
+
+
+@pytest.mark.parametrize("layout", ["file", "segment"])
+def test_two_stores_on_one_mount(opened: Open, library: str, layout: str) -> None:
+    """What one dumps the other finds and loads while both are open, and the other way round."""
+    one, other = opened(layout=layout), opened(layout=layout)
+    source, blocks = Memory(2 * COUNT), ids(2 * COUNT)
+    assert not any(one.lookup(blocks)) and not any(other.lookup(blocks))
+    for writer, reader, first in ((one, other, 0), (other, one, COUNT)):
+        mine = range(first, first + COUNT)
+        writer.wait(writer.dump_data(blocks[first:][:COUNT], [0] * COUNT, source.rows(*mine)))
+        while not all(reader.lookup(blocks[: first + COUNT])):  # what others publish is seen a second later
+            pass
+        before = operations(library)
+        load_blocks(reader, source, mine)
+        assert operations(library) > before
+    load_blocks(one, source, range(2 * COUNT))
+    load_blocks(other, source, range(2 * COUNT))
 
 
 def test_a_pipeline_over_it(opened: Open, library: str) -> None:
