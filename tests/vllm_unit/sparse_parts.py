@@ -248,6 +248,42 @@ def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, **extra: Any) -> Any
     return engines.engine_config(tiny, kv_transfer_config=transfer)
 
 
+class SparseEngine:
+    """What the processes of an engine with sparse attention make their halves of: its configuration, and its KV cache
+    as the scheduler sees it and as its worker does."""
+
+    def __init__(self, engines: Any, tiny: Path, tmp_path: Path, **keys: Any) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.core.kv_cache_utils import init_none_hash
+
+        from ucm.integration.vllm.attention import backends
+
+        self.config = sparse_engine(engines, tiny, tmp_path, **keys)
+        with set_current_vllm_config(self.config):
+            self.backend = backends.CPU_ATTN
+        specs = {name: self.backend.customize_spec(spec) for name, spec in engines.layer_specs(self.config).items()}
+        self.kv_cache, (self.worker_kv_cache,) = engines.kv_configs(self.config, [specs])
+        self.hash = _sha256()
+        init_none_hash(self.hash)
+
+    def request(self, tokens: list[int], name: str, max_tokens: int = 100) -> Any:
+        """One of vLLM's requests, whose blocks have hashes."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.request import Request
+
+        hasher = get_request_block_hasher(BLOCK, self.hash)
+        return Request(name, tokens, SamplingParams(max_tokens=max_tokens), None, block_hasher=hasher)
+
+
+def _sha256() -> Any:
+    try:
+        from vllm.utils.hashing import sha256
+    except ImportError:
+        from vllm.utils import sha256  # type: ignore[no-redef]
+    return sha256
+
+
 def windows(geometry: Geometry, blocks: int) -> Windows:
     """The first block and the last two."""
     method = Windows(None, UcmSparseRole.WORKER, WindowsConfig(min_tokens=0))

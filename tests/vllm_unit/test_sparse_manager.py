@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sparse_parts import BLOCK, QUEST, sparse_engine
+from sparse_parts import BLOCK, QUEST, SparseEngine
 
 from ucm.config.sparse import QuestConfig, WindowsConfig
-from ucm.integration.vllm.attention import backends
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.methods import Quest, Windows
 
@@ -19,21 +18,15 @@ pytestmark = pytest.mark.timeout(300)
 OFFLOAD: dict[str, Any] = {"ratio": 0.3, "min_tokens": 0, "offload": True}
 
 
-class Managed:
+class Managed(SparseEngine):
     """vLLM's KV cache manager of an engine with sparse attention."""
 
     def __init__(self, engines: Any, tiny: Path, tmp_path: Path, **keys: Any) -> None:
-        from vllm.config import set_current_vllm_config
         from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.core.kv_cache_utils import init_none_hash
 
         from ucm.integration.vllm.attention.spec import SparseManager
 
-        self.config = sparse_engine(engines, tiny, tmp_path, **keys)
-        with set_current_vllm_config(self.config):
-            backend = backends.CPU_ATTN
-        specs = {name: backend.customize_spec(spec) for name, spec in engines.layer_specs(self.config).items()}
-        self.kv_cache, _ = engines.kv_configs(self.config, [specs])
+        super().__init__(engines, tiny, tmp_path, **keys)
         self.manager = KVCacheManager(
             self.kv_cache,
             max_model_len=1024,
@@ -43,24 +36,6 @@ class Managed:
         )
         (self.single,) = self.manager.coordinator.single_type_managers
         assert isinstance(self.single, SparseManager)
-        self.hash = _sha256()
-        init_none_hash(self.hash)
-
-    def request(self, tokens: list[int], name: str) -> Any:
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-        from vllm.v1.request import Request
-
-        hasher = get_request_block_hasher(BLOCK, self.hash)
-        return Request(name, tokens, SamplingParams(max_tokens=100), None, block_hasher=hasher)
-
-
-def _sha256() -> Any:
-    try:
-        from vllm.utils.hashing import sha256
-    except ImportError:
-        from vllm.utils import sha256  # type: ignore[no-redef]
-    return sha256
 
 
 def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_path: Path) -> None:
