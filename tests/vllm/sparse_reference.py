@@ -7,6 +7,7 @@ query and all keys so far, as the method under test would be given them; everyth
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,14 +154,18 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def choosing(settings: AlgorithmConfig, block: int, kv_heads: int, size: int) -> Callable[[], Keep]:
     """Makes what names the blocks that an algorithm keeps, for one answer: its selector over all candidates at once,
-    in the order of the tokens, with nothing of an engine in between."""
+    in the order of the tokens, with nothing of an engine in between. Steps are counted from the first that it is asked
+    about; a choice is used until the next one, and what its last window held stays beside it."""
     method = method_of(settings, Geometry(block, kv_heads, size))
     policy, selector = method.policy, method.selector
 
     def begin() -> Keep:
         made: dict[int, Tensor] = {}
+        steps: Counter[int] = Counter()
+        chosen: dict[int, tuple[Tensor, int]] = {}
 
         def keep(layer: int, query: Tensor, keys: Tensor) -> Tensor | None:
+            steps[layer] += 1
             blocks = -(-len(keys) // block)
             if policy.is_dense(blocks, len(keys)):
                 return None
@@ -169,11 +174,13 @@ def choosing(settings: AlgorithmConfig, block: int, kv_heads: int, size: int) ->
             if full > begin:
                 new = selector.encode(layer, keys[begin * block : full * block].view(-1, block, kv_heads, size))
                 made[layer] = new if known is None else torch.cat([known, new])
-            reps = made[layer][policy.init : blocks - policy.local]
-            scores = selector.score(layer, query[None], reps)
-            wide = scores.double() if scores.is_floating_point() else scores.long()
-            one = wide.sum(0, keepdim=True) if selector.combine == "sum" else wide.amax(0, keepdim=True)
-            return with_windows(policy, choose(policy, one, blocks)[0], blocks, blocks)
+            if layer not in chosen or (steps[layer] - 1) % policy.stride == 0:
+                reps = made[layer][policy.init : blocks - policy.local]
+                scores = selector.score(layer, query[None], reps)
+                wide = scores.double() if scores.is_floating_point() else scores.long()
+                one = wide.sum(0, keepdim=True) if selector.combine == "sum" else wide.amax(0, keepdim=True)
+                chosen[layer] = choose(policy, one, blocks)[0], blocks
+            return with_windows(policy, *chosen[layer], blocks)
 
         return keep
 
