@@ -1,10 +1,12 @@
 """A user's method from the configuration to the end of an engine, between vLLM's own scheduler and vLLM's own glue of a
-worker: every hook of :class:`~ucm.sparse.base.UcmSparseBase` is called, in the order and with what is written there."""
+worker: every hook of :class:`~ucm.sparse.base.UcmSparseBase` is called, in the order and with what is written there,
+and others get only what the method calls exact."""
 
 from __future__ import annotations
 
 import inspect
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,10 @@ from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Rig, Rows, SparseE
 from torch import Tensor
 
 from ucm.integration.vllm.attention.host import SparseHost, active_host, set_active_host
+from ucm.integration.vllm.connector import factory
 from ucm.integration.vllm.connector.connector import UCMConnector
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.sparse.base import ALL_TOKENS, INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
 from ucm.sparse.methods import Quest
 from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
@@ -102,6 +107,33 @@ class Slots(Quest):
         return self.answer
 
 
+class Writing(UcmSparseBase):
+    """A user's method that writes into what attention gave, of which the KV of the next layer is made."""
+
+    def attention_finished(
+        self, query: Any, key: Any, value: Any, attn_output: Any, layer_name: Any, forward_context: Any,
+        phase: Any = None,
+    ) -> None:  # fmt: skip
+        """Twice as much."""
+        attn_output *= 2
+
+
+class WritingAnswers(Writing):
+    """One that says that it leaves prompts alone."""
+
+    def exact_tokens(self, prefill_tokens: int) -> int:
+        """Those of the prompt."""
+        return prefill_tokens
+
+
+class Watching(Writing):
+    """One that says that it only looks on."""
+
+    def exact_tokens(self, prefill_tokens: int) -> int:
+        """All."""
+        return ALL_TOKENS
+
+
 class Norm(torch.nn.Module):
     def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, residual
@@ -134,9 +166,32 @@ class Model(torch.nn.Module):
             hidden, residual = layer(positions, hidden, residual)
 
 
+class Unchanged:
+    """The weights of a model that has none, in the place of :class:`.model_memory.ModelMemory`."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def remember(self) -> None:
+        pass
+
+    def compare(self, generation: int) -> WeightsReport:
+        return WeightsReport(generation, True, None, 1)
+
+
+#: A store in the directory of the test, whatever else lies on its disk and however busy the machine is.
+STORING = {
+    "enable_prefix_cache": True,
+    "identity": {"weights": "declared:none"},
+    "storage_capacity": "1GiB",
+    "free_space_floor": 0,
+    "deadlines": {"lookup_ms": 60_000, "probe_s": 60.0, "dump_s": 120.0, "shutdown_s": 15.0},
+}
+
+
 class Engine(SparseEngine):
-    """Our connector's halves in an engine of vLLM's that runs one request at a time; its model is attention. Nothing is
-    stored, so only what is of sparse attention is there."""
+    """Our connector's halves in an engine of vLLM's that runs one request at a time; its model is attention. Without
+    keys of a store nothing is stored, and only what is of sparse attention is there."""
 
     def __init__(
         self, engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, **keys: Any
@@ -153,11 +208,12 @@ class Engine(SparseEngine):
             tmp_path,
             ucm_sparse_module_path=__name__,
             ucm_sparse_method=method,
-            enable_prefix_cache=False,
-            **keys,
+            **({"enable_prefix_cache": False} | keys),
         )
         one = SimpleNamespace(rank_in_group=0, world_size=1)
-        monkeypatch.setattr(parallel_state, "get_tp_group", lambda: one)
+        for group in ("get_tp_group", "get_pp_group"):
+            monkeypatch.setattr(parallel_state, group, lambda: one)
+        monkeypatch.setattr(factory, "ModelMemory", Unchanged)
         self.kept = Rows.of([31 * BLOCK], [1])
         self.rig = Rig(self.config, None, self.kept)
         self.layers: dict[str, Any] = self.rig.layers
@@ -205,6 +261,13 @@ class Engine(SparseEngine):
                 self.model(torch.zeros(sum(self.rig.rows.counts)))
         self.ended(output, news)
         return output
+
+    def step_until(self, so: Callable[[], bool], what: str) -> None:
+        """Steps, of which one without requests lets others work."""
+        end = time.monotonic() + 120
+        while not so():
+            assert time.monotonic() < end, f"never: {what}"
+            self.step()
 
     def ended(self, output: Any, news: Any = None) -> None:
         """A step was computed, and gave each of its requests a token."""
@@ -356,3 +419,22 @@ def test_a_method_that_is_no_more_the_one_of_its_process_is_closed_by_its_host()
     method = Recording(None, UcmSparseRole.WORKER)
     SparseHost(method, {}).close()
     assert method.names() == ["close"]
+
+
+@pytest.mark.parametrize(("method", "blocks"), [("Writing", 0), ("WritingAnswers", 2), ("Watching", 4)])
+def test_others_get_what_a_users_method_calls_exact(start: Callable[..., Engine], method: str, blocks: int) -> None:
+    """From the store and from vLLM's prefix cache: of one that has a hook of its own and says nothing, nothing. The
+    request has two full blocks of its prompt, and two more with its answer."""
+    engine = start(method, **STORING)
+    half = engine.connector._scheduler
+    assert half is not None
+    engine.step_until(lambda: half.readiness.phase in (OPEN, OFF), "the store is open")
+    assert half.readiness.phase == OPEN, half.readiness.why_off
+    request = engine.request(list(range(3, 73)), "a", max_tokens=70)
+    engine.scheduler.add_request(request)
+    engine.step_until(lambda: not engine.scheduler.requests, "the request has ended")
+    assert (request.num_tokens - 1) // BLOCK == 4
+    engine.step_until(lambda: not (half.has_pending_push_work or half.dumps.under_way), "what is offered is stored")
+    assert half.stats()["published_blocks"] == blocks
+    again = engine.request([*request.all_token_ids, 1, 2, 3], "b")
+    assert engine.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == blocks * BLOCK
