@@ -44,6 +44,39 @@ fn in_turns(memory: &Memory, host: [&Buffer; 2], size: usize, stride: usize, cou
 }
 
 #[test]
+fn neighbours_in_allocations_of_their_own_are_not_copied_as_one() {
+    let (_alone, driver) = (alone(), Driver::load());
+    for transfer in [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging] {
+        let device = open(transfer);
+        let pools = Pools::new(Arc::clone(&device), SystemClock::shared());
+        let mut copies = Copies::new(device.make_stream().unwrap());
+        let host = pools.make(Place::Host, 8 * 4096).unwrap();
+        driver.side_by_side(true);
+        let memories: Vec<Memory> = (0..8).map(|_| driver.memory(4096)).collect();
+        driver.side_by_side(false);
+        assert!(
+            memories
+                .windows(2)
+                .all(|two| two[0].address + 4096 == two[1].address)
+        );
+        let addresses: Vec<u64> = memories.iter().map(|memory| memory.address).collect();
+        // SAFETY: all are inside, and the test keeps them.
+        let pairs = unsafe { pairs(&addresses, Sides::Together(host.address()), 4096) }.unwrap();
+        let bytes = Random::new(11).bytes(8 * 4096);
+        for (memory, piece) in memories.iter().zip(bytes.chunks(4096)) {
+            memory.fill(piece);
+        }
+        poison(&host);
+        copies.transfer(Direction::ToHost, &pairs).unwrap();
+        assert!(host_bytes(&host) == bytes, "{transfer:?}");
+        memories.iter().for_each(|memory| memory.fill(&[0; 4096]));
+        copies.transfer(Direction::ToDevice, &pairs).unwrap();
+        let back: Vec<u8> = memories.iter().flat_map(Memory::bytes).collect();
+        assert!(back == bytes, "{transfer:?}");
+    }
+}
+
+#[test]
 fn pieces_in_several_arenas_and_in_none_are_one_transfer() {
     let (_alone, driver) = (alone(), Driver::load());
     let memory = driver.memory(1 << 20);

@@ -183,6 +183,12 @@ pub extern "C" fn softcuda_jitter(seed: u64, max_us: u64) {
     lock().control.jitter = (max_us > 0).then_some(jitter);
 }
 
+/// Allocations of the device lie side by side from now on, or (0) each by itself again.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_side_by_side(on: u32) {
+    crate::memory::set_side_by_side(&mut lock(), on != 0);
+}
+
 /// Takes host memory as memory of the first device, at its own address: copies and kernels of both devices may use it.
 /// `CUDA_ERROR_INVALID_VALUE` where it overlaps memory that is known already.
 #[unsafe(no_mangle)]

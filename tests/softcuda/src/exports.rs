@@ -86,6 +86,10 @@ exports! {
     context cuMemAlloc_v2(address: *mut u64, len: usize) [state, current] =>
         put(address, memory::alloc(state, current, len)?);
     context cuMemFree_v2(address: u64) [state, _current] => memory::free(state, address);
+    context cuMemGetAddressRange_v2(first: *mut u64, len: *mut usize, address: u64) [state, _current] => {
+        let range = memory::range(state, address)?;
+        put(first, range.0).and(put(len, range.1))
+    };
     context cuMemHostAlloc(address: *mut usize, len: usize, flags: u32) [state, current] =>
         put(address, memory::host_alloc(state, current, len, flags)?);
     context cuMemFreeHost(address: usize) [state, _current] => memory::host_free(state, address);

@@ -6,7 +6,7 @@
 //! into a page, so that nobody comes to rely on more alignment than the driver promises.
 
 use std::collections::BTreeMap;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -165,6 +165,8 @@ impl Place {
 pub(crate) struct Memory {
     /// By device address.
     regions: BTreeMap<u64, Arc<Region>>,
+    /// Addresses for allocations that are to lie side by side, while a test wants that.
+    pub(crate) side_by_side: Option<Range<usize>>,
     /// Registered and allocated host memory, by host address.
     pinned: BTreeMap<u64, Arc<Region>>,
 }
@@ -173,6 +175,7 @@ impl Memory {
     pub(crate) const fn new() -> Self {
         Self {
             regions: BTreeMap::new(),
+            side_by_side: None,
             pinned: BTreeMap::new(),
         }
     }
@@ -327,10 +330,36 @@ pub(crate) fn alloc(state: &mut State, context: Handle, len: usize) -> Outcome<u
         return Err(CUDA_ERROR_OUT_OF_MEMORY);
     }
     let bytes = map::pages(pages_of(len)).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
-    let reserved = map::reserve(pages_of(len + ALIGNMENT)).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
-    let start = (reserved + ALIGNMENT) as u64;
+    let start = match &mut state.memory.side_by_side {
+        Some(left) => {
+            let start = left.start;
+            left.start = (start + len).next_multiple_of(ALIGNMENT);
+            (left.start <= left.end).then_some(start)
+        }
+        None => map::reserve(pages_of(len + ALIGNMENT)).map(|reserved| reserved + ALIGNMENT),
+    };
+    let start = start.ok_or(CUDA_ERROR_OUT_OF_MEMORY)? as u64;
     state.memory.enter(start, len, bytes, Kind::Device, context, 0);
     Ok(start)
+}
+
+/// `cuMemGetAddressRange_v2`: where an allocation begins, and its length.
+pub(crate) fn range(state: &State, address: u64) -> Outcome<(u64, usize)> {
+    let region = before(&state.memory.regions, address).filter(|region| region.holds(address, 1));
+    region
+        .map(|region| (region.start, region.len))
+        .ok_or(CUDA_ERROR_INVALID_VALUE)
+}
+
+/// From now on allocations lie side by side, as those of a driver do that takes them from larger ones, or again each by
+/// itself.
+pub(crate) fn set_side_by_side(state: &mut State, wanted: bool) {
+    /// As much as tests allocate side by side.
+    const ROOM: usize = 64 << 20;
+    state.memory.side_by_side = wanted
+        .then(|| map::reserve(ROOM))
+        .flatten()
+        .map(|first| first + ALIGNMENT..first + ROOM);
 }
 
 /// `cuMemFree_v2`; a null pointer is nothing to free.

@@ -111,6 +111,11 @@ vendors! {
     current [hipMalloc musaMalloc mcMalloc] (address: *mut u64, len: usize) [state, current] =>
         put(address, memory::alloc(state, current, len)?);
     current [hipFree musaFree mcFree] (address: u64) [state, _current] => memory::free(state, address);
+    current [hipMemGetAddressRange mcMemGetAddressRange]
+    (first: *mut u64, len: *mut usize, address: u64) [state, _current] => {
+        let range = memory::range(state, address)?;
+        put(first, range.0).and(put(len, range.1))
+    };
     current [hipHostRegister musaHostRegister mcHostRegister]
     (address: usize, len: usize, flags: u32) [state, current] =>
         memory::register(state, current, address, len, flags);

@@ -17,13 +17,13 @@ const DRIVER: &str = "cuInit cuDriverGetVersion cuGetErrorName cuGetErrorString 
     cuStreamCreate cuStreamDestroy_v2 cuStreamSynchronize cuStreamQuery cuStreamWaitEvent \
     cuStreamBeginCapture_v2 cuStreamEndCapture cuThreadExchangeStreamCaptureMode cuEventCreate cuEventDestroy_v2 \
     cuEventRecord cuEventQuery cuEventSynchronize cuEventElapsedTime cuEventElapsedTime_v2 cuMemAlloc_v2 \
-    cuMemFree_v2 cuMemHostAlloc cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister \
+    cuMemFree_v2 cuMemGetAddressRange_v2 cuMemHostAlloc cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister \
     cuMemHostGetDevicePointer_v2 cuPointerGetAttribute cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 \
     cuMemcpyDtoDAsync_v2 cuMemcpyHtoD_v2 cuMemcpyDtoH_v2 cuMemsetD8Async cuLaunchHostFunc cuModuleLoadData \
     cuModuleUnload cuModuleGetFunction cuLaunchKernel cuGetProcAddress_v2";
 
 const CONTROLS: &str = "softcuda_fail softcuda_block softcuda_break softcuda_corrupt softcuda_hold \
-    softcuda_release softcuda_jitter softcuda_accept softcuda_forget softcuda_read softcuda_write softcuda_calls \
+    softcuda_release softcuda_jitter softcuda_side_by_side softcuda_accept softcuda_forget softcuda_read softcuda_write softcuda_calls \
     softcuda_bytes softcuda_now_ns softcuda_model softcuda_live";
 
 /// Functions of other vendors that answer with a text, which no call can fail on demand.

@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "calls into the driver's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ops::Range;
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::OnceLock;
 
@@ -80,6 +81,7 @@ driver_calls! {
     );
     cuMemAlloc_v2(*mut CUdeviceptr, usize);
     cuMemFree_v2(CUdeviceptr);
+    cuMemGetAddressRange_v2(*mut CUdeviceptr, *mut usize, CUdeviceptr);
     cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint);
     cuMemHostRegister_v2(*mut c_void, usize, c_uint);
     cuMemHostUnregister(*mut c_void);
@@ -439,6 +441,20 @@ impl Runtime for Cuda {
         // SAFETY: writes one address.
         unsafe { call!(self.driver, cuMemAlloc_v2(&raw mut address, bytes)) }?;
         Ok(address)
+    }
+
+    fn allocation(&self, address: u64) -> Option<Range<u64>> {
+        let _bound = self.bind().ok()?;
+        let (mut first, mut len) = (0, 0);
+        // SAFETY: writes an address and a number.
+        unsafe {
+            call!(
+                self.driver,
+                cuMemGetAddressRange_v2(&raw mut first, &raw mut len, address)
+            )
+        }
+        .ok()?;
+        Some(first..first.checked_add(len as u64)?)
     }
 
     fn free(&self, address: u64) {

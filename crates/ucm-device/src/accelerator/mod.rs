@@ -353,10 +353,15 @@ impl AcceleratorCopier {
         pinned: Option<Arc<Pinned>>,
     ) -> Result<()> {
         let first = host.expose_provenance();
-        let runs = plan::runs(pieces, |at| match &pinned {
-            Some(pinned) => pinned.next_border(first + at) - first,
-            None => usize::MAX,
-        });
+        let runtime = &*self.shared.runtime;
+        let runs = plan::runs(
+            pieces,
+            |address| runtime.allocation(address),
+            |at| match &pinned {
+                Some(pinned) => pinned.next_border(first + at) - first,
+                None => usize::MAX,
+            },
+        );
         let host = Host {
             first: host,
             pinned: pinned.as_deref(),

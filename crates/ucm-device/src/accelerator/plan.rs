@@ -1,5 +1,7 @@
 //! How a transfer is made: which copies, by which method.
 
+use std::ops::Range;
+
 use crate::span::Piece;
 
 use super::runtime::Direction;
@@ -39,15 +41,27 @@ impl Method {
     }
 }
 
-/// Pieces as runs in the order of the host buffer, neighbours on both sides joined. Where the buffer lies in memory
-/// that was pinned in parts, no run crosses the border of two: `next_border` tells, of an offset, where the next one
-/// is.
-pub(super) fn runs(pieces: &[Piece], next_border: impl Fn(usize) -> usize) -> Vec<Run> {
+/// Pieces as runs in the order of the host buffer, neighbours on both sides joined. A driver copies within one allocation
+/// alone: `allocation` tells where that of an address is, if it is known, and no piece is joined to one of another.
+/// Where the buffer lies in memory that was pinned in parts, no run crosses the border of two: `next_border` tells, of an
+/// offset, where the next one is.
+pub(super) fn runs(
+    pieces: &[Piece],
+    allocation: impl Fn(u64) -> Option<Range<u64>>,
+    next_border: impl Fn(usize) -> usize,
+) -> Vec<Run> {
     let mut sorted: Vec<&Piece> = pieces.iter().filter(|piece| !piece.span.is_empty()).collect();
     if !sorted.is_sorted_by_key(|piece| piece.at) {
         sorted.sort_by_key(|piece| piece.at);
     }
     let mut runs: Vec<Run> = Vec::new();
+    let mut known = 0..0; // the allocation that was asked for last
+    let mut is_one = |first: u64, last: u64| {
+        if !known.contains(&first) {
+            known = allocation(first).unwrap_or_default();
+        }
+        known.contains(&first) && known.contains(&last)
+    };
     for piece in sorted {
         let (mut at, mut address, mut left) = (piece.at, piece.span.addr(), piece.span.len() as usize);
         while left > 0 {
@@ -57,7 +71,8 @@ pub(super) fn runs(pieces: &[Piece], next_border: impl Fn(usize) -> usize) -> Ve
                 Some(last)
                     if last.at + last.len == at
                         && last.address + last.len as u64 == address
-                        && next_border(last.at) == border =>
+                        && next_border(last.at) == border
+                        && is_one(last.address, address + len as u64 - 1) =>
                 {
                     last.len += len;
                 }
@@ -168,20 +183,33 @@ mod tests {
             piece(250, 9000, 0),
             piece(250, 6000, 10),
         ];
-        let far = |_| usize::MAX;
+        let (all, far) = (|_| Some(0..u64::MAX), |_| usize::MAX);
         assert_eq!(
-            runs(&pieces, far),
+            runs(&pieces, all, far),
             [run(0, 1000, 200), run(200, 5000, 50), run(250, 6000, 10)]
         );
-        assert_eq!(segments(&runs(&pieces, far)), 1);
-        assert!(runs(&[], far).is_empty());
+        assert_eq!(segments(&runs(&pieces, all, far)), 1);
+        assert!(runs(&[], all, far).is_empty());
+    }
+
+    #[test]
+    fn pieces_of_two_allocations_are_two_runs() {
+        let (pieces, far) = ([piece(0, 1000, 100), piece(100, 1100, 100)], |_| usize::MAX);
+        let apart = [run(0, 1000, 100), run(100, 1100, 100)];
+        assert_eq!(runs(&pieces, |_| Some(900..1200), far), [run(0, 1000, 200)]);
+        assert_eq!(runs(&pieces, |_| Some(900..1199), far), apart);
+        assert_eq!(runs(&pieces, |_| None, far), apart, "nobody says where they end");
     }
 
     #[test]
     fn no_run_crosses_a_border() {
         let border = |at: usize| (at / 64 + 1) * 64;
         assert_eq!(
-            runs(&[piece(60, 1000, 100), piece(160, 1100, 32)], border),
+            runs(
+                &[piece(60, 1000, 100), piece(160, 1100, 32)],
+                |_| Some(0..u64::MAX),
+                border
+            ),
             [run(60, 1000, 4), run(64, 1004, 64), run(128, 1068, 64)]
         );
     }

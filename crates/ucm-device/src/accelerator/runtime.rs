@@ -1,6 +1,7 @@
 //! What an accelerator's runtime does for us: the one seam between the copies of this crate and the libraries of
 //! vendors.
 
+use std::ops::Range;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -56,7 +57,9 @@ impl From<Failed> for Error {
 /// The answers of CUDA's driver and of runtimes shaped as it after which a context does nothing more: the process is
 /// ending, the context was destroyed, or it is broken so that every later call gets the same answer (NVIDIA's
 /// documentation of `CUresult`; the numbers of HIP are the same).
-const CONTEXT_ENDED: [i64; 14] = [4, 201, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
+const CONTEXT_ENDED: [i64; 17] = [
+    4, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810,
+];
 
 /// Whether an answer is one of those.
 pub(super) fn ends_context(answer: impl Into<i64>) -> bool {
@@ -147,6 +150,11 @@ pub(super) trait Runtime: Send + Sync {
 
     /// Memory of the device.
     fn allocate(&self, bytes: usize) -> Result<u64>;
+
+    /// The allocation that an address of the device lies in; none where the runtime does not say. A copy reaches no further.
+    fn allocation(&self, _address: u64) -> Option<Range<u64>> {
+        None
+    }
 
     /// Gives it back; nothing may use it any more.
     fn free(&self, address: u64);

@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "calls into the runtime's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ops::Range;
 use std::ptr::{null_mut, with_exposed_provenance, with_exposed_provenance_mut};
 
 use ucm_core::{Error, ErrorKind, Result};
@@ -102,6 +103,13 @@ functions! {
 }
 
 functions! {
+    /// What says how far an allocation reaches; without it each piece is copied by itself.
+    Allocated {
+        MemGetAddressRange(*mut *mut c_void, *mut usize, *mut c_void) -> c_int;
+    }
+}
+
+functions! {
     /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime without it captures
     /// none, or refuses such calls while one does.
     Captures {
@@ -155,6 +163,7 @@ pub(super) struct Device {
     vendor: &'static Vendor,
     calls: Calls,
     captures: Option<Captures>,
+    allocated: Option<Allocated>,
     ordinal: c_int,
     description: String,
     node: Option<u32>,
@@ -170,6 +179,7 @@ impl Device {
             vendor,
             calls: Calls::load(&library, vendor.name, vendor.prefix)?,
             captures: Captures::load(&library, vendor.name, vendor.prefix).ok(),
+            allocated: Allocated::load(&library, vendor.name, vendor.prefix).ok(),
             ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
             description: String::new(),
             node: None,
@@ -425,6 +435,17 @@ impl Runtime for Device {
         Ok(address.expose_provenance() as u64)
     }
 
+    fn allocation(&self, address: u64) -> Option<Range<u64>> {
+        let allocated = self.allocated.as_ref()?;
+        let _bound = self.bind().ok()?;
+        let (mut first, mut len) = (null_mut(), 0);
+        // SAFETY: writes an address and a number.
+        let answer = unsafe { (allocated.MemGetAddressRange)(&raw mut first, &raw mut len, handle(address)) };
+        self.check("MemGetAddressRange", answer).ok()?;
+        let first = first.expose_provenance() as u64;
+        Some(first..first.checked_add(len as u64)?)
+    }
+
     fn free(&self, address: u64) {
         if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: allocated above, and the caller says that nothing uses it any more.
@@ -504,9 +525,14 @@ mod tests {
         assert!(Calls::load(&whole, "maca", "mc").is_ok());
         assert!(Placed::load(&whole, "maca", "mc").is_err(), "and is not needed");
         assert!(Captures::load(&whole, "maca", "mc").is_err(), "neither");
-        let newer = Placed::NAMES.iter().chain(Captures::NAMES);
+        assert!(Allocated::load(&whole, "maca", "mc").is_err(), "nor this");
+        let newer = Placed::NAMES
+            .iter()
+            .chain(Captures::NAMES)
+            .chain(Allocated::NAMES);
         let (_directory, newer) = stub("mc", newer.copied());
         assert!(Placed::load(&newer, "maca", "mc").is_ok());
         assert!(Captures::load(&newer, "maca", "mc").is_ok());
+        assert!(Allocated::load(&newer, "maca", "mc").is_ok());
     }
 }

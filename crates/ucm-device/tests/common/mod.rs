@@ -142,6 +142,13 @@ impl Driver {
         unsafe { release(null_mut()) }
     }
 
+    /// Whether new allocations lie side by side.
+    pub(crate) fn side_by_side(&self, on: bool) {
+        let side_by_side: unsafe extern "C" fn(u32) = self.function(c"softcuda_side_by_side");
+        // SAFETY: a number.
+        unsafe { side_by_side(u32::from(on)) }
+    }
+
     /// Random pauses before operations.
     pub(crate) fn jitter(&self, seed: u64, most_us: u64) {
         let jitter: unsafe extern "C" fn(u64, u64) = self.function(c"softcuda_jitter");
