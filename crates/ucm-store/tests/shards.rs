@@ -180,6 +180,42 @@ fn damage_on_the_way_is_read_again_and_the_rest_arrives() {
     }
 }
 
+/// A record of the same block with other bytes, as another engine's numerics would make them.
+fn another(setup: &Setup, block: BlockId) -> Vec<u8> {
+    let (_dir, store) = stored(setup, &[], &ManualClock::new());
+    let mut device = Device::filled(setup, &[block]);
+    device.change(block, |bytes| bytes.iter_mut().for_each(|byte| *byte ^= 0x55));
+    store.dump(&device, &[block]).unwrap();
+    let mut found = Vec::new();
+    store.edit(block, |record| found.clone_from(record));
+    found
+}
+
+#[test]
+fn the_layers_of_a_block_do_not_come_from_two_records() {
+    let setup = setup(Layout::File);
+    let other = another(&setup, id(0));
+    let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+    let gate = hang(&store, 2);
+    let mut device = Device::blank(&setup, &ids(1));
+    let task = begin(&store, &device, &ids(1), 0..LAYERS);
+    gate.await_waiting(1);
+    assert_eq!(done(&task, LAYERS), first(STEP));
+    store.edit(id(0), |record| record.clone_from(&other)); // it is replaced meanwhile
+    gate.open();
+    let failed = store.outcome(&task).unwrap_err();
+    assert_eq!(failed.len(), LAYERS);
+    assert!(holds(&mut device, &setup, id(0), &first(STEP)));
+    // It is sound, and the next load has all of it.
+    let mut device = Device::blank(&setup, &ids(1));
+    store
+        .outcome(&begin(&store, &device, &ids(1), 0..LAYERS))
+        .unwrap();
+    let right: Vec<u8> = content(&setup, id(0)).iter().map(|byte| byte ^ 0x55).collect();
+    device.change(id(0), |bytes| assert!(*bytes == right));
+    slots_come_back(&store);
+}
+
 #[test]
 fn a_read_that_hangs_leaves_nothing_scattering_and_ends_with_its_block() {
     for layout in LAYOUTS {

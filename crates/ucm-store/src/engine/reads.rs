@@ -11,12 +11,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{RecordHeader, verify_layers};
+use ucm_record::{LayerEntry, RecordHeader, verify_layers};
 use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
 use super::guard::{reason_named, reason_of, refusal};
@@ -80,9 +81,15 @@ struct Reading {
     again: bool,
     /// Layers before this one were verified as they arrived.
     verified: Arc<AtomicU32>,
+    /// The record that they are of.
+    begun_with: Arc<BegunWith>,
     request: Request,
     so_far: Option<Failed>,
 }
+
+/// The layers, with their checksums, of the record of which some went to the device before all of it was there; none as long as
+/// none did. Another record may have its name when the others are read.
+type BegunWith = Mutex<Option<Vec<LayerEntry>>>;
 
 /// A read that brings a block part by part, as those parts are told of it.
 struct Early {
@@ -90,6 +97,7 @@ struct Early {
     tier: usize,
     layers: Range<u32>,
     verified: Arc<AtomicU32>,
+    begun_with: Arc<BegunWith>,
     deadline: MonotonicTime,
 }
 
@@ -191,6 +199,7 @@ impl Core {
                     layers: layers.filter(|_| self.tiers.reads_parts(tier)),
                     again: false,
                     verified: Arc::default(),
+                    begun_with: Arc::default(),
                     request,
                     so_far,
                 };
@@ -329,6 +338,7 @@ impl Core {
                 tier: reading.tier,
                 layers,
                 verified: Arc::clone(&reading.verified),
+                begun_with: Arc::clone(&reading.begun_with),
                 deadline: reading.request.deadline,
             },
         );
@@ -379,12 +389,25 @@ impl Core {
         let upto = (from..early.layers.end).take_while(is_whole).last();
         let upto = upto.map_or(from, |last| last + 1);
         let judged = verify_layers(part.record, part.stored_len, &self.expect(early.id), from..upto);
-        let sound = if judged.is_ok() { upto } else { from }; // what is bad is judged with the whole
-        early.verified.store(sound, Ordering::Release);
-        for (task, index, taken) in self.take_ready(io, early, sound) {
+        let Ok(header) = judged else {
+            early.verified.store(from, Ordering::Release);
+            return; // what is bad is judged with the whole
+        };
+        early.verified.store(upto, Ordering::Release);
+        self.stay_with(early.id, &early.begun_with, &header);
+        for (task, index, taken) in self.take_ready(io, early, upto) {
             if self.scatter(&task, index, &taken, part.record, early.tier) {
                 self.report(&task);
             }
+        }
+    }
+
+    /// The layers of one block never come from two records: where some went to the device of another one than this, those who
+    /// wait for the rest have failed.
+    fn stay_with(self: &Arc<Self>, id: BlockId, begun_with: &BegunWith, header: &RecordHeader) {
+        let before = begun_with.lock().replace(header.table.clone());
+        if before.is_some_and(|before| before != header.table) {
+            self.fail_begun(id, &Failed::Refused(MissReason::BadChecksum, None));
         }
     }
 
@@ -415,6 +438,7 @@ impl Core {
             Err((failed, slot)) => return self.ask_below(reading, failed, slot),
         };
         let (id, tier) = (reading.id, reading.tier);
+        self.stay_with(id, &reading.begun_with, &header);
         let waiters = self.end_read(id, |task, index| {
             let wanted = task.blocks[index].layers(&self.records.geometry);
             let brought = reading.layers.as_ref();
@@ -505,7 +529,7 @@ impl Core {
         self.pump();
     }
 
-    /// The layers of one block never come from two tiers: those of whose rows some came from this one have failed with it.
+    /// The layers of one block never come from two copies: those of whose rows some came from this one have failed with it.
     fn fail_begun(self: &Arc<Self>, id: BlockId, failed: &Failed) {
         let mut reads = self.reads.blocks.lock();
         let waiters = reads
