@@ -136,9 +136,17 @@ fn a_layout_that_is_named_wins_and_the_others_records_make_room() {
     for block in ids(30) {
         eventually("there is room", || store.dump(&device, &[block]).is_ok());
     }
+    let warned = |store: &Store| {
+        store
+            .said()
+            .iter()
+            .any(|line| line.contains("neither finds the other's"))
+    };
+    assert!(!warned(&store));
     drop(store);
     let setup = small(Layout::segments());
     let store = Store::open(dir.path(), setup.clone());
+    assert!(warned(&store));
     assert!(store.stat("storage_used_bytes") >= 30 * 8192, "they count");
     let device = Device::filled(&setup, &ids(40));
     for block in ids(40) {

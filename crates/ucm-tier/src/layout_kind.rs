@@ -15,7 +15,7 @@ pub enum LayoutKind {
 
 impl LayoutKind {
     /// Its name, as in the configuration.
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::File => "file",
             Self::Segment => "segment",

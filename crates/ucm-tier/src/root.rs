@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use serde::Deserialize;
+use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result, limits};
 use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime};
 use ucm_io::{EROFS, FileMeta, IoJob, Publish, ReadMode};
@@ -135,11 +137,34 @@ impl Shared {
         self.use_root(marker, deadline)
     }
 
+    /// Says so where the configuration asks for another layout than the root has: what lies there is not found.
+    fn tell_of_another_layout(&self, marker: &Marker) {
+        let marked = marker
+            .layout
+            .as_ref()
+            .and_then(|said| RootLayout::deserialize(said).ok());
+        let (marked, own) = (marked.map(|marked| marked.kind), self.root.lock().kind);
+        if let (Some(marked), Some(own)) = (marked, own)
+            && marked != own
+        {
+            let root = self.layout.root().display();
+            warn!(
+                store = self.config.writer,
+                %root,
+                "{root}: layout {} is asked for (by layout, or by codec), and other processes keep its blocks in layout {}: \
+                 neither finds the other's; leave both keys out, or take another directory",
+                own.name(),
+                marked.name()
+            );
+        }
+    }
+
     /// Makes the namespace below a marked root, learns what the file system can do, starts the first count.
     fn use_root(self: &Arc<Self>, marker: Marker, deadline: MonotonicTime) -> Result<()> {
         if self.furnish(deadline)? {
             self.probe_io(deadline)?;
         }
+        self.tell_of_another_layout(&marker);
         let limit = self.limit(&marker, deadline)?;
         let marker = self.measured(marker, deadline)?;
         self.told_by(&marker);

@@ -130,7 +130,9 @@ impl Bucket {
             .with_pool_max_idle_per_host(place.connections)
             .with_allow_http(http);
         if let Some(path) = &place.ca {
-            options = options.with_root_certificate(certificate(path)?);
+            for certificate in certificates(path)? {
+                options = options.with_root_certificate(certificate);
+            }
         }
         let retry = RetryConfig {
             backoff: BackoffConfig {
@@ -439,7 +441,7 @@ impl Drop for Upload {
     }
 }
 
-fn certificate(path: &PathBuf) -> Result<Certificate> {
+fn certificates(path: &PathBuf) -> Result<Vec<Certificate>> {
     let unread = |text: String| {
         let wrong = Error::new(
             ErrorKind::Config,
@@ -448,10 +450,15 @@ fn certificate(path: &PathBuf) -> Result<Certificate> {
         wrong.with("path", path.display()).with("why", text)
     };
     let pem = std::fs::read(path).map_err(|error| unread(error.to_string()))?;
-    Certificate::from_pem(&pem).map_err(|error| unread(error.to_string()))
+    let found = Certificate::from_pem_bundle(&pem).map_err(|error| unread(error.to_string()))?;
+    if found.is_empty() {
+        return Err(unread("there is no certificate in it".to_owned()));
+    }
+    Ok(found)
 }
 
-/// What a client's error says, without the answer of the server: of that only its code.
+/// What a client's error says, and what it comes from in the end; without the answer of the server, of which only its code is
+/// told, and without addresses, in which a secret may stand.
 #[derive(Debug, Clone)]
 struct Told(String);
 
@@ -462,12 +469,24 @@ impl Told {
         let code = answer
             .split_once("<Code>")
             .and_then(|(_, rest)| rest.split_once("</Code>"));
-        Self(format!(
-            "{}{}",
-            said.trim_end(),
-            code.map(|(code, _)| format!(" {code}")).unwrap_or_default()
-        ))
+        let mut told = said.trim_end().to_owned();
+        if let Some((code, _)) = code {
+            told = format!("{told} {code}");
+        }
+        if let Some(cause) = first_cause(error).map(ToString::to_string)
+            && !cause.contains("://")
+            && !cause.contains('<')
+            && !told.contains(&cause)
+        {
+            told = format!("{told}: {cause}");
+        }
+        Self(told)
     }
+}
+
+/// What an error comes from in the end.
+fn first_cause(error: &object_store::Error) -> Option<&(dyn std::error::Error + 'static)> {
+    std::iter::successors(std::error::Error::source(error), |error| error.source()).last()
 }
 
 impl fmt::Display for Told {

@@ -27,7 +27,7 @@ const SPEAK_AGAIN: Duration = Duration::from_secs(60);
 const COUNT: Duration = Duration::from_secs(90);
 /// How often one count looks for others in place of what it could not remove.
 const ROUNDS: usize = 8;
-/// How long it is kept what a writer tells of its uses.
+/// How long it is kept what a writer tells of its uses, at least.
 const USES_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// What is below the prefix.
@@ -105,7 +105,8 @@ impl Objects {
         } else {
             None
         };
-        let mut contents = self.call(deadline, look(&self.bucket, &self.names))?;
+        let uses_kept = self.expiry().map_or(USES_KEPT, |life| life.max(USES_KEPT));
+        let mut contents = self.call(deadline, look(&self.bucket, &self.names, uses_kept))?;
         let found = contents.segments.len() as u64;
         let (mut removed, mut freed) = (0, 0);
         for _ in 0..ROUNDS {
@@ -223,7 +224,8 @@ impl Objects {
 }
 
 /// Lists what lies below the prefix, and reads what writers tell of their uses.
-async fn look(bucket: &Bucket, names: &Names) -> Result<Contents> {
+/// `uses_kept`: what writers said of them longer ago is old.
+async fn look(bucket: &Bucket, names: &Names, uses_kept: Duration) -> Result<Contents> {
     // The server says what time it is: by when something was put there just now.
     let clock = names.probe();
     bucket.put(&clock, bytes::Bytes::new()).await?;
@@ -231,7 +233,7 @@ async fn look(bucket: &Bucket, names: &Names) -> Result<Contents> {
     bucket.delete(&clock).await?;
     let now_ns = now.as_ref().map_or(0, time_of);
     let listed = bucket.list(names.prefix()).await?;
-    let kept = u64::try_from(USES_KEPT.as_nanos()).unwrap_or(u64::MAX);
+    let kept = u64::try_from(uses_kept.as_nanos()).unwrap_or(u64::MAX);
     let before = now_ns.saturating_sub(kept);
     let mut contents = Contents {
         segments: Vec::new(),

@@ -100,10 +100,18 @@ impl Place for ObjectPlace {
             let text = "this object is none of those that a tool removes";
             return Err(Error::new(ErrorKind::InvalidInput, text).with("object", &path));
         }
+        let segment = self.names.parse_segment(&path);
         self.call(async {
             let now = self.bucket.head(&path).await?;
             if now.is_none_or(|now| now.e_tag.unwrap_or_default() != item.version) {
                 return Ok(false);
+            }
+            if let Some(segment) = segment {
+                let told = self.bucket.list(&self.names.all_uses()).await?;
+                let used = uses_told(&self.bucket, &self.names, &told).await;
+                if used.get(&segment).is_some_and(|at| *at > item.used_ns) {
+                    return Ok(false);
+                }
             }
             self.bucket.delete(&path).await.map(|()| true)
         })
