@@ -103,16 +103,17 @@ def test_a_server_whose_authority_is_not(secure: Secure, source: Memory, authori
             store_all(store, source)
 
 
-@pytest.mark.xfail(strict=True, reason="of the client's error only its beginning is told: object/bucket.rs, Told::of")
 @pytest.mark.parametrize("authority", DOUBTING)
 def test_it_is_the_certificate_that_is_named(secure: Secure, authority: str | None) -> None:
     with opened(MOTO, secure.at, reached=False, **secure.keys(authority)) as store:
         assert "certificate" in store.trouble()
 
 
-def test_a_file_that_is_missing(secure: Secure) -> None:
+@pytest.mark.parametrize("name", ["nobody.pem", "ours.key"])
+def test_a_file_that_is_missing_or_has_no_certificate(secure: Secure, name: str) -> None:
+    keys = secure.keys(None) | {"object_ca": str(secure.certificates / name)}
     with (
         pytest.raises(ConfigError, match="the file with authorities for TLS cannot be used"),
-        opened(MOTO, secure.at, reached=False, **secure.keys("nobody")),
+        opened(MOTO, secure.at, reached=False, **keys),
     ):
         pass

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from blocks import PATIENT, Memory, ids
 from click.testing import CliRunner, Result
-from remote_columns import COLUMNS, MOTO, REDIS, Column, redis_says
+from remote_columns import COLUMNS, MOTO, PREFIX, REDIS, Column, redis_asks, redis_says
 from server_contents import Objects, Values, contents_of
 from test_matrix import is_well, loaded, opened, soon
 
@@ -288,6 +288,67 @@ def test_older_than(
     done = tools.json("gc", "--older-than", "1h", "--yes", "--list")
     assert (done["exit"], done["removed"], set(done["files"])) == (0, 2, {place.file for place in old})
     assert come_back(4) == [True, False, True, False]
+
+
+@pytest.mark.parametrize("column", [REDIS], ids=[REDIS.name])
+def test_older_than_on_redis(
+    tools: Tools, server: Server, contents: Values, stored: Callable[..., None], come_back: Callable[..., list[bool]]
+) -> None:
+    """ucm gc --older-than of Redis: only where it is said how long the engines let records live"""
+    stored(2)
+    place = contents.find(tools.namespace(), ids(2)[1])
+    life = 10 * HOUR
+    for name, left in zip(contents.records(), (life, life), strict=True):
+        redis_asks(server, "EXPIRE", name, str(left))
+    redis_asks(server, "EXPIRE", place.name, str(life - 2 * HOUR))
+    refused = tools.run("gc", "--older-than", "1h", "--yes")
+    assert refused.exit_code == 2 and "-o expire_after=" in refused.stderr
+    tools.told["expire_after"] = f"{life}s"
+    assert tools.json("gc", "--older-than", "3h", "--yes")["removed"] == 0
+    assert tools.json("gc", "--older-than", "1h", "--yes")["removed"] == 1
+    assert come_back(2) == [True, False]
+
+
+@pytest.mark.parametrize("column", [MOTO], ids=[MOTO.name])
+def test_used_since(tools: Tools, contents: Objects, stored: Callable[..., None]) -> None:
+    """ucm gc: what was used since it was listed stays"""
+    stored(1)
+    (name,) = contents.records()
+    with tools.open() as root:
+        plan = make_plan(root, root.namespaces(), EVERYTHING)
+        used = {"format": 1, "used": {name.rpartition("/")[2]: time.time_ns()}}
+        contents.put(f"{PREFIX}/uses/00000000000000aa.json", json.dumps(used).encode())
+        outcome = carry_out(root, plan)
+    assert (outcome.skipped, len(outcome.removed)) == (1, 0)
+    assert tools.root()["space_documents"]["uses"] >= 1
+
+
+def test_foreign_in_a_namespace(
+    column: Column,
+    tools: Tools,
+    contents: Values | Objects,
+    stored: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ucm gc --namespace: with something foreign in it, it stays known"""
+    stored(1)
+    name = tools.namespace()
+    foreign = f"{PREFIX}/{name}/notes" if column.http else f"ucm:{name}:notes"
+    contents.put(foreign, b"mine")
+    monkeypatch.setattr(show, "wall_ns", lambda: time.time_ns() + 2 * HOUR * 10**9)
+    done = tools.json("gc", "--namespace", name, "--yes")
+    assert (done["removed"], done["namespaces_removed"]) == (1, [])
+    assert contents.get(foreign) == b"mine"
+    assert tools.namespace() == name
+
+
+@pytest.mark.parametrize("column", [REDIS], ids=[REDIS.name])
+def test_what_is_said_where_there_is_no_limit(tools: Tools, stored: Callable[..., None]) -> None:
+    """ucm of a server that has no limit: none is made up"""
+    stored(1)
+    assert "no limit is known" in tools.run("inspect").stdout
+    assert "no limit" in tools.run("gc", "--to", 0).stdout
+    assert "nothing to read" not in tools.run("verify").stdout
 
 
 def test_a_namespace(

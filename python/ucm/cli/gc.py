@@ -145,6 +145,11 @@ def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
             f"{root.shown} does not say when something was last used, so nothing is old there; gc can remove a whole "
             "namespace: --namespace NAME"
         )
+    if wish.older_than is not None and isinstance(root, RemoteRoot) and root.age_needs:
+        raise ConfigError(
+            f"{root.shown} says how long a record still lives, not when it was used; say how long the engines let them "
+            f"live: -o {root.age_needs}=1d"
+        )
     removals = list(dead) if wish.stale or wish.whole else []
     target = None
     if wish.whole:
@@ -258,7 +263,8 @@ def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]
 
 def _show(result: dict[str, Any]) -> None:
     now = show.wall_ns()
-    click.echo(f"root {result['root']}: {show.size(result['used_bytes'])} used, limit {show.size(result['limit'])}")
+    limit = f"limit {show.size(result['limit'])}" if result["limit"] else "no limit"
+    click.echo(f"root {result['root']}: {show.size(result['used_bytes'])} used, {limit}")
     if result["target_bytes"] is not None:
         click.echo(f"  to come down to {show.size(result['target_bytes'])}")
     if not result["planned"] and not result["namespaces_removed"]:

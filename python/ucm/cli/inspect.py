@@ -7,6 +7,7 @@ what ``ucm verify`` is for.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -102,7 +103,7 @@ def describe(root: AnyRoot) -> dict[str, Any]:
         "quarantined_bytes": total["quarantined_bytes"],
         "file_system_bytes": size,
         "file_system_free_bytes": free,
-        "space_documents": dict(sorted(Counter(found.name.partition("-")[0] for found in beside.space).items())),
+        "space_documents": dict(sorted(Counter(_sort_of(found.name) for found in beside.space).items())),
         "namespaces": namespaces,
         "differences": manifests.differences(identities) if len(identities) > 1 else {},
         **foreigners.document(),
@@ -225,6 +226,11 @@ def _inside(records: int) -> str:
     return f", {show.many(records, 'record')} in them" if records else ""
 
 
+def _sort_of(name: str) -> str:
+    """What a document about space is; those of a bucket that say what was used are named by their writer alone."""
+    return "uses" if re.fullmatch(r"[0-9a-f]{16}\.json", name) else name.partition("-")[0]
+
+
 def _layout(kept: dict[str, Any] | None) -> str:
     if kept is None:
         return "not decided: as the configuration says"
@@ -235,13 +241,17 @@ def _show_root(root: dict[str, Any]) -> None:
     now = show.wall_ns()
     click.echo(f"root {root['root']}")
     created = root["created"]
-    used = f"{show.size(root['used_bytes'])} of {show.size(root['storage_capacity'])}"
-    share = "" if root["used_share"] is None else f" ({root['used_share']:.1%})"
+    used = show.size(root["used_bytes"])
+    if root["storage_capacity"]:
+        share = "" if root["used_share"] is None else f" ({root['used_share']:.1%})"
+        used += f" of {show.size(root['storage_capacity'])}{share}, storage_capacity as it was at the first start"
+    else:
+        used += ", no limit is known"
     rows: list[tuple[str, object]] = [
         ("uuid", f"{root['uuid']}, format {root['format']}"),
         ("made", show.ago(created * 10**9, now) if isinstance(created, int) else "-"),
         ("layout", _layout(root["layout"])),
-        ("used", f"{used}{share}, storage_capacity as it was at the first start"),
+        ("used", used),
         *_free(root),
         ("records", _amount(root["records"], root["record_bytes"])),
         ("segments", _amount(root["segments"], root["segment_bytes"]) + _inside(root["segment_records"])),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _Item = tuple[str, str, int, int, str]
 _MANIFEST_OF_PART = re.compile(r"manifest-g\d+p\d+t\d+\.json")
 _LONGEST_DOCUMENT = 16 << 20
+_REDIS = ("redis", "rediss")
 
 
 def scheme_of(path: str) -> str:
@@ -44,6 +45,8 @@ class RemoteRoot:
         self.shown = without_login(url)
         self._place = _place(url, told, self.shown)
         self.limit, self._used, self._words = self._place.room()
+        #: The option without which ages are not known: Redis tells how long a record still lives.
+        self.age_needs = "expire_after" if scheme_of(url) in _REDIS and "expire_after" not in told else None
         self._items: list[_Item] | None = None
         self._by_path: dict[str, _Item] = {}
         self.marker = self._read_marker()
@@ -134,7 +137,8 @@ class RemoteRoot:
         """Removes the manifests of a namespace in which nothing else lies any more."""
         self._items = None
         left = [item for item in self.items() if item[0].startswith(f"{namespace}/")]
-        if any(not _MANIFEST_OF_PART.fullmatch(item[0].rpartition("/")[2]) for item in left):
+        foreign = any(not path and namespace in re.split("[:/]", name) for path, name, *_ in self.items())
+        if foreign or any(not _MANIFEST_OF_PART.fullmatch(item[0].rpartition("/")[2]) for item in left):
             return False
         return sum(self._place.remove(item) for item in left) == len(left)
 

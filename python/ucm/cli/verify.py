@@ -295,7 +295,8 @@ def _sample(records: list[Found], percent: float) -> list[Found]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    way = {True: "past the page cache", False: "through the page cache", None: "nothing to read"}[result["direct_io"]]
+    elsewhere = "from where it lies" if result["bytes_read"] else "nothing to read"
+    way = {True: "past the page cache", False: "through the page cache", None: elsewhere}[result["direct_io"]]
     what = show.many(result["records"], "record")
     if result["segments"]:
         what += f", some of them in {show.many(result['segments'], 'segment')}"
