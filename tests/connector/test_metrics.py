@@ -215,7 +215,7 @@ def test_the_worker_tells_how_long_transfers_took() -> None:
 )
 def test_names_have_our_prefix_and_a_unit(name: str) -> None:
     assert name.startswith("ucm_")
-    assert name.endswith(("_blocks", "_bytes", "_seconds", "_tokens", "_per_second"))
+    assert name.endswith(("_blocks", "_bytes", "_seconds", "_tokens", "_rows", "_per_second"))
 
 
 def test_metrics_switched_off_are_neither_given_to_vllm_nor_made(monkeypatch: pytest.MonkeyPatch) -> None:

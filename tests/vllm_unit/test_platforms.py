@@ -15,7 +15,7 @@ from ucm.config import parse
 from ucm.config.words import PLATFORMS as WORDS
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector import UCMConnector
-from ucm.integration.vllm.connector.factory import why_off
+from ucm.integration.vllm.connector.factory import unmapped, why_off
 from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform, event, nothing, platform_of
 from ucm.reasons import MissReason
 
@@ -148,6 +148,14 @@ def test_both_halves_are_off_and_the_engine_starts(
     worker.wait_for_save()
     assert worker.get_handshake_metadata() is None
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.word)
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_sleep_mode_is_for_processors_alone(platform: Platform, sleeps: bool) -> None:
+    """Dumps hold no block, and an engine that falls asleep takes the memory of a device away without a word."""
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    assert bool(unmapped(platform, config)) == (sleeps and platform.word != "host")
 
 
 def test_a_connector_that_is_made_as_the_original_makes_it_needs_the_layout() -> None:

@@ -80,7 +80,8 @@ class UcmSparseBase:
     def estimate_num_slots_sparsed(self, request: Any) -> int:
         """How many token slots of KV the device must hold for ``request`` (vLLM's ``Request``) in its next step, when a
         method keeps the rest elsewhere; :data:`INVALID_SLOT`: all of them, as without a method. Under vLLM it is asked
-        of subclasses of :class:`~ucm.sparse.method.BlockSparse` with ``offload``, whose blocks the host brings back."""
+        of subclasses of :class:`~ucm.sparse.method.BlockSparse` with ``offload``, whose blocks the host brings back. It
+        says whether blocks leave; how many come back in their place is the policy's budget."""
         del request
         return INVALID_SLOT
 
@@ -95,7 +96,8 @@ class UcmSparseBase:
         return 0 if any(self.overrides(hook) for hook in CHANGING_HOOKS) else ALL_TOKENS
 
     def update_state_after_alloc(self, request: Any, num_blocks: int) -> None:
-        """``request`` was given blocks; it holds ``num_blocks`` now."""
+        """``request`` was admitted and given blocks; it holds ``num_blocks`` now. vLLM does not tell of those that it
+        gets later."""
 
     def build_sparse_meta(
         self, scheduler_output: Any, requests: Any, input_batch: Any = None, attn_metadata: Any = None

@@ -307,6 +307,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             news |= self._miss_stats.take() or {}
         elif self._worker is not None:
             news |= (self._worker.take_bytes() or {}) | self._worker.take_seconds() | self._worker.take_tiers()
+        if self._sparse_worker is not None:
+            news |= self._sparse_worker.take_counts()
         if self._scheduler is not None:
             news |= self._scheduler.take_tiers()
         return UcmStats(data=news) if news and self._exports_metrics else None

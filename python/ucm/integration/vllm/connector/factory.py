@@ -62,12 +62,24 @@ def why_off(
     platform = _platform(config)
     if text := platform if isinstance(platform, str) else _unsupported(vllm_config, kv_cache_config):
         return MissReason.UNSUPPORTED, text
+    if isinstance(platform, Platform) and (text := unmapped(platform, vllm_config)):
+        return MissReason.UNSUPPORTED, text
     try:
         engine_identity(vllm_config, kv_cache_config, "")
     except Exception as error:
         return MissReason.IDENTITY_UNKNOWN, f"this engine has no identity: {error}"
     text = unidentifiable(vllm_config, kv_cache_config)
     return (MissReason.IDENTITY_UNKNOWN, text) if text else None
+
+
+def unmapped(platform: Platform, vllm_config: VllmConfig) -> str:
+    """Why copies could meet memory of a device that is not there any more."""
+    if not getattr(vllm_config.model_config, "enable_sleep_mode", False) or platform.device == "cpu":
+        return ""
+    return (
+        "sleep mode takes the memory of the KV away under dumps that are still to read it, and vLLM does not say so "
+        "before: nothing is claimed or stored; start without enable_sleep_mode"
+    )
 
 
 def _platform(config: UcmConfig) -> Platform | str:

@@ -17,6 +17,7 @@ from prometheus_client import Histogram as PrometheusHistogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from ucm.integration.vllm.connector import miss_stats as miss_stats
+from ucm.integration.vllm.connector import sparse_counts
 from ucm.integration.vllm.connector.guard import harmless
 from ucm.integration.vllm.connector.tier_counts import COUNTER, GAUGE, TIER_COUNTERS, TIER_GAUGES
 from ucm.reasons import MissReason
@@ -39,6 +40,7 @@ COUNTERS = {
     LOADED_BYTES: ("ucm_loaded_bytes", "Bytes of KV loaded from the store, of all ranks."),
     PUBLISHED_BYTES: ("ucm_published_bytes", "Bytes of KV stored, of all ranks."),
     miss_stats.DECLINED_TOKENS: ("ucm_declined_tokens", "Tokens computed because loading them would have been slower."),
+    **{sparse_counts.COUNTER + name: texts for name, texts in sparse_counts.SPARSE_COUNTERS.items()},
 }
 MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
 

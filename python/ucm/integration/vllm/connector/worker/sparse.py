@@ -22,10 +22,11 @@ from ucm.integration.vllm.attention.representations import Representations, cach
 from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.packing import layer_specs
+from ucm.integration.vllm.connector.sparse_counts import SparseCounts
 from ucm.integration.vllm.connector.worker.layered_store import layer_bytes
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.method import BlockSparse
-from ucm.sparse.state import set_ucm_sparse
+from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
 from ucm.store import record_ids
 from ucm.store.kv_layout import KVLayout
 
@@ -54,6 +55,7 @@ class SparseWorker:
         self._eager: EagerHooks | None = None
         self._measured: int | None = None
         self._num_blocks = 0
+        self._counts = SparseCounts(time.monotonic)
 
     def bind_store(self, store: Callable[[], Any], mask: bytes) -> None:
         """Where the store is once it is open, and the mask of this rank's part."""
@@ -187,6 +189,10 @@ class SparseWorker:
         """Blocks that are neither on the device nor in the store, noticed since the last call: request and ordinal."""
         return [] if self.offload is None else self.offload.take_lost()
 
+    def take_counts(self) -> dict[str, float]:
+        """What the method counted since it was last told, about once a second."""
+        return self._counts.take(self.method.stats) if isinstance(self.method, BlockSparse) else {}
+
     def end_step(self) -> None:
         """After it."""
         if self.host is not None:
@@ -206,7 +212,8 @@ class SparseWorker:
             self.offload.close()
         if self.host is not None:
             self.host.close()
-            set_ucm_sparse(None)
+            if has_ucm_sparse() and get_ucm_sparse() is self.method:  # another engine of this process may have its own
+                set_ucm_sparse(None)
 
 
 def _writes(kv_cache_config: Any) -> bool:
