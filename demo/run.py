@@ -35,6 +35,8 @@ PROMPT_TOKENS = 125 * BLOCK_SIZE + 5
 #: Prompt and output together fill no further block: every block file belongs to the prompt.
 OUTPUT_TOKENS = 24
 FULL_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
+#: What is not judged with ``--any-speed``: a GPU computes this small model sooner than anything is loaded.
+SOONER = "warm: the first token came sooner"
 
 
 def main() -> int:
@@ -42,6 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go")
     parser.add_argument("--device", choices=["host", "softcuda"], default="host", help="where the KV lies")
+    parser.add_argument("--any-speed", action="store_true", help="load whatever is sooner, and judge no time: on a GPU")
     parser.add_argument("--driver", type=pathlib.Path, help="the library of the software driver (make demo builds it)")
     parser.add_argument("--store", choices=STORES, default="posix", help="what the blocks are kept in")
     options = parser.parse_args()
@@ -52,7 +55,7 @@ def main() -> int:
         shutil.rmtree(out / "store", ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         with STORES[options.store](out) as place:
-            where = device(options.driver if options.device == "softcuda" else None)
+            where = device(options.driver if options.device == "softcuda" else None, options.any_speed)
             runs, checks = over_server(out, place, where) if isinstance(place, Service) else demo(out, place, where)
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
@@ -60,16 +63,18 @@ def main() -> int:
     picture = out / "timings.svg"
     report.write_svg(runs, picture)
     print(f"\n{report.table(runs)}\n")
+    if options.any_speed:
+        checks = [(text, kept) for text, kept in checks if text != SOONER]
     for text, kept in checks:
         print(f"  [{'ok' if kept else 'BROKEN'}] {text}")
     print(f"\n  timings: {picture}    store: {out / 'store'}    logs: {out}/*.log")
     return 0 if all(kept for _, kept in checks) else 1
 
 
-def device(driver: pathlib.Path | None) -> dict[str, Any]:
-    """What an engine is told of where its KV lies: in the host's memory, or in that of a device behind this driver."""
+def device(driver: pathlib.Path | None, any_speed: bool) -> dict[str, Any]:
+    """What an engine is told of where its KV lies: where vLLM has it, or in that of a device behind this driver."""
     if driver is None:
-        return {"connector": None, "config": {}, "environment": {}}
+        return {"connector": None, "config": {"admission": "always"} if any_speed else {}, "environment": {}}
     tests = pathlib.Path(__file__).resolve().parent.parent / "tests" / "vllm"
     path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
     return {
@@ -117,7 +122,7 @@ def demo(out: pathlib.Path, place: Place, device: dict[str, Any]) -> tuple[list[
             f"warm: {warm.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} full blocks were loaded instead of computed",
             warm.reused_tokens >= 0.95 * FULL_BLOCKS * BLOCK_SIZE,
         ),
-        ("warm: the first token came sooner", warm.first_token_s < cold.first_token_s),
+        (SOONER, warm.first_token_s < cold.first_token_s),
         ("warm: nothing was written twice", warm.stored_bytes == 0),
         (
             f"damaged: block {ordinal} was refused, all {ordinal} blocks before it were loaded and none behind it",
@@ -194,7 +199,7 @@ def over_server(
             f"warm: {warm.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} full blocks were loaded instead of computed",
             warm.reused_tokens >= enough,
         ),
-        ("warm: the first token came sooner", warm.first_token_s < cold.first_token_s),
+        (SOONER, warm.first_token_s < cold.first_token_s),
         ("warm: nothing was written twice", warm.stored_bytes == 0),
         *after_restart(place.keeps, again, counts[-1]),
         ("all three outputs are identical", report.identical(runs)),

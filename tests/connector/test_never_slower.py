@@ -26,6 +26,9 @@ from simulation import BLOCK_BYTES, UNKNOWN_S, Arrival, Engine, Simulation, Tier
 from ucm.integration.vllm.connector.admission.admission import FIRST_S
 from ucm.integration.vllm.connector.admission.compute_rate import FLOOR
 
+#: It computes for a while, and longer beside a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 PROMISE = 1.02
 #: Requests before the long run.
 WARM_UP = 50
