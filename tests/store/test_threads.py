@@ -21,19 +21,19 @@ IO, LOOKUP = 16, 8
 
 #: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of one that looks up.
 KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "files": ("UcmPosixStore", {}, IO + 12, LOOKUP + 6),
-    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 16, LOOKUP + 10),
-    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 12, 6),
+    "files": ("UcmPosixStore", {}, IO + 13, LOOKUP + 6),
+    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 17, LOOKUP + 10),
+    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 13, 6),
     "memory above files": (
         "UcmPipelineStore",
         {"store_pipeline": "Cache|Posix", "cache_size": "4MiB"},
-        IO + 20,
+        IO + 21,
         LOOKUP + 11,
     ),
     "memory above segments": (
         "UcmPipelineStore",
         {"store_pipeline": "Cache|Pc", "cache_size": "4MiB"},
-        IO + 24,
+        IO + 25,
         LOOKUP + 15,
     ),
 }
