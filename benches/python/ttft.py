@@ -1,9 +1,10 @@
 """Time to first token of a deep, tiny model, computed and loaded: ``python benches/python/ttft.py``.
 
 For each variant of ``variants.py`` an engine is started, asked prompts that nobody stored (*cold*), and, after vLLM's
-own prefix cache was emptied, the same ones again (*warm*). Before each prompt the engine is idle, with every dump
-staged. Variants take turns; their cold times beside those of no connector are what ucm costs where it finds nothing.
-``make bench-ttft`` does the same beside the connectors of others. Prints a table; ``--json`` keeps every time.
+own prefix cache was emptied, the same ones again (*warm*); with ``--restart`` it is a second engine, on what the first
+one stored, that is asked again. Before each prompt the engine is idle, with every dump staged. Variants take turns;
+their cold times beside those of no connector are what ucm costs where it finds nothing. ``make bench-ttft`` does the
+same beside the connectors of others. Prints a table; ``--json`` keeps every time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import datetime as dt
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +27,34 @@ from specs import prompt
 import model as demo_model
 
 
+def ask_all(running: Engine, run: str, prompts: Sequence[Any], times: dict[str, Any]) -> None:
+    """Asks the prompts one after the other, and keeps the times under the name of the run."""
+    for tokens in prompts:
+        answer = running.ask(tokens, 1)
+        if answer.first is None:
+            raise EngineError(f"a {run} prompt got no token: {answer.finish}")
+        times[run].append(answer.first)
+        if run == "warm":
+            times["cached"].append(answer.cached)
+        running.wait_idle()
+
+
 def one_engine(variant: str, model: Path, work: Path, number: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    """One engine's times in seconds, or why there is none."""
+    """The times in seconds of one engine, or of one and the next, or why there are none."""
     root, log = work / f"blocks-{number}", work / f"{variant}-{number}.log"
     root.mkdir()
     blocks = 2 * (chosen.tokens // BLOCK + 2)
     prompts = [prompt(1000 * number + index, chosen.tokens) for index in range(chosen.prompts)]
     times: dict[str, Any] = {"cold": [], "warm": [], "cached": []}
+    lives = (("cold",), ("warm",)) if chosen.restart else (("cold", "warm"),)
     try:
-        with engine(variant, model, root, blocks, chosen.tokens + BLOCK) as spec, Engine(spec, log) as running:
-            running.ask(prompt(1, BLOCK // 2), 1)
-            for run in ("cold", "warm"):
-                for tokens in prompts:
-                    answer = running.ask(tokens, 1)
-                    if answer.first is None:
-                        return {"failed": f"a {run} prompt got no token: {answer.finish}"}
-                    times[run].append(answer.first)
-                    if run == "warm":
-                        times["cached"].append(answer.cached)
-                    running.wait_idle()
-                running.reset()
+        with engine(variant, model, root, blocks, chosen.tokens + BLOCK) as spec:
+            for life in lives:
+                with Engine(spec, log) as running:
+                    running.ask(prompt(1, BLOCK // 2), 1)
+                    for run in life:
+                        ask_all(running, run, prompts, times)
+                        running.reset()
     except UnavailableError as error:
         return {"failed": str(error)}
     except EngineError as error:
@@ -107,6 +117,7 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=4005, help="of a prompt")
     arguments.add_argument("--prompts", type=int, default=8, help="for each engine")
     arguments.add_argument("--rounds", type=int, default=3, help="engines for each variant")
+    arguments.add_argument("--restart", action="store_true", help="another engine is asked the second time")
     arguments.add_argument("--json", type=Path)
     chosen = arguments.parse_args()
     rounds: list[dict[str, dict[str, Any]]] = []
@@ -127,7 +138,12 @@ def main() -> None:
             rows = summary(rounds)
             if chosen.json:  # after every round: who ends it early keeps what there is
                 date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d")
-                settings = {"tokens": chosen.tokens, "prompts": chosen.prompts, "rounds": number + 1}
+                settings = {
+                    "tokens": chosen.tokens,
+                    "prompts": chosen.prompts,
+                    "rounds": number + 1,
+                    "restart": chosen.restart,
+                }
                 document = {"date": date, "settings": settings, "rows": rows, "rounds": rounds}
                 chosen.json.write_text(json.dumps(document, indent=1) + "\n")
             print(table(rows), flush=True)
