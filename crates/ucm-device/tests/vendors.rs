@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{
-    ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST, gather,
+    ALLOCATIONS, Driver, FIRST_STREAMS, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST, gather,
     open_named as open, slot,
 };
 use ucm_core::ErrorKind;
@@ -93,6 +93,24 @@ fn every_vendor_moves_the_bytes_it_should_and_no_others() {
             assert!(ordinary == right, "{name}");
             driver.jitter(0, 0);
         }
+    }
+}
+
+/// Else copies of ours would wait for the default stream, torch's own, and stand behind whatever the model computes.
+#[test]
+fn streams_have_the_highest_priority_and_wait_for_no_default_stream() {
+    let driver = Driver::load();
+    let memory = driver.memory(4096);
+    for name in DEVICES.into_iter().chain(["cuda"]) {
+        let before = [STREAMS, FIRST_STREAMS].map(|kind| driver.live(kind));
+        let device = open(name, Transfer::Auto);
+        let mut stream = device.make_stream().unwrap();
+        let mut slot = slot(&*device, 4096);
+        let span = memory.span(0, 4096);
+        gather(&mut *stream, &[Piece { at: 0, span }], slot.as_mut_slice()).unwrap();
+        let [all, first] = [STREAMS, FIRST_STREAMS].map(|kind| driver.live(kind));
+        assert!(all > before[0], "{name}");
+        assert_eq!(all - before[0], first - before[1], "{name}");
     }
 }
 

@@ -264,19 +264,19 @@ pub extern "C" fn softcuda_model(on: u32) {
 }
 
 /// What exists now: 0 allocations (of devices and of pinned host memory), 1 registrations, 2 streams, 3 events, 4
-/// modules, 5 contexts.
+/// modules, 5 contexts, 6 streams that wait neither for the default one nor behind those of a higher priority.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_live(kind: u32) -> u64 {
     let state = lock();
     match kind {
         0 => state.memory.count(&[Kind::Device, Kind::HostAllocated]),
         1 => state.memory.count(&[Kind::Registered]),
-        2 => {
+        2 | 6 => {
             let made = state
                 .streams
                 .values()
                 .filter(|it| !it.is_closed && !it.is_default);
-            made.count() as u64
+            made.filter(|it| kind == 2 || it.is_first()).count() as u64
         }
         3 => state.events.len() as u64,
         4 => state.modules.len() as u64,

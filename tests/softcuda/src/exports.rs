@@ -54,9 +54,9 @@ exports! {
         abort("cuCtxSynchronize waits for the work of everybody");
 
     context cuStreamCreate(stream: *mut Handle, flags: u32) [state, current] =>
-        put(stream, stream::create(state, current, flags)?);
-    context cuStreamCreateWithPriority(stream: *mut Handle, flags: u32, _priority: i32) [state, current] =>
-        put(stream, stream::create(state, current, flags)?);
+        put(stream, stream::create(state, current, flags, false)?);
+    context cuStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) [state, current] =>
+        put(stream, stream::create(state, current, flags, priority == GREATEST_PRIORITY)?);
     context cuStreamDestroy_v2(stream: Handle) [state, current] => stream::destroy(state, current, stream);
     context cuStreamSynchronize(stream: Handle) [state, current] =>
         stream::synchronize(state, current, stream);

@@ -41,6 +41,8 @@ pub(crate) struct Stream {
     pub(crate) context: Handle,
     /// Whether copies without a stream wait for it.
     is_blocking: bool,
+    /// Its priority is the highest.
+    is_preferred: bool,
     /// Whether it is that of copies without a stream.
     pub(crate) is_default: bool,
     pub(crate) capture: Option<Capture>,
@@ -88,6 +90,11 @@ impl Stream {
         self.ended == self.submitted
     }
 
+    /// Whether its work waits neither for the default stream nor behind that of a stream of a higher priority.
+    pub(crate) fn is_first(&self) -> bool {
+        self.is_preferred && !self.is_blocking
+    }
+
     /// No more work comes.
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
@@ -110,7 +117,7 @@ impl Stream {
 }
 
 /// `cuStreamCreateWithPriority`; priorities are all the same here.
-pub(crate) fn create(state: &mut State, context: Handle, flags: u32) -> Outcome<Handle> {
+pub(crate) fn create(state: &mut State, context: Handle, flags: u32, is_preferred: bool) -> Outcome<Handle> {
     if flags & !NON_BLOCKING != 0 {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
@@ -119,6 +126,7 @@ pub(crate) fn create(state: &mut State, context: Handle, flags: u32) -> Outcome<
     let stream = Stream {
         context,
         is_blocking: flags & NON_BLOCKING == 0,
+        is_preferred,
         is_default: false,
         capture: None,
         queue: VecDeque::new(),
@@ -155,7 +163,7 @@ pub(crate) fn default_of(state: &mut State, context: Handle) -> Outcome<Handle> 
     if let Some((&handle, _)) = made {
         return Ok(handle);
     }
-    let handle = create(state, context, NON_BLOCKING)?;
+    let handle = create(state, context, NON_BLOCKING, false)?;
     if let Some(stream) = state.streams.get_mut(&handle) {
         stream.is_default = true;
     }

@@ -42,6 +42,8 @@ const ACL_INTERNAL: CUresult = 507_000;
 const ACL_HOST_MEMORY_ALREADY_REGISTERED: CUresult = 507_910;
 
 const ACL_LEAST_PRIORITY: u32 = 7;
+/// The highest priority of streams of the runtimes shaped as CUDA's.
+const GREATEST_PRIORITY: i32 = -1;
 const ACL_STREAM_FAST: u32 = 3;
 const ACL_EVENT_TIME_LINE: u32 = 8;
 const ACL_EVENT_FLAGS: u32 = 1 | 2 | ACL_EVENT_TIME_LINE;
@@ -80,11 +82,11 @@ vendors! {
         abort("a reset of the device ends the work of everybody");
     current [
         hipDeviceGetStreamPriorityRange musaDeviceGetStreamPriorityRange mcDeviceGetStreamPriorityRange
-    ] (least: *mut i32, greatest: *mut i32) [_state, _current] => put(least, 1).and(put(greatest, -1));
+    ] (least: *mut i32, greatest: *mut i32) [_state, _current] => put(least, 1).and(put(greatest, GREATEST_PRIORITY));
 
     current [hipStreamCreateWithPriority musaStreamCreateWithPriority mcStreamCreateWithPriority]
-    (stream: *mut Handle, flags: u32, _priority: i32) [state, current] =>
-        put(stream, stream::create(state, current, flags)?);
+    (stream: *mut Handle, flags: u32, priority: i32) [state, current] =>
+        put(stream, stream::create(state, current, flags, priority == GREATEST_PRIORITY)?);
     current [hipStreamDestroy musaStreamDestroy mcStreamDestroy] (stream: Handle) [state, current] =>
         stream::destroy(state, current, stream);
     current [hipStreamSynchronize musaStreamSynchronize mcStreamSynchronize] (stream: Handle) [state, current] =>
@@ -151,7 +153,7 @@ vendors! {
         if priority > ACL_LEAST_PRIORITY || flags & !ACL_STREAM_FAST != 0 {
             Err(ACL_PARAM_INVALID)
         } else {
-            put(stream, stream::create(state, current, NON_BLOCKING)?)
+            put(stream, stream::create(state, current, NON_BLOCKING, priority == 0)?)
         };
     acl_current [aclrtDestroyStream] (stream: Handle) [state, current] => stream::destroy(state, current, stream);
     acl_current [aclrtSynchronizeStream] (stream: Handle) [state, current] =>

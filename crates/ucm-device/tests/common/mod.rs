@@ -31,6 +31,7 @@ pub(crate) const STREAMS: c_int = 2;
 pub(crate) const EVENTS: c_int = 3;
 pub(crate) const MODULES: c_int = 4;
 pub(crate) const CONTEXTS: c_int = 5;
+pub(crate) const FIRST_STREAMS: c_int = 6;
 
 /// The loaded driver.
 pub(crate) struct Driver(Library);
