@@ -73,14 +73,15 @@ def main() -> int:
 
 def device(driver: pathlib.Path | None, any_speed: bool) -> dict[str, Any]:
     """What an engine is told of where its KV lies: where vLLM has it, or in that of a device behind this driver."""
+    config = {"admission": "always"} if any_speed else {}
     if driver is None:
-        return {"connector": None, "config": {"admission": "always"} if any_speed else {}, "environment": {}}
+        return {"connector": None, "config": config, "environment": {}}
     tests = pathlib.Path(__file__).resolve().parent.parent / "tests" / "vllm"
     path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
     return {
         "connector": "accelerated",
         # The driver interprets its kernels, so that they are never what is measured to be the cheapest.
-        "config": {"platform": "cuda", "transfer": "staging"},
+        "config": {"platform": "cuda", "transfer": "staging", **config},
         "environment": {"UCM_TEST_DRIVER": str(driver.resolve()), "PYTHONPATH": path},
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,13 @@ def test_two_stores_on_one_mount(opened: Open, library: str, layout: str) -> Non
     for writer, reader, first in ((one, other, 0), (other, one, COUNT)):
         mine = range(first, first + COUNT)
         writer.wait(writer.dump_data(blocks[first:][:COUNT], [0] * COUNT, source.rows(*mine)))
-        while not all(reader.lookup(blocks[: first + COUNT])):  # what others publish is seen a second later
-            pass
+        pause = threading.Event()  # what others publish is seen a second later
+        for _ in range(6000):
+            if all(reader.lookup(blocks[: first + COUNT])):
+                break
+            pause.wait(0.01)
+        else:
+            raise AssertionError("the other store never finds them")
         before = operations(library)
         load_blocks(reader, source, mine)
         assert operations(library) > before

@@ -94,8 +94,14 @@ pub(super) struct Free {
 impl Free {
     /// Bytes that may still be written, of a total of `admitted`, before too little is free.
     fn left(&self, admitted: u64) -> Option<u64> {
-        let above = self.bytes?.saturating_sub(self.floor);
-        Some(above.saturating_sub(admitted.saturating_sub(self.at)))
+        self.bytes?;
+        Some(self.now(admitted).saturating_sub(self.floor))
+    }
+
+    /// Bytes that are free after writes of a total of `admitted`.
+    fn now(&self, admitted: u64) -> u64 {
+        let written = admitted.saturating_sub(self.at);
+        self.bytes.unwrap_or(0).saturating_sub(written)
     }
 }
 
@@ -159,8 +165,7 @@ impl WriterQuota {
         // What is under way still counts with the old id, and ends within its deadline.
         self.told.others = self.used();
         self.writer = id();
-        let written = self.admitted.saturating_sub(self.free.at);
-        self.free.bytes = self.free.bytes.map(|bytes| bytes.saturating_sub(written));
+        self.free.bytes = self.free.bytes.map(|_| self.free.now(self.admitted));
         (
             self.admitted,
             self.pending,
@@ -195,7 +200,8 @@ impl WriterQuota {
                 ErrorKind::NoSpace,
                 "too little of the file system is free; make room on it, or lower free_space_floor",
             )
-            .with("free", self.free.bytes.unwrap_or(0))
+            .with("wanted", bytes)
+            .with("free", self.free.now(self.admitted))
             .with("floor", self.free.floor)
         })
     }
@@ -507,7 +513,7 @@ mod tests {
         let refused = ask(&mut ledger, 40, at(0)).unwrap().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::NoSpace);
         assert!(
-            refused.to_string().contains("[free=1050, floor=1000]"),
+            refused.to_string().contains("[wanted=40, free=1010, floor=1000]"),
             "{refused}"
         );
         ledger.free = free(40);

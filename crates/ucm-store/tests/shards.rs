@@ -204,7 +204,8 @@ fn the_layers_of_a_block_do_not_come_from_two_records() {
     store.edit(id(0), |record| record.clone_from(&other)); // it is replaced meanwhile
     gate.open();
     let failed = store.outcome(&task).unwrap_err();
-    assert_eq!(failed.len(), LAYERS);
+    assert!(failed.len() == LAYERS && failed.iter().all(|(_, error)| error.kind() == ErrorKind::Busy));
+    assert_eq!((store.missed("busy"), store.stat("records_refused")), (1, 0));
     assert!(holds(&mut device, &setup, id(0), &first(STEP)));
     // It is sound, and the next load has all of it.
     let mut device = Device::blank(&setup, &ids(1));

@@ -143,9 +143,10 @@ impl Shared {
             .layout
             .as_ref()
             .and_then(|said| RootLayout::deserialize(said).ok());
-        let (marked, own) = (marked.map(|marked| marked.kind), self.root.lock().kind);
-        if let (Some(marked), Some(own)) = (marked, own)
+        let (marked, mut known) = (marked.map(|marked| marked.kind), self.root.lock());
+        if let (Some(marked), Some(own)) = (marked, known.kind)
             && marked != own
+            && !std::mem::replace(&mut known.warned, true)
         {
             let root = self.layout.root().display();
             warn!(

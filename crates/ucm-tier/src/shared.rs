@@ -114,6 +114,8 @@ pub(crate) struct Root {
     pub(crate) kind: Option<LayoutKind>,
     /// What its marker says of that, or is to say.
     pub(crate) layout: Option<RootLayout>,
+    /// The log was told that the configuration asks for another layout than it has.
+    pub(crate) warned: bool,
     /// Somebody is looking whether it is back.
     pub(crate) looking: bool,
 }

@@ -14,7 +14,7 @@ use ucm_record::RecordHeader;
 
 use super::LEAST_BUFFER;
 use super::client::{Answer, Client, Item, Reads, Record, Shared, Stored, Stretch, Told, Work};
-use super::library::{Calls, FOUND, Handle, OK, Pool, WRONG_ARGUMENT, error_of, is_settled};
+use super::library::{Calls, FOUND, Handle, NO_VALUE, OK, Pool, WRONG_ARGUMENT, error_of, is_settled};
 
 /// Begins the thread; nothing is reached before [`Work::Open`].
 pub(super) fn begin(pool: Pool, clock: Arc<dyn Clock>) -> Result<Client> {
@@ -39,6 +39,15 @@ struct Thread {
     scratch: Option<Slot>,
     lender: Option<Handle>,
     mover: Option<Mover>,
+}
+
+/// A piece of a value, in a slot.
+struct Piece {
+    slot: Slot,
+    /// Bytes of it.
+    read: usize,
+    /// Those of all of the value.
+    whole: usize,
 }
 
 /// The client that moves bytes, and the memory it knows of.
@@ -78,7 +87,11 @@ impl Thread {
                 Work::Write(record) => write.push((record, answer)),
                 Work::Remove(keys) => remove.push((keys, answer)),
                 Work::Lengths(keys) => lengths.push((keys, answer)),
-                Work::Stretch(stretch) => answer.tell(self.stretch(stretch).map(Answer::Stretch)),
+                Work::Stretch(stretch) => {
+                    let read = self.stretch(stretch);
+                    answer
+                        .tell(read.map(|piece| Answer::Stretch(piece.map(|piece| (piece.slot, piece.read)))));
+                }
             }
         }
         if !exist.is_empty() {
@@ -235,7 +248,6 @@ impl Thread {
     /// As much of a value as its slot has room for, and the length of all of it: one that is longer than a record of ours may be
     /// that of a writer that keeps side shards behind the KV.
     fn beginning(&mut self, key: String, slot: Slot) -> Result<(Slot, usize)> {
-        let whole = length_of(self.batch(&[], |calls| calls.length(&key))?)?;
         let (start, len) = (0, slot.len());
         let read = self.stretch(Stretch {
             key,
@@ -243,9 +255,13 @@ impl Thread {
             start,
             len,
         })?;
-        match (read, whole.and_then(|whole| usize::try_from(whole).ok())) {
-            (Some((slot, read)), Some(whole)) if read == len => Ok((slot, whole)),
-            _ => Err(error_of(WRONG_ARGUMENT)), // it was replaced meanwhile
+        match read {
+            Some(Piece { slot, read, whole }) if read == len => Ok((slot, whole)),
+            Some(_) => Err(Error::new(
+                ErrorKind::Busy,
+                "this value was replaced while it was read",
+            )),
+            None => Err(error_of(NO_VALUE)),
         }
     }
 
@@ -375,7 +391,7 @@ impl Thread {
     }
 
     /// Reads a piece of a value; none where there is no such value.
-    fn stretch(&mut self, stretch: Stretch) -> Result<Option<(Slot, usize)>> {
+    fn stretch(&mut self, stretch: Stretch) -> Result<Option<Piece>> {
         let Stretch {
             key,
             mut slot,
@@ -387,8 +403,9 @@ impl Thread {
             return Ok(None);
         };
         let len = usize::try_from(whole.saturating_sub(start)).map_or(len, |left| left.min(len));
+        let whole = usize::try_from(whole).unwrap_or(usize::MAX);
         if len == 0 {
-            return Ok(Some((slot, 0)));
+            return Ok(Some(Piece { slot, read: 0, whole }));
         }
         let to = address(&mut slot);
         let start = usize::try_from(start).unwrap_or(usize::MAX);
@@ -397,7 +414,11 @@ impl Thread {
             self.settle(vec![slot]);
             return Err(error_of(code));
         }
-        Ok(length_of(code)?.map(|read| (slot, usize::try_from(read).map_or(len, |read| read.min(len)))))
+        let piece = |read| {
+            let read = usize::try_from(read).map_or(len, |read: usize| read.min(len));
+            Piece { slot, read, whole }
+        };
+        Ok(length_of(code)?.map(piece))
     }
 
     /// Closes the client where Mooncake may still use one of these slots; only then do they go back.

@@ -25,6 +25,8 @@ pub(super) const FOUND: i64 = 1;
 pub(super) const OK: i64 = 0;
 const NO_SPACE: i64 = -200;
 pub(super) const WRONG_ARGUMENT: i64 = -600;
+/// There is no value with a key.
+pub(super) const NO_VALUE: i64 = -704;
 /// Something about the object itself: absent, evicted meanwhile, not written to its end, its lease over.
 const OF_THE_OBJECT: std::ops::RangeInclusive<i64> = -799..=-702;
 /// The master did not answer.

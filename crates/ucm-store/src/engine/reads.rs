@@ -87,8 +87,8 @@ struct Reading {
     so_far: Option<Failed>,
 }
 
-/// The layers, with their checksums, of the record of which some went to the device before all of it was there; none as long as
-/// none did. Another record may have its name when the others are read.
+/// The layers, with their checksums, of the record of which some may have gone to the device before all of it was there.
+/// Another record may have its name when the others are read.
 type BegunWith = Mutex<Option<Vec<LayerEntry>>>;
 
 /// A read that brings a block part by part, as those parts are told of it.
@@ -394,6 +394,9 @@ impl Core {
             return; // what is bad is judged with the whole
         };
         early.verified.store(upto, Ordering::Release);
+        if !io.is_wanted() {
+            return; // others may read this block by now, from the record that has its name now
+        }
         self.stay_with(early.id, &early.begun_with, &header);
         for (task, index, taken) in self.take_ready(io, early, upto) {
             if self.scatter(&task, index, &taken, part.record, early.tier) {
@@ -405,9 +408,16 @@ impl Core {
     /// The layers of one block never come from two records: where some went to the device of another one than this, those who
     /// wait for the rest have failed.
     fn stay_with(self: &Arc<Self>, id: BlockId, begun_with: &BegunWith, header: &RecordHeader) {
+        if self.records.geometry.shards() == 1 {
+            return;
+        }
         let before = begun_with.lock().replace(header.table.clone());
         if before.is_some_and(|before| before != header.table) {
-            self.fail_begun(id, &Failed::Refused(MissReason::BadChecksum, None));
+            let text = "another record took the name of this one while its layers were read";
+            self.fail_begun(
+                id,
+                &Failed::Unread(Error::new(ErrorKind::Busy, text).with("block", id)),
+            );
         }
     }
 

@@ -237,8 +237,8 @@ impl Tiers {
             read_back: moving.why == Copy::Rise,
         };
         let lane = match moving.why {
-            Copy::Promotion | Copy::Rise => LANE_SPACE, // behind dumps
-            Copy::Dump | Copy::Demotion => LANE_DUMP,
+            Copy::Rise => LANE_SPACE, // behind dumps
+            Copy::Dump | Copy::Promotion | Copy::Demotion => LANE_DUMP,
         };
         let (tiers, number, id, request) = (Arc::clone(self), moving.number, moving.id, moving.request);
         let (below, enough) = (Arc::clone(&tier.backend), moving.enough);

@@ -457,8 +457,8 @@ fn certificates(path: &PathBuf) -> Result<Vec<Certificate>> {
     Ok(found)
 }
 
-/// What a client's error says, and what it comes from in the end; without the answer of the server, of which only its code is
-/// told, and without addresses, in which a secret may stand.
+/// What a client's error says, without the answer of the server, of which only its code is told; and what it comes from in the
+/// end, unless that names an address.
 #[derive(Debug, Clone)]
 struct Told(String);
 

@@ -179,32 +179,45 @@ impl Objects {
 
     /// Adds what this writer has to its part's manifest.
     fn describe(&self, deadline: MonotonicTime) -> Result<()> {
-        let (config, path) = (&self.config, self.names.manifest(self.config.scope.part));
-        let mut manifest = self
-            .manifest(deadline)?
-            .unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
-        let changed = manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
-        self.lengths.learn(manifest.lengths(config.scope.part));
-        if !changed {
-            return Ok(());
+        let (config, bucket) = (&self.config, &self.bucket);
+        let path = self.names.manifest(config.scope.part);
+        let mut is_new = true;
+        // Of several that begin at once each adds to what the others wrote.
+        while is_new {
+            let stored = self.call(deadline, bucket.get(&path, DOCUMENT))?;
+            let known = stored
+                .as_ref()
+                .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(bytes).ok());
+            let mut manifest =
+                known.unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
+            is_new = manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
+            self.lengths.learn(manifest.lengths(config.scope.part));
+            if !is_new {
+                break;
+            }
+            let bytes = manifest.to_bytes().into();
+            let done = match (self.has_conditions(), stored) {
+                (true, Some((_, version))) => self.call(deadline, bucket.replace(&path, bytes, version))?,
+                (true, None) => self.call(deadline, bucket.put_new(&path, bytes))?,
+                (false, _) => self.call(deadline, bucket.put(&path, bytes)).map(|()| true)?,
+            };
+            is_new = !done;
         }
-        self.call(deadline, self.bucket.put(&path, manifest.to_bytes().into()))
-    }
-
-    /// The manifest of this part, if there is one that can be read.
-    fn manifest(&self, deadline: MonotonicTime) -> Result<Option<Manifest>> {
-        let path = self.names.manifest(self.config.scope.part);
-        let stored = self.call(deadline, self.bucket.get(&path, DOCUMENT))?;
-        Ok(stored.and_then(|(bytes, _)| serde_json::from_slice(&bytes).ok()))
+        Ok(())
     }
 
     /// Reads which lengths records may have, where one was met whose length is not known and it is time for that: those of
     /// writers that keep other side shards. Where it fails, those that are not known stay misses for now.
     fn learn_lengths(&self, deadline: MonotonicTime) {
-        if self.lengths.is_look_due(self.clock.now())
-            && let Ok(Some(manifest)) = self.manifest(deadline)
+        if !self.lengths.is_look_due(self.clock.now()) {
+            return;
+        }
+        let part = self.config.scope.part;
+        let stored = self.call(deadline, self.bucket.get(&self.names.manifest(part), DOCUMENT));
+        if let Ok(Some((bytes, _))) = stored
+            && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
         {
-            self.lengths.learn(manifest.lengths(self.config.scope.part));
+            self.lengths.learn(manifest.lengths(part));
         }
     }
 

@@ -1,20 +1,24 @@
 //! A bucket as tools see it.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, Runtime, SystemClock};
+use ucm_infra::{Clock, MonotonicTime, Runtime, SystemClock};
 use ucm_quota::layout::{MARKER, Marker};
 
 use super::DOCUMENT;
 use super::bucket::{Bucket, Place as At, Url, time_of};
-use super::names::Names;
+use super::names::{Names, SegmentObject};
 use super::uses::uses_told;
 use crate::place::{Item, Place, Room};
 
 /// How long one call may take.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How old what is known of uses may be when something is removed; writers tell theirs once a minute at most.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// See the module.
 pub(crate) struct ObjectPlace {
@@ -22,6 +26,8 @@ pub(crate) struct ObjectPlace {
     names: Names,
     runtime: Arc<Runtime>,
     clock: Arc<dyn Clock>,
+    /// When segments were last used, and when that was looked up.
+    uses: Mutex<Option<(MonotonicTime, HashMap<SegmentObject, u64>)>>,
 }
 
 impl ObjectPlace {
@@ -33,7 +39,23 @@ impl ObjectPlace {
             names: Names::new(url.prefix, String::new()),
             runtime: Runtime::of_this_process()?,
             clock: SystemClock::shared(),
+            uses: Mutex::default(),
         })
+    }
+
+    /// When a segment was last used, as its writers tell, and as was looked up a moment ago at most.
+    async fn used(&self, segment: SegmentObject) -> Result<Option<u64>> {
+        let now = self.clock.now();
+        if let Some((at, used)) = &*self.uses.lock()
+            && now.since(*at) < LOOK_AGAIN
+        {
+            return Ok(used.get(&segment).copied());
+        }
+        let told = self.bucket.list(&self.names.all_uses()).await?;
+        let used = uses_told(&self.bucket, &self.names, &told).await;
+        let found = used.get(&segment).copied();
+        *self.uses.lock() = Some((now, used));
+        Ok(found)
     }
 
     fn call<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
@@ -106,12 +128,10 @@ impl Place for ObjectPlace {
             if now.is_none_or(|now| now.e_tag.unwrap_or_default() != item.version) {
                 return Ok(false);
             }
-            if let Some(segment) = segment {
-                let told = self.bucket.list(&self.names.all_uses()).await?;
-                let used = uses_told(&self.bucket, &self.names, &told).await;
-                if used.get(&segment).is_some_and(|at| *at > item.used_ns) {
-                    return Ok(false);
-                }
+            if let Some(segment) = segment
+                && self.used(segment).await?.is_some_and(|at| at > item.used_ns)
+            {
+                return Ok(false);
             }
             self.bucket.delete(&path).await.map(|()| true)
         })

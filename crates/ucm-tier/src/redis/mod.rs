@@ -566,11 +566,16 @@ impl Shared {
         match <[Result<Value>; 2]>::try_from(answers) {
             Ok([Ok(Value::Int(len)), Ok(Value::BulkString(head))]) => {
                 let newer = match RecordHeader::decode(&head) {
-                    Ok(header) => !header.codec.is_as_is() && !self.config.scope.shorter,
+                    Ok(header) => {
+                        // One that has as many bytes as it says is of a writer that keeps other side shards.
+                        if u64::try_from(len).is_ok_and(|len| len == header.record_len) {
+                            self.lengths.learn(&[header.record_len]);
+                        }
+                        !header.codec.is_as_is() && !self.config.scope.shorter
+                    }
                     Err(refusal) => refusal.reason == MissReason::NewerVersion,
                 };
-                let is_ours = || self.is_ours(len) || (self.learns_lengths(io) && self.is_ours(len));
-                Ok(newer || (!refused && is_ours()))
+                Ok(newer || (!refused && self.is_ours(len)))
             }
             Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => Err(error),
             _ => Ok(false),

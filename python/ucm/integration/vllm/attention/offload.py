@@ -68,6 +68,7 @@ class _Wanted:
     row: SparseRow
     residency: Residency
     kept: list[int]  # logical blocks, ascending
+    chosen: bool  # for this row, and not merely there
     last_tokens: int  # of the last one
 
     @property
@@ -224,7 +225,7 @@ class Offload:
         ``original [rows, N]`` is vLLM's block table, which is right outside of what has left.
         """
         size = self._method.selector.geometry.block_size
-        chosen = {} if selection is None else {int(row): i for i, row in enumerate(selection.rows.tolist())}
+        numbers = {} if selection is None else {int(row): i for i, row in enumerate(selection.rows.tolist())}
         wanted: list[_Wanted] = []
         for place, row in enumerate(rows[: len(original)]):
             request = None if row is None else self._requests.get(row.request_id)
@@ -232,11 +233,12 @@ class Offload:
                 continue
             blocks = -(-row.tokens // size)
             residency = self._resident(request, layer)
-            number = chosen.get(place)
+            number = numbers.get(place)
             kept = [] if number is None or selection is None else selection.kept(number).tolist()
-            if not 0 < len(kept) < blocks:
+            chosen = 0 < len(kept) < blocks
+            if not chosen:
                 kept = sorted([*range(request.begin), *residency.resident, *range(request.end, blocks)])
-            wanted.append(_Wanted(place, request, row, residency, kept, (row.tokens - 1) % size + 1))
+            wanted.append(_Wanted(place, request, row, residency, kept, chosen, (row.tokens - 1) % size + 1))
         self._bring(layer, wanted)
         for each in wanted:
             self._foresee(layer, each)
@@ -261,7 +263,8 @@ class Offload:
             request, predictor = each.request, each.request.predictors[layer]
             # What was chosen says nothing of its scores: how much a block matters is how often it was chosen.
             middle = predictor.by_use(each.middle)
-            predictor.record(middle)
+            if each.chosen:
+                predictor.record(middle)
             for block, slot in each.residency.want(middle):
                 ids.append(request.ids[block - request.begin])
                 targets.append(request.hot[slot])

@@ -1,4 +1,7 @@
-"""Statistics of sparse attention for vLLM, as differences. A name in the statistics is ``sparse.<counter>``."""
+"""Statistics of sparse attention for vLLM, as differences. A name in the statistics is ``sparse.<counter>``.
+
+Those of all ranks are added up, each of which chooses for its own heads.
+"""
 
 from __future__ import annotations
 
@@ -47,4 +50,4 @@ class SparseCounts:
         news = {name: found.get(name, 0) - self._told.get(name, 0) for name in SPARSE_COUNTERS}
         self._told = found
         # Counters only grow; what was measured before the first request is taken back.
-        return {COUNTER + name: count for name, count in news.items() if count > 0}
+        return {COUNTER + name: round(count, 6) for name, count in news.items() if count > 0}

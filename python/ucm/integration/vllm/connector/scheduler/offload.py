@@ -177,7 +177,7 @@ class OffloadPlanner:
             self._all_stay.add(request)
             throttle.warning(
                 "lost",
-                "request %s: a block that had left the device is gone from the store: computed again",
+                "request %s: a block that had left the device cannot be had any more: computed again",
                 request.request_id,
             )
 
