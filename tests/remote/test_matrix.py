@@ -22,7 +22,7 @@ from ucm.store import UcmConnectorFactoryV1
 
 #: Short, so that a server that is gone is tried again soon; generous where a busy machine answers late.
 QUICK = {
-    "deadlines": {"lookup_ms": 2000, "load_unknown_s": 3.0, "dump_s": 6.0, "probe_s": 3.0, "shutdown_s": 2.0},
+    "deadlines": {"lookup_ms": 2000, "load_unknown_s": 3.0, "dump_s": 6.0, "probe_s": 10.0, "shutdown_s": 2.0},
     "breaker": {"threshold": 3, "cool_down_s": 0.3},
 }
 #: Seconds after which something that comes by itself is given up.

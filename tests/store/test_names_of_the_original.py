@@ -235,7 +235,8 @@ def test_what_the_connector_tells_a_store_of_ours_is_no_reason_to_warn(
 
 
 def test_a_cache_above_another_store_made_directly(tmp_path: Path) -> None:
-    backend = {"name": "UcmPosixStore", "config": {"storage_path": str(tmp_path), "storage_capacity": "64MiB"}}
+    room = {"storage_path": str(tmp_path), "storage_capacity": "64MiB", "free_space_floor": 0}
+    backend = {"name": "UcmPosixStore", "config": room}
     small = {**SIZES, "staging_capacity": "1MiB", "device": 0, "deadlines": PATIENT}
     with UcmCacheStore({**small, "cache_size": 1 << 20, "backend": backend}) as store:
         assert store.tier_names == ("memory", "posix")

@@ -188,7 +188,8 @@ def test_what_is_written_back_goes_down_at_the_end(opened: Open, tmp_path: Path)
 )
 def test_what_a_configuration_says_opens(common: dict[str, Any], tmp_path: Path, written: dict[str, Any]) -> None:
     """The way of the connector: a checked configuration, then the sizes of the engine."""
-    root = {} if "Empty" in written.get("store_pipeline", "") else {"path": common["storage_backends"]}
+    root = {"path": common["storage_backends"], "free_space_floor": 0}
+    root = {} if "Empty" in written.get("store_pipeline", "") else root
     config = load(written | root | {"storage_capacity": "1GiB", "namespace_quota": "50%"}, {})
     shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "identity": str(tmp_path)}
     deadlines = {"deadlines": common["deadlines"]}

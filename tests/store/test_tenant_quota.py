@@ -21,7 +21,7 @@ RECORD = 4096 + -(-BLOCK // 4096) * 4096
 def test_the_oldest_blocks_of_a_tenant_go(common: dict[str, Any], written: dict[str, Any]) -> None:
     """The way of the connector: a checked configuration, then the sizes of the engine."""
     quota = {"tenant_quota": 3 * RECORD + RECORD // 2, "path": common["storage_backends"]}
-    config = load(written | quota | {"storage_capacity": "1GiB", "segment_age": 0}, {})
+    config = load(written | quota | {"storage_capacity": "1GiB", "free_space_floor": 0, "segment_age": 0}, {})
     shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
     keys = config.store_config() | shape | {key: common[key] for key in ("identity", "deadlines")}
     with UcmConnectorFactoryV1.create_connector(config.ucm_connector_name, keys) as store:

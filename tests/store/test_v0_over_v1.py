@@ -333,7 +333,7 @@ def test_names_and_keys_of_the_original(name: str, common: dict[str, Any], caplo
         "storage_capacity": 0,
         "use_direct": False,
     }
-    own = {"deadlines": common["deadlines"], "staging_capacity": common["staging_capacity"]}
+    own = {key: common[key] for key in ("deadlines", "staging_capacity", "free_space_floor")}
     store = UcmConnectorFactory.create_connector(name, config | own)
     ids, source, target = names(2), memory(2), memory(2, seed=3)
     assert store.lookup(ids) == [False, False]

@@ -15,6 +15,7 @@ ROOT = Path(ucm.__file__).parent / "integration" / "vllm" / "connector"
 ORDER: tuple[frozenset[str], ...] = (
     frozenset({"guard", "platforms", "cores", "root_file"}),
     frozenset({"background", "configured_stores", "miss_stats", "tier_counts"}),
+    frozenset({"sparse_counts"}),
     frozenset({"metrics"}),
     frozenset({"identity"}),
     frozenset({"metadata"}),

@@ -3,7 +3,7 @@
 vLLM makes one connector in its scheduler and one in every worker. In this order, each part imports only parts above it:
 
 - ``guard``, ``platforms``, ``cores``, ``root_file``, ``background``, ``configured_stores``: what both halves need;
-  ``miss_stats``, ``tier_counts``, ``metrics``: what they count
+  ``miss_stats``, ``tier_counts``, ``sparse_counts``, ``metrics``: what they count
 - ``identity``: the names under which KV is stored: the engine's identity and the keys of its blocks
 - ``metadata``: what the scheduler half and the workers send each other in every step
 - ``admission``: which hits are worth loading
