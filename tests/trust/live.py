@@ -14,13 +14,15 @@ from typing import Any
 import places
 from harness import Engine, EngineError, EngineHost, wait_until
 from places import Place
-from specs import BLOCK, PATIENT, ROOM, Ask, EngineSpec, Result, StoreSpec, prompt
+from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.store import BlockHasher, part_mask, record_ids
 
 #: Full blocks of every prompt; its answer fills none.
 BLOCKS = 4
 LENGTH, ANSWER = BLOCKS * BLOCK + 10, 6
+#: Whatever else lies on the disk of the tests. How much it may take is a share of it: some roots are on small ones.
+FLOOR: Mapping[str, Any] = {"free_space_floor": 0}
 #: What the engine is told: deadlines that a row may wait for, a breaker that tries again at once, and no limit to
 #: damage, for a matrix of it is more in a minute than a healthy disk has in years.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -54,9 +56,9 @@ class Kind:
         """Our store on this root, or another connector's arguments with ``{root}`` replaced."""
         if transfer is not None:
             transfer = _placed(transfer, str(root))
-        store = StoreSpec(root, "UcmPosixStore", options={"layout": "file", **ROOM})
+        store = StoreSpec(root, "UcmPosixStore", options={"layout": "file", **FLOOR})
         if self.over_pc:
-            options = {"store_pipeline": "Cache|Pc", "cache_size": MEMORY, "segment_age": 0, **ROOM}
+            options = {"store_pipeline": "Cache|Pc", "cache_size": MEMORY, "segment_age": 0, **FLOOR}
             store = StoreSpec(root, "UcmPipelineStore", options=options)
         return EngineSpec(
             model,
