@@ -124,8 +124,15 @@ impl Place for ObjectPlace {
         }
         let segment = self.names.parse_segment(&path);
         self.call(async {
-            let now = self.bucket.head(&path).await?;
-            if now.is_none_or(|now| now.e_tag.unwrap_or_default() != item.version) {
+            let Some(now) = self.bucket.head(&path).await? else {
+                return Ok(false);
+            };
+            // Some servers list no tags; what is put once and never changed has its length at least.
+            let is_another = match item.version.is_empty() {
+                true => now.size != item.len,
+                false => now.e_tag.unwrap_or_default() != item.version,
+            };
+            if is_another {
                 return Ok(false);
             }
             if let Some(segment) = segment
