@@ -84,7 +84,7 @@ def _on_mooncake(at: str) -> dict[str, Any]:
 
 
 def _on_3fs(at: str) -> dict[str, Any]:
-    return {"storage_backends": f"{at}/root", "hf3fs_library": SOFT3FS}
+    return {"storage_backends": f"{at}/root", "hf3fs_library": SOFT3FS, "free_space_floor": 0}
 
 
 class _Moto:
