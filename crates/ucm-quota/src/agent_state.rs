@@ -1,4 +1,4 @@
-//! What the keeper remembers between two turns.
+//! What the quota agent remembers between two turns.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use ucm_io::FileMeta;
 use super::documents::{Grants, Heartbeat, Note};
 
 /// Time between heartbeats, and between two looks at the free space.
-pub(super) const BEAT: Duration = Duration::from_secs(5);
+pub(super) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
 /// How long after its last heartbeat a collector may grant.
 pub(super) const LEASE: Duration = Duration::from_secs(10);
 /// A note is read again after this, changed or not: a network file system may hide the change.
@@ -20,8 +20,8 @@ pub(super) const READ_AGAIN: Duration = Duration::from_secs(30);
 #[derive(Default)]
 pub(super) struct QuotaAgent {
     pub(super) watched: Watched,
-    pub(super) beat_sequence: u64,
-    pub(super) beat_at: MonotonicTime,
+    pub(super) heartbeat_sequence: u64,
+    pub(super) heartbeat_at: MonotonicTime,
     /// Notes of others, as last read.
     pub(super) notes: BTreeMap<u64, Seen>,
     /// When each writer was last heard of.
@@ -35,12 +35,12 @@ pub(super) struct QuotaAgent {
     pub(super) counts: Counts,
 }
 
-/// What the keeper knows of the room on the medium.
+/// What the quota agent knows of the room on the medium.
 #[derive(Default)]
 pub(super) struct Medium {
     /// When the free space was last asked for.
     pub(super) looked: Option<MonotonicTime>,
-    /// It was full for somebody, and how often it had been for this writer.
+    /// It was full for a writer, and how often it had been for this writer.
     pub(super) full: bool,
     pub(super) own_full: u64,
     pub(super) below_floor: bool,
@@ -56,7 +56,7 @@ pub(super) struct Counts {
     pub(super) last: MonotonicTime,
     pub(super) not_before: MonotonicTime,
     /// What all writers had begun when that was last seen to have changed, and when.
-    pub(super) admitted: u64,
+    pub(super) reserved: u64,
     pub(super) quiet_since: MonotonicTime,
     /// Counts in a row that could not do what was wanted.
     pub(super) vain: u32,
@@ -99,7 +99,7 @@ pub(super) struct Watched {
     pub(super) sequence: u64,
     /// When its sequence moved last, on this clock.
     pub(super) moved: MonotonicTime,
-    pub(super) beat: Option<Heartbeat>,
+    pub(super) heartbeat: Option<Heartbeat>,
     /// The writer of this process's last heartbeat.
     pub(super) said: String,
     /// A term this process owns and has not taken up yet.

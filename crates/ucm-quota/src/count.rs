@@ -16,21 +16,21 @@ use super::{LANE_WORK, Leaving, OnLeaving, Quota, visit_records};
 use crate::evidence::{self, evidence_bytes};
 use crate::layout::{SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private};
 
-/// Age at which somebody's private file is taken for dead.
+/// Age at which a private file counts as left behind by a process that ended.
 const STALE: Duration = Duration::from_secs(3600);
 /// Files removed per operation.
 const BATCH: usize = 64;
-/// What stays free on the file system when nobody said otherwise.
+/// What stays free on the file system unless the configuration says otherwise.
 const FLOOR: Capacity = Capacity::Percent(5.0);
 
 /// Why a count is made.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Why {
-    /// The collector's term; none: the medium is so full that nobody can become collector.
+    /// The collector's term; none: the medium is so full that no writer can become collector.
     pub(super) term: Option<u64>,
-    /// Somebody cannot have what it wants.
+    /// A writer cannot have what it wants.
     pub(super) short: bool,
-    /// The medium was full for somebody.
+    /// The medium was full for a writer.
     pub(super) full: bool,
     /// Too little of the medium is free.
     pub(super) floor: bool,
@@ -84,7 +84,7 @@ struct Everything {
 }
 
 impl Quota {
-    /// Counts and, if need be, removes, in the background; one at a time. The keeper hears of the end.
+    /// Counts and, if need be, removes, in the background; one at a time. The quota agent hears of the end.
     pub(super) fn start_count(self: &Arc<Self>, why: Why) {
         if self.counting.running.swap(true, Ordering::AcqRel) {
             return;
@@ -120,30 +120,30 @@ impl Quota {
 
     fn count_and_remove(&self, why: Why) -> Result<Outcome> {
         let limit = self.tend(MonotonicTime::NEVER)?;
-        self.ledger.lock().told.limit = limit;
+        self.writer_quota.lock().told.limit = limit;
         let before = {
-            let mut book = self.book.lock();
-            book.limit = limit;
-            self.tell_of_myself(&mut book);
+            let mut table = self.grant_table.lock();
+            table.limit = limit;
+            self.tell_of_myself(&mut table);
             self.counting.counts.fetch_add(1, Ordering::AcqRel);
-            book.begin_count()
+            table.begin_count()
         };
         let everything = self.count(why);
-        let mut book = self.book.lock();
+        let mut table = self.grant_table.lock();
         self.counting.counts.fetch_add(1, Ordering::AcqRel);
         let everything = everything?;
         if !self.goes_on(why) {
             return Err(Error::new(ErrorKind::Closed, "another collector took over"));
         }
         let records = everything.files.iter().map(Found::records).sum();
-        self.tell_of_myself(&mut book); // what this process wrote while it was counted
+        self.tell_of_myself(&mut table); // what this process wrote while it was counted
         let forgotten = match why.term {
-            Some(_) => book.end_count(&before, everything.total, records),
+            Some(_) => table.end_count(&before, everything.total, records),
             None => Vec::new(),
         };
-        self.show(&book);
-        let (bound, used) = (book.bound().unwrap_or(everything.total), everything.total);
-        drop(book);
+        self.show(&table);
+        let (bound, used) = (table.bound().unwrap_or(everything.total), everything.total);
+        drop(table);
         let notes: Vec<Name> = forgotten.into_iter().map(Name::Writer).collect();
         self.drop_documents(&notes, MonotonicTime::NEVER);
 
@@ -210,7 +210,7 @@ impl Quota {
         Ok(freed)
     }
 
-    /// Whether this file may be removed to make room: whoever wants to know of it was told, and agrees.
+    /// Whether this file may be removed to make room: the hook that wants to know of it was told, and agrees.
     fn may_leave(&self, record: &Found, namespaces: &[PathBuf], why: Why) -> bool {
         let path = record.path(namespaces);
         let (Some(leaving), Ok(below)) = (self.counting.leaving.get(), path.strip_prefix(&self.config.root))
@@ -226,8 +226,8 @@ impl Quota {
         leaving(leaves, &|| self.goes_on(why)) && self.goes_on(why)
     }
 
-    /// Removes records; the answer is how many bytes that freed. What somebody else removed before counts too, but not in
-    /// the book: it may have been moved to quarantine.
+    /// Removes records; the answer is how many bytes that freed. What another process removed before counts too, but
+    /// not in the grant table: it may have been moved to quarantine.
     fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
         let paths: Vec<_> = batch.iter().map(|record| record.path(namespaces)).collect();
         let answers = self.call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
@@ -239,18 +239,18 @@ impl Quota {
                 Err(_) => {}
             }
         }
-        let mut book = self.book.lock();
-        book.removed(count, freed);
-        self.show(&book);
-        drop(book);
-        let mut ledger = self.ledger.lock();
-        ledger.removed.records += count;
-        ledger.removed.bytes += freed;
+        let mut table = self.grant_table.lock();
+        table.removed(count, freed);
+        self.show(&table);
+        drop(table);
+        let mut quota = self.writer_quota.lock();
+        quota.removed.records += count;
+        quota.removed.bytes += freed;
         Ok(freed + gone)
     }
 
     /// Everything below the root that is ours: namespaces, records, and bytes with private files and quarantines
-    /// included. What is left over of the dead is removed on the way.
+    /// included. What processes that ended left behind is removed on the way.
     fn count(&self, why: Why) -> Result<Everything> {
         let mut found = Everything::default();
         let oldest = self.dead_before(why)?;
@@ -302,9 +302,9 @@ impl Quota {
         Ok(found)
     }
 
-    /// The time, ns of Unix time, before which a private file is that of somebody dead. By the clock that gives files
+    /// The time, ns of Unix time, before which a private file counts as left behind. By the clock that gives files
     /// their times, the server's where there is one: the heartbeat was written a moment ago, whatever this host's clock
-    /// says. Nobody in office has none, and goes by its own.
+    /// says. A process that is not collector has no heartbeat, and goes by its own clock.
     fn dead_before(&self, why: Why) -> Result<i64> {
         let mut now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
         if let Some(term) = why.term {

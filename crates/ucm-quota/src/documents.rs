@@ -93,9 +93,11 @@ pub(crate) struct Note {
     /// Grows with every note.
     pub(crate) sequence: u64,
     /// Total of the writes that were begun.
-    pub(crate) admitted: u64,
+    #[serde(rename = "admitted")]
+    pub(crate) reserved: u64,
     /// Total of the writes that have ended too.
-    pub(crate) settled: u64,
+    #[serde(rename = "settled")]
+    pub(crate) committed: u64,
     /// The grant it knows of, a total as well.
     pub(crate) granted: u64,
     /// Bytes it needs at once; 0: nothing.
@@ -106,7 +108,7 @@ pub(crate) struct Note {
     pub(crate) closed: bool,
 }
 
-/// A collector's ledger: what was counted, and what each writer may have written beyond that.
+/// A collector's grant table: what was counted, and what each writer may have written beyond that.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Grants {
     pub(crate) format: u32,
@@ -122,7 +124,7 @@ pub(crate) struct Grants {
     pub(crate) writers: BTreeMap<String, Granted>,
 }
 
-/// One writer in a ledger.
+/// One writer in a grant table.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Granted {
     /// The total up to which it may write.

@@ -1,4 +1,4 @@
-//! Reading and writing the space documents, every step with a deadline, on the keeper's thread.
+//! Reading and writing the space documents, every step with a deadline, on the quota agent's thread.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -139,7 +139,7 @@ impl Quota {
         self.directory().join(name.text())
     }
 
-    /// A private name that nobody else uses; a leftover is swept by its age.
+    /// A private name that no other process uses; a leftover is swept by its age.
     fn private(&self) -> PathBuf {
         let (one, other) = (ucm_infra::random_u64(), ucm_infra::random_u64());
         self.directory().join(format!("{one:016x}-{other:016x}.tmp"))

@@ -4,7 +4,7 @@
 //! that finds no term, or whose collector resigned, died on this host, or did not move for [`STILL`] on the writer's
 //! own clock, takes the next term, reads the grants of the one before *after that*, and goes on from there. A grant
 //! counts for a writer only if its term was still the highest after the grant was read, and a collector grants only for
-//! a while after its last heartbeat; so whatever was granted by two collectors is in the book of the later one.
+//! a while after its last heartbeat; so whatever was granted by two collectors is in the grant table of the later one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,36 +24,36 @@ use crate::layout::FORMAT;
 const STILL: Duration = Duration::from_secs(20);
 
 impl Quota {
-    /// Becomes collector if nobody is. The answer: the term, once its book is there.
+    /// Becomes collector if there is none. The answer: the term, once its grant table is there.
     pub(super) fn elect(
         self: &Arc<Self>,
-        keeper: &mut QuotaAgent,
+        agent: &mut QuotaAgent,
         look: &Look,
         now: MonotonicTime,
         deadline: MonotonicTime,
     ) -> Result<Option<u64>> {
         let highest = look.highest();
         if let Some(term) = highest {
-            if keeper.watched.claimed == Some(term) {
-                return self.take_up(keeper, term, now, deadline);
+            if agent.watched.claimed == Some(term) {
+                return self.take_up(agent, term, now, deadline);
             }
-            if !self.is_free(keeper, term, look, now, deadline)? {
+            if !self.is_free(agent, term, look, now, deadline)? {
                 return Ok(None);
             }
         }
-        // Beyond every term that was, even where somebody removed the files of it.
+        // Beyond every term that was, even where its files were removed.
         let term = highest
             .unwrap_or(0)
             .saturating_add(1)
             .max(self.clock.wall_ns() / 1_000_000);
-        keeper.beat_sequence = 0;
-        let beat = self.heartbeat(keeper, false);
-        match self.write(Name::Collector(term), &beat, false, deadline) {
+        agent.heartbeat_sequence = 0;
+        let heartbeat = self.heartbeat(agent, false);
+        match self.write(Name::Collector(term), &heartbeat, false, deadline) {
             Ok(true) => {}
-            Ok(false) => return Ok(None), // somebody was faster
+            Ok(false) => return Ok(None), // another writer was faster
             Err(error) => {
                 if error.kind() == ErrorKind::NoSpace {
-                    // So full that nobody can be collector: removing needs no office.
+                    // So full that no writer can be collector: removing needs no office.
                     self.start_count(Why {
                         term: None,
                         short: false,
@@ -64,15 +64,15 @@ impl Quota {
                 return Err(error);
             }
         }
-        keeper.beat_at = now;
-        keeper.watched.claimed = Some(term);
-        self.take_up(keeper, term, now, deadline)
+        agent.heartbeat_at = now;
+        agent.watched.claimed = Some(term);
+        self.take_up(agent, term, now, deadline)
     }
 
     /// Whether the highest term's owner is gone.
     fn is_free(
         &self,
-        keeper: &mut QuotaAgent,
+        agent: &mut QuotaAgent,
         term: u64,
         look: &Look,
         now: MonotonicTime,
@@ -80,23 +80,25 @@ impl Quota {
     ) -> Result<bool> {
         let len = look.files.get(&Name::Collector(term)).map_or(0, |meta| meta.len);
         // Read every time: a network file system may hide that it changed from those who only look at its times.
-        let beat = self.read::<Heartbeat>(Name::Collector(term), len, deadline)?;
-        let watched = &mut keeper.watched;
-        let sequence = beat.as_ref().map_or(watched.sequence, |beat| beat.sequence);
+        let heartbeat = self.read::<Heartbeat>(Name::Collector(term), len, deadline)?;
+        let watched = &mut agent.watched;
+        let sequence = heartbeat
+            .as_ref()
+            .map_or(watched.sequence, |heartbeat| heartbeat.sequence);
         if (term, sequence) != (watched.term, watched.sequence) {
             (watched.term, watched.sequence, watched.moved) = (term, sequence, now);
         }
-        let left = beat
+        let left = heartbeat
             .as_ref()
-            .is_some_and(|beat| beat.resigned || beat.process.is_gone());
-        watched.beat = beat;
+            .is_some_and(|heartbeat| heartbeat.resigned || heartbeat.process.is_gone());
+        watched.heartbeat = heartbeat;
         Ok(left || now.since(watched.moved) >= STILL)
     }
 
-    /// Opens the book of a term that is ours.
+    /// Opens the grant table of a term that is ours.
     fn take_up(
         &self,
-        keeper: &mut QuotaAgent,
+        agent: &mut QuotaAgent,
         term: u64,
         now: MonotonicTime,
         deadline: MonotonicTime,
@@ -104,7 +106,7 @@ impl Quota {
         let look = self.look(deadline)?;
         if look.highest() != Some(term) {
             // Several started at once, and another one's term is higher.
-            keeper.watched.claimed = None;
+            agent.watched.claimed = None;
             self.drop_documents(&[Name::Collector(term)], deadline);
             return Ok(None);
         }
@@ -116,44 +118,44 @@ impl Quota {
                 break;
             }
         }
-        let mut book = GrantTable::taken_over(left.as_ref());
-        book.limit = self.ledger.lock().told.limit;
-        if let Some(beat) = keeper.watched.beat.take()
-            && (beat.resigned || beat.process.is_gone())
-            && let Ok(writer) = u64::from_str_radix(&beat.writer, 16)
+        let mut table = GrantTable::taken_over(left.as_ref());
+        table.limit = self.writer_quota.lock().told.limit;
+        if let Some(heartbeat) = agent.watched.heartbeat.take()
+            && (heartbeat.resigned || heartbeat.process.is_gone())
+            && let Ok(writer) = u64::from_str_radix(&heartbeat.writer, 16)
         {
-            book.gone(writer);
+            table.gone(writer);
         }
-        *self.book.lock() = book;
-        keeper.published = None;
-        keeper.heard.clear();
-        keeper.medium.full = false; // that was for the one before
-        keeper.watched.claimed = None;
-        if now.since(keeper.beat_at) > Duration::ZERO {
-            self.beat(keeper, term, false, now, deadline)?;
+        *self.grant_table.lock() = table;
+        agent.published = None;
+        agent.heard.clear();
+        agent.medium.full = false; // that was for the one before
+        agent.watched.claimed = None;
+        if now.since(agent.heartbeat_at) > Duration::ZERO {
+            self.write_heartbeat(agent, term, false, now, deadline)?;
         }
-        self.introduce_myself(keeper, now, deadline);
+        self.introduce_myself(agent, now, deadline);
         Ok(Some(term))
     }
 
-    fn heartbeat(&self, keeper: &mut QuotaAgent, resigned: bool) -> Heartbeat {
-        keeper.beat_sequence += 1;
-        let writer = hex(self.ledger.lock().writer);
-        keeper.watched.said.clone_from(&writer);
+    fn heartbeat(&self, agent: &mut QuotaAgent, resigned: bool) -> Heartbeat {
+        agent.heartbeat_sequence += 1;
+        let writer = hex(self.writer_quota.lock().writer);
+        agent.watched.said.clone_from(&writer);
         Heartbeat {
             format: FORMAT,
             writer,
             process: Who::of(&self.config.process),
-            sequence: keeper.beat_sequence,
+            sequence: agent.heartbeat_sequence,
             resigned,
         }
     }
 
-    /// The next heartbeat, never over another owner's file: somebody may have removed ours. Whether the term is ours
+    /// The next heartbeat, never over another owner's file: ours may have been removed. Whether the term is ours
     /// still.
-    pub(super) fn beat_on(
+    pub(super) fn renew_heartbeat(
         &self,
-        keeper: &mut QuotaAgent,
+        agent: &mut QuotaAgent,
         term: u64,
         look: &Look,
         now: MonotonicTime,
@@ -162,31 +164,31 @@ impl Quota {
         let name = Name::Collector(term);
         let there = look.files.get(&name);
         if let Some(meta) = there
-            && let Some(beat) = self.read::<Heartbeat>(name, meta.len, deadline)?
-            && beat.writer != keeper.watched.said
+            && let Some(heartbeat) = self.read::<Heartbeat>(name, meta.len, deadline)?
+            && heartbeat.writer != agent.watched.said
         {
             return Ok(false);
         }
-        let beat = self.heartbeat(keeper, false);
-        let ours = self.write(name, &beat, there.is_some(), deadline)?;
+        let heartbeat = self.heartbeat(agent, false);
+        let ours = self.write(name, &heartbeat, there.is_some(), deadline)?;
         if ours {
-            keeper.beat_at = now;
+            agent.heartbeat_at = now;
         }
         Ok(ours)
     }
 
     /// Says that the collector is there, as of `now`.
-    pub(super) fn beat(
+    pub(super) fn write_heartbeat(
         &self,
-        keeper: &mut QuotaAgent,
+        agent: &mut QuotaAgent,
         term: u64,
         resigned: bool,
         now: MonotonicTime,
         deadline: MonotonicTime,
     ) -> Result<()> {
-        let beat = self.heartbeat(keeper, resigned);
-        self.write(Name::Collector(term), &beat, true, deadline)?;
-        keeper.beat_at = now;
+        let heartbeat = self.heartbeat(agent, resigned);
+        self.write(Name::Collector(term), &heartbeat, true, deadline)?;
+        agent.heartbeat_at = now;
         Ok(())
     }
 

@@ -1,7 +1,9 @@
-//! The collector's book: what was counted, what each writer may have written beyond that, and what can be granted.
+//! The collector's grant table: what was counted, what each writer may have written beyond that, and what can be
+//! granted.
 //!
 //! The rule that everything rests on: what was counted, plus what every writer may still write beyond what the count
-//! has seen, never exceeds the limit. Totals of a writer only grow, so a book read late is too careful, never too bold.
+//! has seen, never exceeds the limit. Totals of a writer only grow, so a table read late grants too little, never too
+//! much.
 
 use std::collections::BTreeMap;
 
@@ -26,8 +28,8 @@ struct Account {
     granted: u64,
     /// The total that the count has seen.
     seen: u64,
-    admitted: u64,
-    settled: u64,
+    reserved: u64,
+    committed: u64,
     /// Bytes of writes that had not ended by its last note.
     in_flight: u64,
     wanted: u64,
@@ -54,13 +56,13 @@ pub(crate) struct GrantTable {
     accounts: BTreeMap<u64, Account>,
     /// Something was removed that no count has missed yet for sure.
     stale: bool,
-    /// Somebody wrote while the last count listed, so that some of it may be counted twice. What a writer of another process
-    /// has not told by then is not known here, and waits for the next count.
+    /// A writer wrote while the last count listed, so that some of it may be counted twice. What a writer of another
+    /// process has not told by then is not known here, and waits for the next count.
     blurred: bool,
 }
 
 impl GrantTable {
-    /// The book a collector left, or an empty one.
+    /// The grant table a collector left, or an empty one.
     pub(crate) fn taken_over(left: Option<&Grants>) -> Self {
         let Some(left) = left else {
             return Self::default();
@@ -69,8 +71,8 @@ impl GrantTable {
             let account = Account {
                 granted: granted.granted,
                 seen: granted.seen,
-                admitted: granted.seen,
-                settled: granted.seen,
+                reserved: granted.seen,
+                committed: granted.seen,
                 ..Account::default()
             };
             Some((u64::from_str_radix(id, 16).ok()?, account))
@@ -85,7 +87,7 @@ impl GrantTable {
         }
     }
 
-    /// The book as a document.
+    /// The grant table as a document.
     pub(crate) fn document(&self) -> Grants {
         let writer = |(id, account): (&u64, &Account)| {
             let granted = Granted {
@@ -136,7 +138,7 @@ impl GrantTable {
     pub(crate) fn used_by_others(&self, writer: u64) -> (u64, u64) {
         let others = self.accounts.iter().filter(|(id, _)| **id != writer);
         let written: u64 = others
-            .map(|(_, account)| account.admitted.saturating_sub(account.seen))
+            .map(|(_, account)| account.reserved.saturating_sub(account.seen))
             .sum();
         let seen = self.accounts.get(&writer).map_or(0, |account| account.seen);
         (self.counted.unwrap_or(0).saturating_add(written), seen)
@@ -146,7 +148,7 @@ impl GrantTable {
     pub(crate) fn used(&self) -> u64 {
         let written = self.accounts.values();
         let written: u64 = written
-            .map(|account| account.admitted.saturating_sub(account.seen))
+            .map(|account| account.reserved.saturating_sub(account.seen))
             .sum();
         self.counted.unwrap_or(0).saturating_add(written)
     }
@@ -157,15 +159,15 @@ impl GrantTable {
     }
 
     /// Bytes of all writes that were begun.
-    pub(crate) fn admitted(&self) -> u64 {
-        self.accounts.values().map(|account| account.admitted).sum()
+    pub(crate) fn reserved(&self) -> u64 {
+        self.accounts.values().map(|account| account.reserved).sum()
     }
 
     /// Bytes written since the last count.
     pub(crate) fn since_count(&self) -> u64 {
         let written = self.accounts.values();
         written
-            .map(|account| account.settled.saturating_sub(account.seen))
+            .map(|account| account.committed.saturating_sub(account.seen))
             .sum()
     }
 
@@ -175,14 +177,14 @@ impl GrantTable {
         if account.gone {
             return; // it took another id when it came back
         }
-        account.admitted = account.admitted.max(note.admitted);
-        account.settled = account.settled.max(note.settled);
-        account.in_flight = note.admitted.saturating_sub(note.settled);
+        account.reserved = account.reserved.max(note.reserved);
+        account.committed = account.committed.max(note.committed);
+        account.in_flight = note.reserved.saturating_sub(note.committed);
         // It may know of a grant that we do not: the directory was emptied.
         account.granted = account.granted.max(note.granted);
         account.wanted = note.wanted;
         if note.closed {
-            account.granted = account.granted.min(note.admitted).max(account.seen);
+            account.granted = account.granted.min(note.reserved).max(account.seen);
             account.gone = true;
         }
     }
@@ -200,7 +202,7 @@ impl GrantTable {
         self.accounts.get(&writer).is_some_and(|account| account.gone)
     }
 
-    /// Whether somebody writes no more of whom the last count did not see everything for sure: only another one tells
+    /// Whether a writer is gone of which the last count did not see everything for sure: only another one tells
     /// what it wrote, and frees what it was granted.
     pub(crate) fn has_gone_unseen(&self) -> bool {
         let accounts = self.accounts.values();
@@ -226,7 +228,7 @@ impl GrantTable {
             if account.gone {
                 account.granted
             } else {
-                account.settled
+                account.committed
             }
         };
         let all = self.accounts.iter();
@@ -253,7 +255,7 @@ impl GrantTable {
             }
             None => true,
         });
-        let wrote = |account: &Account| account.settled > account.seen || account.in_flight > 0;
+        let wrote = |account: &Account| account.committed > account.seen || account.in_flight > 0;
         self.blurred = self.accounts.values().any(wrote);
         forgotten
     }
@@ -269,7 +271,7 @@ impl GrantTable {
         self.records = self.records.saturating_sub(records);
     }
 
-    /// Grants what those who want can have. The answer: whether anything was granted, and whether somebody got less
+    /// Grants what those who want can have. The answer: whether anything was granted, and whether a writer got less
     /// than it wants at once.
     pub(crate) fn grant(&mut self) -> (bool, bool) {
         let Some(bound) = self.bound() else {
@@ -282,8 +284,8 @@ impl GrantTable {
             .values_mut()
             .filter(|account| account.wanted > 0 && !account.gone)
         {
-            let target = account.admitted.saturating_add(ahead.max(account.wanted));
-            let needed = account.admitted.saturating_add(account.wanted);
+            let target = account.reserved.saturating_add(ahead.max(account.wanted));
+            let needed = account.reserved.saturating_add(account.wanted);
             let give = target.saturating_sub(account.granted).min(room);
             if account.granted + give < needed {
                 short = true;
@@ -303,86 +305,86 @@ mod tests {
 
     use super::*;
 
-    fn note(admitted: u64, settled: u64, wanted: u64) -> Note {
+    fn note(reserved: u64, committed: u64, wanted: u64) -> Note {
         Note {
-            admitted,
-            settled,
+            reserved,
+            committed,
             wanted,
             ..Note::default()
         }
     }
 
     fn counted(limit: u64, total: u64) -> GrantTable {
-        let mut book = GrantTable {
+        let mut table = GrantTable {
             limit,
             ..GrantTable::default()
         };
-        let before = book.begin_count();
-        book.end_count(&before, total, 1);
-        book
+        let before = table.begin_count();
+        table.end_count(&before, total, 1);
+        table
     }
 
     #[test]
     fn nothing_is_granted_before_a_count_nor_beyond_the_limit() {
-        let mut book = GrantTable {
+        let mut table = GrantTable {
             limit: 1600,
             ..GrantTable::default()
         };
-        book.note(1, &note(0, 0, 10));
-        assert_eq!(book.grant(), (false, true));
-        let mut book = counted(1600, 1000);
-        book.note(1, &note(0, 0, 10));
-        assert_eq!(book.grant(), (true, false));
-        assert_eq!(book.bound(), Some(1100), "a sixteenth ahead");
-        let mut book = counted(1600, 1595);
-        book.note(1, &note(0, 0, 10));
-        assert_eq!(book.grant(), (false, true), "too little to be of use");
+        table.note(1, &note(0, 0, 10));
+        assert_eq!(table.grant(), (false, true));
+        let mut table = counted(1600, 1000);
+        table.note(1, &note(0, 0, 10));
+        assert_eq!(table.grant(), (true, false));
+        assert_eq!(table.bound(), Some(1100), "a sixteenth ahead");
+        let mut table = counted(1600, 1595);
+        table.note(1, &note(0, 0, 10));
+        assert_eq!(table.grant(), (false, true), "too little to be of use");
     }
 
     #[test]
     fn another_count_is_wanted_only_where_it_would_see_more() {
-        let mut book = counted(1600, 0);
-        let count = |book: &mut GrantTable, meanwhile: Option<Note>, total| {
-            let before = book.begin_count();
-            meanwhile.iter().for_each(|note| book.note(1, note));
-            book.end_count(&before, total, 1);
+        let mut table = counted(1600, 0);
+        let count = |table: &mut GrantTable, meanwhile: Option<Note>, total| {
+            let before = table.begin_count();
+            meanwhile.iter().for_each(|note| table.note(1, note));
+            table.end_count(&before, total, 1);
         };
-        book.note(1, &note(64, 0, 0)); // a segment is open
-        count(&mut book, None, 64);
-        assert!(!book.is_blurred(), "nothing has ended since");
-        book.note(1, &note(10, 10, 0)); // and was sealed with less in it
-        assert!(book.is_blurred());
-        count(&mut book, None, 10);
-        assert!(!book.is_blurred(), "though it had been granted more");
-        count(&mut book, Some(note(20, 20, 0)), 20);
-        assert!(book.is_blurred() && book.used() > 20);
-        count(&mut book, None, 20);
-        assert!(!book.is_blurred());
+        table.note(1, &note(64, 0, 0)); // a segment is open
+        count(&mut table, None, 64);
+        assert!(!table.is_blurred(), "nothing has ended since");
+        table.note(1, &note(10, 10, 0)); // and was sealed with less in it
+        assert!(table.is_blurred());
+        count(&mut table, None, 10);
+        assert!(!table.is_blurred(), "though it had been granted more");
+        count(&mut table, Some(note(20, 20, 0)), 20);
+        assert!(table.is_blurred() && table.used() > 20);
+        count(&mut table, None, 20);
+        assert!(!table.is_blurred());
     }
 
     #[test]
-    fn a_count_sees_what_was_settled_before_it_and_all_of_the_gone() {
-        let mut book = counted(1600, 0);
-        book.note(1, &note(0, 0, 10));
-        book.note(2, &note(0, 0, 10));
-        book.grant();
-        book.note(1, &note(60, 40, 0));
-        book.gone(2);
-        let before = book.begin_count();
-        book.note(1, &note(80, 80, 0));
-        let granted = book.document().writers[&hex(1)].granted;
-        assert_eq!(book.end_count(&before, 50, 5), [2]);
-        assert_eq!(book.bound(), Some(50 + granted - 40));
-        assert_eq!(book.writers(), [1]);
+    fn a_count_sees_what_was_committed_before_it_and_all_of_the_gone() {
+        let mut table = counted(1600, 0);
+        table.note(1, &note(0, 0, 10));
+        table.note(2, &note(0, 0, 10));
+        table.grant();
+        table.note(1, &note(60, 40, 0));
+        table.gone(2);
+        let before = table.begin_count();
+        table.note(1, &note(80, 80, 0));
+        let granted = table.document().writers[&hex(1)].granted;
+        assert_eq!(table.end_count(&before, 50, 5), [2]);
+        assert_eq!(table.bound(), Some(50 + granted - 40));
+        assert_eq!(table.writers(), [1]);
     }
 
     #[test]
     fn the_next_collector_goes_on_from_the_document() {
-        let mut book = counted(1600, 300);
-        book.note(1, &note(0, 0, 10));
-        book.grant();
-        let next = GrantTable::taken_over(Some(&book.document()));
-        assert_eq!((next.bound(), next.limit), (book.bound(), 1600));
+        let mut table = counted(1600, 300);
+        table.note(1, &note(0, 0, 10));
+        table.grant();
+        let next = GrantTable::taken_over(Some(&table.document()));
+        assert_eq!((next.bound(), next.limit), (table.bound(), 1600));
         // A document that was lost: the writer knows of its grant.
         let mut lost = counted(1600, 300);
         lost.note(
@@ -401,7 +403,7 @@ mod tests {
         #[test]
         fn the_limit_holds(acts in prop::collection::vec((0..4u64, 0..4u8, 1..200u64), 1..200)) {
             let limit = 2000;
-            let mut book = counted(limit, 0);
+            let mut table = counted(limit, 0);
             let mut written: BTreeMap<u64, u64> = BTreeMap::new();
             let mut known: BTreeMap<u64, u64> = BTreeMap::new();
             for (writer, act, bytes) in acts {
@@ -412,35 +414,35 @@ mod tests {
                         *total = (*total + bytes).min(granted.max(*total));
                     }
                     1 => {
-                        book.note(writer, &note(*total, *total, bytes));
-                        book.grant();
-                        let account = book.document().writers[&hex(writer)];
+                        table.note(writer, &note(*total, *total, bytes));
+                        table.grant();
+                        let account = table.document().writers[&hex(writer)];
                         known.insert(writer, account.granted);
                     }
                     2 => {
-                        let before = book.begin_count();
-                        book.end_count(&before, written.values().sum(), 1);
+                        let before = table.begin_count();
+                        table.end_count(&before, written.values().sum(), 1);
                     }
-                    _ => book = GrantTable::taken_over(Some(&book.document())),
+                    _ => table = GrantTable::taken_over(Some(&table.document())),
                 }
                 prop_assert!(written.values().sum::<u64>() <= limit);
-                prop_assert!(book.bound().is_some_and(|bound| written.values().sum::<u64>() <= bound));
+                prop_assert!(table.bound().is_some_and(|bound| written.values().sum::<u64>() <= bound));
             }
         }
     }
 
     #[test]
     fn who_is_gone_with_something_unseen_asks_for_a_count() {
-        let mut book = counted(1000, 0);
-        book.note(1, &note(0, 0, 10));
-        book.grant();
-        let before = book.begin_count();
-        book.end_count(&before, 0, 0);
-        assert!(!book.has_gone_unseen(), "it may still write");
-        book.gone(1);
-        assert!(book.has_gone_unseen());
-        let before = book.begin_count();
-        assert_eq!(book.end_count(&before, 0, 0), [1]);
-        assert!(!book.has_gone_unseen(), "it is forgotten");
+        let mut table = counted(1000, 0);
+        table.note(1, &note(0, 0, 10));
+        table.grant();
+        let before = table.begin_count();
+        table.end_count(&before, 0, 0);
+        assert!(!table.has_gone_unseen(), "it may still write");
+        table.gone(1);
+        assert!(table.has_gone_unseen());
+        let before = table.begin_count();
+        assert_eq!(table.end_count(&before, 0, 0), [1]);
+        assert!(!table.has_gone_unseen(), "it is forgotten");
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! One of the root's writers is its *collector*: it counts what lies below the root (all namespaces), removes the
 //! oldest records, and grants every writer an absolute running total, a little ahead of what that writer has used. A
-//! write is admitted against the grant, in memory; a writer whose grant is spent asks, waits two seconds, and then
+//! write is reserved against the grant, in memory; a writer whose grant is spent asks, waits two seconds, and then
 //! refuses. So the limit holds while the collector is dead, and with two of them. The parts:
 //!
 //! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: what they write to each other;
@@ -53,7 +53,7 @@ pub use capacity::Capacity;
 pub use grant_table::Snapshot;
 pub use pause::Pause;
 pub use remove::Rules;
-pub use writer_quota::{Admitted, Reservation};
+pub use writer_quota::{OnReserved, Reservation};
 
 /// What a medium holds, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -74,8 +74,8 @@ pub struct Usage {
 
 /// How long one operation may take.
 const STEP: Duration = Duration::from_secs(30);
-/// Lanes of the background threads: the keeper, and everything that may take long.
-const LANE_KEEP: usize = 0;
+/// Lanes of the background threads: the quota agent, and everything that may take long.
+const LANE_AGENT: usize = 0;
 const LANE_WORK: usize = 1;
 
 /// What the backend knows of its root.
@@ -124,10 +124,10 @@ pub struct Quota {
     io: Arc<IoPool>,
     clock: Arc<dyn Clock>,
     worker: Arc<WorkerPool>,
-    ledger: Mutex<WriterQuota>,
-    /// The collector's book; means nothing while another one is in office.
-    book: Mutex<GrantTable>,
-    keeper: Mutex<QuotaAgent>,
+    writer_quota: Mutex<WriterQuota>,
+    /// The collector's grant table; means nothing while another one is in office.
+    grant_table: Mutex<GrantTable>,
+    agent: Mutex<QuotaAgent>,
     counting: Counting,
     /// Term in which this is the collector; 0: it is not.
     office: AtomicU64,
@@ -141,14 +141,14 @@ pub struct Quota {
 struct Life {
     open: AtomicBool,
     closing: AtomicBool,
-    /// Nothing is written any more: the keeper resigns and ends.
+    /// Nothing is written any more: the quota agent resigns and ends.
     leaving: AtomicBool,
     /// Jobs of [`Quota::in_background`] that have not ended, and what is rung when one has.
     background: Arc<(AtomicUsize, Notify)>,
 }
 
 impl Quota {
-    /// One whose limit is not known yet: nothing is admitted before [`Quota::open`].
+    /// One whose limit is not known yet: nothing is reserved before [`Quota::open`].
     pub fn new(config: QuotaConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         let lane = |name, capacity| Lane {
             name,
@@ -161,15 +161,15 @@ impl Quota {
             .lanes(&[lane("keep", 1), lane("work", 16)])
             .clock(Arc::clone(&clock))
             .build()?;
-        let ledger = WriterQuota::new(ucm_infra::random_u64(), config.record_len);
+        let quota = WriterQuota::new(ucm_infra::random_u64(), config.record_len);
         Ok(Arc::new(Self {
             config,
             io,
             clock,
             worker,
-            ledger: Mutex::new(ledger),
-            book: Mutex::default(),
-            keeper: Mutex::default(),
+            writer_quota: Mutex::new(quota),
+            grant_table: Mutex::default(),
+            agent: Mutex::default(),
             counting: Counting::default(),
             office: AtomicU64::new(0),
             notify: Notify::new(),
@@ -187,11 +187,11 @@ impl Quota {
         check: impl Fn(MonotonicTime) -> Result<()> + Send + Sync + 'static,
         tend: impl Fn(MonotonicTime) -> Result<u64> + Send + Sync + 'static,
     ) {
-        self.ledger.lock().told.limit = limit;
+        self.writer_quota.lock().told.limit = limit;
         let (check, tend) = (Box::new(check), Box::new(tend));
         let _ = self.below.set(Root { check, tend }); // the same ones, when a root is opened again
         if !self.life.open.swap(true, Ordering::AcqRel) {
-            self.keep();
+            self.start_agent();
         }
         self.notify.notify();
     }
@@ -204,62 +204,70 @@ impl Quota {
     /// Whether `bytes` fit, and the collector has nothing to remove for them yet. Where it says no for what is used, the
     /// collector is at work.
     pub fn has_room(&self, bytes: u64) -> bool {
-        let ledger = self.ledger.lock();
-        let (used, limit) = (ledger.used(), ledger.told.limit);
+        let quota = self.writer_quota.lock();
+        let (used, limit) = (quota.used(), quota.told.limit);
         let had = used <= high(limit) && used.saturating_add(bytes) <= limit;
-        had && !ledger.queue.hopeless && !ledger.is_barred(self.clock.now())
+        had && !quota.queue.hopeless && !quota.is_barred(self.clock.now())
     }
 
-    /// Asks to write `bytes`. `then` is called exactly once, at once or from the keeper's thread, with its first turn after
-    /// two seconds or the deadline at the latest: with a ticket for [`Quota::ended`], or with `NoSpace`.
-    pub fn admit(&self, bytes: u64, deadline: MonotonicTime, then: Admitted) {
+    /// Asks to write `bytes`. `then` is called exactly once, at once or from the quota agent's thread, with its first
+    /// turn after two seconds or the deadline at the latest: with a reservation for [`Quota::ended`], or with
+    /// `NoSpace`.
+    pub fn reserve(&self, bytes: u64, deadline: MonotonicTime, then: OnReserved) {
         let mut answers = Answers::new();
         let look = self
-            .ledger
+            .writer_quota
             .lock()
-            .ask(bytes, self.clock.now(), deadline, then, &mut answers);
+            .reserve(bytes, self.clock.now(), deadline, then, &mut answers);
         if look {
             self.notify.notify();
         }
         answer(answers);
     }
 
-    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which [`Quota::admit`] is there.
-    fn reserve(&self, bytes: u64) -> Result<Option<Reservation>> {
-        let (had, look) = self.ledger.lock().reserve(bytes, self.clock.now());
+    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which [`Quota::reserve`] is
+    /// there.
+    fn reserve_now(&self, bytes: u64) -> Result<Option<Reservation>> {
+        let (had, look) = self.writer_quota.lock().reserve_now(bytes, self.clock.now());
         if look {
             self.notify.notify();
         }
         had
     }
 
-    /// An admitted write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
+    /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
     /// the next count. A full medium pauses all writes for a while and starts the collector.
-    pub fn ended(&self, ticket: Reservation, error: Option<&Error>) {
-        let full = self.ledger.lock().ended(ticket, error, self.clock.now());
+    pub fn ended(&self, reservation: Reservation, error: Option<&Error>) {
+        let full = self
+            .writer_quota
+            .lock()
+            .ended(reservation, error, self.clock.now());
         if full {
             self.notify.notify();
         }
     }
 
-    /// Room that was admitted at once for several records is not all needed: `kept` bytes of it were written, or may have
-    /// been. What `error` says of the medium counts as with [`Quota::ended`].
-    pub fn settled(&self, ticket: Reservation, kept: u64, error: Option<&Error>) {
-        let full = self.ledger.lock().settle(ticket, kept, error, self.clock.now());
+    /// Room that was reserved at once for several records is not all needed: `kept` bytes of it were written, or may
+    /// have been. What `error` says of the medium counts as with [`Quota::ended`].
+    pub fn commit(&self, reservation: Reservation, kept: u64, error: Option<&Error>) {
+        let full = self
+            .writer_quota
+            .lock()
+            .commit(reservation, kept, error, self.clock.now());
         if full {
             self.notify.notify();
         }
     }
 
     /// Asks to write `bytes` and waits for the answer, no longer than until then; for the control path.
-    pub fn admitted(&self, bytes: u64, until: MonotonicTime) -> Result<Reservation> {
+    pub fn reserve_blocking(&self, bytes: u64, until: MonotonicTime) -> Result<Reservation> {
         let completion = Completion::new();
         let answer = Arc::clone(&completion);
-        self.admit(
+        self.reserve(
             bytes,
             until,
-            Box::new(move |ticket| {
-                answer.complete(ticket);
+            Box::new(move |reservation| {
+                answer.complete(reservation);
             }),
         );
         let until = self.clock.now().after(STEP).min(until);
@@ -269,8 +277,8 @@ impl Quota {
 
     /// Asks to write `bytes` that nothing depends on: only of what is granted already, and without waiting. `Busy` when that
     /// is too little.
-    pub fn spared(&self, bytes: u64) -> Result<Reservation> {
-        let spare = self.ledger.lock().spare(bytes, self.clock.now());
+    pub fn try_reserve(&self, bytes: u64) -> Result<Reservation> {
+        let spare = self.writer_quota.lock().try_reserve(bytes, self.clock.now());
         let none = || Error::new(ErrorKind::Busy, "there is no room to spare now");
         spare.ok_or_else(|| none().with("bytes", bytes))
     }
@@ -292,40 +300,40 @@ impl Quota {
     }
 
     fn subtract(&self, bytes: u64, before: u64, count_again: bool) {
-        let mut book = self.book.lock();
+        let mut table = self.grant_table.lock();
         if self.office.load(Ordering::Acquire) == 0 {
             return;
         }
         if before == self.counts() && before.is_multiple_of(2) {
-            book.removed(0, bytes);
-            self.show(&book);
+            table.removed(0, bytes);
+            self.show(&table);
         } else if count_again {
-            book.doubt();
+            table.doubt();
         }
     }
 
     /// The root was lost and is back, perhaps with something else in it: nothing is granted before the next count.
     pub fn lost(&self) {
-        self.book.lock().forget_count();
+        self.grant_table.lock().forget_count();
     }
 
     /// Bytes used and allowed.
     pub fn usage(&self) -> Usage {
-        let ledger = self.ledger.lock();
+        let quota = self.writer_quota.lock();
         Usage {
-            used: ledger.used(),
-            capacity: ledger.told.limit,
-            records: ledger.told.records,
-            counted: ledger.told.counted,
+            used: quota.used(),
+            capacity: quota.told.limit,
+            records: quota.told.records,
+            counted: quota.told.counted,
             collector: self.office.load(Ordering::Acquire) > 0,
-            paused: ledger.is_barred(self.clock.now()),
+            paused: quota.is_barred(self.clock.now()),
         }
     }
 
     /// Records and bytes removed so far.
     pub fn removed(&self) -> (u64, u64) {
-        let ledger = self.ledger.lock();
-        (ledger.removed.records, ledger.removed.bytes)
+        let quota = self.writer_quota.lock();
+        (quota.removed.records, quota.removed.bytes)
     }
 
     /// Runs a longer job of the control path on a background thread.
@@ -351,9 +359,9 @@ impl Quota {
     pub fn shutdown(&self, drain: Duration) {
         self.life.closing.store(true, Ordering::Release); // a count ends here
         let mut answers = Answers::new();
-        self.ledger.lock().close(&mut answers);
+        self.writer_quota.lock().close(&mut answers);
         answer(answers);
-        // Whoever still writes cannot resign, and the next collector would have to wait for this one's silence.
+        // A process that still writes cannot resign, and the next collector would have to wait for this one's silence.
         let now = self.clock.now();
         let (until, half) = (now.after(drain), now.after(drain / 2));
         loop {
@@ -374,11 +382,11 @@ impl Quota {
         self.config.root.join(documents::DIRECTORY)
     }
 
-    /// Tells the ledger what the book knows, for those who ask for the usage.
-    fn show(&self, book: &GrantTable) {
-        let mut ledger = self.ledger.lock();
-        (ledger.told.others, ledger.told.seen) = book.used_by_others(ledger.writer);
-        ledger.told.records = book.records();
+    /// Copies what the grant table knows into the writer quota, for those who ask for the usage.
+    fn show(&self, table: &GrantTable) {
+        let mut quota = self.writer_quota.lock();
+        (quota.told.others, quota.told.seen) = table.used_by_others(quota.writer);
+        quota.told.records = table.records();
     }
 
     fn call<T: Send + 'static>(
@@ -400,12 +408,12 @@ impl Quota {
 
 impl Drop for Quota {
     fn drop(&mut self) {
-        self.notify.notify(); // the keeper looks whether there is anything left to keep
+        self.notify.notify(); // the quota agent looks whether there is anything left to keep
     }
 }
 
-/// Room for one write, once it has some: given back when the write ends, or when nobody waits for it any more, whichever
-/// comes first.
+/// Room for one write, once it has some: given back when the write ends, or when no caller waits for it any more,
+/// whichever comes first.
 pub struct Room {
     space: Arc<Quota>,
     held: Mutex<Held>,
@@ -413,10 +421,10 @@ pub struct Room {
 
 enum Held {
     Nothing,
-    /// It was made, and nobody has begun to write yet.
-    Made(Reservation),
+    /// It was reserved, and no thread has begun to write yet.
+    Reserved(Reservation),
     /// It is being written to, or may be.
-    Room(Reservation),
+    InUse(Reservation),
     /// The write ended, or was written off: what comes now goes back.
     Over,
 }
@@ -433,44 +441,44 @@ impl Room {
     /// Takes room for `bytes` to write to if it can be had at once, or was made; false where it has to be made first.
     pub fn take(&self, bytes: u64) -> Result<bool> {
         let made = match &*self.held.lock() {
-            Held::Made(ticket) | Held::Room(ticket) => Some(*ticket),
+            Held::Reserved(reservation) | Held::InUse(reservation) => Some(*reservation),
             Held::Nothing | Held::Over => None,
         };
-        let ticket = match made {
-            Some(ticket) => Some(ticket),
-            None => self.space.reserve(bytes)?,
+        let reservation = match made {
+            Some(reservation) => Some(reservation),
+            None => self.space.reserve_now(bytes)?,
         };
-        match ticket {
-            Some(ticket) => self.hold(ticket, Held::Room(ticket)).map(|()| true),
+        match reservation {
+            Some(reservation) => self.hold(reservation, Held::InUse(reservation)).map(|()| true),
             None => Ok(false),
         }
     }
 
     /// Takes room for `bytes` that nothing depends on, if there is some to spare.
-    pub fn take_spare(&self, bytes: u64) -> Result<()> {
-        let ticket = self.space.spared(bytes)?;
-        self.hold(ticket, Held::Room(ticket))
+    pub fn try_reserve(&self, bytes: u64) -> Result<()> {
+        let reservation = self.space.try_reserve(bytes)?;
+        self.hold(reservation, Held::InUse(reservation))
     }
 
-    /// Has room for `bytes` made; `then` is called as of [`Quota::admit`], when it is there or why there is none.
-    pub fn make(
+    /// Has room for `bytes` made; `then` is called as of [`Quota::reserve`], when it is there or why there is none.
+    pub fn reserve(
         self: &Arc<Self>,
         bytes: u64,
         deadline: MonotonicTime,
         then: impl FnOnce(Result<()>) + Send + 'static,
     ) {
         let room = Arc::clone(self);
-        let admitted = move |ticket: Result<Reservation>| {
-            then(ticket.and_then(|ticket| room.hold(ticket, Held::Made(ticket))));
+        let reserved = move |reservation: Result<Reservation>| {
+            then(reservation.and_then(|reservation| room.hold(reservation, Held::Reserved(reservation))));
         };
-        self.space.admit(bytes, deadline, Box::new(admitted));
+        self.space.reserve(bytes, deadline, Box::new(reserved));
     }
 
-    fn hold(&self, ticket: Reservation, now: Held) -> Result<()> {
+    fn hold(&self, reservation: Reservation, now: Held) -> Result<()> {
         let mut held = self.held.lock();
         if let Held::Over = *held {
             drop(held);
-            self.space.settled(ticket, 0, None);
+            self.space.commit(reservation, 0, None);
             let text = "there was room for this write when nobody waited for it any more";
             return Err(Error::new(ErrorKind::Timeout, text));
         }
@@ -478,20 +486,20 @@ impl Room {
         Ok(())
     }
 
-    /// [`Quota::ended`], the first time; all goes back where nobody had begun.
+    /// [`Quota::ended`], the first time; all goes back where no write had begun.
     pub fn end(&self, error: Option<&Error>) {
         match self.over() {
-            Held::Room(ticket) => self.space.ended(ticket, error),
-            Held::Made(ticket) => self.space.settled(ticket, 0, None),
+            Held::InUse(reservation) => self.space.ended(reservation, error),
+            Held::Reserved(reservation) => self.space.commit(reservation, 0, None),
             Held::Nothing | Held::Over => {}
         }
     }
 
-    /// [`Quota::settled`], the first time; all goes back where nobody had begun.
-    pub fn settle(&self, kept: u64, error: Option<&Error>) {
+    /// [`Quota::commit`], the first time; all goes back where no write had begun.
+    pub fn commit(&self, kept: u64, error: Option<&Error>) {
         match self.over() {
-            Held::Room(ticket) => self.space.settled(ticket, kept, error),
-            Held::Made(ticket) => self.space.settled(ticket, 0, None),
+            Held::InUse(reservation) => self.space.commit(reservation, kept, error),
+            Held::Reserved(reservation) => self.space.commit(reservation, 0, None),
             Held::Nothing | Held::Over => {}
         }
     }

@@ -7,7 +7,7 @@ use ucm_core::Result;
 use ucm_infra::MonotonicTime;
 
 use super::Quota;
-use super::agent_state::{BEAT, LEASE, QuotaAgent, READ_AGAIN, Seen};
+use super::agent_state::{HEARTBEAT_INTERVAL, LEASE, QuotaAgent, READ_AGAIN, Seen};
 use super::documents::{Name, Note, Who};
 use super::documents_io::Look;
 use super::grant_table::GrantTable;
@@ -16,74 +16,74 @@ use crate::layout::FORMAT;
 /// Silence after which a writer has no grant any more, by the collector's clock; twice what the writer allows itself.
 const SILENCE: Duration = Duration::from_secs(600);
 /// Time to resign in, about as much as closing a store takes at most: on a busy disk a document takes its time, and
-/// whoever leaves without a word is waited for.
+/// a writer that leaves without a note is waited for.
 const RESIGN: Duration = Duration::from_secs(2);
 
 impl Quota {
     /// What this writer would say of itself in a note.
     pub(super) fn my_note(&self, now: MonotonicTime, ahead: u64) -> (u64, Note) {
-        let ledger = self.ledger.lock();
+        let quota = self.writer_quota.lock();
         let note = Note {
             format: FORMAT,
             process: Who::of(&self.config.process),
             sequence: 0,
-            admitted: ledger.admitted,
-            settled: ledger.settled(),
-            granted: ledger.granted,
-            wanted: if ledger.is_low(ahead, now) {
-                ledger.wanted()
+            reserved: quota.reserved,
+            committed: quota.committed(),
+            granted: quota.granted,
+            wanted: if quota.is_low(ahead, now) {
+                quota.wanted()
             } else {
                 0
             },
-            full: ledger.pause.full,
+            full: quota.pause.full,
             closed: false,
         };
-        (ledger.writer, note)
+        (quota.writer, note)
     }
 
-    /// Enters this writer into the collector's book.
-    pub(super) fn tell_of_myself(&self, book: &mut GrantTable) {
-        let (writer, note) = self.my_note(self.clock.now(), book.ahead());
-        book.note(writer, &note);
+    /// Enters this writer into the collector's grant table.
+    pub(super) fn tell_of_myself(&self, table: &mut GrantTable) {
+        let (writer, note) = self.my_note(self.clock.now(), table.ahead());
+        table.note(writer, &note);
     }
 
-    /// Leaves a note although this writer is the collector now: whoever comes after the next collector finds no heartbeat
+    /// Leaves a note although this writer is the collector now: the collector after the next one finds no heartbeat
     /// of it any more, and learns from this that its process is gone.
     pub(super) fn introduce_myself(
         &self,
-        keeper: &mut QuotaAgent,
+        agent: &mut QuotaAgent,
         now: MonotonicTime,
         deadline: MonotonicTime,
     ) {
         let (writer, mut note) = self.my_note(now, 0);
-        note.sequence = keeper.note.sequence + 1;
+        note.sequence = agent.note.sequence + 1;
         // Best effort, as on a full medium: without it the silence tells.
         if self.write(Name::Writer(writer), &note, true, deadline).is_ok() {
-            (keeper.note, keeper.note_at) = (note, now);
+            (agent.note, agent.note_at) = (note, now);
         }
     }
 
     /// Reads the notes that changed. Whether one of them was heard of lately.
     pub(super) fn read_notes(
         &self,
-        keeper: &mut QuotaAgent,
+        agent: &mut QuotaAgent,
         look: &Look,
         now: MonotonicTime,
         deadline: MonotonicTime,
     ) -> Result<bool> {
-        let me = self.ledger.lock().writer;
+        let me = self.writer_quota.lock().writer;
         for (id, meta) in look.writers().filter(|(id, _)| *id != me) {
-            let known = keeper.notes.get(&id);
+            let known = agent.notes.get(&id);
             if known.is_none_or(|seen| seen.meta != meta || now.since(seen.read_at) >= READ_AGAIN) {
                 let Some(note) = self.read::<Note>(Name::Writer(id), meta.len, deadline)? else {
                     continue;
                 };
                 if known.is_none_or(|seen| note.sequence != seen.note.sequence) {
-                    keeper.heard.insert(id, now);
+                    agent.heard.insert(id, now);
                 }
-                keeper.medium.full |= known.is_some_and(|seen| note.full > seen.note.full);
-                self.book.lock().note(id, &note);
-                keeper.notes.insert(
+                agent.medium.full |= known.is_some_and(|seen| note.full > seen.note.full);
+                self.grant_table.lock().note(id, &note);
+                agent.notes.insert(
                     id,
                     Seen {
                         meta,
@@ -93,35 +93,35 @@ impl Quota {
                 );
             }
         }
-        keeper
+        agent
             .notes
             .retain(|id, _| look.files.contains_key(&Name::Writer(*id)));
-        let mut book = self.book.lock();
-        for id in book.writers() {
-            if id == me || book.is_gone(id) {
+        let mut table = self.grant_table.lock();
+        for id in table.writers() {
+            if id == me || table.is_gone(id) {
                 continue;
             }
-            let heard = *keeper.heard.entry(id).or_insert(now);
-            let dead = keeper
+            let heard = *agent.heard.entry(id).or_insert(now);
+            let dead = agent
                 .notes
                 .get(&id)
                 .is_some_and(|seen| seen.note.process.is_gone());
             if dead || now.since(heard) >= SILENCE {
-                book.gone(id);
+                table.gone(id);
             }
         }
-        keeper.heard.retain(|id, _| book.knows(*id));
-        Ok(keeper.heard.values().any(|at| now.since(*at) < BEAT))
+        agent.heard.retain(|id, _| table.knows(*id));
+        Ok(agent.heard.values().any(|at| now.since(*at) < HEARTBEAT_INTERVAL))
     }
 
-    /// Says that this writer is not there any more, so that nobody waits for it.
+    /// Says that this writer is not there any more, so that no collector waits for it.
     pub(super) fn resign(&self) {
         let now = self.clock.now();
         let deadline = now.after(RESIGN);
-        let mut keeper = self.keeper.lock();
+        let mut agent = self.agent.lock();
         let (writer, note) = self.my_note(now, 0);
         // Who still writes has not ended; and nothing is said in the place of another root.
-        if note.settled < note.admitted || self.check_root(deadline).is_err() {
+        if note.committed < note.reserved || self.check_root(deadline).is_err() {
             return;
         }
         let mut note = Note {
@@ -132,18 +132,18 @@ impl Quota {
         let office = self.office.swap(0, Ordering::AcqRel);
         // Best effort: who finds nothing waits for the silence.
         if office > 0 {
-            let mut book = self.book.lock();
-            book.note(writer, &note);
-            let grants = book.document();
-            drop(book);
-            if now.since(keeper.beat_at) < LEASE {
+            let mut table = self.grant_table.lock();
+            table.note(writer, &note);
+            let grants = table.document();
+            drop(table);
+            if now.since(agent.heartbeat_at) < LEASE {
                 // What stays there when this fails grants more than was used: too careful for the next.
                 let _ = again(|| self.write(Name::Grants(office), &grants, true, deadline));
-                let _ = again(|| self.beat(&mut keeper, office, true, now, deadline));
+                let _ = again(|| self.write_heartbeat(&mut agent, office, true, now, deadline));
             }
         }
-        if keeper.note_at != MonotonicTime::default() || keeper.note.sequence > 0 {
-            note.sequence = keeper.note.sequence + 1;
+        if agent.note_at != MonotonicTime::default() || agent.note.sequence > 0 {
+            note.sequence = agent.note.sequence + 1;
             let _ = again(|| self.write(Name::Writer(writer), &note, true, deadline));
         }
     }

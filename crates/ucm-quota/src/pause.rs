@@ -27,7 +27,7 @@ impl Pause {
     }
 
     /// A write ended, well or with this error; whether the medium was full.
-    pub fn judge(&mut self, error: Option<&Error>, now: MonotonicTime) -> bool {
+    pub fn record(&mut self, error: Option<&Error>, now: MonotonicTime) -> bool {
         let over = now >= self.until;
         let Some(error) = error else {
             if over {

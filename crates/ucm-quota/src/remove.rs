@@ -45,7 +45,7 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// Records in it; of a segment nobody has read its length tells.
+    /// Records in it; for a segment that was not read, estimated from its length.
     pub(super) fn records(&self) -> u64 {
         match self.kind {
             Kind::Record => 1,
@@ -101,7 +101,7 @@ pub(super) fn plan(mut records: Vec<Found>, namespaces: usize, need: &Need) -> V
         *bytes = need.quota.map_or(0, |quota| bytes.saturating_sub(quota));
     }
     records.sort_unstable_by_key(|record| (record.used_ns, record.id));
-    // First what goes for its age or its namespace's quota: nobody else's has to go for room that this makes.
+    // First what goes for its age or its namespace's quota: no other file has to go for room that this makes.
     let mut surplus = need.surplus;
     let goes = |over: &mut [u64], record: &Found| {
         let over = &mut over[record.namespace as usize];
@@ -191,6 +191,10 @@ mod tests {
             quota: Some(20),
             expired_before: None,
         };
-        assert_eq!(removed(over), [4], "nobody goes for room that a quota makes");
+        assert_eq!(
+            removed(over),
+            [4],
+            "nothing else goes for room that a quota makes"
+        );
     }
 }

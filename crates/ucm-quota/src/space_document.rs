@@ -6,8 +6,8 @@
 //! a writer:  read → note what it used and wants → grant → replace
 //! a count:   read → claim → replace → list and remove → read → note what was found → replace
 //! ```
-//! Whoever loses a race reads again. A writer that was not heard of for long is dropped by whoever counts, by its own clock
-//! ([`Silence`]); a writer keeps to that by letting its grant go before ([`HOLDS`]).
+//! A writer that loses a race reads again. A writer that was not heard of for long is dropped by the one that counts,
+//! by its own clock ([`Silence`]); a writer keeps to that by letting its grant go before ([`HOLDS`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -21,7 +21,7 @@ use crate::grant_table::{GrantTable, Snapshot};
 use crate::layout::FORMAT;
 pub use crate::writer_quota::HOLDS;
 
-/// How long nothing is heard of a writer that is dropped, or of a count that somebody else makes instead.
+/// How long nothing is heard of a writer that is dropped, or of a count that another writer makes instead.
 const SILENT: Duration = Duration::from_secs(600);
 const COUNTS_FOR: Duration = Duration::from_secs(120);
 
@@ -41,26 +41,30 @@ pub struct SpaceDocument {
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Writer {
     /// Of writes that were begun.
-    admitted: u64,
+    #[serde(rename = "admitted")]
+    reserved: u64,
     /// Of those that have ended too.
-    settled: u64,
+    #[serde(rename = "settled")]
+    committed: u64,
     /// Grows whenever it says something.
-    beat: u64,
+    #[serde(rename = "beat")]
+    heartbeat: u64,
 }
 
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 struct Counting {
     writer: String,
-    beat: u64,
+    #[serde(rename = "beat")]
+    heartbeat: u64,
 }
 
 /// What one writer has used, and wants.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Use {
     /// Bytes of writes that were begun, since it took its id.
-    pub admitted: u64,
+    pub reserved: u64,
     /// Bytes of those that have ended.
-    pub settled: u64,
+    pub committed: u64,
     /// Up to where it knows that it may write.
     pub granted: u64,
     /// Bytes that it needs at once; 0: nothing.
@@ -96,8 +100,8 @@ impl SpaceDocument {
         let mut table = GrantTable::taken_over(Some(&self.grants));
         for (id, writer) in &self.writers {
             let note = Note {
-                admitted: writer.admitted,
-                settled: writer.settled,
+                reserved: writer.reserved,
+                committed: writer.committed,
                 ..Note::default()
             };
             if let Ok(id) = u64::from_str_radix(id, 16) {
@@ -107,7 +111,7 @@ impl SpaceDocument {
         table
     }
 
-    fn keep(&mut self, table: &GrantTable) {
+    fn set_table(&mut self, table: &GrantTable) {
         self.grants = table.document();
         let known = table.writers();
         self.writers
@@ -123,15 +127,15 @@ impl SpaceDocument {
     pub fn ask(&mut self, writer: u64, used: Use, limit: u64) -> u64 {
         let entry = self.writers.entry(hex(writer)).or_default();
         *entry = Writer {
-            admitted: used.admitted,
-            settled: used.settled,
-            beat: entry.beat + 1,
+            reserved: used.reserved,
+            committed: used.committed,
+            heartbeat: entry.heartbeat + 1,
         };
         let mut table = self.table();
         table.limit = limit;
         let note = Note {
-            admitted: used.admitted,
-            settled: used.settled,
+            reserved: used.reserved,
+            committed: used.committed,
             granted: used.granted,
             wanted: used.wanted,
             ..Note::default()
@@ -140,7 +144,7 @@ impl SpaceDocument {
         if used.wanted > 0 {
             table.grant();
         }
-        self.keep(&table);
+        self.set_table(&table);
         let granted = self.grants.writers.get(&hex(writer));
         granted.map_or(used.granted, |granted| granted.granted)
     }
@@ -149,17 +153,17 @@ impl SpaceDocument {
     pub fn leave(&mut self, writer: u64, used: Use) {
         let mut table = self.table();
         let note = Note {
-            admitted: used.admitted,
-            settled: used.settled,
+            reserved: used.reserved,
+            committed: used.committed,
             granted: used.granted,
             closed: true,
             ..Note::default()
         };
         table.note(writer, &note);
         // What it was granted and did not use is free at once; what it used is, with the next count.
-        self.keep(&table);
+        self.set_table(&table);
         if let Some(entry) = self.writers.get_mut(&hex(writer)) {
-            (entry.admitted, entry.settled) = (used.admitted, used.settled);
+            (entry.reserved, entry.committed) = (used.reserved, used.committed);
         }
     }
 
@@ -190,19 +194,23 @@ impl SpaceDocument {
         now: MonotonicTime,
     ) -> Option<Snapshot> {
         let mine = hex(writer);
-        let beat = match &self.counting {
+        let heartbeat = match &self.counting {
             Some(other)
-                if other.writer != mine && !silence.is_over(&other.writer, other.beat, COUNTS_FOR, now) =>
+                if other.writer != mine
+                    && !silence.is_over(&other.writer, other.heartbeat, COUNTS_FOR, now) =>
             {
                 return None;
             }
-            before => before.as_ref().map_or(0, |before| before.beat) + 1,
+            before => before.as_ref().map_or(0, |before| before.heartbeat) + 1,
         };
-        self.counting = Some(Counting { writer: mine, beat });
+        self.counting = Some(Counting {
+            writer: mine,
+            heartbeat,
+        });
         let mut table = self.table();
         for (id, said) in &self.writers {
             let number = u64::from_str_radix(id, 16).unwrap_or(0);
-            if number != writer && silence.is_over(id, said.beat, SILENT, now) {
+            if number != writer && silence.is_over(id, said.heartbeat, SILENT, now) {
                 table.gone(number);
             }
         }
@@ -215,21 +223,21 @@ impl SpaceDocument {
         for forgotten in table.end_count(before, total, objects) {
             self.writers.remove(&hex(forgotten));
         }
-        self.keep(&table);
+        self.set_table(&table);
         self.counting = None;
     }
 }
 
-/// How long others were not heard of, by one's own clock: whose beats were last seen when.
+/// How long others were not heard of, by one's own clock: whose heartbeats were last seen when.
 #[derive(Debug, Default)]
 pub struct Silence(HashMap<String, (u64, MonotonicTime)>);
 
 impl Silence {
     /// Whether this one has said nothing for so long.
-    fn is_over(&mut self, who: &str, beat: u64, span: Duration, now: MonotonicTime) -> bool {
-        let (seen, since) = self.0.entry(who.to_owned()).or_insert((beat, now));
-        if *seen != beat {
-            (*seen, *since) = (beat, now);
+    fn is_over(&mut self, who: &str, heartbeat: u64, span: Duration, now: MonotonicTime) -> bool {
+        let (seen, since) = self.0.entry(who.to_owned()).or_insert((heartbeat, now));
+        if *seen != heartbeat {
+            (*seen, *since) = (heartbeat, now);
         }
         now.since(*since) >= span
     }
@@ -256,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn one_counts_at_a_time_and_whoever_is_silent_is_followed() {
+    fn one_counts_at_a_time_and_a_silent_one_is_followed() {
         let (mut document, mut silence) = (counted(1600), Silence::default());
         let at = |seconds: u64| MonotonicTime(seconds * 1_000_000_000);
         document.begin_count(2, &mut Silence::default(), at(0)).unwrap();
@@ -304,8 +312,8 @@ mod tests {
             1600,
         );
         let used = Use {
-            admitted: 10,
-            settled: 10,
+            reserved: 10,
+            committed: 10,
             granted,
             wanted: 0,
         };
@@ -322,11 +330,11 @@ mod tests {
             let mut uses: BTreeMap<u64, Use> = BTreeMap::new();
             let mut count: Option<(u64, Snapshot, u64)> = None;
             for (writer, act, bytes) in acts {
-                let total: u64 = uses.values().map(|used| used.admitted).sum();
+                let total: u64 = uses.values().map(|used| used.reserved).sum();
                 let used = uses.entry(writer).or_default();
                 match act {
-                    0 => used.admitted = (used.admitted + bytes).min(used.granted.max(used.admitted)),
-                    1 => used.settled = used.admitted,
+                    0 => used.reserved = (used.reserved + bytes).min(used.granted.max(used.reserved)),
+                    1 => used.committed = used.reserved,
                     2 => {
                         let asked = Use { wanted: bytes, ..*used };
                         used.granted = document.ask(writer, asked, limit).max(used.granted);
@@ -342,7 +350,7 @@ mod tests {
                     },
                 }
                 document = again(&document);
-                let written: u64 = uses.values().map(|used| used.admitted).sum();
+                let written: u64 = uses.values().map(|used| used.reserved).sum();
                 prop_assert!(written <= limit);
                 prop_assert!(document.bound().is_some_and(|bound| written <= bound.max(limit)));
             }

@@ -14,12 +14,12 @@ use crate::pause::Pause;
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 /// Most writes that wait.
 const MOST_WAITING: usize = 1 << 16;
-/// Least time between two times that the keeper is asked to look although nobody waits for it.
+/// Least time between two times that the quota agent is asked to look although no write waits for it.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// How long a grant holds without news from its writer, by the writer's own clock; half of what the collector waits.
 pub const HOLDS: Duration = Duration::from_secs(300);
 
-/// What an admitted write hands back when it ended.
+/// What a reserved write hands back when it ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Reservation {
     bytes: u64,
@@ -28,16 +28,16 @@ pub struct Reservation {
 }
 
 /// Called with the answer to a write's question, exactly once.
-pub type Admitted = Box<dyn FnOnce(Result<Reservation>) + Send>;
+pub type OnReserved = Box<dyn FnOnce(Result<Reservation>) + Send>;
 
 struct Waiting {
     bytes: u64,
     until: MonotonicTime,
-    then: Admitted,
+    then: OnReserved,
 }
 
-/// Answers to give, once the ledger is not locked any more.
-pub(super) type Answers = Vec<(Admitted, Result<Reservation>)>;
+/// Answers to give, once the writer quota is not locked any more.
+pub(super) type Answers = Vec<(OnReserved, Result<Reservation>)>;
 
 /// What one writer used and may use. All totals are bytes since it took its id.
 #[derive(Default)]
@@ -45,7 +45,7 @@ pub(super) struct WriterQuota {
     /// Its id among the writers of the root; another one after a silence that made its grant void.
     pub(super) writer: u64,
     /// Total of the writes that were begun.
-    pub(super) admitted: u64,
+    pub(super) reserved: u64,
     /// Bytes of them whose write has not ended.
     pub(super) pending: u64,
     pub(super) granted: u64,
@@ -92,15 +92,15 @@ pub(super) struct Free {
 }
 
 impl Free {
-    /// Bytes that may still be written, of a total of `admitted`, before too little is free.
-    fn left(&self, admitted: u64) -> Option<u64> {
+    /// Bytes that may still be written, of a total of `reserved`, before too little is free.
+    fn left(&self, reserved: u64) -> Option<u64> {
         self.bytes?;
-        Some(self.now(admitted).saturating_sub(self.floor))
+        Some(self.now(reserved).saturating_sub(self.floor))
     }
 
-    /// Bytes that are free after writes of a total of `admitted`.
-    fn now(&self, admitted: u64) -> u64 {
-        let written = admitted.saturating_sub(self.at);
+    /// Bytes that are free after writes of a total of `reserved`.
+    fn now(&self, reserved: u64) -> u64 {
+        let written = reserved.saturating_sub(self.at);
         self.bytes.unwrap_or(0).saturating_sub(written)
     }
 }
@@ -109,9 +109,9 @@ impl Free {
 #[derive(Default)]
 pub(super) struct Queue {
     waiting: VecDeque<Waiting>,
-    /// Waiting was in vain; until there is a grant nobody waits.
+    /// Waiting was in vain; until there is a grant no write waits.
     pub(super) hopeless: bool,
-    /// When the keeper was last asked to look although nobody waits.
+    /// When the quota agent was last asked to look although no write waits.
     asked: Option<MonotonicTime>,
     closed: bool,
 }
@@ -127,15 +127,15 @@ impl WriterQuota {
     }
 
     /// Total of the writes that have ended.
-    pub(super) fn settled(&self) -> u64 {
-        self.admitted.saturating_sub(self.pending)
+    pub(super) fn committed(&self) -> u64 {
+        self.reserved.saturating_sub(self.pending)
     }
 
     /// Bytes below the root, as far as is known.
     pub(super) fn used(&self) -> u64 {
         self.told
             .others
-            .saturating_add(self.admitted.saturating_sub(self.told.seen))
+            .saturating_add(self.reserved.saturating_sub(self.told.seen))
     }
 
     /// Bytes of the grant that are left.
@@ -143,7 +143,7 @@ impl WriterQuota {
         if now >= self.holds_until {
             return 0;
         }
-        self.granted.saturating_sub(self.admitted)
+        self.granted.saturating_sub(self.reserved)
     }
 
     /// Whether more should be asked for, when a grant reaches so far ahead.
@@ -157,7 +157,7 @@ impl WriterQuota {
         front.max(self.unit).max(1)
     }
 
-    /// A grant that nobody heard of for too long is void, and its writer another one.
+    /// A grant without news for too long is void, and its writer another one.
     pub(super) fn renew(&mut self, now: MonotonicTime, id: impl FnOnce() -> u64) -> bool {
         if self.holds_until == MonotonicTime::default() || now < self.holds_until {
             return false;
@@ -165,9 +165,9 @@ impl WriterQuota {
         // What is under way still counts with the old id, and ends within its deadline.
         self.told.others = self.used();
         self.writer = id();
-        self.free.bytes = self.free.bytes.map(|_| self.free.now(self.admitted));
+        self.free.bytes = self.free.bytes.map(|_| self.free.now(self.reserved));
         (
-            self.admitted,
+            self.reserved,
             self.pending,
             self.granted,
             self.told.seen,
@@ -178,7 +178,7 @@ impl WriterQuota {
     }
 
     fn take(&mut self, bytes: u64) -> Reservation {
-        self.admitted += bytes;
+        self.reserved += bytes;
         self.pending += bytes;
         self.unit = self.unit.max(bytes);
         Reservation {
@@ -195,26 +195,30 @@ impl WriterQuota {
         if let Err(full) = self.pause.check(now) {
             return Some(full);
         }
-        (bytes > self.free.left(self.admitted)?).then(|| {
+        (bytes > self.free.left(self.reserved)?).then(|| {
             Error::new(
                 ErrorKind::NoSpace,
                 "too little of the file system is free; make room on it, or lower free_space_floor",
             )
             .with("wanted", bytes)
-            .with("free", self.free.now(self.admitted))
+            .with("free", self.free.now(self.reserved))
             .with("floor", self.free.floor)
         })
     }
 
-    /// What `bytes` can have at once; `None`: who wants them has to wait. And whether the keeper should look.
-    pub(super) fn reserve(&mut self, bytes: u64, now: MonotonicTime) -> (Result<Option<Reservation>>, bool) {
+    /// What `bytes` can have at once; `None`: who wants them has to wait. And whether the quota agent should look.
+    pub(super) fn reserve_now(
+        &mut self,
+        bytes: u64,
+        now: MonotonicTime,
+    ) -> (Result<Option<Reservation>>, bool) {
         if let Some(error) = self.barred(bytes, now) {
             return (Err(error), false);
         }
         if self.queue.waiting.is_empty() && bytes <= self.left(now) {
-            let ticket = self.take(bytes);
+            let reservation = self.take(bytes);
             let low = self.is_half_free() || self.left(now) < self.unit.max(self.ahead_hint() / 2);
-            return (Ok(Some(ticket)), low && self.may_ask(now));
+            return (Ok(Some(reservation)), low && self.may_ask(now));
         }
         self.unit = self.unit.max(bytes);
         if self.queue.hopeless || self.queue.waiting.len() >= MOST_WAITING {
@@ -224,16 +228,16 @@ impl WriterQuota {
     }
 
     /// Asks for `bytes`. The answer comes at once or, when there is none yet, after the next news. Returns whether
-    /// the keeper should look.
-    pub(super) fn ask(
+    /// the quota agent should look.
+    pub(super) fn reserve(
         &mut self,
         bytes: u64,
         now: MonotonicTime,
         deadline: MonotonicTime,
-        then: Admitted,
+        then: OnReserved,
         answers: &mut Answers,
     ) -> bool {
-        let (had, look) = self.reserve(bytes, now);
+        let (had, look) = self.reserve_now(bytes, now);
         let until = now.after(PATIENCE).min(deadline);
         match had.transpose() {
             Some(answer) => answers.push((then, answer)),
@@ -242,14 +246,14 @@ impl WriterQuota {
         look
     }
 
-    /// What can be had of the grant at once; nobody is asked for more.
-    pub(super) fn spare(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
+    /// What can be had of the grant at once; the agent is not asked for more.
+    pub(super) fn try_reserve(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
         let free =
             self.queue.waiting.is_empty() && bytes <= self.left(now) && self.barred(bytes, now).is_none();
         free.then(|| self.take(bytes))
     }
 
-    /// Whether the keeper may be asked to look; not with every write, for one look is several calls on the medium.
+    /// Whether the quota agent may be asked to look; not with every write, for one look is several calls on the medium.
     fn may_ask(&mut self, now: MonotonicTime) -> bool {
         let may = self.queue.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
         if may {
@@ -263,7 +267,7 @@ impl WriterQuota {
     }
 
     /// After news: answers those that wait and can have theirs, or have waited too long.
-    pub(super) fn settle_waiting(&mut self, now: MonotonicTime, answers: &mut Answers) {
+    pub(super) fn answer_waiting(&mut self, now: MonotonicTime, answers: &mut Answers) {
         while let Some(front) = self.queue.waiting.front() {
             let (bytes, late) = (front.bytes, now >= front.until);
             let answer = if let Some(error) = self.barred(bytes, now) {
@@ -290,7 +294,7 @@ impl WriterQuota {
 
     /// Whether half of what may be written above the floor was written since that was looked at.
     pub(super) fn is_half_free(&self) -> bool {
-        let written = self.admitted.saturating_sub(self.free.at);
+        let written = self.reserved.saturating_sub(self.free.at);
         self.free
             .left(self.free.at)
             .is_some_and(|left| written > left / 2)
@@ -304,11 +308,16 @@ impl WriterQuota {
         }
     }
 
-    /// An admitted write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
+    /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
     /// a count has looked. Returns whether the medium was full.
-    pub(super) fn ended(&mut self, ticket: Reservation, error: Option<&Error>, now: MonotonicTime) -> bool {
-        if ticket.writer == self.writer {
-            self.pending = self.pending.saturating_sub(ticket.bytes);
+    pub(super) fn ended(
+        &mut self,
+        reservation: Reservation,
+        error: Option<&Error>,
+        now: MonotonicTime,
+    ) -> bool {
+        if reservation.writer == self.writer {
+            self.pending = self.pending.saturating_sub(reservation.bytes);
         }
         let unsure = error.is_none_or(|error| {
             matches!(
@@ -316,26 +325,28 @@ impl WriterQuota {
                 ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
             )
         });
-        if !unsure && ticket.writer == self.writer {
-            self.admitted = self.admitted.saturating_sub(ticket.bytes);
+        if !unsure && reservation.writer == self.writer {
+            self.reserved = self.reserved.saturating_sub(reservation.bytes);
         }
-        self.pause.judge(error, now)
+        self.pause.record(error, now)
     }
 
-    /// An admitted write of which `kept` bytes are on the medium has ended: the others are free again. Returns whether
+    /// A reserved write of which `kept` bytes are on the medium has ended: the others are free again. Returns whether
     /// the medium was full.
-    pub(super) fn settle(
+    pub(super) fn commit(
         &mut self,
-        ticket: Reservation,
+        reservation: Reservation,
         kept: u64,
         error: Option<&Error>,
         now: MonotonicTime,
     ) -> bool {
-        if ticket.writer == self.writer {
-            self.pending = self.pending.saturating_sub(ticket.bytes);
-            self.admitted = self.admitted.saturating_sub(ticket.bytes.saturating_sub(kept));
+        if reservation.writer == self.writer {
+            self.pending = self.pending.saturating_sub(reservation.bytes);
+            self.reserved = self
+                .reserved
+                .saturating_sub(reservation.bytes.saturating_sub(kept));
         }
-        self.pause.judge(error, now)
+        self.pause.record(error, now)
     }
 
     /// Whether nothing may be written for a while because the medium was full, or too little of it is free.
@@ -395,45 +406,45 @@ mod tests {
     }
 
     /// Asks, and answers the kind of the refusal; `None`: it waits.
-    fn ask(ledger: &mut WriterQuota, bytes: u64, now: MonotonicTime) -> Option<Result<Reservation>> {
+    fn ask(quota: &mut WriterQuota, bytes: u64, now: MonotonicTime) -> Option<Result<Reservation>> {
         let mut answers = Answers::new();
-        ledger.ask(bytes, now, MonotonicTime::NEVER, Box::new(|_| {}), &mut answers);
+        quota.reserve(bytes, now, MonotonicTime::NEVER, Box::new(|_| {}), &mut answers);
         answers.pop().map(|(_, answer)| answer)
     }
 
     #[test]
     fn nothing_is_written_beyond_the_grant() {
-        let mut ledger = granted(100);
-        ask(&mut ledger, 60, at(0)).unwrap().unwrap();
-        assert!(ask(&mut ledger, 60, at(0)).is_none(), "waits");
-        assert!(ask(&mut ledger, 10, at(0)).is_none(), "in order");
+        let mut quota = granted(100);
+        ask(&mut quota, 60, at(0)).unwrap().unwrap();
+        assert!(ask(&mut quota, 60, at(0)).is_none(), "waits");
+        assert!(ask(&mut quota, 10, at(0)).is_none(), "in order");
         let mut answers = Answers::new();
-        ledger.settle_waiting(at(1), &mut answers);
+        quota.answer_waiting(at(1), &mut answers);
         assert!(answers.is_empty());
-        ledger.adopt(125);
-        ledger.settle_waiting(at(1), &mut answers);
-        assert!(answers.pop().unwrap().1.is_ok() && ledger.admitted == 120);
-        ledger.settle_waiting(at(2001), &mut answers);
+        quota.adopt(125);
+        quota.answer_waiting(at(1), &mut answers);
+        assert!(answers.pop().unwrap().1.is_ok() && quota.reserved == 120);
+        quota.answer_waiting(at(2001), &mut answers);
         assert_eq!(answers.pop().unwrap().1.unwrap_err().kind(), ErrorKind::NoSpace);
         assert!(
-            ask(&mut ledger, 60, at(2002)).unwrap().is_err(),
+            ask(&mut quota, 60, at(2002)).unwrap().is_err(),
             "nobody waits in vain twice"
         );
-        ledger.adopt(400);
-        assert!(ask(&mut ledger, 60, at(2003)).unwrap().is_ok());
+        quota.adopt(400);
+        assert!(ask(&mut quota, 60, at(2003)).unwrap().is_ok());
     }
 
     #[test]
     fn a_write_that_wrote_nothing_gives_its_bytes_back() {
-        let mut ledger = granted(100);
-        let ticket = |ledger: &mut WriterQuota| ask(ledger, 40, at(0)).unwrap().unwrap();
-        let (first, second) = (ticket(&mut ledger), ticket(&mut ledger));
-        assert_eq!((ledger.admitted, ledger.settled()), (80, 0));
-        ledger.ended(first, Some(&Error::new(ErrorKind::NotFound, "x")), at(0));
-        assert_eq!((ledger.admitted, ledger.settled()), (40, 0));
-        ledger.ended(second, Some(&Error::new(ErrorKind::Timeout, "x")), at(0));
+        let mut quota = granted(100);
+        let reservation = |quota: &mut WriterQuota| ask(quota, 40, at(0)).unwrap().unwrap();
+        let (first, second) = (reservation(&mut quota), reservation(&mut quota));
+        assert_eq!((quota.reserved, quota.committed()), (80, 0));
+        quota.ended(first, Some(&Error::new(ErrorKind::NotFound, "x")), at(0));
+        assert_eq!((quota.reserved, quota.committed()), (40, 0));
+        quota.ended(second, Some(&Error::new(ErrorKind::Timeout, "x")), at(0));
         assert_eq!(
-            (ledger.admitted, ledger.settled()),
+            (quota.reserved, quota.committed()),
             (40, 40),
             "it may have been written"
         );
@@ -441,82 +452,82 @@ mod tests {
 
     #[test]
     fn room_that_was_not_needed_is_given_back() {
-        let mut ledger = granted(100);
-        let ticket = ask(&mut ledger, 80, at(0)).unwrap().unwrap();
-        assert!(!ledger.settle(ticket, 30, None, at(0)));
-        assert_eq!((ledger.admitted, ledger.settled()), (30, 30));
-        let ticket = ask(&mut ledger, 70, at(0)).unwrap().unwrap();
+        let mut quota = granted(100);
+        let reservation = ask(&mut quota, 80, at(0)).unwrap().unwrap();
+        assert!(!quota.commit(reservation, 30, None, at(0)));
+        assert_eq!((quota.reserved, quota.committed()), (30, 30));
+        let reservation = ask(&mut quota, 70, at(0)).unwrap().unwrap();
         let full = Error::new(ErrorKind::NoSpace, "x");
         assert!(
-            ledger.settle(ticket, 20, Some(&full), at(0)),
+            quota.commit(reservation, 20, Some(&full), at(0)),
             "the medium was full"
         );
-        assert_eq!((ledger.admitted, ledger.settled()), (50, 50));
-        assert!(ask(&mut ledger, 10, at(1)).unwrap().is_err(), "a pause");
+        assert_eq!((quota.reserved, quota.committed()), (50, 50));
+        assert!(ask(&mut quota, 10, at(1)).unwrap().is_err(), "a pause");
     }
 
     #[test]
     fn a_silent_writer_writes_no_more_and_comes_back_as_another() {
-        let mut ledger = granted(100);
-        let old = ask(&mut ledger, 40, at(0)).unwrap().unwrap();
-        assert!(ask(&mut ledger, 10, at(300_000)).is_none(), "its grant is void");
-        assert!(ledger.renew(at(300_000), || 2));
-        assert_eq!((ledger.writer, ledger.admitted, ledger.granted), (2, 0, 0));
-        ledger.ended(old, None, at(300_001));
-        assert_eq!(ledger.settled(), 0, "that was the other one's");
-        assert!(!ledger.renew(at(300_002), || 3), "new until it has a grant");
+        let mut quota = granted(100);
+        let old = ask(&mut quota, 40, at(0)).unwrap().unwrap();
+        assert!(ask(&mut quota, 10, at(300_000)).is_none(), "its grant is void");
+        assert!(quota.renew(at(300_000), || 2));
+        assert_eq!((quota.writer, quota.reserved, quota.granted), (2, 0, 0));
+        quota.ended(old, None, at(300_001));
+        assert_eq!(quota.committed(), 0, "that was the other one's");
+        assert!(!quota.renew(at(300_002), || 3), "new until it has a grant");
     }
 
     #[test]
     fn what_is_spare_is_had_at_once_or_not_at_all() {
-        let mut ledger = granted(100);
-        assert!(ledger.spare(60, at(0)).is_some());
-        assert!(ledger.spare(60, at(0)).is_none());
+        let mut quota = granted(100);
+        assert!(quota.try_reserve(60, at(0)).is_some());
+        assert!(quota.try_reserve(60, at(0)).is_none());
         assert!(
-            !ledger.queue.hopeless && ledger.next_late().is_none(),
+            !quota.queue.hopeless && quota.next_late().is_none(),
             "nobody waits for it"
         );
-        assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
+        assert!(ask(&mut quota, 40, at(0)).unwrap().is_ok());
     }
 
     #[test]
     fn a_full_medium_pauses_for_longer_and_longer() {
-        let mut ledger = granted(1000);
+        let mut quota = granted(1000);
         let full = Error::new(ErrorKind::NoSpace, "x");
-        let fail = |ledger: &mut WriterQuota, now| {
-            let ticket = ask(ledger, 10, now).unwrap().unwrap();
-            ledger.ended(ticket, Some(&full), now)
+        let fail = |quota: &mut WriterQuota, now| {
+            let reservation = ask(quota, 10, now).unwrap().unwrap();
+            quota.ended(reservation, Some(&full), now)
         };
-        assert!(fail(&mut ledger, at(0)));
-        assert!(ask(&mut ledger, 10, at(249)).unwrap().is_err());
-        assert!(fail(&mut ledger, at(250)));
-        assert!(ask(&mut ledger, 10, at(749)).unwrap().is_err(), "twice as long");
-        let ticket = ask(&mut ledger, 10, at(750)).unwrap().unwrap();
-        ledger.ended(ticket, None, at(751));
-        assert!(fail(&mut ledger, at(752)));
+        assert!(fail(&mut quota, at(0)));
+        assert!(ask(&mut quota, 10, at(249)).unwrap().is_err());
+        assert!(fail(&mut quota, at(250)));
+        assert!(ask(&mut quota, 10, at(749)).unwrap().is_err(), "twice as long");
+        let reservation = ask(&mut quota, 10, at(750)).unwrap().unwrap();
+        quota.ended(reservation, None, at(751));
+        assert!(fail(&mut quota, at(752)));
         assert!(
-            ask(&mut ledger, 10, at(1002)).unwrap().is_ok(),
+            ask(&mut quota, 10, at(1002)).unwrap().is_ok(),
             "as short as at first"
         );
     }
 
     #[test]
     fn the_floor_is_not_written_through() {
-        let mut ledger = granted(1000);
+        let mut quota = granted(1000);
         let free = |at| Free {
             bytes: Some(1050),
             floor: 1000,
             at,
         };
-        ledger.free = free(0);
-        assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
-        let refused = ask(&mut ledger, 40, at(0)).unwrap().unwrap_err();
+        quota.free = free(0);
+        assert!(ask(&mut quota, 40, at(0)).unwrap().is_ok());
+        let refused = ask(&mut quota, 40, at(0)).unwrap().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::NoSpace);
         assert!(
             refused.to_string().contains("[wanted=40, free=1010, floor=1000]"),
             "{refused}"
         );
-        ledger.free = free(40);
-        assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
+        quota.free = free(40);
+        assert!(ask(&mut quota, 40, at(0)).unwrap().is_ok());
     }
 }
