@@ -33,12 +33,12 @@ impl<K: Eq + Hash> IdSet<K> {
         self.0.pin().contains(key)
     }
 
-    /// How many keys are there; exact only while nobody changes the set.
+    /// How many keys are there; exact only while no one changes the set.
     pub fn len(&self) -> usize {
         self.0.pin().len()
     }
 
-    /// Whether no key is there; exact only while nobody changes the set.
+    /// Whether no key is there; exact only while no one changes the set.
     pub fn is_empty(&self) -> bool {
         self.0.pin().is_empty()
     }

@@ -1,9 +1,9 @@
-//! The gate of one load: which of its blocks may touch device memory, and when the load is over. What is a block here is
-//! whatever is copied by itself: where blocks are split into shards, each shard.
+//! The state of one load: which of its blocks may touch device memory, and when the load is over. What is a block here
+//! is what is copied by itself: where blocks are split into shards, each shard.
 //!
 //! A load reads its blocks into slots and then scatters them to device memory. Once it was reported, nothing of it
 //! may touch that memory again, because its owner uses it for something else. So each block leaves *reading* by one
-//! compare-and-swap, to *scattering* or to *dead*; only the winner of scattering touches device memory; and a
+//! compare-and-swap, to *scattering* or to *cancelled*; only the winner of scattering touches device memory; and a
 //! counter of the blocks that are reading or scattering tells exactly one caller that the load is over. A block whose
 //! read failed is held open the same way until its failure is recorded, so the report knows every reason.
 
@@ -17,7 +17,7 @@ pub enum BlockState {
     Reading = 0,
     /// It is being copied to device memory, or its read failed and the reason is being recorded.
     Scattering = 1,
-    /// It was put to death while reading; it will never touch device memory.
+    /// It was cancelled while reading; it will never touch device memory.
     Cancelled = 2,
     /// Its copy to device memory ended, well or not, or its failure is recorded.
     Done = 3,
@@ -27,15 +27,15 @@ pub enum BlockState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "who is told `last` must report the load"]
 pub struct Cancelled {
-    /// How many blocks this call took from reading to dead.
+    /// How many blocks this call took from reading to cancelled.
     pub count: usize,
-    /// Whether this call ended the load: the caller must report it. True for one call on the gate at most.
+    /// Whether this call ended the load: the caller must report it. True for one call at most.
     pub last: bool,
 }
 
 /// The states of a load's blocks and the count of those reading or scattering.
 ///
-/// Who is told that the load is over (`true` from [`finish`](Self::finish), [`Cancelled::last`] from a kill) sees every
+/// A caller that is told that the load is over (`true` from [`finish`](Self::finish), [`Cancelled::last`]) sees every
 /// write that the scattering of any block made, and no block can begin to scatter any more.
 pub struct LoadState {
     states: Box<[AtomicU8]>,
@@ -49,7 +49,7 @@ const CANCELLED: u8 = BlockState::Cancelled as u8;
 const DONE: u8 = BlockState::Done as u8;
 
 impl LoadState {
-    /// A gate for `blocks` blocks, all reading. One for no blocks is over from the start and tells nobody.
+    /// The state of `blocks` blocks, all reading. A load of no blocks is over from the start, and no caller is told so.
     pub fn new(blocks: usize) -> Self {
         Self {
             states: (0..blocks).map(|_| AtomicU8::new(READING)).collect(),
@@ -59,7 +59,7 @@ impl LoadState {
 
     /// Takes a block from reading to scattering. `true` for one caller at most, who alone may now touch the
     /// block's device memory and must call [`finish`](Self::finish) afterwards, whatever happens. `false` if it is
-    /// dead, already scattering or done, or not of this load: hands off.
+    /// cancelled, already scattering or done, or not of this load: then that memory must not be touched.
     #[must_use = "device memory may be touched only if this is true"]
     pub fn begin_scatter(&self, block: usize) -> bool {
         self.step(block, READING, SCATTERING)
@@ -79,7 +79,7 @@ impl LoadState {
         self.step(block, SCATTERING, DONE) && self.close(1)
     }
 
-    /// Puts to death every block from `first` on that is still reading: after a failure those behind it, after an
+    /// Cancels every block from `first` on that is still reading: after a failure those behind it, after an
     /// abort or a deadline all (`0`). Those scattering go on and end the load with their [`finish`](Self::finish).
     pub fn cancel_from(&self, first: usize) -> Cancelled {
         let count = (first..self.states.len())
@@ -144,73 +144,73 @@ impl std::fmt::Debug for LoadState {
 mod tests {
     use super::*;
 
-    fn killed(count: usize, last: bool) -> Cancelled {
+    fn cancelled(count: usize, last: bool) -> Cancelled {
         Cancelled { count, last }
     }
 
     #[test]
     fn a_good_load_ends_with_its_last_block() {
-        let gate = LoadState::new(2);
-        assert!(gate.begin_scatter(1));
-        assert!(!gate.begin_scatter(1));
-        assert!(gate.begin_scatter(0));
-        assert!(!gate.finish(1));
-        assert_eq!(gate.open(), 1);
-        assert!(gate.finish(0));
-        assert!(gate.is_over());
-        assert!(!gate.finish(0), "a second finish changes nothing");
+        let load = LoadState::new(2);
+        assert!(load.begin_scatter(1));
+        assert!(!load.begin_scatter(1));
+        assert!(load.begin_scatter(0));
+        assert!(!load.finish(1));
+        assert_eq!(load.open(), 1);
+        assert!(load.finish(0));
+        assert!(load.is_over());
+        assert!(!load.finish(0), "a second finish changes nothing");
     }
 
     #[test]
     fn the_dead_never_scatter_and_the_scattering_end_the_load() {
-        let gate = LoadState::new(3);
-        assert!(gate.begin_scatter(0));
-        assert_eq!(gate.cancel_from(0), killed(2, false));
-        assert!(!gate.begin_scatter(1));
-        assert_eq!(gate.state(1), Some(BlockState::Cancelled));
-        assert_eq!(gate.cancel_from(0), killed(0, false));
-        assert!(gate.finish(0));
-        assert_eq!(gate.state(0), Some(BlockState::Done));
+        let load = LoadState::new(3);
+        assert!(load.begin_scatter(0));
+        assert_eq!(load.cancel_from(0), cancelled(2, false));
+        assert!(!load.begin_scatter(1));
+        assert_eq!(load.state(1), Some(BlockState::Cancelled));
+        assert_eq!(load.cancel_from(0), cancelled(0, false));
+        assert!(load.finish(0));
+        assert_eq!(load.state(0), Some(BlockState::Done));
     }
 
     #[test]
     fn a_kill_of_the_last_readers_ends_the_load_once() {
-        let gate = LoadState::new(2);
-        assert_eq!(gate.cancel_from(1), killed(1, false));
-        assert_eq!(gate.cancel_from(0), killed(1, true));
-        assert_eq!(gate.cancel_from(0), killed(0, false));
+        let load = LoadState::new(2);
+        assert_eq!(load.cancel_from(1), cancelled(1, false));
+        assert_eq!(load.cancel_from(0), cancelled(1, true));
+        assert_eq!(load.cancel_from(0), cancelled(0, false));
     }
 
     #[test]
     fn a_failure_kills_those_behind_it_and_those_before_it_end_the_load() {
-        let gate = LoadState::new(4);
-        assert!(gate.begin_fail(2));
-        assert!(!gate.begin_fail(2) && !gate.begin_scatter(2), "it has failed");
-        assert_eq!(gate.cancel_from(3), killed(1, false));
-        assert!(!gate.finish(2));
-        assert!(gate.begin_scatter(0));
-        assert!(!gate.finish(0));
+        let load = LoadState::new(4);
+        assert!(load.begin_fail(2));
+        assert!(!load.begin_fail(2) && !load.begin_scatter(2), "it has failed");
+        assert_eq!(load.cancel_from(3), cancelled(1, false));
+        assert!(!load.finish(2));
+        assert!(load.begin_scatter(0));
+        assert!(!load.finish(0));
         // The next failure lies before it, and is the end.
-        assert!(gate.begin_fail(1));
-        assert_eq!(gate.cancel_from(2), killed(0, false));
-        assert!(gate.finish(1));
-        assert!(!gate.begin_fail(3), "dead before it failed");
+        assert!(load.begin_fail(1));
+        assert_eq!(load.cancel_from(2), cancelled(0, false));
+        assert!(load.finish(1));
+        assert!(!load.begin_fail(3), "cancelled before it failed");
     }
 
     #[test]
     fn a_finish_without_a_begin_changes_nothing() {
-        let gate = LoadState::new(1);
-        assert!(!gate.finish(0));
-        assert_eq!((gate.open(), gate.state(0)), (1, Some(BlockState::Reading)));
+        let load = LoadState::new(1);
+        assert!(!load.finish(0));
+        assert_eq!((load.open(), load.state(0)), (1, Some(BlockState::Reading)));
     }
 
     #[test]
     fn blocks_of_another_load_are_refused() {
-        let gate = LoadState::new(0);
-        assert!(gate.is_over());
-        assert!(!gate.begin_scatter(0) && !gate.finish(0));
-        assert!(!gate.begin_fail(0));
-        assert_eq!(gate.cancel_from(0), killed(0, false));
-        assert_eq!(gate.state(0), None);
+        let load = LoadState::new(0);
+        assert!(load.is_over());
+        assert!(!load.begin_scatter(0) && !load.finish(0));
+        assert!(!load.begin_fail(0));
+        assert_eq!(load.cancel_from(0), cancelled(0, false));
+        assert_eq!(load.state(0), None);
     }
 }

@@ -1,10 +1,10 @@
 //! Where what the core logs waits for the log: a subscriber of [`tracing`] with a bounded list for each store.
 //!
-//! Python writes the log, and no thread of the core ever takes the GIL. So whoever logs only puts a [`Record`] into the list
-//! of its store, which the event names in its field `store`; whoever uses that store takes them out ([`take`]). What is said
-//! for no store (of a device, which many may use) waits for whoever takes first. Of one
-//! part of the code so many records a minute are kept, so that a medium full of damage does not fill the log too; those
-//! dropped are counted, and said.
+//! Python writes the log, and no thread of the core ever takes the GIL. So a thread that logs only puts a [`Record`]
+//! into the list of its store, which the event names in its field `store`; the process that uses that store takes them
+//! out ([`take`]). What is said for no store (of a device, which many may use) waits for the one that takes first. Of
+//! one part of the code so many records a minute are kept, so that a medium full of damage does not fill the log too;
+//! those dropped are counted, and said.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -105,7 +105,7 @@ pub fn take(store: u64) -> Vec<Record> {
     said.concat()
 }
 
-/// This store has ended: nobody will take its records.
+/// This store has ended: no one will take its records.
 pub fn forget(store: u64) {
     lists().lock().remove(&store);
 }

@@ -39,7 +39,7 @@ pub struct Runtime {
 }
 
 impl Runtime {
-    /// That of this process; begun where nobody uses one. `Io` when the system gives no threads.
+    /// That of this process; begun where no one uses one. `Io` when the system gives no threads.
     pub fn of_this_process() -> Result<Arc<Self>> {
         let mut used = RUNTIME.get_or_init(PerProcess::new).here().lock();
         if let Some(runtime) = used.upgrade() {
@@ -107,7 +107,7 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         let Some(tokio) = self.tokio.take() else { return };
         if self.pid != std::process::id() {
-            Box::leak(Box::new(tokio)); // its threads are the parent's: whoever joined them would wait for ever
+            Box::leak(Box::new(tokio)); // its threads are the parent's: a thread that joined them would wait for ever
         } else if Handle::try_current().is_ok() {
             tokio.shutdown_background(); // a client's own thread let go of it last, and cannot wait for itself
         } else {
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_told_to_whoever_waits() {
+    fn a_panic_is_told_to_the_caller_that_waits() {
         let runtime = Runtime::of_this_process().unwrap();
         let panics = async { panic!("meant") };
         let result: Result<()> = runtime.wait(&SystemClock, MonotonicTime::NEVER, panics);

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_run_where_they_were_told_to_whoever_begins_them() {
+    fn threads_run_where_they_were_told_to_the_caller_that_begins_them() {
         let all = here();
         let numbers: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&n| all.is_set(n)).collect();
         assert!(run_threads_on(&[]).is_err());

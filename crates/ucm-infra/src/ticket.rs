@@ -9,8 +9,8 @@ use ucm_core::{Error, ErrorKind, Result};
 /// Hears that what was begun did not end in time.
 type Late = Box<dyn FnOnce(Error) + Send>;
 
-/// One job of a pool, as whoever keeps its time and whoever runs it see it: the first writes it off, the second asks
-/// before every effect whether that happened.
+/// One job of a pool, as the thread that keeps its time and the one that runs it see it: the first writes it off, the
+/// second asks before every effect whether that happened.
 #[derive(Default)]
 pub struct Ticket {
     over: AtomicBool,
@@ -31,7 +31,7 @@ impl Ticket {
         self.over.load(Ordering::Acquire)
     }
 
-    /// The job ended, as whoever waits for it was told.
+    /// The job ended, as the caller that waits for it was told.
     pub fn end(&self) {
         self.over.store(true, Ordering::Release);
     }

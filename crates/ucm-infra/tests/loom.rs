@@ -1,5 +1,6 @@
 //! Every interleaving of small models of what ucm-infra writes by hand: the notify, the completion, the park protocol
-//! of the ring, the gate of a load and the generations of shared bytes. The command stands in the crate's documentation.
+//! of the ring, the state of a load and the generations of shared bytes. The command stands in the crate's
+//! documentation.
 #![cfg(loom)]
 
 use std::sync::Arc;
@@ -243,7 +244,7 @@ fn ring_a_deadline_and_an_item_do_not_lose_each_other() {
 
 /// Stands for the device memory of a load's blocks, and for its report.
 struct Model {
-    gate: LoadState,
+    state: LoadState,
     device: Vec<AtomicUsize>,
     reports: AtomicUsize,
 }
@@ -251,7 +252,7 @@ struct Model {
 impl Model {
     fn new(blocks: usize) -> Arc<Self> {
         Arc::new(Self {
-            gate: LoadState::new(blocks),
+            state: LoadState::new(blocks),
             device: (0..blocks).map(|_| AtomicUsize::new(0)).collect(),
             reports: AtomicUsize::new(0),
         })
@@ -259,46 +260,46 @@ impl Model {
 
     /// What a reader does when its block is verified.
     fn scatter(&self, block: usize) {
-        if !self.gate.begin_scatter(block) {
+        if !self.state.begin_scatter(block) {
             return;
         }
-        // Relaxed on purpose: only the gate may order these writes before the report.
+        // Relaxed on purpose: only the load state may order these writes before the report.
         self.device[block].store(1, Ordering::Relaxed);
         assert_eq!(self.reports.load(Ordering::Relaxed), 0, "bytes after the report");
-        if self.gate.finish(block) {
+        if self.state.finish(block) {
             self.report();
         }
     }
 
-    /// What whoever aborts does.
-    fn kill(&self) {
-        let killed = self.gate.cancel_from(0);
-        if killed.last {
+    /// What a caller that aborts does.
+    fn cancel(&self) {
+        let cancelled = self.state.cancel_from(0);
+        if cancelled.last {
             self.report();
         }
     }
 
     /// What a reader does when its block could not be had: those behind it are not wanted any more.
     fn fail(&self, block: usize) {
-        if !self.gate.begin_fail(block) {
+        if !self.state.begin_fail(block) {
             return;
         }
         // Stands for the recorded reason, which the report must see.
         self.device[block].store(1, Ordering::Relaxed);
-        let killed = self.gate.cancel_from(block + 1);
-        assert!(!killed.last, "this block is still open");
-        if self.gate.finish(block) {
+        let cancelled = self.state.cancel_from(block + 1);
+        assert!(!cancelled.last, "this block is still open");
+        if self.state.finish(block) {
             self.report();
         }
     }
 
     fn report(&self) {
-        assert!(self.gate.is_over());
+        assert!(self.state.is_over());
         for (block, bytes) in self.device.iter().enumerate() {
-            let state = self.gate.state(block);
+            let state = self.state.state(block);
             let over = matches!(state, Some(BlockState::Done | BlockState::Cancelled));
             assert!(over, "block {block} is {state:?} at the report");
-            // The bytes of a done block are there, those of a dead one never come.
+            // The bytes of a done block are there, those of a cancelled one never come.
             let expected = usize::from(state == Some(BlockState::Done));
             assert_eq!(bytes.load(Ordering::Relaxed), expected);
         }
@@ -318,7 +319,7 @@ fn gate_reports_once_when_blocks_race_with_a_kill() {
             let model = Arc::clone(&model);
             thread::spawn(move || model.scatter(block))
         });
-        model.kill();
+        model.cancel();
         for thread in threads {
             thread.join().unwrap();
         }
@@ -330,16 +331,16 @@ fn gate_reports_once_when_blocks_race_with_a_kill() {
 fn gate_reports_once_when_kills_race() {
     loom::model(|| {
         let model = Model::new(2);
-        let killer = thread::spawn({
+        let canceller = thread::spawn({
             let model = Arc::clone(&model);
-            move || model.kill()
+            move || model.cancel()
         });
         let reader = thread::spawn({
             let model = Arc::clone(&model);
             move || model.scatter(1)
         });
-        model.kill();
-        killer.join().unwrap();
+        model.cancel();
+        canceller.join().unwrap();
         reader.join().unwrap();
         model.check();
     });
@@ -361,11 +362,11 @@ fn gate_reports_once_when_blocks_fail_and_those_before_them_arrive() {
         failing.join().unwrap();
         behind.join().unwrap();
         assert_eq!(
-            model.gate.state(0),
+            model.state.state(0),
             Some(BlockState::Done),
             "no failure behind it ends it"
         );
-        assert_eq!(model.gate.state(1), Some(BlockState::Done));
+        assert_eq!(model.state.state(1), Some(BlockState::Done));
         model.check();
     });
 }
@@ -389,14 +390,14 @@ fn gate_reports_once_without_a_kill() {
 #[test]
 fn gate_gives_a_block_to_one_scatterer() {
     loom::model(|| {
-        let gate = Arc::new(LoadState::new(1));
+        let state = Arc::new(LoadState::new(1));
         let rival = thread::spawn({
-            let gate = Arc::clone(&gate);
-            move || gate.begin_scatter(0)
+            let state = Arc::clone(&state);
+            move || state.begin_scatter(0)
         });
-        let mine = gate.begin_scatter(0);
+        let mine = state.begin_scatter(0);
         assert!(mine != rival.join().unwrap());
-        assert!(gate.finish(0));
+        assert!(state.finish(0));
     });
 }
 
@@ -469,7 +470,7 @@ fn seqlock_a_writer_that_dies_leaves_a_miss() {
 }
 
 #[test]
-fn seqlock_whoever_finds_the_name_sees_the_bytes() {
+fn seqlock_a_reader_that_finds_the_name_sees_the_bytes() {
     loom::model(|| {
         // A name in an index, stored after the bytes: release and acquire.
         let (shared, name) = (Shared::new(), Arc::new(AtomicU64::new(0)));

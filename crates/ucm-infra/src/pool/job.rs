@@ -16,7 +16,7 @@ pub(super) enum Verdict {
     Closed,
 }
 
-/// A job whose types are forgotten. Whoever takes `done` first reports; the others find nothing to do.
+/// A job whose types are forgotten. The thread that takes `done` first reports; the others find nothing to do.
 pub(super) trait Job: Send + Sync {
     /// Does the work and reports it, unless the job was failed before or meanwhile; then the late result is dropped
     /// here.

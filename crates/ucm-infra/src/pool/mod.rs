@@ -3,7 +3,7 @@
 //! Jobs wait in *lanes*: bounded queues served in order, lane 0 first, each with a limit on how many of its jobs
 //! run at once, so that background work never takes the whole pool. Every job has a deadline. A monitor thread
 //! reports a job that passed it as timed out, whether it was still queued or is running; the worker that runs it is
-//! then *written off* (nobody waits for it or joins it) and replaced, up to a cap. What such a worker's call
+//! then *written off* (no one waits for it or joins it) and replaced, up to a cap. What such a worker's call
 //! returns in the end is dropped there, by that worker: buffers that the call was given stay with it until then.
 //!
 //! Every accepted job is reported exactly once, through its `done`.

@@ -10,7 +10,7 @@ use crate::clock::MonotonicTime;
 use crate::threads::begin_thread;
 
 impl Shared {
-    /// Starts the monitor thread. The caller's lock lets nobody else see a pool that has none.
+    /// Starts the monitor thread. The caller's lock lets no one else see a pool that has none.
     pub(super) fn start_monitor(self: &Arc<Self>, state: &mut State) -> Result<()> {
         let shared = Arc::clone(self);
         let started = begin_thread(format!("{}-watch", self.name), move || {

@@ -70,7 +70,7 @@ fn jobs_that_come_together_run_together_in_lanes_of_one() {
 }
 
 #[test]
-fn a_lane_at_its_limit_starts_nobody() {
+fn a_lane_at_its_limit_starts_no_one() {
     let rig = Rig::new(|pool| {
         pool.size(4)
             .lanes(&[lane("load", 8, 4), lane("dump", 8, 1)])

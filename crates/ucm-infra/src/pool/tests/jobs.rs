@@ -90,7 +90,7 @@ fn jobs_beyond_a_lanes_limit_are_taken_by_the_worker_that_makes_room() {
     let rig = Rig::new(|pool| pool.size(3).lanes(&[lane("limited", 64, 1)]));
     let release = rig.hang(0, MonotonicTime::NEVER, 0);
     for id in 1..=20 {
-        rig.submit(0, MonotonicTime::NEVER, id, move || id).unwrap(); // wakes nobody: it cannot run yet
+        rig.submit(0, MonotonicTime::NEVER, id, move || id).unwrap(); // wakes no one: it cannot run yet
     }
     drop(release);
     for id in 0..=20 {

@@ -102,7 +102,7 @@ fn shutdown_drains_what_was_accepted() {
 }
 
 #[test]
-fn shutdown_closes_what_does_not_end_and_joins_nobody() {
+fn shutdown_closes_what_does_not_end_and_joins_no_one() {
     let rig = Rig::new(|pool| pool.size(1));
     let release = rig.hang(0, MonotonicTime::NEVER, 1);
     rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();

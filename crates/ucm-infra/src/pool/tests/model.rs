@@ -57,7 +57,7 @@ impl Book {
         }
     }
 
-    /// Hears one job and judges what it says.
+    /// Hears one job and verifies what it says.
     fn hear(&mut self) {
         let (id, result) = self.rig.next();
         let due = self.deadlines[&id] <= self.rig.clock.now();

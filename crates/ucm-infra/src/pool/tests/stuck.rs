@@ -32,7 +32,7 @@ fn a_stuck_worker_is_written_off_and_replaced() {
 }
 
 #[test]
-fn past_the_cap_nobody_is_replaced_until_someone_returns() {
+fn past_the_cap_no_one_is_replaced_until_someone_returns() {
     let rig = Rig::new(|pool| pool.size(1).max_replacements(1));
     let first = rig.hang(0, rig.deadline(SECOND), 1);
     rig.clock.advance(SECOND);
@@ -42,7 +42,7 @@ fn past_the_cap_nobody_is_replaced_until_someone_returns() {
     assert_eq!(rig.next().0, 2);
     let stats = rig.pool.stats();
     assert_eq!((stats.live, stats.stuck, stats.replaced), (0, 2, 1));
-    // Nobody is left to run this one: it times out in the queue.
+    // No one is left to run this one: it times out in the queue.
     rig.submit(0, rig.deadline(SECOND), 3, || 3).unwrap();
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (3, Err(ErrorKind::Timeout)));
@@ -97,7 +97,7 @@ fn what_a_late_call_returns_is_dropped_by_its_worker() {
     runs.recv_timeout(GUARD).unwrap();
     rig.clock.advance(SECOND);
     assert_eq!(told.recv_timeout(GUARD).unwrap(), Err(ErrorKind::Timeout));
-    // Reported, yet the call may still write into the buffer: nobody has it back.
+    // Reported, yet the call may still write into the buffer: no one has it back.
     assert!(drops.try_recv().is_err());
     drop(release);
     assert_eq!(drops.recv_timeout(GUARD).unwrap().as_deref(), Some("test-0"));
