@@ -31,7 +31,7 @@ pub enum Close<'a> {
     All,
 }
 
-/// Descriptors that nobody finds any more. They are closed when this is dropped, which may hang.
+/// Descriptors that no one finds any more. They are closed when this is dropped, which may hang.
 #[derive(Default)]
 pub struct Closed(pub(crate) Vec<Arc<KeptFile>>);
 

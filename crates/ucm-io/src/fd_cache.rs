@@ -1,8 +1,8 @@
 //! Descriptors of files that never change under their names, kept open between reads: the most recently used ones.
 //!
 //! Opening a file by its path costs more than reading a small record from it. A kept descriptor must not outlive its
-//! file, whose space it would hold: every read looks whether the file still has a name, whoever removes it here or
-//! finds it gone says so, and what nobody uses for a while is closed. No lock is held over a system call, children of a
+//! file, whose space it would hold: every read looks whether the file still has a name, the one that removes it here or
+//! finds it gone says so, and what no one uses for a while is closed. No lock is held over a system call, children of a
 //! fork have none of them, and a process that runs out of descriptors gives them up.
 
 use std::io::IoSliceMut;

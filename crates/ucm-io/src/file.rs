@@ -285,7 +285,7 @@ pub(crate) fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<Fil
     }
 }
 
-/// Gives a file a name that nobody has (EXIST otherwise). A local file system renames; others make a second name,
+/// Gives a file a name that no one has (EXIST otherwise). A local file system renames; others make a second name,
 /// which is as exclusive on a server, and drop the first.
 pub(crate) fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
     match retry(|| rustix::fs::renameat_with(CWD, private, CWD, target, RenameFlags::NOREPLACE)) {

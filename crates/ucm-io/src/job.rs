@@ -13,7 +13,7 @@ use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
 use crate::probe::Probe;
 
 /// Straight-line code on one thread, as the files see it. Everything is done on the thread that calls; nothing more is done
-/// once nobody waits for the job, and then everything fails with `Timeout`.
+/// once no one waits for the job, and then everything fails with `Timeout`.
 ///
 /// The errors of all of them: `NotFound` for ENOENT and ESTALE, `NoSpace` for a full medium or quota, else `Io` with the
 /// number of the operating system; `InvalidInput` for what does not fit its buffer or the offsets of a file.
@@ -62,7 +62,7 @@ impl IoJob {
         self.lent
     }
 
-    /// A job on no pool's thread, that nobody writes off.
+    /// A job on no pool's thread, that no one writes off.
     pub fn alone(engine: Arc<dyn IoEngine>) -> Self {
         Self::new(engine, 0, None)
     }
@@ -73,7 +73,7 @@ impl IoJob {
         self.until.as_ref().is_none_or(waits)
     }
 
-    /// When nobody waits for it any more.
+    /// When no one waits for it any more.
     pub fn deadline(&self) -> MonotonicTime {
         self.until
             .as_ref()
@@ -90,7 +90,7 @@ impl IoJob {
     }
 
     /// Does `work` here and now. `ended` hears exactly once how that ended: from this thread, or, where it is written off
-    /// meanwhile, from whoever keeps the time, with `Timeout`; what `work` brings after that is dropped.
+    /// meanwhile, from the thread that keeps the time, with `Timeout`; what `work` brings after that is dropped.
     pub fn here<T>(
         &self,
         work: impl FnOnce(&Self) -> Result<T>,
@@ -104,8 +104,9 @@ impl IoJob {
         }
     }
 
-    /// Does `work` as a future of the process's runtime and waits for its end, until nobody waits for this job any more: see
-    /// [`Runtime::wait`](ucm_infra::Runtime::wait). Fails with `Timeout`, and does nothing, where that is so already.
+    /// Does `work` as a future of the process's runtime and waits for its end, until no one waits for this job any
+    /// more: see [`Runtime::wait`](ucm_infra::Runtime::wait). Fails with `Timeout`, and does nothing, where that is so
+    /// already.
     #[cfg(feature = "runtime")]
     pub fn wait<T>(&self, runtime: &ucm_infra::Runtime, work: impl Future<Output = Result<T>>) -> Result<T> {
         self.still_wanted()?;

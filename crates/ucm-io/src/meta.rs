@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_more_is_changed_once_nobody_waits() {
+    fn nothing_more_is_changed_once_no_one_waits() {
         let place = tempfile::tempdir().unwrap();
         let paths: Vec<PathBuf> = ["a", "b", "c"].map(|name| place.path().join(name)).into();
         for path in &paths {

@@ -17,11 +17,11 @@ use crate::fd_cache::KeptFile;
 use crate::job::IoJob;
 use crate::psync::PsyncEngine;
 
-/// Fewest threads: a write that waits for a record to be moved aside must leave one to whoever moves it.
+/// Fewest threads: a write that waits for a record to be moved aside must leave one to the thread that moves it.
 const FEWEST: usize = 2;
 /// How long after its deadline a job that is waited for has to say so.
 const GRACE: Duration = Duration::from_millis(100);
-/// How long closing files that nobody writes may take.
+/// How long closing files that no one writes may take.
 const CLOSE: Duration = Duration::from_secs(5);
 
 /// How an [`IoPool`] is set up.
@@ -158,7 +158,7 @@ impl IoPool {
         }
     }
 
-    /// [`IoPool::begin`], and waits: how whoever has a thread of its own keeps it, whatever the file system does.
+    /// [`IoPool::begin`], and waits: how a caller that has a thread of its own keeps it, whatever the file system does.
     pub fn call<T: Send + 'static>(
         &self,
         lane: usize,
@@ -168,7 +168,7 @@ impl IoPool {
         self.begin(lane, deadline, work).wait()
     }
 
-    /// A job on the thread that calls, which nobody writes off: for what asks no file system.
+    /// A job on the thread that calls, which no one writes off: for what asks no file system.
     pub fn here(&self, lane: usize, deadline: MonotonicTime) -> IoJob {
         let until = (Arc::clone(&self.clock), deadline, Arc::default());
         IoJob::new(Arc::clone(&self.engine), lane, Some(until))
@@ -221,7 +221,7 @@ impl IoPool {
             drop(taken); // with no lock held: it may hang
         };
         let ended = move |result: Result<()>| {
-            // Whoever tells that there was no thread in time must not hang in it.
+            // The thread that tells that there was no thread in time must not hang in it.
             if result.is_err_and(|error| error.kind() == ErrorKind::Timeout) {
                 unclosed.lock().append(&mut late.lock());
             }
@@ -244,7 +244,7 @@ impl IoPool {
 
     /// Threads of other pools that hang in a job lent to them.
     pub fn lent_stuck(&self) -> usize {
-        // Whoever comes back may be seen before whoever wrote it off.
+        // The thread that comes back may be seen before the one that wrote it off.
         usize::try_from(self.lost.load(Ordering::Acquire)).unwrap_or(0)
     }
 

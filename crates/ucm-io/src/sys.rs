@@ -208,7 +208,7 @@ impl File {
     }
 
     /// Closes and tells what close said: network file systems report failed writes there. An interrupted close has
-    /// released the descriptor all the same on Linux, but nobody knows what became of the data: that is an error too.
+    /// released the descriptor all the same on Linux, but no one knows what became of the data: that is an error too.
     pub(crate) fn close(self) -> rustix::io::Result<()> {
         // What a ring wrote is known to the file's length when it was synced.
         let settled = match self.unsettled {

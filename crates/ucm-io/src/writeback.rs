@@ -4,7 +4,7 @@
 //! A buffered write ends when the page cache has the bytes. Dumps that outrun the disk for long would fill the memory
 //! with dirty pages, until the kernel makes every process wait that writes anything. So, above a twentieth of the
 //! memory that is available (half of where the kernel itself begins to write back), each file is sent on its way to
-//! the disk before it is closed, which brings its writer down to the disk's pace and nobody else.
+//! the disk before it is closed, which brings its writer down to the disk's pace and no one else.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -92,7 +92,7 @@ fn what_cannot_be_read_says_why() {
     assert_eq!(fails_to_read("").kind(), ErrorKind::Foreign);
     std::os::unix::fs::symlink(dir.join("file"), dir.join("link")).unwrap();
     assert_eq!(fails_to_read("link").kind(), ErrorKind::Io);
-    // A pipe in the place of a file hangs nobody.
+    // A pipe in the place of a file hangs no one.
     rustix::fs::mknodat(
         rustix::fs::CWD,
         dir.join("pipe"),
@@ -194,7 +194,7 @@ fn direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted() {
 }
 
 #[test]
-fn a_read_without_room_for_whole_sectors_spoils_direct_io_for_nobody() {
+fn a_read_without_room_for_whole_sectors_spoils_direct_io_for_no_one() {
     for place in places() {
         let (counted, io) = direct();
         let found = io.probe(place.path()).unwrap();

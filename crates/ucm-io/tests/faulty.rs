@@ -380,7 +380,7 @@ fn rules_can_be_taken_back() {
 }
 
 #[test]
-fn a_job_that_nobody_waits_for_any_more_does_nothing_more() {
+fn a_job_that_no_one_waits_for_any_more_does_nothing_more() {
     let bench = Bench::new();
     let gate = Gate::new();
     bench.rule(OpKind::Space, Fault::HangAfter(gate.clone()));

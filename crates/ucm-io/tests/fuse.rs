@@ -6,7 +6,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::fuse::{Fuse, Manners, op};
+use common::fuse::{Behaviour, Fuse, op};
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, MonotonicTime};
@@ -14,11 +14,14 @@ use ucm_io::{PsyncEngine, ReadMode};
 
 #[test]
 fn short_counts_of_the_kernel_are_carried_on() {
-    let manners = Manners {
+    let behaviour = Behaviour {
         short: 1000,
-        ..Manners::default()
+        ..Behaviour::default()
     };
-    let Some(place) = or_skip("short_counts_of_the_kernel_are_carried_on", Fuse::mount(manners)) else {
+    let Some(place) = or_skip(
+        "short_counts_of_the_kernel_are_carried_on",
+        Fuse::mount(behaviour),
+    ) else {
         return;
     };
     let path = place.dir().join("block");
@@ -40,11 +43,11 @@ fn short_counts_of_the_kernel_are_carried_on() {
 
 #[test]
 fn a_close_that_fails_fails_the_publish() {
-    let manners = Manners {
+    let behaviour = Behaviour {
         flush_error: libc::EDQUOT,
-        ..Manners::default()
+        ..Behaviour::default()
     };
-    let Some(place) = or_skip("a_close_that_fails_fails_the_publish", Fuse::mount(manners)) else {
+    let Some(place) = or_skip("a_close_that_fails_fails_the_publish", Fuse::mount(behaviour)) else {
         return;
     };
     let error = try_publish(&plain(), place.dir(), "block", &[1; 100]).unwrap_err();
@@ -60,12 +63,12 @@ fn a_close_that_fails_fails_the_publish() {
 #[test]
 fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
     for stall in [op::CREATE, op::WRITE, op::FLUSH, op::RENAME] {
-        let manners = Manners {
+        let behaviour = Behaviour {
             stall,
-            ..Manners::default()
+            ..Behaviour::default()
         };
         let name = "a_call_that_hangs_anywhere_costs_its_deadline_and_no_more";
-        let Some(place) = or_skip(name, Fuse::mount(manners)) else {
+        let Some(place) = or_skip(name, Fuse::mount(behaviour)) else {
             return;
         };
         let (pool, clock) = clocked(PsyncEngine::new(false), 1);
@@ -101,12 +104,12 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
 
 #[test]
 fn a_read_that_hangs_gives_its_slot_back_when_it_returns() {
-    let manners = Manners {
+    let behaviour = Behaviour {
         stall: op::READ,
-        ..Manners::default()
+        ..Behaviour::default()
     };
     let name = "a_read_that_hangs_gives_its_slot_back_when_it_returns";
-    let Some(place) = or_skip(name, Fuse::mount(manners)) else {
+    let Some(place) = or_skip(name, Fuse::mount(behaviour)) else {
         return;
     };
     let (pool, clock) = clocked(PsyncEngine::new(false), 1);

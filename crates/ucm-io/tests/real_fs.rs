@@ -113,7 +113,7 @@ fn a_publish_that_hangs_in_the_kernel() {
     assert_eq!(fails(verdict), ErrorKind::Timeout);
     assert_eq!(read_meanwhile.unwrap().0, [1; 100]);
     assert_eq!((out, stuck), (1, 1));
-    // The call returns, the slot comes home, and what nobody waited for is not published.
+    // The call returns, the slot comes home, and what no one waited for is not published.
     eventually(|| slots.out() == 0);
     assert_eq!(left(&place.dir), ["before"]);
 }

@@ -113,7 +113,7 @@ impl FaultyEngine {
     }
 
     /// Notes the operation and decides its fault; with it a random number for that fault.
-    fn judge(&self, lane: usize, kind: OpKind, paths: &[&Path]) -> (Option<Fault>, u64) {
+    fn next_fault(&self, lane: usize, kind: OpKind, paths: &[&Path]) -> (Option<Fault>, u64) {
         let mut state = self.state.lock();
         let number = state.ops;
         state.ops += 1;
@@ -143,7 +143,7 @@ impl FaultyEngine {
         paths: &[&Path],
         mut act: impl FnMut(&Harm) -> Result<T>,
     ) -> Result<T> {
-        let (fault, random) = self.judge(by.lane, kind, paths);
+        let (fault, random) = self.next_fault(by.lane, kind, paths);
         let mut pass = || act(&Harm(None, random));
         match fault {
             Some(Fault::Errno(code)) => Err(os_error(code)),

@@ -32,7 +32,7 @@ pub(super) struct Ring {
     for_read: bool,
     /// Operations of a batch.
     batch: usize,
-    /// Operations may be under way that nobody waits for.
+    /// Operations may be under way that no one waits for.
     broken: bool,
     /// A child of a fork has the structures but neither the memory nor the ring.
     process: u32,

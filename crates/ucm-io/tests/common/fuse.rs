@@ -43,7 +43,7 @@ const DIRECT_IO: u32 = 1;
 
 /// How the file system behaves.
 #[derive(Default)]
-pub struct Manners {
+pub struct Behaviour {
     /// Close (flush) fails with this.
     pub flush_error: i32,
     /// Most bytes that one read or write moves; 0: no bound.
@@ -53,7 +53,7 @@ pub struct Manners {
 }
 
 struct State {
-    manners: Manners,
+    behaviour: Behaviour,
     files: BTreeMap<Vec<u8>, u64>,
     data: BTreeMap<u64, Vec<u8>>,
     next: u64,
@@ -75,7 +75,7 @@ pub struct Fuse {
 
 impl Fuse {
     /// Mounts it, or says why it cannot.
-    pub fn mount(manners: Manners) -> Result<Self, String> {
+    pub fn mount(behaviour: Behaviour) -> Result<Self, String> {
         let base = tempfile::tempdir().map_err(|e| e.to_string())?;
         let dir = base.path().join("mnt");
         std::fs::create_dir(&dir).map_err(|e| e.to_string())?;
@@ -105,7 +105,7 @@ impl Fuse {
         }
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
-                manners,
+                behaviour,
                 files: BTreeMap::new(),
                 data: BTreeMap::new(),
                 next: ROOT + 1,
@@ -155,7 +155,7 @@ impl Fuse {
 
     /// Answers what is stalled and stalls nothing more.
     pub fn release(&self) {
-        self.shared.state.lock().manners.stall = 0;
+        self.shared.state.lock().behaviour.stall = 0;
         self.shared.news.notify_all();
     }
 }
@@ -255,7 +255,7 @@ fn answer(device: &File, shared: &Shared, request: &[u8]) {
     let result = {
         let mut state = shared.state.lock();
         *state.requests.entry(kind).or_default() += 1;
-        while state.manners.stall == kind {
+        while state.behaviour.stall == kind {
             state.stalled += 1;
             shared.news.notify_all();
             shared.news.wait(&mut state);
@@ -271,7 +271,7 @@ fn answer(device: &File, shared: &Shared, request: &[u8]) {
     message.extend(error.to_ne_bytes());
     message.extend(unique.to_ne_bytes());
     message.extend(body);
-    // Fails when the caller was killed meanwhile; then nobody waits for it.
+    // Fails when the caller was killed meanwhile; then no one waits for it.
     let _ = (&*device).write(&message);
 }
 
@@ -282,7 +282,7 @@ fn name(bytes: &[u8]) -> (Vec<u8>, &[u8]) {
 }
 
 fn reply(state: &mut State, kind: u32, node: u64, body: &[u8]) -> Result<Out, i32> {
-    let bound = match state.manners.short {
+    let bound = match state.behaviour.short {
         0 => usize::MAX,
         short => short,
     };
@@ -330,7 +330,7 @@ fn reply(state: &mut State, kind: u32, node: u64, body: &[u8]) -> Result<Out, i3
             data[offset..offset + len].copy_from_slice(&body[40..40 + len]);
             Ok(Out::default().u32(len as u32).u32(0))
         }
-        op::FLUSH if state.manners.flush_error != 0 => Err(state.manners.flush_error),
+        op::FLUSH if state.behaviour.flush_error != 0 => Err(state.behaviour.flush_error),
         op::FLUSH | op::RELEASE => Ok(Out::default()),
         // fuse_kstatfs: an empty file system; its type is the kernel's to say.
         op::STATFS => Ok(Out::default().zeros(80)),
