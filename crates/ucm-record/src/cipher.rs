@@ -5,8 +5,8 @@
 //! header, behind the table of shards ([`at::seals`]): a tag of the header, one of each shard, one of each side
 //! shard. So each can be checked without the others once the header is there. The header stays readable; its own tag
 //! covers every byte of it but its two checksums, the tags of the shards with it. The checksums of the header's
-//! tables are those of the ciphertext, so that whoever has no key can still tell damage; those of the record as it is
-//! used are encrypted together with the header's tag, since a checksum of the plaintext would confirm guesses.
+//! tables are those of the ciphertext, so that a reader that has no key can still tell damage; those of the record as
+//! it is used are encrypted together with the header's tag, since a checksum of the plaintext would confirm guesses.
 //!
 //! Each record has a key of its own: HMAC-SHA256, under the configured key, of 16 random bytes that stand in the
 //! header, and the record's id. Under that key every message has its own nonce, a plain number. So no nonce is used
@@ -62,7 +62,7 @@ pub enum Opened {
     Decrypted,
     /// It is not encrypted.
     Plain,
-    /// It is as it was: no record, not all there, or encrypted with a key that is not here. Judging it tells which.
+    /// It is as it was: no record, not all there, or encrypted with a key that is not here. Verification tells which.
     Left,
 }
 

@@ -2,8 +2,8 @@
 //!
 //! Both headers say the same but for the length, the codec, and where the layers lie. The stored form keeps the
 //! checksum of every layer as it is used beside that of its stored bytes, so the record's own header comes back to the
-//! byte, and whoever reads it judges the same bytes by the same checksums as if it had never been stored in another
-//! form. Side shards are stored as they are, behind the payload; only their offsets are other ones.
+//! byte, and the thread that reads it verifies the same bytes by the same checksums as if it had never been stored in
+//! another form. Side shards are stored as they are, behind the payload; only their offsets are other ones.
 
 use ucm_core::{PAGE, round_up};
 use ucm_device::crc32c;
@@ -89,7 +89,7 @@ pub(super) fn restore_header(stored: &RecordHeader, layout: &RecordLayout, recor
     seal_header(header);
 }
 
-/// What the first bytes of a record that was read say of its form, if they are there; judged by nobody yet.
+/// What the first bytes of a record that was read say of its form, if they are there; not verified yet.
 pub(super) fn claimed_codec(bytes: &[u8]) -> Option<Codec> {
     let code = bytes.get(at::CODEC..at::CODEC + 4)?;
     Codec::from_code(crate::bytes::u32_at(code, 0))

@@ -30,8 +30,8 @@ pub struct RecordMeta {
     pub time_ns: u64,
     /// Random number of the writing process.
     pub writer: u64,
-    /// Whose block it is, made from the cache salt by whoever writes it; zero when not described. It says nothing of
-    /// the block's content and is not asked for by a reader.
+    /// Whose block it is, made from the cache salt by the process that writes it; zero when not described. It says
+    /// nothing of the block's content and is not asked for by a reader.
     pub tenant: [u8; 32],
 }
 
@@ -271,7 +271,7 @@ fn bad(field: &'static str, found: impl Display, expected: impl Display) -> Refu
     Refusal::new(MissReason::BadHeader, field, found, expected)
 }
 
-/// Judges the preamble: magic, form, its checksum, version. Gives the header's length.
+/// Verifies the preamble: magic, form, its checksum, version. Gives the header's length.
 fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
     let seen = bytes.len().min(MAGIC.len());
     if bytes[..seen] != MAGIC[..seen] {
@@ -329,7 +329,7 @@ impl RecordHeader {
         let end = header_len - at::CRC_LEN;
         let (found, expected) = (crc32c(&bytes[..end]), u32_at(bytes, end));
         same(MissReason::BadHeader, "checksum of the header", found, expected)?;
-        // Whoever wrote flags or a codec that this version does not have knew more than it does.
+        // The version that wrote flags or a codec that this version does not have knew more than it does.
         let (shards, sides) = (
             u32_at(bytes, at::SHARDS) as usize,
             u32_at(bytes, at::SIDES) as usize,

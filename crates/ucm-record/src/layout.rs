@@ -13,7 +13,7 @@ use super::{LONGEST_HEADER, MAX_SIDE_NAME, MAX_SIDES, at};
 pub struct SideSpec {
     /// 1 to 16 bytes of lower-case letters, digits, `_`, `-`, `.`.
     pub name: String,
-    /// Version of the content, the business of whoever reads it.
+    /// Version of the content, the business of the one that reads it.
     pub version: u32,
     /// Length in bytes, above zero.
     pub len: u64,
@@ -145,7 +145,7 @@ impl RecordLayout {
         self.layers
     }
 
-    /// Tokens of a block, 0 when nobody said.
+    /// Tokens of a block, 0 when no one said.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
@@ -203,8 +203,8 @@ impl RecordLayout {
         start..start + self.layer_len as usize
     }
 
-    /// What must be read of a record to have these layers and judge them, in whole pages and in order: the header, and the
-    /// layers with the padding behind them.
+    /// What must be read of a record to have these layers and verify them, in whole pages and in order: the header, and
+    /// the layers with the padding behind them.
     pub fn parts(&self, layers: Range<u32>) -> Vec<Range<usize>> {
         let page = PAGE as usize;
         let start = self.layer_data(layers.start).start / page * page;

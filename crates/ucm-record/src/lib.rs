@@ -4,7 +4,7 @@
 //! shards, each with a checksum of its own: what is wrong with one says nothing of the KV. Side shards that are made
 //! later lie in a record of their own, without KV ([`seal_side_alone`]). The header names everything the bytes depend
 //! on; checksums cover every byte, padding too, so a record proves itself without any other file. [`RecordLayout`]
-//! knows where things lie, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer, [`verify`] judges
+//! knows where things lie, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer, [`verify`] checks
 //! what was read. A record may be stored in another form than it is used in ([`Codec`]): a [`Coder`] makes the one of
 //! the other. And it may be stored encrypted, in either form, by [`Keys`].
 
@@ -29,7 +29,7 @@ pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header,
 pub use layout::{RecordLayout, SideSpec};
 pub use refusal::Refusal;
 pub use verify::{
-    Expect, has_layout, judge_header, judge_side, verify, verify_layers, verify_rest, verify_side,
+    Expect, has_layout, verify, verify_header, verify_layers, verify_rest, verify_side, verify_side_bytes,
     verify_sides, verify_stored,
 };
 

@@ -65,7 +65,7 @@ fn expect(layout: &RecordLayout) -> Expect<'_> {
     }
 }
 
-fn judge(bytes: &[u8], layout: &RecordLayout) -> Result<RecordHeader, MissReason> {
+fn check(bytes: &[u8], layout: &RecordLayout) -> Result<RecordHeader, MissReason> {
     Ok(verify(bytes, bytes.len() as u64, &expect(layout))?)
 }
 
@@ -121,8 +121,8 @@ fn every_flipped_bit_is_refused_with_its_reason() {
         for bit in 0..8 {
             record[at] ^= 1 << bit;
             let (kv, side) = (
-                judge(&record, &layout).map(|_| ()),
-                judge_first_side(&record, &layout),
+                check(&record, &layout).map(|_| ()),
+                check_first_side(&record, &layout),
             );
             let expected = match at {
                 0..4096 => (Err(reason), Err(reason)),
@@ -133,11 +133,11 @@ fn every_flipped_bit_is_refused_with_its_reason() {
             record[at] ^= 1 << bit;
         }
     }
-    assert!(judge(&record, &layout).is_ok() && judge_first_side(&record, &layout).is_ok());
+    assert!(check(&record, &layout).is_ok() && check_first_side(&record, &layout).is_ok());
 }
 
 /// The first side shard of the layout, by the parts of the record that have to be read for it.
-fn judge_first_side(record: &[u8], layout: &RecordLayout) -> Result<(), MissReason> {
+fn check_first_side(record: &[u8], layout: &RecordLayout) -> Result<(), MissReason> {
     let mut parts = vec![0xee; record.len()];
     let pages = layout.side_data(0).unwrap().start..record.len();
     for part in [0..layout.header_len().min(record.len()), pages] {
@@ -145,7 +145,7 @@ fn judge_first_side(record: &[u8], layout: &RecordLayout) -> Result<(), MissReas
         parts[part.clone()].copy_from_slice(&record[part]);
     }
     let expect = expect(layout);
-    judge_side(&parts, record.len() as u64, &expect, &layout.sides()[0])?;
+    verify_side(&parts, record.len() as u64, &expect, &layout.sides()[0])?;
     Ok(())
 }
 
@@ -159,7 +159,7 @@ fn a_record_without_its_side_shards_is_that_of_a_layout_without_any() {
     let checksums: Vec<u32> = (0..2).map(|layer| sided.seal_layer(&mut bytes, layer)).collect();
     encode_header(&sided, &meta(), &checksums, &mut bytes).unwrap();
     assert_eq!(bytes[..sided.kv_len()], record(&plain, &meta(), 0)[..]);
-    let absent = judge_first_side(&bytes[..sided.kv_len()], &sided);
+    let absent = check_first_side(&bytes[..sided.kv_len()], &sided);
     assert_eq!(absent, Err(MissReason::Absent));
     assert!(encode_header(&sided, &meta(), &checksums[..1], &mut bytes).is_err());
 }
@@ -168,17 +168,17 @@ fn a_record_without_its_side_shards_is_that_of_a_layout_without_any() {
 fn another_name_version_or_length_is_another_side_shard() {
     let sided = layout(&[300], 2, vec![side("mean-k", 40), side("codes", 4096)]);
     let record = record(&sided, &meta(), 0);
-    let judge = |wanted: &SideSpec| {
-        let judged = judge_side(&record, record.len() as u64, &expect(&sided), wanted);
-        judged.map(<[u8]>::len).map_err(MissReason::from)
+    let check = |wanted: &SideSpec| {
+        let checked = verify_side(&record, record.len() as u64, &expect(&sided), wanted);
+        checked.map(<[u8]>::len).map_err(MissReason::from)
     };
-    assert_eq!(judge(&side("codes", 4096)), Ok(4096));
+    assert_eq!(check(&side("codes", 4096)), Ok(4096));
     let newer = SideSpec {
         version: 8,
         ..side("codes", 4096)
     };
     for wanted in [side("code", 4096), side("codes", 4095), newer] {
-        assert_eq!(judge(&wanted), Err(MissReason::Absent), "{wanted:?}");
+        assert_eq!(check(&wanted), Err(MissReason::Absent), "{wanted:?}");
     }
 }
 
@@ -198,19 +198,19 @@ fn a_side_shard_may_lie_alone() {
         "nothing left over leaves the process"
     );
     let stored = |record: &[u8]| {
-        let judged = verify_stored(record, record.len() as u64, &expect(&layout));
-        judged.map_err(MissReason::from)
+        let checked = verify_stored(record, record.len() as u64, &expect(&layout));
+        checked.map_err(MissReason::from)
     };
     let header = stored(&record).unwrap();
     assert_eq!(
         (header.without_kv, header.record_len, header.sides_len()),
         (true, 12288, 8192)
     );
-    let one = |wanted| judge_side(&record, record.len() as u64, &expect(&layout), wanted);
+    let one = |wanted| verify_side(&record, record.len() as u64, &expect(&layout), wanted);
     assert_eq!(one(&layout.sides()[1]), Ok(&[7; 5000][..]));
     assert_eq!(one(&layout.sides()[0]).unwrap_err().reason, MissReason::Absent);
     assert_eq!(
-        judge(&record, &layout),
+        check(&record, &layout),
         Err(MissReason::ForeignShape),
         "it is no KV"
     );
@@ -240,8 +240,8 @@ fn a_record_without_kv_says_so_soundly() {
     let forged = |offset, bytes: &[u8]| {
         let mut record = alone.clone();
         forge(&mut record, offset, bytes);
-        let judged = verify_stored(&record, 8192, &expect(&layout));
-        judged.map(|_| ()).map_err(MissReason::from)
+        let checked = verify_stored(&record, 8192, &expect(&layout));
+        checked.map(|_| ()).map_err(MissReason::from)
     };
     assert_eq!(forged(at::FLAGS, &[1]), Ok(()));
     for (offset, bytes, reason) in [
@@ -264,21 +264,21 @@ fn every_truncation_is_refused_and_the_kv_alone_is_enough() {
     let layout = layout(&[300], 2, vec![side("mean-k", 40)]);
     let mut record = record(&layout, &meta(), 0);
     for len in 0..record.len() {
-        let judged = judge(&record[..len], &layout);
+        let checked = check(&record[..len], &layout);
         if len >= layout.kv_len() {
-            assert_eq!(judged.unwrap().side("mean-k").unwrap().version, 7);
-            let side = judge_first_side(&record[..len], &layout);
+            assert_eq!(checked.unwrap().side("mean-k").unwrap().version, 7);
+            let side = check_first_side(&record[..len], &layout);
             assert_eq!(side, Err(MissReason::Absent), "{len} bytes");
         } else {
-            assert_eq!(judged, Err(MissReason::Truncated), "{len} bytes");
+            assert_eq!(checked, Err(MissReason::Truncated), "{len} bytes");
         }
     }
     record.push(0);
-    assert_eq!(judge(&record, &layout), Err(MissReason::WrongLength));
+    assert_eq!(check(&record, &layout), Err(MissReason::WrongLength));
 }
 
 #[test]
-fn some_layers_are_judged_by_themselves_from_their_parts_alone() {
+fn some_layers_are_verified_by_themselves_from_their_parts_alone() {
     for layout in [
         layout(&[5000, 64], 5, vec![]),
         layout(&[100], 7, vec![side("s", 10)]),
@@ -292,28 +292,28 @@ fn some_layers_are_judged_by_themselves_from_their_parts_alone() {
                 assert!(part.start.is_multiple_of(4096) && part.end.is_multiple_of(4096));
                 bytes[part.clone()].copy_from_slice(&whole[part.clone()]);
             }
-            let judge = |bytes: &[u8], stored| verify_layers(bytes, stored, &expect(&layout), first..end);
-            assert_eq!(judge(&bytes, len).unwrap().meta.ordinal, 41);
+            let check = |bytes: &[u8], stored| verify_layers(bytes, stored, &expect(&layout), first..end);
+            assert_eq!(check(&bytes, len).unwrap().meta.ordinal, 41);
             for layer in first..end {
                 let range = layout.layer_data(layer);
                 assert_eq!(bytes[range.clone()], whole[range.clone()]);
                 bytes[range.start] ^= 1;
-                assert_eq!(judge(&bytes, len).unwrap_err().reason, MissReason::BadChecksum);
+                assert_eq!(check(&bytes, len).unwrap_err().reason, MissReason::BadChecksum);
                 bytes[range.start] ^= 1;
             }
             for at in (0..layout.header_len()).step_by(97) {
                 bytes[at] ^= 1;
-                assert!(judge(&bytes, len).is_err(), "byte {at} of the header");
+                assert!(check(&bytes, len).is_err(), "byte {at} of the header");
                 bytes[at] ^= 1;
             }
             assert_eq!(
-                judge(&bytes, len + 1).unwrap_err().reason,
+                check(&bytes, len + 1).unwrap_err().reason,
                 MissReason::WrongLength
             );
             let short = layout.kv_len() as u64 - 1;
-            assert_eq!(judge(&bytes, short).unwrap_err().reason, MissReason::Truncated);
+            assert_eq!(check(&bytes, short).unwrap_err().reason, MissReason::Truncated);
             let cut = parts.last().map_or(0, |part| part.end) - 4096;
-            assert!(judge(&bytes[..cut], len).is_err());
+            assert!(check(&bytes[..cut], len).is_err());
         }
     }
 }
@@ -324,7 +324,7 @@ fn what_was_sealed_for_another_is_foreign() {
     let of = |change: fn(&mut RecordMeta)| {
         let mut meta = meta();
         change(&mut meta);
-        judge(&record(&layout, &meta, 0), &layout)
+        check(&record(&layout, &meta, 0), &layout)
     };
     assert_eq!(of(|m| m.id.0[15] ^= 1), Err(MissReason::ForeignId));
     assert_eq!(of(|m| m.namespace[31] ^= 1), Err(MissReason::ForeignIdentity));
@@ -354,7 +354,7 @@ fn another_shape_is_foreign_even_with_the_same_length() {
         ours.clone().describing(32, DType::Bf16),
         ours.clone().describing(16, DType::F16),
     ] {
-        assert_eq!(judge(&record, &other), Err(MissReason::ForeignShape), "{other:?}");
+        assert_eq!(check(&record, &other), Err(MissReason::ForeignShape), "{other:?}");
     }
 }
 
@@ -382,9 +382,9 @@ fn a_refusal_says_field_found_and_expected() {
 fn side_shards_do_not_change_who_may_read_the_kv() {
     let plain = layout(&[300], 2, vec![]);
     let sided = layout(&[300], 2, vec![side("mean-k", 40), side("codes", 4096)]);
-    let header = judge(&record(&sided, &meta(), 0), &plain).unwrap();
+    let header = check(&record(&sided, &meta(), 0), &plain).unwrap();
     assert!(
-        judge(&record(&plain, &meta(), 0), &sided)
+        check(&record(&plain, &meta(), 0), &sided)
             .unwrap()
             .sides
             .is_empty()
@@ -394,8 +394,8 @@ fn side_shards_do_not_change_who_may_read_the_kv() {
         let entry = header.side(name).unwrap();
         let range = sided.side_data(i).unwrap();
         let pages = &record[range.start..][..4096];
-        assert_eq!(verify_side(entry, pages), Ok(&record[range]));
-        let refused = |bytes: &[u8]| verify_side(entry, bytes).unwrap_err().reason;
+        assert_eq!(verify_side_bytes(entry, pages), Ok(&record[range]));
+        let refused = |bytes: &[u8]| verify_side_bytes(entry, bytes).unwrap_err().reason;
         assert_eq!(refused(&pages[..4095]), MissReason::Truncated);
         assert_eq!(refused(&[pages, &[0]].concat()), MissReason::WrongLength);
         let mut flipped = pages.to_vec();
@@ -438,26 +438,26 @@ fn a_newer_record_is_left_alone_and_only_if_it_says_so_soundly() {
     let mut newer = forged(at::VERSION, &2u32.to_le_bytes());
     // Whatever a newer version does behind its preamble is its own business.
     newer[PREAMBLE_LEN..].fill(0xee);
-    assert_eq!(judge(&newer, &layout), Err(MissReason::NewerVersion));
+    assert_eq!(check(&newer, &layout), Err(MissReason::NewerVersion));
     assert_eq!(
-        judge(&newer[..PREAMBLE_LEN], &layout),
+        check(&newer[..PREAMBLE_LEN], &layout),
         Err(MissReason::NewerVersion)
     );
     assert_eq!(
-        judge(&forged(at::FLAGS, &4u32.to_le_bytes()), &layout),
+        check(&forged(at::FLAGS, &4u32.to_le_bytes()), &layout),
         Err(MissReason::NewerVersion)
     );
     assert_eq!(
-        judge(&forged(at::CODEC, &1u32.to_le_bytes()), &layout),
+        check(&forged(at::CODEC, &1u32.to_le_bytes()), &layout),
         Err(MissReason::NewerVersion)
     );
     assert_eq!(
-        judge(&forged(at::VERSION, &[0; 4]), &layout),
+        check(&forged(at::VERSION, &[0; 4]), &layout),
         Err(MissReason::BadHeader)
     );
     let mut flipped = good.clone();
     flipped[at::VERSION] ^= 2;
-    assert_eq!(judge(&flipped, &layout), Err(MissReason::BadHeader));
+    assert_eq!(check(&flipped, &layout), Err(MissReason::BadHeader));
 }
 
 #[test]
@@ -470,13 +470,13 @@ fn the_seeds_own_form_is_named() {
     seed[24] = 2;
     seed[28] = 16;
     seed[32] = 2;
-    assert_eq!(judge(&seed, &layout), Err(MissReason::SeedForm));
-    assert_eq!(judge(&seed[..PREAMBLE_LEN], &layout), Err(MissReason::SeedForm));
+    assert_eq!(check(&seed, &layout), Err(MissReason::SeedForm));
+    assert_eq!(check(&seed[..PREAMBLE_LEN], &layout), Err(MissReason::SeedForm));
     assert_eq!(
-        judge(&seed[..PREAMBLE_LEN - 1], &layout),
+        check(&seed[..PREAMBLE_LEN - 1], &layout),
         Err(MissReason::Truncated)
     );
-    assert_eq!(judge(&[0; 8192], &layout), Err(MissReason::NotARecord));
+    assert_eq!(check(&[0; 8192], &layout), Err(MissReason::NotARecord));
 }
 
 #[test]
@@ -502,7 +502,7 @@ fn forged_tables_with_right_checksums_are_refused() {
         let mut record = good.clone();
         forge(&mut record, offset, &value.to_le_bytes());
         assert_eq!(
-            judge(&record, &layout),
+            check(&record, &layout),
             Err(MissReason::BadHeader),
             "{value} at {offset}"
         );
@@ -516,7 +516,7 @@ fn forged_tables_with_right_checksums_are_refused() {
         let mut record = good.clone();
         forge(&mut record, offset, &value.to_le_bytes());
         assert_eq!(
-            judge(&record, &layout),
+            check(&record, &layout),
             Err(MissReason::BadHeader),
             "{value} at {offset}"
         );
@@ -527,14 +527,14 @@ fn forged_tables_with_right_checksums_are_refused() {
         let preamble = crc32c(&record[..at::PREAMBLE_CRC]);
         record[at::PREAMBLE_CRC..PREAMBLE_LEN].copy_from_slice(&preamble.to_le_bytes());
         assert_eq!(
-            judge(&record, &layout),
+            check(&record, &layout),
             Err(MissReason::BadHeader),
             "header of {header_len}"
         );
     }
     let mut moved = good.clone();
     forge(&mut moved, entry, &(4096u64 + 384).to_le_bytes());
-    assert_eq!(judge(&moved, &layout), Err(MissReason::ForeignShape));
+    assert_eq!(check(&moved, &layout), Err(MissReason::ForeignShape));
 }
 
 #[test]
@@ -564,7 +564,7 @@ proptest! {
     #[test]
     fn what_was_sealed_comes_back(layout in layouts(), stale: u8) {
         let sealed = record(&layout, &meta(), stale);
-        let header = judge(&sealed, &layout).unwrap();
+        let header = check(&sealed, &layout).unwrap();
         prop_assert_eq!(header.meta, meta());
         prop_assert_eq!(header.record_len, sealed.len() as u64);
         prop_assert_eq!(header.kv_len(), layout.kv_len() as u64);
@@ -594,14 +594,14 @@ proptest! {
             _ => MissReason::BadChecksum,
         };
         if at < layout.kv_len() {
-            prop_assert_eq!(judge(&flipped, &layout), Err(reason));
-            prop_assert_eq!(judge(&good[..at], &layout), Err(MissReason::Truncated));
+            prop_assert_eq!(check(&flipped, &layout), Err(reason));
+            prop_assert_eq!(check(&good[..at], &layout), Err(MissReason::Truncated));
         } else {
-            let header = judge(&flipped, &layout).unwrap();
+            let header = check(&flipped, &layout).unwrap();
             prop_assert!(verify_sides(&flipped, &header).is_err() && verify_sides(&good, &header).is_ok());
         }
         if other.layer_data(1) != layout.layer_data(1) || other.layers() != layout.layers() {
-            prop_assert_eq!(judge(&good, &other), Err(MissReason::ForeignShape));
+            prop_assert_eq!(check(&good, &other), Err(MissReason::ForeignShape));
         }
     }
 
@@ -615,7 +615,7 @@ proptest! {
     ) {
         let mut forged = record(&layout, &meta(), 0);
         forge(&mut forged, offset, &bytes);
-        if let Ok(header) = judge(&forged, &layout) {
+        if let Ok(header) = check(&forged, &layout) {
             prop_assert_eq!((header.meta.id, header.meta.namespace, header.meta.part), (meta().id, NAMESPACE, PART));
             prop_assert_eq!(header.table.len(), layout.layers() as usize);
         }

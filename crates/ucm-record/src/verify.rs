@@ -1,4 +1,5 @@
-//! Judging a record that was read: it is exactly what was asked for, byte for byte, or there is a reason why not.
+//! Verification of a record that was read: it is exactly what was asked for, byte for byte, or there is a reason why
+//! not.
 
 use std::ops::Range;
 
@@ -24,32 +25,32 @@ pub struct Expect<'a> {
     pub layout: &'a RecordLayout,
 }
 
-/// Judges `bytes`, what was read of a record that has `stored_len` bytes: all of it, or at least all up to the end of
+/// Verifies `bytes`, what was read of a record that has `stored_len` bytes: all of it, or at least all up to the end of
 /// its payload ([`RecordLayout::kv_len`]). Side shards are not looked at: what is wrong with one is a miss of that one
-/// alone ([`verify_side`]). On success the KV lies at the layout's layer ranges.
+/// alone ([`verify_side_bytes`]). On success the KV lies at the layout's layer ranges.
 ///
 /// One that is still encrypted is `WrongKey`, unless the ciphertext is damaged.
 /// Identity and part are asked before the id, because a record of another part always has another id too. A record that
-/// is stored in another form is `NewerVersion` to whoever reads it as it is, unless even that form is damaged.
+/// is stored in another form is `NewerVersion` to a reader that reads it as it is, unless even that form is damaged.
 pub fn verify(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     verify_rest(bytes, stored_len, expected, 0)
 }
 
-/// [`verify`] of a record whose first `verified` layers were judged by [`verify_layers`] as they arrived.
+/// [`verify`] of a record whose first `verified` layers were verified by [`verify_layers`] as they arrived.
 pub fn verify_rest(
     bytes: &[u8],
     stored_len: u64,
     expected: &Expect<'_>,
     verified: u32,
 ) -> Result<RecordHeader, Refusal> {
-    let header = judge_stored(bytes, stored_len, expected, verified)?;
+    let header = verify_kv(bytes, stored_len, expected, verified)?;
     readable(&header)?;
     as_is(&header)?;
     with_kv(&header)?;
     Ok(header)
 }
 
-/// Whether a record is not encrypted, or is not any more: who has the key has decrypted it before it is judged.
+/// Whether a record is not encrypted, or is not any more: who has the key has decrypted it before it is verified.
 fn readable(header: &RecordHeader) -> Result<(), Refusal> {
     match header.key {
         None => Ok(()),
@@ -76,30 +77,30 @@ fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
     )
 }
 
-/// [`verify`] for whoever takes a record in any form of this version. What is in another form is judged as it is
-/// stored; what comes out of it is to be judged by [`verify`]. Of a record without KV its side shards are judged, which
-/// are all it has.
+/// [`verify`] for a reader that takes a record in any form of this version. What is in another form is verified as it
+/// is stored; what comes out of it is to be verified by [`verify`]. Of a record without KV its side shards are
+/// verified, which are all it has.
 pub fn verify_stored(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
-    let header = judge_stored(bytes, stored_len, expected, 0)?;
+    let header = verify_kv(bytes, stored_len, expected, 0)?;
     if header.without_kv {
         verify_sides(bytes, &header)?;
     }
     Ok(header)
 }
 
-/// Judges every side shard of a record whose judged header this is.
+/// Verifies every side shard of a record whose verified header this is.
 pub fn verify_sides(bytes: &[u8], header: &RecordHeader) -> Result<(), Refusal> {
     let mut sides = header.sides.iter();
     sides.try_for_each(|side| check(bytes, side.offset, side.pages().end as u64, side.crc))
 }
 
-fn judge_stored(
+fn verify_kv(
     bytes: &[u8],
     stored_len: u64,
     expected: &Expect<'_>,
     verified: u32,
 ) -> Result<RecordHeader, Refusal> {
-    let header = judge_header(bytes, expected)?;
+    let header = verify_header(bytes, expected)?;
     let (len, kv_len) = (bytes.len() as u64, header.kv_len());
     let longest = len.max(stored_len);
     if longest > header.record_len {
@@ -126,15 +127,16 @@ fn judge_stored(
     Ok(header)
 }
 
-/// Judges some layers of a record of `stored_len` bytes: `bytes` begins with its header, and these layers with the padding
-/// behind each lie in it where they lie in the whole. The header is judged as in [`verify`], and nothing else is looked at.
+/// Verifies some layers of a record of `stored_len` bytes: `bytes` begins with its header, and these layers with the
+/// padding behind each lie in it where they lie in the whole. The header is verified as in [`verify`], and nothing else
+/// is looked at.
 pub fn verify_layers(
     bytes: &[u8],
     stored_len: u64,
     expected: &Expect<'_>,
     layers: Range<u32>,
 ) -> Result<RecordHeader, Refusal> {
-    let header = judge_kv_header(bytes, expected)?;
+    let header = verify_kv_header(bytes, expected)?;
     readable(&header)?;
     as_is(&header)?;
     if stored_len > header.record_len {
@@ -163,15 +165,15 @@ pub fn verify_layers(
 }
 
 /// Whether a header is sound and that of what was asked for, with KV.
-fn judge_kv_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
-    let header = judge_header(bytes, expected)?;
+fn verify_kv_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
+    let header = verify_header(bytes, expected)?;
     with_kv(&header)?;
     Ok(header)
 }
 
-/// Judges the header at the start of `bytes`, and nothing behind it: it is sound and that of what was asked for, in any
-/// form of this version, with KV or without.
-pub fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
+/// Verifies the header at the start of `bytes`, and nothing behind it: it is sound and that of what was asked for, in
+/// any form of this version, with KV or without.
+pub fn verify_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
     let meta = &header.meta;
     if meta.namespace != expected.namespace {
@@ -197,15 +199,15 @@ pub fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader,
 }
 
 /// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a record of `stored_len`
-/// bytes, which is judged here, and the pages of the side shard lie in it where they lie in the whole. Nothing else is
-/// looked at. `Absent` where the record has none of that name, version and length, or ends before it, or `bytes` do.
-pub fn judge_side<'a>(
+/// bytes, which is verified here, and the pages of the side shard lie in it where they lie in the whole. Nothing else
+/// is looked at. `Absent` where the record has none of that name, version and length, or ends before it, or `bytes` do.
+pub fn verify_side<'a>(
     bytes: &'a [u8],
     stored_len: u64,
     expected: &Expect<'_>,
     wanted: &SideSpec,
 ) -> Result<&'a [u8], Refusal> {
-    let header = judge_header(bytes, expected)?;
+    let header = verify_header(bytes, expected)?;
     readable(&header)?;
     let absent = |field, found: u64, expected| Refusal::new(MissReason::Absent, field, found, expected);
     let side = header
@@ -216,11 +218,11 @@ pub fn judge_side<'a>(
         return Err(absent("length", stored_len, format!("at least {}", pages.end)));
     }
     let short = || absent("room", bytes.len() as u64, format!("at least {}", pages.end));
-    verify_side(side, bytes.get(pages.clone()).ok_or_else(short)?)
+    verify_side_bytes(side, bytes.get(pages.clone()).ok_or_else(short)?)
 }
 
-/// Judges the bytes of one side shard, read alone from its offset up to the end of its last page.
-pub fn verify_side<'a>(side: &SideEntry, bytes: &'a [u8]) -> Result<&'a [u8], Refusal> {
+/// Verifies the bytes of one side shard, read alone from its offset up to the end of its last page.
+pub fn verify_side_bytes<'a>(side: &SideEntry, bytes: &'a [u8]) -> Result<&'a [u8], Refusal> {
     let padded = round_up(side.len, PAGE);
     let len = bytes.len() as u64;
     if len < padded {
@@ -259,7 +261,7 @@ pub fn has_layout(header: &RecordHeader, layout: &RecordLayout) -> bool {
 /// without KV says of which blocks it is, and has no payload.
 fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
     if header.key.is_some() && !layout.room_for_seals {
-        // Written where there is a key, judged where there is none.
+        // Written where there is a key, verified where there is none.
         let none = |_| Refusal::new(MissReason::ForeignShape, "layers", header.layers, layout.layers);
         return check_layout(header, &layout.clone().encrypted().map_err(none)?);
     }

@@ -1,4 +1,4 @@
-//! Encrypted records: they come back to the byte, for who has the key and for nobody else, and no changed byte passes.
+//! Encrypted records: they come back to the byte, for who has the key and for no one else, and no changed byte passes.
 
 use proptest::prelude::*;
 use ucm_core::{BlockId, DType, Geometry, MissReason, Part, crc32c};
@@ -8,7 +8,7 @@ use crate::codec::{Algorithm, Codec};
 use crate::coder::{Coder, stored_form};
 use crate::header::{RecordMeta, seal_side_alone};
 use crate::layout::{RecordLayout, SideSpec};
-use crate::verify::{Expect, judge_side, verify, verify_layers, verify_sides, verify_stored};
+use crate::verify::{Expect, verify, verify_layers, verify_side, verify_sides, verify_stored};
 
 const NAMESPACE: [u8; 32] = [0x5a; 32];
 const ID: BlockId = BlockId(*b"0123456789abcdef");
@@ -71,7 +71,7 @@ fn expect(layout: &RecordLayout) -> Expect<'_> {
     }
 }
 
-fn judge(bytes: &[u8], layout: &RecordLayout) -> std::result::Result<RecordHeader, MissReason> {
+fn check(bytes: &[u8], layout: &RecordLayout) -> std::result::Result<RecordHeader, MissReason> {
     Ok(verify(bytes, bytes.len() as u64, &expect(layout))?)
 }
 
@@ -79,7 +79,7 @@ fn judge(bytes: &[u8], layout: &RecordLayout) -> std::result::Result<RecordHeade
 fn read(keys: &Keys, stored: &[u8], layout: &RecordLayout) -> std::result::Result<Vec<u8>, MissReason> {
     let (mut bytes, read) = (stored.to_vec(), stored.len());
     keys.decrypt(&mut bytes, read)?;
-    let header = judge(&bytes, layout)?;
+    let header = check(&bytes, layout)?;
     verify_sides(&bytes, &header)?;
     Ok(bytes)
 }
@@ -166,12 +166,12 @@ fn without_the_key_it_is_a_wrong_key_and_stays_as_it_is() {
         let mut bytes = stored.clone();
         assert_eq!(keys(2).decrypt(&mut bytes, stored.len()).unwrap(), Opened::Left);
         assert_eq!(bytes, stored);
-        assert_eq!(judge(&bytes, &layout), Err(MissReason::WrongKey));
+        assert_eq!(check(&bytes, &layout), Err(MissReason::WrongKey));
         // Who has no key has another layout, and takes such a record for what it is.
         let geometry = Geometry::new(vec![300, 84], layers, 1).unwrap();
         let keyless = RecordLayout::new(&geometry).describing(16, DType::Bf16);
-        assert_eq!(judge(&bytes, &keyless), Err(MissReason::WrongKey));
-        let side = judge_side(&bytes, bytes.len() as u64, &expect(&layout), &layout.sides()[0]);
+        assert_eq!(check(&bytes, &keyless), Err(MissReason::WrongKey));
+        let side = verify_side(&bytes, bytes.len() as u64, &expect(&layout), &layout.sides()[0]);
         assert_eq!(side.unwrap_err().reason, MissReason::WrongKey);
         let some = verify_layers(&bytes, bytes.len() as u64, &expect(&layout), 0..1);
         assert_eq!(some.unwrap_err().reason, MissReason::WrongKey);
@@ -240,7 +240,7 @@ fn a_side_shard_is_decrypted_without_the_rest() {
     let one = |bytes: &[u8]| {
         let mut bytes = bytes.to_vec();
         keys(1).decrypt_side(&mut bytes, wanted)?;
-        let side = judge_side(&bytes, stored.len() as u64, &expect(&layout), wanted)?;
+        let side = verify_side(&bytes, stored.len() as u64, &expect(&layout), wanted)?;
         Ok::<_, MissReason>(side.to_vec())
     };
     assert_eq!(one(&parts).unwrap(), plain[data]);

@@ -1,9 +1,10 @@
 //! A record to its stored form and back, in the buffer it lies in.
 //!
-//! Whoever writes a record encodes it just before, and whoever has read one decodes it before it is judged. What was read is
-//! judged twice: as it was stored ([`crate::verify_stored`]), and as it is used, by the checksums that were taken when it left
-//! the device. The parts: [`planes`] sorts the bytes of elements, [`layers`] makes the stored form of one layer, `packer`
-//! makes one plane shorter; the header of the stored form is the business of [`crate::encoded`].
+//! The thread that writes a record encodes it just before, and the thread that has read one decodes it before it is
+//! verified. What was read is verified twice: as it was stored ([`crate::verify_stored`]), and as it is used, by the
+//! checksums that were taken when it left the device. The parts: [`planes`] sorts the bytes of elements, [`layers`]
+//! makes the stored form of one layer, `packer` makes one plane shorter; the header of the stored form is the business
+//! of [`crate::encoded`].
 
 mod layers;
 #[cfg_attr(not(feature = "compress"), path = "no_packer.rs")]
@@ -108,10 +109,10 @@ impl Coder {
         })
     }
 
-    /// Puts the record in the place of its stored form, whose judged header this is and the first `read` bytes of which
-    /// lie at the start of `bytes`. Gives the length of the record, which ends with its payload where its side shards
-    /// were not read or do not fit, and whether all of its payload could be decoded. What could not comes to be zeros,
-    /// which its checksum refuses. Of a header that is none of this layout nothing is decoded.
+    /// Puts the record in the place of its stored form, whose verified header this is and the first `read` bytes of
+    /// which lie at the start of `bytes`. Gives the length of the record, which ends with its payload where its side
+    /// shards were not read or do not fit, and whether all of its payload could be decoded. What could not comes to be
+    /// zeros, which its checksum refuses. Of a header that is none of this layout nothing is decoded.
     pub fn decode(&mut self, header: &RecordHeader, bytes: &mut [u8], read: usize) -> (usize, bool) {
         let (start, kv_len, stored_len) = (
             self.layout.header_len(),
@@ -150,7 +151,7 @@ impl Coder {
 }
 
 /// The header of what was read, `stored_len` bytes on its medium, if it is the stored form of what was asked for and whole in
-/// itself. Anything else is to be judged as it is.
+/// itself. Anything else is to be verified as it is.
 pub fn stored_form(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Option<RecordHeader> {
     let claimed = claimed_codec(bytes).filter(|codec| !codec.is_as_is() && bytes.starts_with(&MAGIC));
     claimed.and_then(|_| verify_stored(bytes, stored_len, expected).ok())

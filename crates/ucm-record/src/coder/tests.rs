@@ -5,7 +5,7 @@ use ucm_core::{BlockId, DType, Geometry, MissReason, Part};
 
 use super::*;
 use crate::codec::Algorithm;
-use crate::{RecordMeta, SideSpec, judge_side, verify};
+use crate::{RecordMeta, SideSpec, verify, verify_side};
 
 const LAYERS: u32 = 4;
 /// Digest of the identity of the frozen records.
@@ -98,7 +98,7 @@ fn expect(layout: &RecordLayout) -> Expect<'_> {
     }
 }
 
-/// What whoever asked gets for these stored bytes.
+/// What a caller that asked gets for these stored bytes.
 fn read(stored: &[u8]) -> Vec<u8> {
     let layout = layout(DType::Bf16);
     let mut bytes = stored.to_vec();
@@ -112,7 +112,7 @@ fn read(stored: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn judge(record: &[u8]) -> std::result::Result<RecordHeader, MissReason> {
+fn check(record: &[u8]) -> std::result::Result<RecordHeader, MissReason> {
     Ok(verify(
         record,
         record.len() as u64,
@@ -156,7 +156,7 @@ fn side_shards_are_stored_as_they_are_behind_the_payload() {
         );
         let header = stored_form(&stored, read as u64, &expect(&layout)).unwrap();
         for (index, wanted) in layout.sides().iter().enumerate() {
-            let side = judge_side(&stored, read as u64, &expect(&layout), wanted).unwrap();
+            let side = verify_side(&stored, read as u64, &expect(&layout), wanted).unwrap();
             assert_eq!(side, &record[layout.side_data(index).unwrap()]);
         }
         stored.resize(layout.record_len(), 0xee);
@@ -241,7 +241,7 @@ fn the_frozen_compressed_records_stay_readable() {
     let kv = read(&frozen); // by a reader that has no room for them
     assert_eq!(kv, whole[..layout.kv_len()]);
     for (index, wanted) in layout.sides().iter().enumerate() {
-        let side = judge_side(&frozen, frozen.len() as u64, &expect(&layout), wanted).unwrap();
+        let side = verify_side(&frozen, frozen.len() as u64, &expect(&layout), wanted).unwrap();
         assert_eq!(side, &whole[layout.side_data(index).unwrap()]);
     }
 }
@@ -254,11 +254,11 @@ fn the_stored_form_is_whole_in_itself_and_newer_to_who_reads_records_as_they_are
         let header = verify_stored(&stored, stored.len() as u64, &expect(&layout)).unwrap();
         assert_eq!(header.codec.code(), code);
         assert_eq!(header.record_len, stored.len() as u64);
-        assert_eq!(judge(&stored).unwrap_err(), MissReason::NewerVersion);
+        assert_eq!(check(&stored).unwrap_err(), MissReason::NewerVersion);
         // A damaged one is damage, to both.
         let mut bad = stored.clone();
         bad[4096 + 100] ^= 1;
-        assert_eq!(judge(&bad).unwrap_err(), MissReason::BadChecksum);
+        assert_eq!(check(&bad).unwrap_err(), MissReason::BadChecksum);
         assert!(
             RecordHeader::is_newer(&stored),
             "in a block file, where it has no place"
@@ -278,7 +278,7 @@ fn a_codec_that_is_not_known_yet_is_left_alone() {
     let mut stored = stored(Algorithm::Zstd);
     forge(&mut stored, 136, &[9]);
     assert_eq!(read(&stored), stored, "as it was read");
-    assert_eq!(judge(&stored).unwrap_err(), MissReason::NewerVersion);
+    assert_eq!(check(&stored).unwrap_err(), MissReason::NewerVersion);
 }
 
 #[test]
@@ -287,7 +287,7 @@ fn a_record_that_names_the_other_codec_is_refused() {
         let mut stored = stored(algorithm);
         forge(&mut stored, 136, &[other]);
         assert_eq!(
-            judge(&read(&stored)).unwrap_err(),
+            check(&read(&stored)).unwrap_err(),
             MissReason::BadChecksum,
             "{algorithm:?}"
         );
@@ -311,7 +311,7 @@ fn what_is_no_record_of_this_part_goes_as_it_is() {
         576 + 24 * (LAYERS as usize - 1) + 16,
         &crc.to_le_bytes(),
     );
-    judge(&padded).unwrap();
+    check(&padded).unwrap();
     assert_eq!(stored(&padded), padded);
 }
 
@@ -350,7 +350,7 @@ proptest! {
         if let Some(cut) = cut {
             bytes.truncate(cut.index(bytes.len()));
         }
-        prop_assert!(judge(&read(&bytes)).is_err());
+        prop_assert!(check(&read(&bytes)).is_err());
     }
 
     /// The same where somebody made the checksums of what is stored right again: then the record's own refuse it.
@@ -368,7 +368,7 @@ proptest! {
         let crc = ucm_core::crc32c(&bytes[first..second]);
         forge(&mut bytes, 592, &crc.to_le_bytes());
         let back = read(&bytes);
-        match judge(&back) {
+        match check(&back) {
             // A byte that the codec does not look at.
             Ok(_) => prop_assert_eq!(back, record(algorithm, DType::Bf16)),
             Err(reason) => prop_assert_eq!(reason, MissReason::BadChecksum),
