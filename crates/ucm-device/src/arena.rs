@@ -89,7 +89,7 @@ impl Mapping {
             )
         }?;
         if let Some(node) = node {
-            // SAFETY: the mapping, which is whole pages, and which nobody has touched.
+            // SAFETY: the mapping, which is whole pages, and which no one has touched.
             unsafe { numa::prefer(start, len, node) };
         }
         let start = NonNull::new(start.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
@@ -109,9 +109,9 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.origin.here() {
-            // SAFETY: the mapping is ours, and whoever holds a range of it holds the arena, so no one is left. In a
+            // SAFETY: the mapping is ours, and a view that holds a range of it holds the arena, so no one is left. In a
             // forked child it is not mapped, and something else may be there. An error is not possible for an existing
-            // mapping, and there would be nobody to tell.
+            // mapping, and there would be no one to tell.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         }
     }

@@ -74,7 +74,7 @@ pub(crate) fn batch(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
     check_pairs(pairs)?;
     for (src, dst) in pairs {
         // SAFETY: the maker of each span promised that its memory can be read or written until this operation ends
-        // and that nobody interferes; the lengths are equal; `copy` allows overlap.
+        // and that no one interferes; the lengths are equal; `copy` allows overlap.
         unsafe {
             std::ptr::copy(
                 with_exposed_provenance::<u8>(src.addr() as usize),
@@ -132,7 +132,7 @@ pub(crate) fn transfer(direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -
             Direction::ToHost => (device.addr(), host.addr()),
         };
         // SAFETY: the makers of both spans promised that they can be read and written until this operation ends and
-        // that nobody interferes; the lengths are equal; `copy` allows overlap, should both lie in one buffer.
+        // that no one interferes; the lengths are equal; `copy` allows overlap, should both lie in one buffer.
         unsafe {
             std::ptr::copy(
                 with_exposed_provenance::<u8>(from as usize),

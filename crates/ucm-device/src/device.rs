@@ -34,7 +34,7 @@ pub type Landed<'a> = dyn FnMut(&mut [u8], usize) + 'a;
 /// let device = open_device("host", Transfer::Auto, SystemClock::shared()).unwrap();
 /// let mut stream = device.make_stream().unwrap();
 /// let mut page = vec![7u8; 64];
-/// // SAFETY: the page outlives the stream's work, and nobody touches it meanwhile.
+/// // SAFETY: the page outlives the stream's work, and no one touches it meanwhile.
 /// let span = unsafe { DeviceSpan::new(page.as_mut_ptr() as u64, 64) };
 /// let mut record = vec![0; 96];
 /// stream.gather(&[Piece { at: 32, span }], &mut record, &mut |_, _| {}).unwrap();
@@ -86,8 +86,8 @@ pub trait Device: Send + Sync {
     }
 }
 
-/// A point in time on a device: of a stream, done when everything submitted before it has ended, or of whoever records
-/// it.
+/// A point in time on a device: of a stream, done when everything submitted before it has ended, or of the caller that
+/// records it.
 pub trait Event: Any + Send + Sync {
     /// Whether it is done. Never waits.
     fn done(&self) -> bool;

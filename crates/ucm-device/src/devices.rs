@@ -33,9 +33,9 @@ fn host(_number: u32, _transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<
     Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?))
 }
 
-/// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of whoever uses it: their deadlines are points on
-/// it. It belongs to the process that opens it, not to its children. `Config` for a device that this build or machine
-/// does not have, `Unsupported` where the library of its vendor is not there or lacks what is needed.
+/// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of the caller that uses it: their deadlines are
+/// points on it. It belongs to the process that opens it, not to its children. `Config` for a device that this build or
+/// machine does not have, `Unsupported` where the library of its vendor is not there or lacks what is needed.
 pub fn open_device(name: &str, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
     let (kind, number) = name.split_once(':').unwrap_or((name, "0"));
     let number = number.parse().map_err(|_| {

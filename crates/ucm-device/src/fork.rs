@@ -105,7 +105,7 @@ extern "C" fn in_parent() {
 /// Runs in the child between fork and its return: atomics and close(2) only.
 extern "C" fn in_child() {
     HAS_GATE.with(|gate| gate.set(false));
-    GATE.store(false, Ordering::Release); // whoever else had it is not here
+    GATE.store(false, Ordering::Release); // another thread that had it is not here
     FORKS.fetch_add(1, Ordering::Relaxed);
     for entry in &CLOSED_IN_CHILDREN {
         let fd = entry.swap(FREE, Ordering::Relaxed);

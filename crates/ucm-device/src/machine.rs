@@ -2,7 +2,7 @@
 //!
 //! The machine says it in `/proc/meminfo`. A container says it in its control groups, version 2 (`memory.max`) or 1
 //! (`memory.limit_in_bytes`): every group from the process's own up to the root of the mount may set a limit. What a
-//! group uses for files nobody touched of late can be taken back, so it counts as free.
+//! group uses for files no one touched of late can be taken back, so it counts as free.
 
 use std::path::{Path, PathBuf};
 

@@ -1,5 +1,6 @@
-//! Fixed-size leases of arena memory. A slot goes back to its pool when it is dropped, whoever holds it: so a slot
-//! that lives inside a system call that never returns is quarantined by that alone, and comes back if the call does.
+//! Fixed-size leases of arena memory. A slot goes back to its pool when it is dropped, whichever thread holds it: so a
+//! slot that lives inside a system call that never returns is quarantined by that alone, and comes back if the call
+//! does.
 //!
 //! A lease is a promise at first: which memory it has is decided when its bytes are first asked for, and then it is the
 //! memory that came back last. So a batch that leases all its slots at once and fills one after the other goes through
@@ -46,7 +47,7 @@ pub struct SlotPool {
     on_release: OnceLock<ReleaseHook>,
 }
 
-/// What nobody uses yet.
+/// What no one uses yet.
 struct Free {
     /// The last returned on top: its bytes are likeliest still in the processor's caches.
     places: Vec<u32>,

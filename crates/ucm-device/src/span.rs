@@ -1,4 +1,4 @@
-//! The name of a piece of device memory: an address and a length, vouched for once by whoever makes it.
+//! The name of a piece of device memory: an address and a length, vouched for once by the caller that makes it.
 #![allow(
     unsafe_code,
     reason = "the constructor is where a caller vouches for an address; everything after it is safe"
@@ -20,7 +20,7 @@ impl DeviceSpan {
     ///
     /// # Safety
     /// Until every task and stream operation that names this span (or a part or copy of it) has ended, the memory
-    /// must stay mapped, readable and (when it is the target of a scatter or copy) writable, nobody may write to it
+    /// must stay mapped, readable and (when it is the target of a scatter or copy) writable, no one may write to it
     /// while it is read or touch it while it is written, and no Rust reference to it may be in use meanwhile.
     pub const unsafe fn new(addr: u64, len: u64) -> Self {
         Self { addr, len }
@@ -75,7 +75,7 @@ pub struct Piece {
     pub span: DeviceSpan,
 }
 
-/// `len` bytes at `addr` in this process's memory, which belong to nobody that this crate knows.
+/// `len` bytes at `addr` in this process's memory, which belong to no one that this crate knows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HostSpan(DeviceSpan);
 

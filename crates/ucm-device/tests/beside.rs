@@ -92,7 +92,7 @@ fn use_device(name: &str) {
     copy_on(&*device);
 }
 
-/// A thread of the caller's keeps its device. One of ours does not go back to the first device, which nobody asked for:
+/// A thread of the caller's keeps its device. One of ours does not go back to the first device, which no one asked for:
 /// on some runtimes that takes memory there.
 #[test]
 fn threads_of_the_caller_keep_their_device_and_ours_take_no_other() {

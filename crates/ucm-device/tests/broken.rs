@@ -79,7 +79,7 @@ fn a_broken_context_fails_every_call_at_once_and_closes() {
         gather(&mut *stream, &[Piece { at: 0, span: page }], host.as_mut_slice()).unwrap();
         let answer = if number == 0 {
             // By a kernel of ours that leaves its memory.
-            // SAFETY: nobody's memory is there: that is what it is for.
+            // SAFETY: no one's memory is there: that is what it is for.
             let wild = unsafe { DeviceSpan::new(memory.address() + (1 << 40), 64) };
             let pieces = [Piece { at: 0, span: wild }];
             gather(&mut *stream, &pieces, host.as_mut_slice()).unwrap_err();

@@ -101,7 +101,7 @@ fn a_wait_that_fails_says_nothing_of_the_work() {
     }
 }
 
-/// Where plain copies alone are right, and the memory is nobody's that the device knows.
+/// Where plain copies alone are right, and the memory is no one's that the device knows.
 #[test]
 fn a_plain_copy_is_over_when_its_bytes_are_there() {
     let driver = Driver::load();

@@ -1,4 +1,4 @@
-//! The choice of a method, judged by the software driver's clock, which follows published costs and no real time:
+//! The choice of a method, measured by the software driver's clock, which follows published costs and no real time:
 //! `auto` beside each method forced, over fragments of 256 B to 4 MiB. What is said here holds of that model.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 

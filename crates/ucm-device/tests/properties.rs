@@ -122,7 +122,7 @@ impl Bench {
         })
     }
 
-    /// One random transfer; whether it was reported as good. Its bytes are judged either way.
+    /// One random transfer; whether it was reported as good. Its bytes are verified either way.
     fn transfer(&mut self, random: &mut Random, memory: &Memory) -> bool {
         let before = random.bytes(memory.len);
         memory.fill(&before);
@@ -196,7 +196,7 @@ impl Bench {
                 (&host[from], range(memory, piece.span))
             })
             .collect();
-        judge(memory, before, &sources, &result);
+        check_memory(memory, before, &sources, &result);
         result.is_ok()
     }
 
@@ -219,13 +219,18 @@ impl Bench {
             .iter()
             .map(|&(src, dst)| (&before[range(memory, src)], range(memory, dst)))
             .collect();
-        judge(memory, before, &sources, &result);
+        check_memory(memory, before, &sources, &result);
         result.is_ok()
     }
 }
 
-/// Judges the device's memory after copies of `sources` to ranges of it.
-fn judge(memory: &Memory, before: &[u8], sources: &[(&[u8], std::ops::Range<usize>)], result: &Result<()>) {
+/// Verifies the device's memory after copies of `sources` to ranges of it.
+fn check_memory(
+    memory: &Memory,
+    before: &[u8],
+    sources: &[(&[u8], std::ops::Range<usize>)],
+    result: &Result<()>,
+) {
     let after = memory.bytes();
     let mut expected = before.to_vec();
     for (bytes, to) in sources {

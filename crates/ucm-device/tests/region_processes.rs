@@ -155,7 +155,7 @@ fn look(dir: &Path, known: &[Arc<RegionView>]) -> Scan {
     Registry::new(dir).scan(&wanted, known).unwrap()
 }
 
-/// Copies a record if it is there, and judges it.
+/// Copies a record if it is there, and verifies it.
 fn copy(view: &RegionView, n: u8, out: &mut [u8]) -> bool {
     let copied = view.copy_out(id(n), out).is_some();
     assert!(!copied || out.iter().all(|&byte| byte == out[0]), "torn");

@@ -266,7 +266,7 @@ struct Job<'a> {
 ///
 /// # Safety
 ///
-/// The specification was checked, the processor has the instructions, and nobody else writes to these places.
+/// The specification was checked, the processor has the instructions, and no one else writes to these places.
 type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>);
 
 fn kernel(isa: Isa, element: Element) -> Kernel {

@@ -94,7 +94,7 @@ impl<'a> Codes<'a> {
     ///
     /// # Safety
     ///
-    /// For `'a` the codes of all slots can be written, nobody else reads or writes those that are, and `slots` names
+    /// For `'a` the codes of all slots can be written, no one else reads or writes those that are, and `slots` names
     /// none twice.
     pub unsafe fn from_raw(
         base: *mut u8,
@@ -244,7 +244,7 @@ impl Job<'_> {
 ///
 /// # Safety
 ///
-/// The sizes were checked, the processor has the instructions, and nobody else writes these codes.
+/// The sizes were checked, the processor has the instructions, and no one else writes these codes.
 type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>);
 
 fn kernel(isa: Isa) -> Kernel {

@@ -215,7 +215,7 @@ impl<'a> Blocks<'a> {
     ///
     /// # Safety
     ///
-    /// For `'a` the `len` bytes at `base + i * stride` can be read for each `i` below `count`, and nobody writes to
+    /// For `'a` the `len` bytes at `base + i * stride` can be read for each `i` below `count`, and no one writes to
     /// those of a block that a call names in its block table.
     pub unsafe fn from_raw(base: *const u8, count: usize, stride: usize, len: usize) -> Self {
         Self {

@@ -49,7 +49,7 @@ impl<'a> Vectors<'a> {
     ///
     /// # Safety
     ///
-    /// For `'a` all of their elements can be read, and nobody writes to them.
+    /// For `'a` all of their elements can be read, and no one writes to them.
     pub unsafe fn from_raw(
         base: *const u8,
         element: Element,

@@ -120,7 +120,7 @@ proptest! {
         );
         let (ids, stride) = table(&case.lengths, 1, POOL, true, case.seed ^ 3);
         let lengths: Vec<i64> = case.lengths.iter().map(|&len| len as i64).collect();
-        // With gaps a head is followed by seven elements of nobody's.
+        // With gaps a head is followed by seven elements of no one's.
         let gap = if case.gaps { 7 } else { 0 };
         let spread: Vec<f32> = reps.chunks(dim).flat_map(|head| {
             head.iter().copied().chain(std::iter::repeat_n(99.0, gap))

@@ -45,7 +45,7 @@ proptest! {
         let encoder = Encoder::new(&weights, if own_weights { heads } else { 1 }, dim, bits).unwrap();
         let raw = as_bytes(&vectors, element);
         let given = Vectors::new(&raw, element, [tokens, heads, dim]).unwrap();
-        // Blocks of 3 slots with a byte of nobody's behind each; every third token is left out.
+        // Blocks of 3 slots with a byte of no one's behind each; every third token is left out.
         let (block_size, slot_len) = (3, heads * bytes);
         let block_len = block_size * slot_len + 1;
         let slots: Vec<i64> = (0..tokens as i64).rev().map(|slot| if slot % 3 == 1 { -1 } else { slot }).collect();

@@ -1,5 +1,5 @@
 //! Ascend's ACL, found at run time. It is not shaped as CUDA's: copies name the room at their target, events answer
-//! the other way round, and a thread has no device before it sets one. Nobody has run it on hardware with this code.
+//! the other way round, and a thread has no device before it sets one. No one has run it on hardware with this code.
 //!
 //! All values and signatures: `acl_rt.h` and `acl_base_rt.h` of ACL 1.17.0 (their `ACL_*_VERSION`) and
 //! `rt_error_codes.h`, in the wheel `torch-npu` 2.14.0.
@@ -294,7 +294,7 @@ struct Bound<'a> {
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
         if !self.before.is_null() {
-            // SAFETY: a context that the runtime gave. The answer would help nobody.
+            // SAFETY: a context that the runtime gave. A failure could not be handled here.
             let _ = unsafe { call!(self.device.calls, rtSetCurrentContext(self.before)) };
         }
         if let (Some(captures), Some(mode)) = (&self.device.captures, &mut self.mode) {
@@ -328,7 +328,7 @@ impl Runtime for Ascend {
 
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that nobody uses any more.
+            // SAFETY: a stream of ours that no one uses any more.
             let _ = unsafe { call!(self.calls, rtDestroyStream(handle(stream.0))) };
         }
     }
@@ -357,7 +357,7 @@ impl Runtime for Ascend {
 
     fn end_event(&self, event: RawEvent) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that nobody uses any more.
+            // SAFETY: an event of ours that no one uses any more.
             let _ = unsafe { call!(self.calls, rtDestroyEvent(handle(event.0))) };
         }
     }
@@ -368,7 +368,7 @@ impl Runtime for Ascend {
         Ok(unsafe { call!(self.calls, rtRecordEvent(handle(event.0), handle(stream.0))) }?)
     }
 
-    /// An event that nobody recorded is not done here.
+    /// An event that no one recorded is not done here.
     fn is_done(&self, event: RawEvent) -> Result<bool> {
         let _bound = self.bind()?;
         let mut status = 0;
@@ -437,7 +437,7 @@ impl Runtime for Ascend {
         unsafe { self.copy(handle(to), from, len, DEVICE_TO_DEVICE, stream) }
     }
 
-    /// There are no kernels, so nobody asks for the device's address.
+    /// There are no kernels, so no one asks for the device's address.
     unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
         let pins = self.pins.as_ref().map_err(Clone::clone)?;
         if !start.addr().is_multiple_of(PAGE as usize) {

@@ -88,7 +88,7 @@ impl<'a> Bench<'a> {
 
     /// What is copied of the host's buffer.
     fn host(&mut self) -> &mut [u8] {
-        // SAFETY: the arena's bytes are mapped and zeroed, nobody claimed any, and nothing is under way on the lane.
+        // SAFETY: the arena's bytes are mapped and zeroed, no one claimed any, and nothing is under way on the lane.
         unsafe { std::slice::from_raw_parts_mut(self.arena.at(0), BYTES) }
     }
 }
@@ -141,7 +141,7 @@ pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
                 continue;
             }
             // What kernels read of what to do comes by a copy: were it wrong, they would write anywhere.
-            let judged = match method {
+            let checked = match method {
                 Method::Dma if single == Method::Dma => Ok(()),
                 Method::Kernel | Method::Staging
                     if !right[Direction::ToDevice as usize].contains(&Method::Dma) =>
@@ -151,7 +151,7 @@ pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
                 _ => bench.check(method, direction, single),
             };
             let methods = &mut right[direction as usize];
-            match judged {
+            match checked {
                 Ok(()) => methods.push(method),
                 Err(error) => {
                     switched_off(bench.runtime(), method, direction, &error);

@@ -151,7 +151,7 @@ impl Driver {
         // SAFETY: the first call, as the driver wants it.
         let answer = unsafe { (driver.calls.cuInit)(0) };
         if answer == NOT_INITIALIZED {
-            // Torch, or whoever else, had begun before the fork.
+            // Torch, or another library, had begun before the fork.
             return Err(Error::new(ErrorKind::Forked, library::FORKED));
         }
         driver.check("cuInit", answer)?;
@@ -275,7 +275,7 @@ impl Cuda {
             // SAFETY: the module was loaded just now, and the name ends with a zero.
             let found = unsafe { call!(self.driver, cuModuleGetFunction(function, module, name.as_ptr())) };
             if let Err(failed) = found {
-                // SAFETY: loaded just now, and nothing uses it. The answer would help nobody.
+                // SAFETY: loaded just now, and nothing uses it. A failure could not be handled here.
                 let _ = unsafe { call!(self.driver, cuModuleUnload(module)) };
                 return Err(failed.into());
             }
@@ -315,7 +315,7 @@ struct Bound {
 impl Drop for Bound {
     fn drop(&mut self) {
         let mut ours = null_mut();
-        // SAFETY: takes back what `bind` did. The answers would help nobody.
+        // SAFETY: takes back what `bind` did. Failures could not be handled here.
         unsafe {
             if self.is_pushed {
                 let _ = call!(self.driver, cuCtxPopCurrent_v2(&raw mut ours));
@@ -329,10 +329,10 @@ impl Drop for Cuda {
     fn drop(&mut self) {
         if let Ok(_bound) = insist(|| self.bind()) {
             if let Some(kernels) = &self.kernels {
-                // SAFETY: loaded in `open`; what launched its kernels has ended. The answer would help nobody.
+                // SAFETY: loaded in `open`; what launched its kernels has ended. A failure could not be handled here.
                 let _ = unsafe { call!(self.driver, cuModuleUnload(kernels.module)) };
             }
-            // SAFETY: retained in `open`; nothing of ours uses it any more. The answer would help nobody.
+            // SAFETY: retained in `open`; nothing of ours uses it any more. A failure could not be handled here.
             let _ = unsafe { call!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device)) };
         }
     }
@@ -376,7 +376,7 @@ impl Runtime for Cuda {
 
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that nobody uses any more; the driver ends it after its work.
+            // SAFETY: a stream of ours that no one uses any more; the driver ends it after its work.
             let _ = unsafe { call!(self.driver, cuStreamDestroy_v2(stream_of(stream))) };
         }
     }
@@ -404,7 +404,7 @@ impl Runtime for Cuda {
 
     fn end_event(&self, event: RawEvent) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that nobody uses any more.
+            // SAFETY: an event of ours that no one uses any more.
             let _ = unsafe { call!(self.driver, cuEventDestroy_v2(event_of(event))) };
         }
     }

@@ -82,7 +82,7 @@ struct Segment {
     len: usize,
 }
 
-/// The lanes of a device that nobody uses.
+/// The lanes of a device that no one uses.
 pub(super) struct Lanes {
     pub(super) arenas: Arenas,
     idle: Mutex<Vec<Lane>>,
@@ -98,7 +98,7 @@ impl Lanes {
         })
     }
 
-    /// One that nobody uses, with room if there is one, or a new one: as many as there are transfers at a time.
+    /// One that no one uses, with room if there is one, or a new one: as many as there are transfers at a time.
     pub(super) fn take(&self) -> Result<Lane> {
         let mut idle = self.idle.lock();
         let last = idle.len().checked_sub(1);
@@ -206,7 +206,7 @@ impl Lane {
     ///
     /// # Safety
     /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of every run, and the host's side is readable (and
-    /// for [`Direction::ToHost`] writable, by nobody else) until [`Lane::wait`] has returned.
+    /// for [`Direction::ToHost`] writable, by no one else) until [`Lane::wait`] has returned.
     pub(super) unsafe fn begin(
         &mut self,
         method: Method,

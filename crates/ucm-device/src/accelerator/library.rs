@@ -88,7 +88,7 @@ fn open(name: impl AsFilename, mode: c_int) -> std::result::Result<Library, libl
 
 /// A function of a library by its name.
 pub(super) fn function(library: &Library, name: &str) -> Option<Function> {
-    // SAFETY: looked up and not called; whoever calls it gives it its type.
+    // SAFETY: looked up and not called; the caller that calls it gives it its type.
     let found = unsafe { library.get::<Option<Function>>(name.as_bytes()) };
     found.ok().and_then(|found| *found)
 }

@@ -343,7 +343,7 @@ impl AcceleratorCopier {
     /// Makes a transfer of pieces that are all in what is pinned, if anything is; over when it returns.
     ///
     /// # Safety
-    /// Each piece names bytes behind `host` that live through the call and that nobody else writes, or, where the
+    /// Each piece names bytes behind `host` that live through the call and that no one else writes, or, where the
     /// device writes them, reads.
     unsafe fn begin(
         &self,

@@ -14,7 +14,7 @@ use crate::arena::{ArenaOptions, HostArena, LetGo};
 use crate::fork::Origin;
 use crate::span::{DeviceSpan, HostSpan, Piece};
 
-/// Pinned at once: pinning takes time (the driver touches every page), and whoever needs a slot waits for it.
+/// Pinned at once: pinning takes time (the driver touches every page), and the thread that needs a slot waits for it.
 const PART: usize = 64 << 20;
 
 /// What a device knows of some host memory.
@@ -89,7 +89,7 @@ impl Pinned {
         self.start + (self.part(address) + 1) * self.part
     }
 
-    /// Nothing of it is pinned any more, now and later, whoever still holds it; an error where the driver did not let
+    /// Nothing of it is pinned any more, now and later, whatever still holds it; an error where the driver did not let
     /// go. In a forked child there is nothing to do: the memory is not mapped, and a thread that the child does not
     /// have may hold the lock.
     fn let_go(&self) -> Result<()> {

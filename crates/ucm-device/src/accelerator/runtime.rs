@@ -69,7 +69,7 @@ pub(super) fn ends_context(answer: impl Into<i64>) -> bool {
 /// How often what ends something is tried.
 const TRIES: usize = 8;
 
-/// Makes a device current for what ends something, which nobody does again: where that fails it is tried a few times.
+/// Makes a device current for what ends something, which no one does again: where that fails it is tried a few times.
 pub(super) fn insist<T>(bind: impl Fn() -> Result<T, Failed>) -> Result<T, Failed> {
     let mut bound = bind();
     for _ in 1..TRIES {
@@ -169,7 +169,7 @@ pub(super) trait Runtime: Send + Sync {
     /// Begins a copy from the device to the host.
     ///
     /// # Safety
-    /// As [`Runtime::to_device`]; nobody reads `to` before the stream's work is over.
+    /// As [`Runtime::to_device`]; no one reads `to` before the stream's work is over.
     unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()>;
 
     /// Copies from the host to the device without a stream: the last resort, where no copy of one gives right bytes. It

@@ -1,4 +1,4 @@
-//! Runtimes that are shaped as CUDA's: the same calls under another prefix, found at run time. Nobody has run them on
+//! Runtimes that are shaped as CUDA's: the same calls under another prefix, found at run time. No one has run them on
 //! hardware with this code; what a device does is checked when it is opened.
 #![allow(unsafe_code, reason = "calls into the runtime's library")]
 
@@ -325,7 +325,7 @@ impl Drop for Bound<'_> {
     fn drop(&mut self) {
         let device = self.device;
         if let Some(before) = self.before {
-            // SAFETY: a number that the runtime gave. The answer would help nobody.
+            // SAFETY: a number that the runtime gave. A failure could not be handled here.
             let _ = unsafe { call!(device, SetDevice(before)) };
         }
         if let (Some(captures), Some(mode)) = (&device.captures, &mut self.mode) {
@@ -368,7 +368,7 @@ impl Runtime for Device {
 
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that nobody uses any more; the runtime ends it after its work.
+            // SAFETY: a stream of ours that no one uses any more; the runtime ends it after its work.
             let _ = unsafe { call!(self, StreamDestroy(handle(stream.0))) };
         }
     }
@@ -396,7 +396,7 @@ impl Runtime for Device {
 
     fn end_event(&self, event: RawEvent) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that nobody uses any more.
+            // SAFETY: an event of ours that no one uses any more.
             let _ = unsafe { call!(self, EventDestroy(handle(event.0))) };
         }
     }
@@ -481,7 +481,7 @@ impl Runtime for Device {
         unsafe { self.copy(handle(to), from, len, ON_DEVICE, stream) }
     }
 
-    /// There are no kernels, so nobody asks for the device's address.
+    /// There are no kernels, so no one asks for the device's address.
     unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for the range.

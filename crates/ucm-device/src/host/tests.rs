@@ -360,7 +360,7 @@ fn what_landed_is_told_while_a_gather_goes_on() {
         let bytes = |piece: &Piece| host[piece.at..piece.at + 32].to_vec();
         let there: Vec<u8> = pieces[..count].iter().flat_map(bytes).collect();
         assert_eq!(there, [&device.0[64..], &device.0[..64]].concat()[..32 * count]);
-        host[0] += 1; // whoever is told may write beside the pieces
+        host[0] += 1; // the caller that is told may write beside the pieces
         told = count;
     };
     stream().gather(&pieces, &mut host, &mut landed).unwrap();

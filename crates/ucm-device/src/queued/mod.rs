@@ -60,7 +60,7 @@ impl QueueOptions {
     }
 }
 
-/// A stream over a copier. When it is dropped its thread finishes what was submitted, calls back and ends; nobody
+/// A stream over a copier. When it is dropped its thread finishes what was submitted, calls back and ends; no one
 /// waits for that.
 pub(crate) struct QueuedStream<C> {
     options: QueueOptions,

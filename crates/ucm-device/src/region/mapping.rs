@@ -55,7 +55,7 @@ impl Mapping {
         ftruncate(&fd, len as u64).map_err(refused)?;
         fcntl_add_seals(&fd, SIZE_IS_FIXED).map_err(refused)?;
         let mapping = Self::map(&fd, len, true).map_err(refused)?;
-        // Our mapping stays writable, nobody gets another one; a kernel before 5.1 leaves that to good manners.
+        // Our mapping stays writable, no one gets another one; a kernel before 5.1 leaves that to good manners.
         let _ = fcntl_add_seals(&fd, SealFlags::FUTURE_WRITE | SealFlags::SEAL);
         Ok((fd, mapping))
     }
@@ -154,14 +154,14 @@ impl Mapping {
     /// Some words as plain bytes; none in a forked child, or where there are no such words.
     ///
     /// # Safety
-    /// As long as the bytes are borrowed nobody stores into these words, in this process; that no other process does
+    /// As long as the bytes are borrowed no one stores into these words, in this process; that no other process does
     /// is what the seals and the one writable mapping are for.
     pub(crate) unsafe fn bytes(&self, words: Range<usize>) -> &[u8] {
         let Some(words) = self.words().get(words) else {
             return &[];
         };
         // SAFETY: initialised memory of that length inside the mapping, borrowed with `self`; the caller promises that
-        // nobody writes.
+        // no one writes.
         unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
     }
 }
@@ -178,7 +178,7 @@ pub(crate) fn take_pages(fd: impl AsFd, len: usize) -> Result<()> {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.origin.here() {
-            // SAFETY: the mapping is ours and whoever borrows of it borrows of `self`. In a forked child it is not
+            // SAFETY: the mapping is ours and what borrows of it borrows of `self`. In a forked child it is not
             // mapped, and something else may be there.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.words * WORD) };
         }

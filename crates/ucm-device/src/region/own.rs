@@ -1,7 +1,7 @@
 //! The region this process writes: slots handed out blank, filled, published under an id, pinned while in use.
 //!
 //! A slot is written only between [`SharedRegion::reserve`] and [`WriteLease::publish`], and is handed out again only
-//! when it has no name and nobody in this process pins it (`lease.rs`).
+//! when it has no name and no one in this process pins it (`lease.rs`).
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd};
@@ -54,7 +54,7 @@ struct Slots {
 const NAMED: u32 = 1 << 31;
 
 impl SharedRegion {
-    /// A new region, empty and untouched, that nobody knows of yet. `Config` when not even four records fit, `Io` when
+    /// A new region, empty and untouched, that no one knows of yet. `Config` when not even four records fit, `Io` when
     /// the system refuses the memory. Where the system commits no more memory than it has (vm.overcommit_memory=2) all
     /// of it is taken now: later a page that is refused would be a signal (SIGBUS) instead of an error.
     pub fn create(options: RegionOptions) -> Result<Arc<Self>> {

@@ -96,7 +96,7 @@ impl Registry {
         &self.dir
     }
 
-    /// Opens the directory, made if it is not there; an error unless it is ours and nobody else can change it.
+    /// Opens the directory, made if it is not there; an error unless it is ours and no one else can change it.
     fn open(&self) -> Result<OwnedFd> {
         use std::os::unix::fs::DirBuilderExt as _;
         let refused = |error: std::io::Error| {

@@ -71,7 +71,7 @@ pub unsafe fn pairs(device: &[u64], host: Sides<'_>, size: usize) -> Result<Vec<
 /// than fit into the address space.
 ///
 /// # Safety
-/// So many words of 8 bytes are readable there and nobody writes to them meanwhile; they need no alignment.
+/// So many words of 8 bytes are readable there and no one writes to them meanwhile; they need no alignment.
 pub unsafe fn addresses_at(array: u64, count: usize) -> Result<Vec<u64>> {
     let bytes = (count as u64)
         .checked_mul(8)

@@ -15,7 +15,7 @@ use crate::transfer::Direction;
 /// Copies in order, between a device and places of this process's memory.
 pub struct Copies {
     stream: Box<dyn Stream>,
-    /// The first failure of an asynchronous copy that nobody was told of yet.
+    /// The first failure of an asynchronous copy that no one was told of yet.
     failed: Arc<Mutex<Option<Error>>>,
 }
 

@@ -84,7 +84,7 @@ impl<'a> Output<'a> {
     /// # Safety
     ///
     /// For `'a` the elements of `rows` rows, of as many heads as the query has, can be written at these strides, and
-    /// nobody else reads or writes them.
+    /// no one else reads or writes them.
     pub unsafe fn from_raw(base: *mut u8, element: Element, rows: usize, strides: [usize; 2]) -> Self {
         Self {
             base,
@@ -147,7 +147,7 @@ pub fn attention(
         })?;
         let out = &*out;
         let done = team.run(places, |place| {
-            // SAFETY: nobody writes to the parts any more, and each thread writes to the heads of its place.
+            // SAFETY: no one writes to the parts any more, and each thread writes to the heads of its place.
             unsafe { put_together(&job, place, parts.at(place * job.parts * job.part_len()), out) };
         });
         scratch.truncate(MOST_KEPT);
@@ -280,7 +280,7 @@ fn check(queries: &Vectors<'_>, pages: &Pages<'_>, rows: &Rows<'_>, out: &Output
 ///
 /// # Safety
 ///
-/// The parts are all written, the result has a place for it, and nobody else writes there.
+/// The parts are all written, the result has a place for it, and no one else writes there.
 unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Output<'_>) {
     let (dim, group) = (job.pages.dim, job.group);
     let (query, head) = (place / job.pages.heads, place % job.pages.heads);

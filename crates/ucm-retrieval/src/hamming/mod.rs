@@ -139,7 +139,7 @@ const MAX_CODE_LEN: usize = 4096;
 ///
 /// # Safety
 ///
-/// The specification was checked, the processor has the instructions, and nobody else writes to these places.
+/// The specification was checked, the processor has the instructions, and no one else writes to these places.
 type Kernel = unsafe fn(&HammingScores<'_>, &ScoreRows<i32>, usize, Range<usize>);
 
 fn kernel(isa: Isa) -> Kernel {

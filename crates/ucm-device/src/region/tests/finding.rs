@@ -53,7 +53,7 @@ fn foreign_and_dead_files_are_left_alone_or_swept() {
     std::fs::write(dir.join("00000000000000AB.region"), &text).unwrap();
     std::fs::create_dir(dir.join("00000000000000cd.region")).unwrap();
     std::os::unix::fs::symlink("/dev/zero", dir.join("00000000000000ef.region")).unwrap();
-    // Nobody holds these.
+    // No one holds these.
     std::fs::write(dir.join("0000000000000001.region"), &text).unwrap();
     std::fs::write(dir.join("0000000000000002.new"), "").unwrap();
     let scan = place.look();
@@ -105,7 +105,7 @@ fn a_lying_file_maps_nothing() {
 
 #[test]
 fn a_writer_in_another_container_is_said_to_be_out_of_reach() {
-    // The lock is held, so somebody lives; but the process number means nobody, or somebody else, here.
+    // The lock is held, so somebody lives; but the process number means no one, or somebody else, here.
     let (mut place, region) = (Place::new(), region(4));
     region.announce(&place.registry).unwrap();
     let name = place.registry.dir().join(&place.files()[0]);
