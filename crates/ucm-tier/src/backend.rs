@@ -2,9 +2,9 @@
 //!
 //! A backend moves named records between slots and one medium. It is asked on a thread of a pool that keeps the time (a
 //! lookup also on the thread that wants to know, see [`Features`]), and blocks that thread: straight-line code that looks at
-//! its [`IoJob`] before every effect, because nobody waits for what comes late. Writing alone may answer later, since records
-//! may be published together. A backend owns a slot until the operation has really ended, never touches device memory, and
-//! knows nothing of tasks, other media or vLLM. A new one is one file that implements this trait.
+//! its [`IoJob`] before every effect, because no one waits for what comes late. Writing alone may answer later, since
+//! records may be published together. A backend owns a slot until the operation has really ended, never touches device
+//! memory, and knows nothing of tasks, other media or vLLM. A new one is one file that implements this trait.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -74,7 +74,7 @@ impl Deref for Lent {
     }
 }
 
-/// From where whoever reads takes a record.
+/// From where a reader that reads takes a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InPlace {
     /// From its slot.
@@ -122,7 +122,7 @@ impl<'a> Part<'a> {
 pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) -> Option<Vec<Range<usize>>> + Send>;
 
 /// How a record is read part by part. A medium may bring more than is wanted ([`Features::reads_parts`]), and may bring all at
-/// once and tell nobody.
+/// once and tell no one.
 pub struct Parts {
     /// What one operation after the other brings, in order: stretches, each to where it lies in the whole.
     pub steps: Vec<Vec<Range<usize>>>,
@@ -143,11 +143,11 @@ pub struct BlockRead {
     pub sides: bool,
     /// Past every cache (after a failed checksum).
     pub again: bool,
-    /// When nobody waits for it any more.
+    /// When no one waits for it any more.
     pub deadline: MonotonicTime,
     /// [`Indexed::look`] has been since it was missed: what is missed again is not there.
     pub looked: bool,
-    /// Whether whoever reads takes the record where it lies: [`ReadDone::lent`].
+    /// Whether the reader that reads takes the record where it lies: [`ReadDone::lent`].
     pub in_place: InPlace,
 }
 
@@ -218,7 +218,7 @@ pub struct WriteOptions {
     pub ordinal: u32,
     /// Write even if a record of that name is present (it was refused).
     pub replace: bool,
-    /// Read what was published past every cache and judge it before the write counts.
+    /// Read what was published past every cache and verify it before the write counts.
     pub read_back: bool,
 }
 
@@ -239,13 +239,13 @@ pub struct Listed {
 pub struct LocallyVisible {
     /// They can be read from now on.
     pub gained: Vec<BlockId>,
-    /// No longer early: published long enough ago for others to have found them, or gone.
+    /// No longer only locally visible: published long enough ago for others to have found them, or gone.
     pub lost: Vec<BlockId>,
 }
 
 /// How a record is kept in memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Keep {
+pub struct InsertOptions {
     /// Position in its chain.
     pub ordinal: u32,
     /// In place of what is kept under that name (it was refused).
@@ -273,7 +273,7 @@ pub struct Features<'a> {
     /// Lookups are answered from memory and without a system call, so that they may be asked on any thread.
     pub answers_at_once: bool,
     /// A lookup is one question to a server, however many ids it has, for whose answer the backend waits no longer than its
-    /// job may: whoever wants to know asks, and no thread in between.
+    /// job may: the caller that wants to know asks, and no thread in between.
     pub waits_by_itself: bool,
     /// Parts of a record can be read by themselves.
     pub reads_parts: bool,
@@ -319,9 +319,9 @@ impl Features<'_> {
         self.bounded.is_none_or(|bounded| bounded.has_room(bytes))
     }
 
-    /// What became readable for this process before others can see it: see [`Local::early`].
-    pub fn early(&self) -> LocallyVisible {
-        self.local.map(Local::early).unwrap_or_default()
+    /// What became readable for this process before others can see it: see [`Local::locally_visible`].
+    pub fn locally_visible(&self) -> LocallyVisible {
+        self.local.map(Local::locally_visible).unwrap_or_default()
     }
 }
 
@@ -347,7 +347,7 @@ pub struct MediumStats {
 /// Memory of this host: what it is asked for is done before it answers, and nothing waits.
 pub trait Memory {
     /// Copies a record, making room if need be. `Busy` when there is none now.
-    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written>;
+    fn insert(&self, id: BlockId, record: &[u8], options: InsertOptions) -> Result<Written>;
 
     /// Whether it has a record.
     fn has(&self, id: BlockId) -> bool;
@@ -389,9 +389,9 @@ pub trait Bounded {
 /// Records that this process can read and others cannot see yet.
 pub trait Local {
     /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
-    /// asks is the scheduler of the same engine, through its workers; nobody else may count on these. At most as many
+    /// asks is the scheduler of the same engine, through its workers; no one else may count on these. At most as many
     /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
-    fn early(&self) -> LocallyVisible;
+    fn locally_visible(&self) -> LocallyVisible;
 }
 
 /// A medium that keeps records. It knows nothing of other media or of engines.

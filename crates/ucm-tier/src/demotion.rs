@@ -148,7 +148,7 @@ impl Move<'_> {
             Err(error) if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io) => self.leaving.len,
             _ => 0,
         };
-        self.to.space.settled(room, kept, copied.as_ref().err());
+        self.to.space.commit(room, kept, copied.as_ref().err());
         if !matches!(copied, Ok(true)) {
             // Best effort: else swept by its age.
             let _ = self
@@ -180,7 +180,7 @@ impl Move<'_> {
     fn room(&self) -> Result<Reservation> {
         let until = self.to.clock.now().after(WAIT_FOR_ROOM);
         loop {
-            let full = match self.to.space.admitted(self.leaving.len, self.step()) {
+            let full = match self.to.space.reserve_blocking(self.leaving.len, self.step()) {
                 Err(error) if error.kind() == ErrorKind::NoSpace => error,
                 answer => return answer,
             };

@@ -136,7 +136,7 @@ impl Shared {
             return Ok(None);
         };
         let bytes = &bytes[..];
-        let Err(reason) = self.judge(id, bytes, file_len) else {
+        let Err(reason) = self.verify(id, bytes, file_len) else {
             return Ok(None);
         };
         // The header says who wrote it and when; a damaged one does not, and the file's time is cut to the minute.

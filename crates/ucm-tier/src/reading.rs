@@ -1,5 +1,5 @@
-//! Reading records, for a load and for a judgement on the medium's side: one just published is read back before it
-//! counts (`verify: paranoid`), a refused one is looked at once more before it is moved ([`crate::quarantine`]).
+//! Reading records, for a load and for a verification on the side of the medium: one just published is read back before
+//! it counts (`verify: paranoid`), a refused one is looked at once more before it is moved ([`crate::quarantine`]).
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -78,14 +78,14 @@ impl Shared {
         bytes.fill(0); // a read that brings nothing must not find the right bytes there
         let read = io.read(path, offset, bytes.len(), bytes, ReadMode::FreshDirect)?;
         let bytes = &bytes[..read.bytes];
-        let judged = self.judge(id, bytes, len.unwrap_or(read.file_len));
-        let judged = judged.and_then(|header| Ok(verify_sides(bytes, &header)?));
-        Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
+        let checked = self.verify(id, bytes, len.unwrap_or(read.file_len));
+        let checked = checked.and_then(|header| Ok(verify_sides(bytes, &header)?));
+        Ok(checked.map_or_else(Written::Unsound, |()| Written::Published))
     }
 
-    /// Judges the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if anything.
-    /// Of one that has KV its side shards are not looked at.
-    pub(crate) fn judge(
+    /// Verifies the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if
+    /// anything. Of one that has KV its side shards are not looked at.
+    pub(crate) fn verify(
         &self,
         id: BlockId,
         bytes: &[u8],

@@ -446,8 +446,8 @@ impl Shared {
         }
     }
 
-    /// Adds this part to the manifest. Ranks do so at the same time: whoever finds its part lost adds it again, at the
-    /// latest with the next count.
+    /// Adds this part to the manifest. Ranks do so at the same time: the rank that finds its part lost adds it again,
+    /// at the latest with the next count.
     fn describe_part(&self, deadline: MonotonicTime) -> Result<()> {
         let config = &self.config;
         for _ in 0..8 {

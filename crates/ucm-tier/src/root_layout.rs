@@ -20,7 +20,7 @@ use crate::root::unless_read_only;
 use crate::shared::Shared;
 
 impl Shared {
-    /// Reads which layout was decided on; decides, where nobody has and this process writes. `None` where it does not.
+    /// Reads which layout was decided on; decides, where no one has and this process writes. `None` where it does not.
     pub(crate) fn decide_layout(&self, deadline: MonotonicTime) -> Result<Option<Decision>> {
         let marker = self.read_marker(deadline)?;
         if let Some(decision) = marker.as_ref().and_then(|marker| self.as_marked(marker)) {

@@ -20,7 +20,7 @@ pub struct Scope {
     pub geometry: Geometry,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
-    /// Whether records may be shorter than the layout says, in another form that whoever asks can read.
+    /// Whether records may be shorter than the layout says, in another form that the caller can read.
     pub shorter: bool,
     /// Never writes.
     pub lookup_only: bool,

@@ -15,7 +15,7 @@ const BYTES: usize = 1 << 20;
 const TIMES: usize = 3;
 
 impl Shared {
-    /// Tells whoever spreads records over this root and others what its marker says.
+    /// Tells the store that spreads records over this root and others what its marker says.
     pub(crate) fn told_by(&self, marker: &Marker) {
         self.config.place.facts.learn(&marker.uuid, marker.read_ns);
     }

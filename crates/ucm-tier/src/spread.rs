@@ -48,7 +48,8 @@ pub enum Heat {
     Cold,
 }
 
-/// What is known of a root to whoever spreads records over it and others: what its marker says, and what came from there.
+/// What is known of a root to the store that spreads records over it and others: what its marker says, and what came
+/// from there.
 #[derive(Debug, Default)]
 pub struct RootFacts {
     /// From its UUID; 0 before it was opened.
@@ -95,7 +96,7 @@ struct Member {
 }
 
 impl Member {
-    /// What the hottest has the least of; those nobody measured come last among those of their heat.
+    /// What the hottest has the least of; those no one measured come last among those of their heat.
     fn coldness(&self) -> (Heat, u64) {
         let read_ns = self.facts.read_ns.load(Ordering::Acquire);
         (self.heat, if read_ns == 0 { u64::MAX } else { read_ns })

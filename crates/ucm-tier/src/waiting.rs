@@ -56,7 +56,7 @@ impl Drop for Writing<'_> {
 }
 
 impl Waiting {
-    /// Begins to write this record, once nobody moves what has its name; `Timeout` if that takes until `until`.
+    /// Begins to write this record, once no one moves what has its name; `Timeout` if that takes until `until`.
     pub(crate) fn begin_write(
         &self,
         id: BlockId,

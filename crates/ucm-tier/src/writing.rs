@@ -8,7 +8,7 @@ use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_io::{IoJob, Publish, ReadMode};
 use ucm_quota::Room;
-use ucm_record::{RecordHeader, judge_header};
+use ucm_record::{RecordHeader, verify_header};
 
 use crate::backend::{Done, WriteOptions, Written, either};
 use crate::shared::{MAKE_DIRS, Shared};
@@ -53,7 +53,7 @@ impl Shared {
         let shared = Arc::clone(self);
         let ended = move |result: Result<Result<Written, Slot>>| match result {
             Ok(Ok(written)) => {
-                room.settle(0, None); // where it was made, and somebody else had written the record meanwhile
+                room.commit(0, None); // where it was made, and somebody else had written the record meanwhile
                 done(Ok(written));
             }
             Ok(Err(slot)) => {
@@ -74,15 +74,15 @@ impl Shared {
         io.here(work, ended);
     }
 
-    /// Waits for room, on nobody's thread, and begins again on one of ours.
+    /// Waits for room, on no one's thread, and begins again on one of ours.
     fn make_room(self: &Arc<Self>, write: Write, room: Arc<Room>) {
         let (shared, held) = (Arc::clone(self), Arc::clone(&room));
         let deadline = write.deadline;
-        room.make(write.options.len as u64, deadline, move |made| match made {
+        room.reserve(write.options.len as u64, deadline, move |made| match made {
             Ok(()) => {
                 let (again, made, done) = (Arc::clone(&shared), Arc::clone(&held), write.done);
                 let done: Done<Written> = Box::new(move |result| {
-                    made.settle(0, None); // where no thread had begun with it
+                    made.commit(0, None); // where no thread had begun with it
                     done(result);
                 });
                 let write = Write { done, ..write };
@@ -137,7 +137,7 @@ impl Shared {
 
     /// Whether what has a record's name is not written over: one of a newer version, whose writer knows what it is, or,
     /// unless it is to be replaced, this record with other side shards, as long as it says itself. An error where
-    /// nobody looked, so that it may be one; what cannot be read is no record.
+    /// no one looked, so that it may be one; what cannot be read is no record.
     fn stays(&self, io: &IoJob, id: BlockId, record: &Path, len: u64, replace: bool) -> Result<bool> {
         let bytes = match io.read_piece(record, 0, RecordHeader::LONGEST, ReadMode::Default) {
             Ok(found) => found.map(|(bytes, _)| bytes).unwrap_or_default(),
@@ -154,7 +154,7 @@ impl Shared {
         if RecordHeader::is_newer(&bytes) {
             return Ok(true);
         }
-        let sided = judge_header(&bytes, &self.expect(id)).is_ok_and(|header| header.record_len == len);
+        let sided = verify_header(&bytes, &self.expect(id)).is_ok_and(|header| header.record_len == len);
         if sided {
             self.lengths.learn(&[len]);
         }

@@ -47,7 +47,7 @@ struct ObjectOptions {
     /// how often the segments of others are looked for, while somebody asks
     #[schemars(range(min = 1, max = 3600), extend("unit" = "seconds"))]
     object_refresh: f64,
-    /// how often a request is tried again where that can help; the deadline of whoever waits ends it sooner
+    /// how often a request is tried again where that can help; the deadline of the caller that waits ends it sooner
     #[schemars(range(max = 20), extend("unit" = "times"))]
     object_retries: u32,
     /// threads that wait for the server: as many requests are on their way at once

@@ -51,7 +51,7 @@ pub struct BuildContext<'a> {
     pub slots: usize,
     /// Processes of this host that will each have such a store.
     pub processes: u32,
-    /// Whether the scheduler half may run on another host.
+    /// Whether the scheduler side may run on another host.
     pub scheduler_elsewhere: bool,
     /// The clock of every deadline.
     pub clock: Arc<dyn Clock>,
@@ -205,7 +205,7 @@ impl TierKind {
     }
 
     /// A word that is no tier: written before one, it stands for what is fixed under its name, in the options of that tier
-    /// and as far as those say nothing else. Whoever reads the configuration puts it there.
+    /// and as far as those say nothing else. The module that reads the configuration puts it there.
     pub fn layer(name: StoreName) -> Self {
         Self::new::<NoOptions>(name, Build::Layer)
     }

@@ -2,18 +2,18 @@
 //!
 //! A process that stores writes one region ([`ucm_device::SharedRegion`]) and reads those of the others of its namespace; one that
 //! only looks up (the scheduler) has none of its own and sees what all of them hold. Found, a record is a hint: it is
-//! copied into a slot of the reader's own and judged there, by generation and checksums. What goes when the region is
+//! copied into a slot of the reader's own and verified there, by generation and checksums. What goes when the region is
 //! full an [`eviction`] policy says.
 //!
 //! * Lookups read memory and nothing else. A thread of its own lists the registry about once a second.
 //! * A record is *published* when it lies in the region: others of this host find it. A medium below is not this
-//!   backend's business: whoever puts one there is told what goes ([`MemoryBackend::evicted`]).
+//!   backend's business: the caller that puts one there is told what goes ([`MemoryBackend::evicted`]).
 //! * A record being copied out, written down or otherwise pinned ([`MemoryBackend::pin`]) is not evicted.
 //! * A process that dies leaves a file whose lock is free, which the next look of another one removes; its memory goes
 //!   with the last process that maps it.
 //!
-//! A record of side shards alone has a slot like any other, so whoever has a medium that lasts keeps it there and not
-//! here.
+//! A record of side shards alone has a slot like any other, so a store that has a medium that lasts keeps it there and
+//! not here.
 //!
 //! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region, and in its writer 12
 //! for slots and times and what its policy needs (some 30 with LRU, 90 with S3-FIFO).
@@ -23,11 +23,11 @@
 //!
 //! # Locally visible records
 //! A scheduler on this host sees the records of a region by itself, as soon as it has found the region, so
-//! [`Local::early`] names own records only while the region is not announced. One on another host sees none of them:
-//! for an engine that spans hosts [`MemoryConfig::scheduler_elsewhere`] has all of them named.
+//! [`Local::locally_visible`] names own records only while the region is not announced. One on another host sees none
+//! of them: for an engine that spans hosts [`MemoryConfig::scheduler_elsewhere`] has all of them named.
 
-mod early;
 pub mod eviction;
+mod locally_visible;
 mod peer_regions;
 mod tier;
 mod victim;
@@ -47,8 +47,8 @@ use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 
 use crate::backend::{
-    self, Backend, BlockRead, Done, Evicted, Features, InPlace, Keep, Lent, Listed, Local, LocallyVisible,
-    MediumStats, Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
+    self, Backend, BlockRead, Done, Evicted, Features, InPlace, InsertOptions, Lent, Listed, Local,
+    LocallyVisible, MediumStats, Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
 };
 
 pub use eviction::Policy;
@@ -73,7 +73,7 @@ pub struct MemoryConfig {
     pub registry: Option<PathBuf>,
     /// Whether the region is announced and others are read; if not, the tier is this process's alone.
     pub shared: bool,
-    /// Whether the engine's scheduler half may run on another host, where it cannot see this memory.
+    /// Whether the engine's scheduler side may run on another host, where it cannot see this memory.
     pub scheduler_elsewhere: bool,
     /// Threads that copy.
     pub threads: usize,
@@ -121,7 +121,7 @@ pub fn cache_bytes(asked: Capacity, processes: u32, memory: &MachineMemory) -> R
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inserted {
     /// It is kept now.
-    Kept,
+    New,
     /// It was there already.
     Present,
 }
@@ -131,7 +131,7 @@ pub enum Inserted {
 pub struct MemoryCounts {
     /// Records that were to go because another one needed the slot.
     pub evicted: u64,
-    /// Of these, those that were handed to whoever asked for them.
+    /// Of these, those that were handed to the reader that asked for them.
     pub handed: u64,
     /// Of these that were to be handed, those whose checksums were wrong by then.
     pub damaged: u64,
@@ -150,7 +150,7 @@ pub struct MemoryCounts {
 /// Records in memory that the host shares.
 pub struct MemoryBackend {
     tier: Arc<Tier>,
-    neighbours: Arc<PeerRegions>,
+    peers: Arc<PeerRegions>,
     pool: Arc<IoPool>,
     clock: Arc<dyn Clock>,
 }
@@ -179,10 +179,10 @@ impl MemoryBackend {
             ..IoOptions::with_workers(threads)
         };
         let pool = IoPool::psync(false, &options)?;
-        let neighbours = PeerRegions::start(&tier, Arc::clone(&clock))?;
+        let peers = PeerRegions::start(&tier, Arc::clone(&clock))?;
         Ok(Self {
             tier,
-            neighbours,
+            peers,
             pool,
             clock,
         })
@@ -196,7 +196,7 @@ impl MemoryBackend {
 
     /// Whether a record is there, here or in another process of the host. Reads memory only.
     pub fn contains(&self, id: BlockId) -> bool {
-        self.tier.holds(id) || self.neighbours.contains(id)
+        self.tier.holds(id) || self.peers.contains(id)
     }
 
     /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went meanwhile, or is
@@ -213,7 +213,7 @@ impl MemoryBackend {
         self.tier.pin(id)
     }
 
-    /// Judges the bytes of a record: what is wrong with them, if anything.
+    /// Verifies the bytes of a record: what is wrong with them, if anything.
     pub fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
         self.tier.verify(id, record)
     }
@@ -228,7 +228,7 @@ impl MemoryBackend {
     /// Counters.
     pub fn counts(&self) -> MemoryCounts {
         MemoryCounts {
-            neighbours: self.neighbours.count() as u64,
+            neighbours: self.peers.count() as u64,
             ..self.tier.counts()
         }
     }
@@ -240,7 +240,7 @@ impl MemoryBackend {
 
     /// Looks for regions of other processes now and then, about once a second; this has it look at once. Does not wait.
     pub fn look_around(&self) {
-        self.neighbours.look();
+        self.peers.look();
     }
 
     /// The threads that copy.
@@ -291,32 +291,32 @@ impl MemoryBackend {
     /// Copies parts of a record from wherever it is, each to its place; the length of the record.
     fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         let own = self.tier.copy_parts(id, parts, out);
-        own.or_else(|| self.neighbours.copy_parts(id, parts, out))
+        own.or_else(|| self.peers.copy_parts(id, parts, out))
     }
 
     fn put(&self, id: BlockId, slot: Slot, options: &WriteOptions) -> Result<Written> {
         let tier = &self.tier;
-        if !options.replace && self.neighbours.contains(id) && !tier.holds(id) {
+        if !options.replace && self.peers.contains(id) && !tier.holds(id) {
             return Ok(Written::Present);
         }
         let record = slot.as_slice().get(..options.len).unwrap_or_default();
         match tier.put(id, record, options.ordinal, options.replace)? {
             Inserted::Present => return Ok(Written::Present),
-            Inserted::Kept if options.read_back => {}
-            Inserted::Kept => return Ok(Written::Published),
+            Inserted::New if options.read_back => {}
+            Inserted::New => return Ok(Written::Published),
         }
         // One that went already is not unsound.
         let kept = tier.pin(id);
-        let judged = kept.as_ref().map_or(Ok(()), |kept| tier.verify(id, kept));
-        Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
+        let checked = kept.as_ref().map_or(Ok(()), |kept| tier.verify(id, kept));
+        Ok(checked.map_or_else(Written::Unsound, |()| Written::Published))
     }
 }
 
 impl Backend for MemoryBackend {
     /// Waits for the first look at the registry; without one the tier is this process's alone for now.
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
-        self.neighbours.await_first(&*self.clock, deadline);
-        Ok(format!("{}; {}", self.tier.words(), self.neighbours.words()))
+        self.peers.await_first(&*self.clock, deadline);
+        Ok(format!("{}; {}", self.tier.words(), self.peers.words()))
     }
 
     fn features(&self) -> Features<'_> {
@@ -332,7 +332,7 @@ impl Backend for MemoryBackend {
     }
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
-        let views = self.neighbours.views();
+        let views = self.peers.views();
         let mut answers = Vec::with_capacity(ids.len());
         for &id in ids {
             let there = self.tier.holds(id) || views.iter().any(|view| view.contains(id));
@@ -382,25 +382,25 @@ impl Backend for MemoryBackend {
     fn close(&self, drain: Duration) {
         let until = self.clock.now().after(drain);
         self.pool.shutdown(drain / 2);
-        self.neighbours.stop();
-        self.neighbours.await_end(&*self.clock, until);
+        self.peers.stop();
+        self.peers.await_end(&*self.clock, until);
     }
 }
 
 impl Local for MemoryBackend {
-    fn early(&self) -> LocallyVisible {
-        self.tier.early()
+    fn locally_visible(&self) -> LocallyVisible {
+        self.tier.locally_visible()
     }
 }
 
 impl Memory for MemoryBackend {
-    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
-        if !keep.replace && self.neighbours.contains(id) && !self.tier.holds(id) {
+    fn insert(&self, id: BlockId, record: &[u8], options: InsertOptions) -> Result<Written> {
+        if !options.replace && self.peers.contains(id) && !self.tier.holds(id) {
             return Ok(Written::Present);
         }
-        let kept = self.tier.put(id, record, keep.ordinal, keep.replace)?;
+        let kept = self.tier.put(id, record, options.ordinal, options.replace)?;
         Ok(match kept {
-            Inserted::Kept => Written::Published,
+            Inserted::New => Written::Published,
             Inserted::Present => Written::Present,
         })
     }
@@ -420,6 +420,6 @@ impl Memory for MemoryBackend {
 
 impl Drop for MemoryBackend {
     fn drop(&mut self) {
-        self.neighbours.stop();
+        self.peers.stop();
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The thread announces the own region, and again should its file be cleaned away, then lists the registry; about once
 //! a second, on the clock it was given. It is the only one here that touches a file system: if that hangs, what is mapped
-//! stays mapped and nobody waits.
+//! stays mapped and no one waits.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -36,7 +36,7 @@ pub(super) struct PeerRegions {
 impl PeerRegions {
     /// Starts the thread, if anything is shared.
     pub(super) fn start(tier: &Arc<Tier>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
-        let neighbours = Arc::new(Self {
+        let peers = Arc::new(Self {
             views: RwLock::default(),
             trouble: Mutex::default(),
             notify: Notify::new(),
@@ -46,15 +46,15 @@ impl PeerRegions {
             dir: Mutex::default(),
         });
         if !tier.config().shared {
-            neighbours.first.complete(());
-            neighbours.ended.complete(());
-            return Ok(neighbours);
+            peers.first.complete(());
+            peers.ended.complete(());
+            return Ok(peers);
         }
-        let (this, tier) = (Arc::clone(&neighbours), Arc::downgrade(tier));
+        let (this, tier) = (Arc::clone(&peers), Arc::downgrade(tier));
         begin_thread("ucm-regions", move || this.run(&tier, &*clock)).map_err(|error| {
             Error::from_io(error, "cannot start the thread that looks for memory regions")
         })?;
-        Ok(neighbours)
+        Ok(peers)
     }
 
     fn run(&self, tier: &Weak<Tier>, clock: &dyn Clock) {

@@ -1,6 +1,6 @@
 //! The own region of the memory tier: what is kept in it, what goes, what was used.
 //!
-//! One lock guards policy, times and changes; it is held for table work only, never while bytes are copied or judged,
+//! One lock guards policy, times and changes; it is held for table work only, never while bytes are copied or verified,
 //! and never over a system call. The region's own short lock is taken inside of it. Names come and go under this lock,
 //! so policy and region always agree about which slots hold records.
 
@@ -16,8 +16,8 @@ use ucm_infra::Clock;
 use ucm_quota::Usage;
 use ucm_record::{Expect, verify_stored};
 
-use super::early::Changes;
 use super::eviction::Eviction;
+use super::locally_visible::Changes;
 use super::victim::Victim;
 use super::{Inserted, MemoryConfig, MemoryCounts};
 use crate::backend::{Listed, LocallyVisible};
@@ -54,7 +54,7 @@ struct State {
     /// Second of the last use, Unix time, by slot.
     used: Vec<u32>,
     changes: Changes,
-    /// Whether own records are told as early ones.
+    /// Whether own records are told as locally visible ones.
     telling: bool,
     /// Slots of the victims that somebody holds, and whether each was used since.
     out: HashMap<u32, bool>,
@@ -158,7 +158,7 @@ impl Tier {
         }
         drop(state);
         self.hand_ahead(region);
-        Ok(Inserted::Kept)
+        Ok(Inserted::New)
     }
 
     /// A slot to fill, by sending records away if there is none.
@@ -234,7 +234,7 @@ impl Tier {
         (region.capacity() / SHARE_OUT).clamp(1, MOST_OUT)
     }
 
-    /// Nobody holds this victim any more: it is gone, unless it was stored anew. One that was used meanwhile stays,
+    /// No one holds this victim any more: it is gone, unless it was stored anew. One that was used meanwhile stays,
     /// whatever became of it elsewhere: a dump that found it here was told that it is stored.
     pub(super) fn left(&self, record: &Pinned) {
         let Some(region) = &self.region else { return };
@@ -279,7 +279,7 @@ impl Tier {
         self.state.lock().uses(record.slot(), record.ordinal(), now);
     }
 
-    /// Judges a record, with KV or without.
+    /// Verifies a record, with KV or without.
     pub(super) fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
         let expect = Expect {
             id,
@@ -367,7 +367,7 @@ impl Tier {
         }
     }
 
-    pub(super) fn early(&self) -> LocallyVisible {
+    pub(super) fn locally_visible(&self) -> LocallyVisible {
         self.state.lock().changes.take(limits::MAX_IDS_PER_CALL)
     }
 

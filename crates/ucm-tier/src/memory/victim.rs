@@ -1,4 +1,4 @@
-//! A record that the policy chose to go, on its way to whoever wants to keep it.
+//! A record that the policy chose to go, on its way to the tier that wants to keep it.
 
 use std::fmt;
 use std::ops::Deref;

@@ -1,8 +1,8 @@
 //! A bucket and the client for it: what is asked of it, and what its errors are here.
 //!
 //! The client tries a request again a few times where that can help (a busy server, a lost connection), with growing
-//! pauses; the deadline of whoever waits ends all of it. What an error says of the server's answer goes no further than its
-//! code: the answer itself may repeat whose key was used.
+//! pauses; the deadline of the caller that waits ends all of it. What an error says of the server's answer goes no
+//! further than its code: the answer itself may repeat whose key was used.
 
 use std::fmt;
 use std::ops::Range;
@@ -309,8 +309,8 @@ impl Bucket {
         }
     }
 
-    /// Puts a large object under a name that nobody else uses: in parts, several at once, where it is longer than one. It is
-    /// there whole or not at all; what was sent of one that is given up is removed.
+    /// Puts a large object under a name that no one else uses: in parts, several at once, where it is longer than one.
+    /// It is there whole or not at all; what was sent of one that is given up is removed.
     pub(super) async fn put_large(&self, path: &Path, bytes: Bytes, conditional: bool) -> Result<()> {
         if bytes.len() <= PART {
             // A lost answer makes the client ask again, and then it is there already: it is ours.

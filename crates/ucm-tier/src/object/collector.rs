@@ -1,5 +1,5 @@
-//! The removal of what has to go: whoever counts lists everything below the prefix, removes the oldest use down to the low
-//! watermark and what is older than `expire_after`, and writes down what is left.
+//! The removal of what has to go: the process that counts lists everything below the prefix, removes the oldest use
+//! down to the low watermark and what is older than `expire_after`, and writes down what is left.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -129,7 +129,7 @@ impl Objects {
             };
             if let Some(((), document)) = self.change(deadline, end)? {
                 let mut state = self.space.state.lock();
-                (state.grant.seen, state.grant.seen_at) = (document, state.grant.used.admitted);
+                (state.grant.seen, state.grant.seen_at) = (document, state.grant.used.reserved);
             }
         }
         let mut state = self.space.state.lock();

@@ -2,7 +2,7 @@
 //!
 //! A name begins with the time at which its segment was sealed, so a look lists only what is younger than what it has seen,
 //! and some minutes more, for clocks differ. Now and then all are listed: what has gone leaves the index, and what came with a
-//! clock that is far behind is found. Nobody looks while nobody asks for anything.
+//! clock that is far behind is found. No one looks while no one asks for anything.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -144,11 +144,11 @@ impl Objects {
         }
         if self.discovery.looks.add(deadline, done, || self.is_closing()) {
             self.discovery.notify.notify();
-            self.upkeep.timer.notify(); // whoever keeps the time
+            self.upkeep.timer.notify(); // the thread that keeps the time
         }
     }
 
-    /// When the next look is due; none while nobody asks.
+    /// When the next look is due; none while no one asks.
     pub(super) fn next_look(&self, now: MonotonicTime) -> Option<MonotonicTime> {
         let asked = self.discovery.looks.is_asked();
         let wanted = now.since(*self.discovery.wanted.lock()) < WANTED_FOR;

@@ -2,13 +2,14 @@
 //!
 //! An object is put whole and costs a request, so a writer gathers records in memory and puts a segment when it is large or
 //! old enough, or when somebody waits for it ([`writer`]). Its footer is the index, in the format of [`crate::segment`];
-//! whoever looks finds segments by listing their names, which begin with a time, and reads their footers ([`discovery`]), so
-//! lookups are answered from memory. A read is a range of an object, neighbours together ([`reader`]). What is written is
-//! bounded by one document that writers change by compare-and-swap, where the server has that ([`space`], [`conditions`]); what was
-//! used longest ago goes ([`collector`], [`uses`]). [`bucket`] has the client, [`names`] where things lie.
+//! a process that looks finds segments by listing their names, which begin with a time, and reads their footers
+//! ([`discovery`]), so lookups are answered from memory. A read is a range of an object, neighbours together
+//! ([`reader`]). What is written is bounded by one document that writers change by compare-and-swap, where the server
+//! has that ([`space`], [`conditions`]); what was used longest ago goes ([`collector`], [`uses`]). [`bucket`] has the
+//! client, [`names`] where things lie.
 //!
-//! A segment is put once, under a name that nobody else uses, and never changed; it goes whole. What a writer that dies had not
-//! put yet was never published.
+//! A segment is put once, under a name that no one else uses, and never changed; it goes whole. What a writer that dies
+//! had not put yet was never published.
 
 mod bucket;
 mod collector;
@@ -40,8 +41,8 @@ use crate::backend::{
 use crate::damage_rate::DamageRate;
 use crate::lengths::Lengths;
 use crate::scope::Scope;
-use crate::segment::early::EarlyNews;
 use crate::segment::index::{Hit, Index};
+use crate::segment::locally_visible::LocalChanges;
 use crate::segment::runs::runs;
 use crate::writing::Write;
 pub use bucket::Place;
@@ -101,7 +102,7 @@ struct Objects {
     names: Names,
     index: Index,
     lengths: Lengths,
-    early: EarlyNews,
+    locally_visible: LocalChanges,
     writer: Writer,
     discovery: Discovery,
     space: Space,
@@ -119,7 +120,7 @@ impl ObjectBackend {
             names: Names::new(&prefix, config.scope.identity.namespace()),
             index: Index::new(MOST_BLOCKS),
             lengths: Lengths::of(&config.scope.record),
-            early: EarlyNews::default(),
+            locally_visible: LocalChanges::default(),
             writer: Writer::default(),
             discovery: Discovery::default(),
             space: Space::default(),
@@ -326,7 +327,7 @@ impl Backend for ObjectBackend {
         let mut removed = 0;
         for &id in ids {
             removed += usize::from(self.objects.index.remove(id));
-            self.objects.early.lost(id);
+            self.objects.locally_visible.lost(id);
         }
         Ok(removed)
     }
@@ -340,7 +341,7 @@ impl Backend for ObjectBackend {
 
     fn flush(&self, how: Flush) {
         match how {
-            Flush::Soon => self.objects.hurry(),
+            Flush::Soon => self.objects.flush_soon(),
             Flush::Now => self.objects.flush(false),
             Flush::Last => self.objects.flush(true),
         }
@@ -397,8 +398,8 @@ impl Indexed for ObjectBackend {
 }
 
 impl Local for ObjectBackend {
-    fn early(&self) -> LocallyVisible {
-        self.objects.early.take(self.objects.clock.now())
+    fn locally_visible(&self) -> LocallyVisible {
+        self.objects.locally_visible.take(self.objects.clock.now())
     }
 }
 

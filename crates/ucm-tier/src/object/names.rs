@@ -56,7 +56,7 @@ impl Names {
         self.below(&[SPACE])
     }
 
-    /// A name that nobody else uses, for a look at what a server does.
+    /// A name that no one else uses, for a look at what a server does.
     pub(super) fn probe(&self) -> Path {
         self.below(&["uses", &format!("{}.probe", crate::random_hex())])
     }

@@ -67,7 +67,7 @@ impl Objects {
         if !read.looked {
             return Outcome::Moved(read);
         }
-        self.early.lost(read.id); // whoever was told that it can be read here
+        self.locally_visible.lost(read.id); // for the scheduler, which was told that it can be read here
         let text = "this record is in no segment";
         Outcome::Came(Err(Error::new(ErrorKind::NotFound, text).with("block", read.id)))
     }

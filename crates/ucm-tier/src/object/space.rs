@@ -18,7 +18,7 @@ use super::uses::Told;
 use super::{DOCUMENT, Objects};
 use crate::backend::MediumStats;
 
-/// The limit where nobody names one.
+/// The limit where no one names one.
 pub(super) const DEFAULT_CAPACITY: u64 = 100 << 30;
 /// Age at which segments go where nothing else bounds what lies there.
 const DEFAULT_EXPIRY: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -44,7 +44,7 @@ pub(super) struct Space {
 pub(super) struct State {
     pub(super) grant: Grant,
     pub(super) limit: u64,
-    /// Nothing could be granted, and nobody has counted since.
+    /// Nothing could be granted, and no one has counted since.
     pub(super) short: bool,
     pub(super) silence: Silence,
     pub(super) pause: Pause,
@@ -134,9 +134,9 @@ impl Objects {
                 let mut state = self.space.state.lock();
                 state.pause.check(now)?;
                 let holds = !self.has_conditions() || now < state.grant.holds_until;
-                let left = state.grant.used.granted.saturating_sub(state.grant.used.admitted);
+                let left = state.grant.used.granted.saturating_sub(state.grant.used.reserved);
                 if holds && (!self.has_conditions() || left >= bytes) {
-                    state.grant.used.admitted += bytes;
+                    state.grant.used.reserved += bytes;
                     return Ok(());
                 }
                 !state.short && !std::mem::replace(&mut state.grant.asking, true)
@@ -163,22 +163,22 @@ impl Objects {
     }
 
     /// A segment for which there was room ended: `kept` bytes of it are there, or may be.
-    pub(super) fn settle_room(&self, room: u64, kept: u64, error: Option<&Error>) {
+    pub(super) fn commit_room(&self, room: u64, kept: u64, error: Option<&Error>) {
         let now = self.clock.now();
         let mut state = self.space.state.lock();
-        state.grant.used.admitted = state
+        state.grant.used.reserved = state
             .grant
             .used
-            .admitted
+            .reserved
             .saturating_sub(room.saturating_sub(kept));
-        state.grant.used.settled = state
+        state.grant.used.committed = state
             .grant
             .used
-            .settled
+            .committed
             .saturating_add(kept)
-            .min(state.grant.used.admitted);
-        if state.pause.judge(error, now) {
-            state.short = true; // whoever counts may make room
+            .min(state.grant.used.reserved);
+        if state.pause.record(error, now) {
+            state.short = true; // the process that counts may make room
         }
     }
 
@@ -225,8 +225,8 @@ impl Objects {
         }
         state.grant.used.granted = granted.max(state.grant.used.granted);
         (state.grant.holds_until, state.spoke) = (now.after(HOLDS), Some(now));
-        (state.grant.seen, state.grant.seen_at) = (document, used.admitted);
-        Ok(state.grant.used.granted.saturating_sub(state.grant.used.admitted) >= bytes)
+        (state.grant.seen, state.grant.seen_at) = (document, used.reserved);
+        Ok(state.grant.used.granted.saturating_sub(state.grant.used.reserved) >= bytes)
     }
 
     /// Changes the document, as long as others do not overtake; nothing where there is nothing to change.
@@ -284,7 +284,7 @@ impl Objects {
 
     /// Bytes used, as far as is known here.
     pub(super) fn used(&self, state: &State) -> u64 {
-        let since = state.grant.used.admitted.saturating_sub(state.grant.seen_at);
+        let since = state.grant.used.reserved.saturating_sub(state.grant.seen_at);
         state.grant.seen.usage().0.saturating_add(since)
     }
 

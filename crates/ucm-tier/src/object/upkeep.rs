@@ -11,7 +11,7 @@ use super::discovery::TURN;
 use super::{Objects, UPLOADS};
 
 const LANE_TIMER: usize = 0;
-const LANE_FINDER: usize = 1;
+const LANE_DISCOVERY: usize = 1;
 const LANE_SPACE: usize = 2;
 /// Where segments are put.
 pub(super) const LANE_UPLOAD: usize = 3;
@@ -73,7 +73,7 @@ impl Objects {
         if self.upkeep.started.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.run(LANE_FINDER, Self::tend_finding);
+        self.run(LANE_DISCOVERY, Self::tend_finding);
         self.run(LANE_TIMER, Self::tend_time);
         if !self.config.scope.lookup_only {
             self.run(LANE_SPACE, Self::keep_space);
@@ -86,7 +86,7 @@ impl Objects {
         let work = move || {
             while let Some(objects) = weak.upgrade().filter(|objects| !objects.is_closing()) {
                 let (notify, seen, until) = turn(&objects);
-                drop(objects); // whoever sleeps keeps nothing alive
+                drop(objects); // a thread that sleeps keeps nothing alive
                 clock.sleep(&notify, seen, until);
             }
         };

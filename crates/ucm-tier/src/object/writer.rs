@@ -2,8 +2,9 @@
 //!
 //! A record is copied to the end of the open segment and can be read there at once by this process. When the segment is full
 //! or old enough, or when somebody waits for it, its footer is written behind the records and it is put; its records are
-//! published, and whoever dumped them is told, when the server has it. At most one segment takes records and a few are being
-//! put: beyond that a write waits, with its slot, for one of them. So what a process keeps in memory is bounded.
+//! published, and the caller that dumped them is told, when the server has it. At most one segment takes records and a
+//! few are being put: beyond that a write waits, with its slot, for one of them. So what a process keeps in memory is
+//! bounded.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,7 +52,7 @@ struct State {
     putting: Vec<Arc<Putting>>,
     sequence: u64,
     /// When one was last put because somebody waited.
-    hurried: Option<MonotonicTime>,
+    last_flush: Option<MonotonicTime>,
     /// Nothing waits for more any more.
     last: bool,
 }
@@ -94,7 +95,7 @@ struct Member {
 /// Where a write goes.
 enum Place {
     /// It has its place.
-    Taken,
+    Placed,
     /// A segment has to be opened for it.
     Open(Write),
     /// It waits for one.
@@ -135,7 +136,7 @@ impl Objects {
             }
             let seen = self.writer.changed.seen();
             match self.place(write) {
-                Place::Taken => return self.upkeep.timer.notify(),
+                Place::Placed => return self.upkeep.timer.notify(),
                 Place::Open(waiting) => {
                     write = waiting;
                     if let Err(error) = self.open_segment(io, write.options.len as u64) {
@@ -195,13 +196,13 @@ impl Objects {
         let number = open.number;
         self.index.add(number, &[entry]);
         self.drop_older(id, number);
-        self.early.gained(id);
+        self.locally_visible.gained(id);
         let at_once = state.last || self.config.age.is_zero();
         let full = at_once.then(|| self.seal(&mut state)).flatten();
         drop(state);
         drop(slot); // before anybody is told
         self.send(full);
-        Place::Taken
+        Place::Placed
     }
 
     /// Of several copies that only this process has, the last written counts.
@@ -245,7 +246,7 @@ impl Objects {
             len: 0,
         };
         let Some(number) = self.index.begin(known) else {
-            self.settle_room(room, 0, None);
+            self.commit_room(room, 0, None);
             return Err(Error::internal("two segments have one name"));
         };
         let mut bytes = Vec::with_capacity(usize::try_from(room).unwrap_or(0));
@@ -324,7 +325,7 @@ impl Objects {
         Ok(unsound)
     }
 
-    /// Reads a record that was just put and judges it.
+    /// Reads a record that was just put and verifies it.
     fn read_back(&self, putting: &Putting, entry: &Entry, deadline: MonotonicTime) -> Result<(), MissReason> {
         let path = self.names.segment(putting.object);
         let range = entry.offset..entry.offset + entry.len;
@@ -352,18 +353,21 @@ impl Objects {
                 putting
                     .entries
                     .iter()
-                    .for_each(|entry| self.early.published(entry.id, found));
-                self.settle_room(putting.room, len, None);
+                    .for_each(|entry| self.locally_visible.published(entry.id, found));
+                self.commit_room(putting.room, len, None);
             }
             Err(error) => {
                 self.index.vanished(putting.number);
-                putting.entries.iter().for_each(|entry| self.early.lost(entry.id));
-                // It may be there all the same, where nobody knows.
+                putting
+                    .entries
+                    .iter()
+                    .for_each(|entry| self.locally_visible.lost(entry.id));
+                // It may be there all the same, where no one knows.
                 let unsure = matches!(
                     error.kind(),
                     ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
                 );
-                self.settle_room(putting.room, if unsure { len } else { 0 }, Some(error));
+                self.commit_room(putting.room, if unsure { len } else { 0 }, Some(error));
             }
         }
         let members = std::mem::take(&mut *putting.members.lock());
@@ -415,12 +419,12 @@ impl Objects {
     }
 
     /// Puts what is open now, or soon if that was done a moment ago: somebody waits for it.
-    pub(super) fn hurry(self: &Arc<Self>) {
+    pub(super) fn flush_soon(self: &Arc<Self>) {
         let now = self.clock.now();
         let mut state = self.writer.state.lock();
-        let due = state.hurried.map_or(now, |last| last.after(SPACING).max(now));
+        let due = state.last_flush.map_or(now, |last| last.after(SPACING).max(now));
         if due <= now {
-            state.hurried = Some(now);
+            state.last_flush = Some(now);
             let sealed = self.seal(&mut state);
             drop(state);
             return self.send(sealed);
@@ -441,7 +445,7 @@ impl Objects {
             let due = state.open.as_ref().map(|open| open.due(self.config.age));
             match due {
                 Some(due) if due <= now => {
-                    state.hurried = Some(now);
+                    state.last_flush = Some(now);
                     sealed = self.seal(&mut state);
                 }
                 Some(due) => at(due),
@@ -505,6 +509,6 @@ impl Open {
         let first = waiting.map(|member| member.deadline).min();
         let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 2));
         let due = in_time.map_or(oldest.after(age), |in_time| in_time.min(oldest.after(age)));
-        self.due.map_or(due, |hurried| hurried.min(due))
+        self.due.map_or(due, |other| other.min(due))
     }
 }

@@ -2,8 +2,9 @@
 //!
 //! Each connection carries many questions at once, in order (a *pipeline*). One of them is for what is short, so that a
 //! lookup does not stand behind megabytes; the others carry records, in turn. They are made when they are first wanted, by
-//! a task of their own that goes on when whoever asked first gives up, and anew after an error or a silence. Nothing is
-//! sent twice on our side: what fails is a miss, and the breaker of the tier keeps the time until the next attempt.
+//! a task of their own that goes on when the caller that asked first gives up, and anew after an error or a silence.
+//! Nothing is sent twice on our side: what fails is a miss, and the breaker of the tier keeps the time until the next
+//! attempt.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -138,7 +139,7 @@ impl Connections {
             .map(|address| Ok((address.to_string(), self.client(address)?)));
         let clients: Vec<_> = clients.collect::<Result<_>>()?;
         let first = async move {
-            // All at once: one that does not answer keeps nobody from the others.
+            // All at once: one that does not answer keeps no one from the others.
             let ask = |(at, client): (String, Client)| async move {
                 match tokio::time::timeout(CONNECT, ask_info(&client)).await {
                     Ok(Ok(info)) => Ok((client, info)),
@@ -314,7 +315,7 @@ impl Line {
     async fn connect(&self, server: Server) -> Result<(u64, Link)> {
         let mut state = self.state.lock().await;
         if let Some(open) = self.usable(&state) {
-            return Ok(open); // made by whoever was first
+            return Ok(open); // made by the caller that was first
         }
         state.open = None;
         if let Some((at, error)) = &state.failed
@@ -490,7 +491,7 @@ async fn ask_nodes(
     };
     let answers = futures_util::future::join_all(questions.cmd_iter().map(one)).await;
     if answers.iter().all(Result::is_err) && !answers.is_empty() {
-        std::future::pending::<()>().await; // nobody answers: the deadline of whoever waits says so
+        std::future::pending::<()>().await; // no one answers: the deadline of the caller that waits says so
     }
     let settled = |answer: Result<Result<Value, RedisError>, Elapsed>| match answer {
         Ok(answer) => answer.and_then(Value::extract_error).map_err(no_answer),

@@ -3,7 +3,7 @@
 //! The server makes a value appear whole or not at all, removes it when its time is over (`expire_after`) and refuses it when
 //! it is full (`maxmemory`), so there is neither index nor collector here. Every record is verified by the engine as ever. A
 //! lookup asks the server for lengths, all of a batch with one round trip, and only for what is not known to be there anyway
-//! ([`known`]). [`connections`] has the client; whoever asks waits for it with the deadline of the job.
+//! ([`known`]). [`connections`] has the client; the caller waits for it with the deadline of the job.
 
 mod address;
 mod connections;
@@ -43,7 +43,7 @@ use known::Known;
 pub(crate) use place::RedisPlace;
 
 /// Bytes of small records that one thread reads together.
-const RUN: usize = 512 << 10;
+const BATCH_BYTES: usize = 512 << 10;
 /// Bytes of a record from which on it is asked for before it is sent.
 const ASK_FIRST: usize = 128 << 10;
 /// Bytes of a `SET` beside its key and its value.
@@ -266,7 +266,7 @@ impl RedisBackend {
 impl Indexed for RedisBackend {
     /// Small records in runs that one round trip brings, large ones each by itself, so that every thread has some.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        let together = (RUN / self.shared.config.scope.record.record_len().max(1)).max(1);
+        let together = (BATCH_BYTES / self.shared.config.scope.record.record_len().max(1)).max(1);
         let share = reads.len().div_ceil(threads.max(1)).clamp(1, together);
         let numbers: Vec<usize> = (0..reads.len()).collect();
         numbers.chunks(share).map(<[usize]>::to_vec).collect()
@@ -471,7 +471,7 @@ impl Shared {
         read.slot.len() < self.config.scope.record.kv_len()
     }
 
-    /// What was answered, in the slot, unless whoever reads takes it as it is.
+    /// What was answered, in the slot, unless the reader takes it as it is.
     fn came(&self, read: BlockRead, answer: Result<Value>) -> Result<ReadDone> {
         let is_part = self.wants_part(&read);
         let BlockRead {
@@ -515,7 +515,7 @@ impl Shared {
         self.pause.lock().check(self.clock.now())?;
         let written = self.write_record(io, id, record, options);
         let now = self.clock.now();
-        self.pause.lock().judge(written.as_ref().err(), now);
+        self.pause.lock().record(written.as_ref().err(), now);
         if let Ok(Written::Published | Written::Present) = written {
             self.known.learn([id], now);
         }
@@ -549,7 +549,7 @@ impl Shared {
                 .connections
                 .ask_one(io, Traffic::Record, question("GET", &key))?;
             return Ok(self
-                .judge(id, &back)
+                .verify(id, &back)
                 .map_or_else(Written::Unsound, |()| Written::Published));
         }
         Ok(Written::Published)
@@ -582,8 +582,8 @@ impl Shared {
         }
     }
 
-    /// Judges a record that was just written, in whatever form it is stored.
-    fn judge(&self, id: BlockId, back: &Value) -> Result<(), MissReason> {
+    /// Verifies a record that was just written, in whatever form it is stored.
+    fn verify(&self, id: BlockId, back: &Value) -> Result<(), MissReason> {
         let Value::BulkString(record) = back else {
             return Err(MissReason::Absent);
         };

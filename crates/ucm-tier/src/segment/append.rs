@@ -69,7 +69,7 @@ impl Segments {
         let next = match result {
             Ok(Written::Published) => {
                 if self.add_newest(open, &entry) {
-                    self.early.gained(entry.id); // else the index was full, and it cannot be read
+                    self.locally_visible.gained(entry.id); // else the index was full, and it cannot be read
                 }
                 open.written(number, done, now, at_once)
             }

@@ -49,14 +49,14 @@ pub(crate) struct SegmentDiscovery {
     told_full: Mutex<Option<(MonotonicTime, u64)>>,
     /// When the log was last told that the end of a segment cannot be read.
     told_unreadable: Mutex<Option<MonotonicTime>>,
-    /// When segments that nobody reads were last closed.
+    /// When segments that no one reads were last closed.
     closed: Mutex<Option<MonotonicTime>>,
     /// Which footers were last read again.
     pub(super) rechecked: Mutex<Rechecked>,
     /// Rung when others' segments should be looked for.
     pub(super) notify: Notify,
     /// When the segments of dead writers were last looked for.
-    pub(super) rescued: Mutex<Option<MonotonicTime>>,
+    pub(super) recovered_at: Mutex<Option<MonotonicTime>>,
 }
 
 #[derive(Default)]
@@ -82,7 +82,7 @@ impl Segments {
         let closing = || self.closing.load(Ordering::Acquire);
         if self.discovery.looks.add(deadline, done, closing) {
             self.discovery.notify.notify();
-            self.seal_notify.notify(); // whoever keeps the time
+            self.seal_notify.notify(); // the thread that keeps the time
         }
     }
 
@@ -165,7 +165,7 @@ impl Segments {
         );
     }
 
-    /// Closes segments that nobody has read for a while: one that was removed elsewhere must not hold its space, and a
+    /// Closes segments that no one has read for a while: one that was removed elsewhere must not hold its space, and a
     /// share can be unmounted then.
     fn close_unused(&self) {
         let now = self.shared.clock.now();
@@ -203,7 +203,7 @@ impl Segments {
         for (name, number) in before {
             match there.get(&name) {
                 // A segment never changes. One that has another length than it had is not that segment any more: others,
-                // who read its footer, have none of its records, and so must we, or nobody would store them again.
+                // who read its footer, have none of its records, and so must we, or no one would store them again.
                 Some(meta) if self.index.file_len(number) != Some(meta.len) => self.index.vanished(number),
                 None if whole => {
                     self.index.vanished(number);

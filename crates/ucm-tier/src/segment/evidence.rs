@@ -82,7 +82,7 @@ impl Segments {
         let Some((bytes, _)) = self.shared.call(deadline, read)? else {
             return Ok(None);
         };
-        let Err(reason) = self.shared.judge(id, &bytes, hit.len) else {
+        let Err(reason) = self.shared.verify(id, &bytes, hit.len) else {
             return Ok(None);
         };
         let ours = hit.name.writer == self.shared.config.writer;
@@ -100,7 +100,7 @@ impl Segments {
         let dir = self.shared.layout.namespace().join(DIR);
         self.shared.make_dir(dir.clone(), deadline)?;
         let seconds = self.shared.clock.wall_ns() / 1_000_000_000;
-        let ticket = self.shared.space.admitted(bytes.len() as u64, deadline)?;
+        let reservation = self.shared.space.reserve_blocking(bytes.len() as u64, deadline)?;
         let private = self.shared.next_private();
         let target = dir.join(evidence_name(id, reason, seconds));
         let mode = self.shared.config.modes.file;
@@ -116,7 +116,7 @@ impl Segments {
             })
         };
         let copied = self.shared.call(deadline, publish);
-        self.shared.space.ended(ticket, copied.as_ref().err());
+        self.shared.space.ended(reservation, copied.as_ref().err());
         copied.map(|_| ())
     }
 }

@@ -25,12 +25,12 @@ pub(crate) struct Footer {
 pub(crate) enum Tail {
     /// The footer, which lies in them.
     Whole(Footer),
-    /// That it begins before them, where [`Trailer::footer`] says; [`Footer::of`] judges it.
+    /// That it begins before them, where [`Trailer::footer`] says; [`Footer::of`] verifies it.
     Longer(Trailer),
 }
 
 impl Footer {
-    /// Judges the last bytes of the segment of this name, which has `file_len` bytes, in this namespace.
+    /// Verifies the last bytes of the segment of this name, which has `file_len` bytes, in this namespace.
     pub(crate) fn in_tail(
         tail: &[u8],
         file_len: u64,

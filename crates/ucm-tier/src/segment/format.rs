@@ -1,8 +1,8 @@
 //! The bytes of a segment besides its records: a page at its head that says whose it is, and a footer that says where its
 //! records lie. `docs/format.md` has every offset.
 //!
-//! The head is for whoever finds the segment of a dead writer; the footer, at the very end of the file, for readers. A
-//! footer is believed only whole: its length, its checksums and every entry are judged before one is used.
+//! The head is for the process that finds the segment of a dead writer; the footer, at the very end of the file, for
+//! readers. A footer is believed only whole: its length, its checksums and every entry are verified before one is used.
 
 use std::ops::Range;
 
@@ -191,7 +191,7 @@ pub(crate) struct Trailer {
 }
 
 impl Trailer {
-    /// Judges the last bytes of a file of `file_len` bytes; `tail` ends where the file does.
+    /// Verifies the last bytes of a file of `file_len` bytes; `tail` ends where the file does.
     pub(crate) fn decode(tail: &[u8], file_len: u64) -> Result<Self, MissReason> {
         let start = tail.len().checked_sub(TRAILER_LEN).ok_or(MissReason::Truncated)?;
         let bytes = &tail[start..];
@@ -226,7 +226,7 @@ impl Trailer {
         })
     }
 
-    /// Judges the whole footer and gives its entries.
+    /// Verifies the whole footer and gives its entries.
     pub(crate) fn entries(&self, footer: &[u8]) -> Result<Vec<Entry>, MissReason> {
         if footer.len() as u64 != self.footer.end - self.footer.start {
             return Err(MissReason::Truncated);

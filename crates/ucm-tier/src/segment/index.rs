@@ -4,10 +4,10 @@
 //! length) and one byte of the table's own: 25 bytes at 7/8 full, 57 right after the table doubled, so at most 64 with
 //! everything else that grows with blocks. Tables are split by id, so that growing one copies a 64th.
 //!
-//! A segment that is gone leaves at once, its blocks later: whoever meets one of a segment that is not there takes it
-//! out, and a sweep takes the rest. Of several copies the newest counts, by the time its segment was sealed and then by
-//! that segment's name, so that all who know the same segments take the same copy. [`stats`]: what a segment is still
-//! good for.
+//! A segment that is gone leaves at once, its blocks later: the thread that meets one of a segment that is not there
+//! takes it out, and a sweep takes the rest. Of several copies the newest counts, by the time its segment was sealed
+//! and then by that segment's name, so that all who know the same segments take the same copy. [`stats`]: what a
+//! segment is still good for.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -29,7 +29,7 @@ const PAGE_BITS: u32 = 20;
 /// Other copies remembered for one block.
 const MAX_COPIES: usize = 3;
 
-/// Blocks of vanished segments that nobody minds.
+/// Blocks of vanished segments that no one minds.
 const FEW_DEAD: u64 = 1024;
 
 /// Number of a segment in this process; never used again.
@@ -80,7 +80,7 @@ struct Segment {
     blocks: u64,
     /// Blocks of it that are not taken from here: another copy counts, or this one was dropped.
     passed_over: AtomicU64,
-    /// Pages of its records that were removed, to be kept by nobody who gathers it.
+    /// Pages of its records that were removed, to be kept by no one who gathers it.
     removed: Mutex<HashSet<u32>>,
 }
 
@@ -351,7 +351,7 @@ impl Index {
         }
     }
 
-    /// Takes out blocks whose segments are gone; table by table, so that nobody waits long.
+    /// Takes out blocks whose segments are gone; table by table, so that no one waits long.
     fn sweep(&self) {
         self.dead.store(0, Ordering::Relaxed);
         for shard in &self.shards {

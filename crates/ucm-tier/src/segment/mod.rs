@@ -5,7 +5,8 @@
 //! creating, closing and renaming cost what they cost once per segment and not once per block. Lookups are answered
 //! from memory. The parts:
 //!
-//! * [`format`]: the bytes; [`index`]: where every record lies; [`early`]: what only this process can read yet;
+//! * [`format`]: the bytes; [`index`]: where every record lies; [`locally_visible`]: what only this process can read
+//!   yet;
 //! * [`open`]: one segment being written; [`writer`]: which one; [`append`]: one record into it; [`sealing`]: how it ends;
 //!   [`timer`]: when;
 //! * [`discovery`]: the segments of others; [`recheck`]: whether their footers, and ours, are still there for the next one;
@@ -17,11 +18,11 @@
 
 mod append;
 mod discovery;
-pub(crate) mod early;
 mod evidence;
 pub(crate) mod footer;
 pub(crate) mod format;
 pub(crate) mod index;
+pub(crate) mod locally_visible;
 mod open;
 mod reader;
 mod recheck;
@@ -50,8 +51,8 @@ use crate::layout_kind::LayoutKind;
 use crate::shared::{PosixConfig, Shared};
 use crate::writing::Write;
 use discovery::SegmentDiscovery;
-use early::EarlyNews;
 use index::{Hit, Index};
+use locally_visible::LocalChanges;
 use reclaim::Reclaim;
 use writer::{Coming, Writer};
 
@@ -59,9 +60,9 @@ pub use reclaim::Merging;
 
 /// Lanes of the background threads: when to seal, what others wrote, what can be reclaimed.
 const LANE_TIMER: usize = 0;
-const LANE_FINDER: usize = 1;
+const LANE_DISCOVERY: usize = 1;
 const LANE_MERGER: usize = 2;
-/// Bytes of dead writers' segments that whoever opens a root waits for.
+/// Bytes of dead writers' segments that the process that opens a root waits for.
 const AT_OPENING: u64 = 32 << 20;
 /// Longest a segment may be told to be, bytes.
 const LONGEST: u64 = 1 << 30;
@@ -78,7 +79,7 @@ pub struct SegmentConfig {
     pub most_blocks: usize,
     /// How segments are reclaimed.
     pub merging: Merging,
-    /// Whether records may be shorter than the layout says, as stored in another form that whoever asks can read.
+    /// Whether records may be shorter than the layout says, as stored in another form that the caller can read.
     pub shorter: bool,
 }
 
@@ -104,7 +105,7 @@ pub(crate) struct Segments {
     shared: Arc<Shared>,
     config: SegmentConfig,
     index: Index,
-    early: EarlyNews,
+    locally_visible: LocalChanges,
     writer: Writer,
     discovery: SegmentDiscovery,
     reclaim: Reclaim,
@@ -157,7 +158,7 @@ impl SegmentBackend {
             shared,
             config: segments,
             index: Index::new(segments.most_blocks),
-            early: EarlyNews::default(),
+            locally_visible: LocalChanges::default(),
             writer: Writer::default(),
             discovery: SegmentDiscovery::default(),
             reclaim: Reclaim::default(),
@@ -296,7 +297,7 @@ impl Backend for SegmentBackend {
         let mut removed = 0;
         for &id in ids {
             removed += usize::from(self.segments.index.remove(id));
-            self.segments.early.lost(id);
+            self.segments.locally_visible.lost(id);
         }
         Ok(removed)
     }
@@ -310,7 +311,7 @@ impl Backend for SegmentBackend {
 
     fn flush(&self, how: Flush) {
         match how {
-            Flush::Soon => self.segments.hurry(),
+            Flush::Soon => self.segments.flush_soon(),
             Flush::Now => self.segments.flush(false),
             Flush::Last => self.segments.flush(true),
         }
@@ -326,7 +327,7 @@ impl Backend for SegmentBackend {
             more: vec![
                 ("segments_open", self.segments.taking_records() as u64),
                 ("segments_merged", reclaim.gathered.load(Ordering::Relaxed)),
-                ("records_carried", reclaim.carried.load(Ordering::Relaxed)),
+                ("records_carried", reclaim.reinserted.load(Ordering::Relaxed)),
                 ("records_not_indexed", self.segments.index.left_out()),
                 ("storage_short", u64::from(reclaim.uses.is_room_short())),
             ],
@@ -374,8 +375,10 @@ impl Indexed for SegmentBackend {
 }
 
 impl Local for SegmentBackend {
-    fn early(&self) -> LocallyVisible {
-        self.segments.early.take(self.segments.shared.clock.now())
+    fn locally_visible(&self) -> LocallyVisible {
+        self.segments
+            .locally_visible
+            .take(self.segments.shared.clock.now())
     }
 }
 

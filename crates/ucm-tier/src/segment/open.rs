@@ -30,10 +30,10 @@ pub(crate) struct OpenSegment {
     /// Its number in the index.
     pub(crate) number: SegmentNumber,
     pub(crate) name: SegmentName,
-    /// Bytes that were admitted for it.
+    /// Bytes that were reserved for it.
     pub(crate) room: u64,
-    pub(crate) admitted: Arc<Room>,
-    /// When it was: one that nobody writes to ends as if it held a record since then.
+    pub(crate) reserved: Arc<Room>,
+    /// When it was: one that no one writes to ends as if it held a record since then.
     opened: MonotonicTime,
     inner: Mutex<Inner>,
 }
@@ -51,7 +51,7 @@ struct Inner {
     /// When its oldest record was written.
     oldest: Option<MonotonicTime>,
     /// When it is to be sealed whatever its age, because somebody waits for it.
-    hurried: Option<MonotonicTime>,
+    flush_due: Option<MonotonicTime>,
     /// The place nearest to the start of its chain, which is used last.
     first_ordinal: u32,
     /// What went wrong, as the medium told.
@@ -97,7 +97,7 @@ impl OpenSegment {
         number: SegmentNumber,
         name: SegmentName,
         room: u64,
-        admitted: Arc<Room>,
+        reserved: Arc<Room>,
         now: MonotonicTime,
     ) -> Self {
         Self {
@@ -105,7 +105,7 @@ impl OpenSegment {
             number,
             name,
             room,
-            admitted,
+            reserved,
             inner: Mutex::new(Inner {
                 end: HEAD_LEN,
                 in_flight: 0,
@@ -113,7 +113,7 @@ impl OpenSegment {
                 closed: false,
                 taken: false,
                 oldest: None,
-                hurried: None,
+                flush_due: None,
                 first_ordinal: u32::MAX,
                 trouble: None,
             }),
@@ -194,11 +194,11 @@ impl OpenSegment {
     /// Somebody waits for what it holds: it is to be sealed at that time, if not before.
     pub(crate) fn seal_by(&self, due: MonotonicTime) {
         let mut inner = self.inner.lock();
-        inner.hurried = Some(inner.hurried.map_or(due, |other| other.min(due)));
+        inner.flush_due = Some(inner.flush_due.map_or(due, |other| other.min(due)));
     }
 
-    /// When it is to be sealed, if it holds a record (or nobody writes one) and still takes more: `age` after the oldest was
-    /// written, sooner if somebody waits, and early enough for those that do, whatever the age.
+    /// When it is to be sealed, if it holds a record (or no one writes one) and still takes more: `age` after the
+    /// oldest was written, sooner if somebody waits, and early enough for those that do, whatever the age.
     pub(crate) fn due(&self, age: Duration) -> Option<MonotonicTime> {
         let inner = self.inner.lock();
         let empty = (inner.in_flight == 0).then_some(self.opened);
@@ -206,7 +206,7 @@ impl OpenSegment {
         let waiting = inner.members.iter().filter(|member| member.done.is_some());
         let first = waiting.map(|member| member.deadline).min();
         let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 4 * 3));
-        [Some(oldest.after(age)), in_time, inner.hurried]
+        [Some(oldest.after(age)), in_time, inner.flush_due]
             .into_iter()
             .flatten()
             .min()

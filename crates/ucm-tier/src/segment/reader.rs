@@ -2,7 +2,7 @@
 //! slot.
 //!
 //! A record that is not where it should be was removed with its segment, moved by its own writer's seal between the look
-//! and the open, or published so lately that nobody here has seen it: another look at the directory tells, once. What
+//! and the open, or published so lately that no one here has seen it: another look at the directory tells, once. What
 //! goes wrong with several at once is asked again for each by itself, so that each has an outcome of its own.
 
 use std::collections::VecDeque;
@@ -81,7 +81,7 @@ impl Segments {
         if !read.looked {
             return Outcome::Moved(read);
         }
-        self.early.lost(read.id); // whoever was told that it can be read here
+        self.locally_visible.lost(read.id); // for the scheduler, which was told that it can be read here
         let text = "this record is in no segment";
         Outcome::Came(Err(Error::new(ErrorKind::NotFound, text).with("block", read.id)))
     }

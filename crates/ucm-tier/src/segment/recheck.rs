@@ -29,7 +29,7 @@ pub(crate) struct Rechecked {
 }
 
 impl Segments {
-    /// Reads some footers again if it is time to, and forgets segments of which nobody could read them now.
+    /// Reads some footers again if it is time to, and forgets segments of which no one could read them now.
     pub(super) fn recheck_footers(&self, deadline: MonotonicTime) {
         let chosen = self.footers_to_recheck();
         let reads: Vec<_> = chosen
@@ -64,7 +64,7 @@ impl Segments {
         }
     }
 
-    /// The next ones in the order of their names, all around; none before it is time, and none where nobody dumps.
+    /// The next ones in the order of their names, all around; none before it is time, and none where no one dumps.
     fn footers_to_recheck(&self) -> Vec<(SegmentName, SegmentNumber)> {
         let now = self.shared.clock.now();
         let mut rechecked = self.discovery.rechecked.lock();

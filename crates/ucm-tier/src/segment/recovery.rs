@@ -1,10 +1,11 @@
 //! What dead writers left: the whole records of their private segments are copied into a segment of our own.
 //!
 //! A private file belongs to its writer alone. To others it is dead when its head names a process of this host that is
-//! gone, or when it was not written for ten minutes by the file server's own clock. Whoever takes it up renames it first,
-//! to a private name of its own: of several that try one has it, and a writer that was only asleep finds its file gone
-//! and fails, harmlessly. It is copied and not sealed as it is, for a sleeper may still hold it open, and a segment
-//! that has a name is never written. A record counts only if its header and every checksum are right.
+//! gone, or when it was not written for ten minutes by the file server's own clock. The process that takes it up
+//! renames it first, to a private name of its own: of several that try one has it, and a writer that was only asleep
+//! finds its file gone and fails, harmlessly. It is copied and not sealed as it is, for a sleeper may still hold it
+//! open, and a segment that has a name is never written. A record counts only if its header and every checksum are
+//! right.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -38,12 +39,12 @@ struct Recovery<'a> {
 
 impl Segments {
     /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the deadline allow; best effort:
-    /// what fails or is not done by then is tried again with a later turn. Whoever opens a root waits for little of it
-    /// only, the finder's thread does the rest.
+    /// what fails or is not done by then is tried again with a later turn. A process that opens a root waits for little
+    /// of it only, the finder's thread does the rest.
     pub(super) fn recover(&self, most: u64, until: MonotonicTime) {
         let now = self.shared.clock.now();
         {
-            let mut last = self.discovery.rescued.lock();
+            let mut last = self.discovery.recovered_at.lock();
             if self.shared.config.lookup_only || last.is_some_and(|last| now.since(last) < LOOK_AGAIN) {
                 return;
             }
@@ -54,7 +55,7 @@ impl Segments {
             until,
         };
         if !recovery.turn(most).unwrap_or(false) {
-            *self.discovery.rescued.lock() = None;
+            *self.discovery.recovered_at.lock() = None;
         }
     }
 
@@ -92,7 +93,7 @@ impl Recovery<'_> {
             }
             self.go_on()?;
             left -= meta.len;
-            all &= self.rescue(name, &meta).is_ok();
+            all &= self.recover_segment(name, &meta).is_ok();
         }
         Ok(all)
     }
@@ -135,7 +136,7 @@ impl Recovery<'_> {
         Ok(dead)
     }
 
-    fn rescue(&self, dead: SegmentName, meta: &FileMeta) -> Result<()> {
+    fn recover_segment(&self, dead: SegmentName, meta: &FileMeta) -> Result<()> {
         let (segments, shared) = (self.segments, &self.segments.shared);
         let claimed = segments.private(segments.next_name());
         let before = shared.space.counts(); // one that runs meanwhile may see both copies
@@ -197,13 +198,13 @@ impl Recovery<'_> {
             bytes = whole.ok_or_else(gone)?; // with side shards that this writer has not
         }
         bytes.truncate(usize::try_from(header.record_len).unwrap_or(usize::MAX));
-        let judged = shared.judge(header.meta.id, &bytes, header.record_len);
+        let checked = shared.verify(header.meta.id, &bytes, header.record_len);
         let entry = Entry {
             id: header.meta.id,
             offset,
             len: round_up(header.record_len, PAGE),
         };
-        Ok((judged.is_ok() && bytes.len() as u64 == header.record_len).then_some(entry))
+        Ok((checked.is_ok() && bytes.len() as u64 == header.record_len).then_some(entry))
     }
 
     /// Appends records to a segment of our own.

@@ -92,12 +92,12 @@ impl Segments {
         let found = self.shared.clock.now().after(FOUND_BY);
         for entry in &contents.entries {
             match error {
-                None => self.early.published(entry.id, found),
-                Some(_) => self.early.lost(entry.id),
+                None => self.locally_visible.published(entry.id, found),
+                Some(_) => self.locally_visible.lost(entry.id),
             }
         }
         let trouble = error.as_ref().or(contents.trouble.as_ref());
-        open.admitted.settle(kept, trouble);
+        open.reserved.commit(kept, trouble);
         for done in open.waiting() {
             done(match &error {
                 None => Ok(Written::Published),
@@ -140,7 +140,7 @@ impl Segments {
     }
 }
 
-/// After such an error nobody knows whether the bytes are on the medium.
+/// After such an error no one knows whether the bytes are on the medium.
 pub(super) fn unsure(error: &Error) -> bool {
     matches!(
         error.kind(),

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ucm_infra::MonotonicTime;
 
-use super::{LANE_FINDER, LANE_MERGER, LANE_TIMER, Segments};
+use super::{LANE_DISCOVERY, LANE_MERGER, LANE_TIMER, Segments};
 
 /// Time between two looks for the segments of others.
 const LOOK: Duration = Duration::from_secs(1);
@@ -65,7 +65,9 @@ impl Segments {
         };
         // A pool that is shut down seals, finds and merges nothing any more.
         let _ = self.pool.submit(LANE_TIMER, MonotonicTime::NEVER, seal, |_| {});
-        let _ = self.pool.submit(LANE_FINDER, MonotonicTime::NEVER, find, |_| {});
+        let _ = self
+            .pool
+            .submit(LANE_DISCOVERY, MonotonicTime::NEVER, find, |_| {});
         let _ = self.pool.submit(LANE_MERGER, MonotonicTime::NEVER, merge, |_| {});
     }
 

@@ -2,7 +2,8 @@
 //!
 //! One segment takes records; those before it are being sealed. Through the page cache a file is written by one thread at a
 //! time, so a thread that finds all of them busy opens another one, and they are filled side by side. Room for all of a
-//! segment is admitted when it is opened, and what it did not need is given back when it ended, so an append asks nobody.
+//! segment is reserved when it is opened, and what it did not need is given back when it ended, so an append asks no
+//! one.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -31,7 +32,7 @@ const SHARE: u64 = 64;
 pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 
 /// Most segments that take records side by side.
-const ABREAST: usize = 4;
+const STRIPES: usize = 4;
 /// Least time between two times that what is open is sealed because somebody waits.
 const SPACING: Duration = Duration::from_millis(50);
 
@@ -53,7 +54,8 @@ struct State {
     opening: usize,
     /// These wait for one of them. Each holds a slot, so they are not many.
     waiting: Vec<Coming>,
-    /// Those that waited and have their place by now, and those that found none; whoever opened the segment writes them.
+    /// Those that waited and have their place by now, and those that found none; the thread that opened the segment
+    /// writes them.
     placed: Vec<(Arc<OpenSegment>, Append)>,
     left: Vec<Coming>,
     /// Segments that were opened and have not ended, those that take records too.
@@ -69,7 +71,7 @@ struct State {
 /// A write that looks for its place.
 pub(super) struct Coming {
     write: Write,
-    /// [`State::flushes`] since when it waits, if it does: who is placed at once was flushed by nobody yet.
+    /// [`State::flushes`] since when it waits, if it does: who is placed at once was flushed by no one yet.
     came: Option<u64>,
 }
 
@@ -107,8 +109,8 @@ enum Place {
 }
 
 impl State {
-    /// Finds a place for a record, in a segment that nobody writes to if there is one, and the segments that had no more
-    /// room. `beside`: how many may be open for that; `stands_by`: whether the thread that brings it may wait.
+    /// Finds a place for a record, in a segment that no one writes to if there is one, and the segments that had no
+    /// more room. `beside`: how many may be open for that; `stands_by`: whether the thread that brings it may wait.
     fn place(
         &mut self,
         mut coming: Coming,
@@ -178,8 +180,8 @@ fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
     if !shared.writes_cached() {
         return 1;
     }
-    let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(ABREAST);
-    most.clamp(1, ABREAST)
+    let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(STRIPES);
+    most.clamp(1, STRIPES)
 }
 
 /// Length at which segments are sealed below a root with this limit, bytes, where no record is longer.
@@ -202,19 +204,19 @@ impl Segments {
     /// Writes a record into a segment, and opens one for it if need be.
     pub(super) fn append(self: &Arc<Self>, io: &IoJob, mut coming: Coming) {
         let room = self.room_for(room_of(&coming.write));
-        let mut beside = if self.is_short(io) { 1 } else { self.abreast(room) };
+        let mut beside = if self.is_short(io) { 1 } else { self.stripes(room) };
         loop {
             if let Err(late) = io.still_wanted() {
                 return coming.write.end(Err(late));
             }
             let now = self.shared.clock.now();
             let opened = self.writer.opened.seen();
-            let (hurried, (place, full)) = {
+            let (flushed, (place, full)) = {
                 let mut state = self.writer.state.lock();
-                let hurried = coming.is_flushed(&state);
-                (hurried, state.place(coming, beside, io.is_lent(), now))
+                let flushed = coming.is_flushed(&state);
+                (flushed, state.place(coming, beside, io.is_lent(), now))
             };
-            if hurried || matches!(place, Place::Waits) {
+            if flushed || matches!(place, Place::Waits) {
                 self.seal_notify.notify(); // the timer keeps when it is sealed, and the deadline of what waits
             }
             full.iter()
@@ -248,7 +250,7 @@ impl Segments {
     }
 
     /// How many segments of that room may take records side by side: one where they are sealed at once anyway.
-    fn abreast(&self, room: u64) -> usize {
+    fn stripes(&self, room: u64) -> usize {
         if self.seals_at_once() {
             return 1;
         }
@@ -264,14 +266,14 @@ impl Segments {
             coming.came.get_or_insert(state.flushes);
             state.waiting.push(coming);
         }
-        let admitted = Room::new(&self.shared.space);
+        let reserved = Room::new(&self.shared.space);
         if needed && self.is_short(io) {
             self.seal_notify.notify(); // the timer keeps the deadline of what waits
             let deadline = self.shared.clock.now().after(LEAST_TIME);
-            return self.open_later(room, deadline, admitted);
+            return self.open_later(room, deadline, reserved);
         }
-        let created = self.when_created(room, io.deadline(), &admitted);
-        self.open_with(io, room, needed, admitted, created);
+        let created = self.when_created(room, io.deadline(), &reserved);
+        self.open_with(io, room, needed, reserved, created);
     }
 
     fn open_with(
@@ -279,10 +281,10 @@ impl Segments {
         io: &IoJob,
         room: u64,
         needed: bool,
-        admitted: Arc<Room>,
+        reserved: Arc<Room>,
         created: Done<Created>,
     ) {
-        io.here(|io| self.create(io, room, needed, &admitted), created);
+        io.here(|io| self.create(io, room, needed, &reserved), created);
         self.write_waiting(io);
     }
 
@@ -291,25 +293,25 @@ impl Segments {
         self: &Arc<Self>,
         room: u64,
         deadline: MonotonicTime,
-        admitted: &Arc<Room>,
+        reserved: &Arc<Room>,
     ) -> Done<Created> {
-        let (segments, admitted) = (Arc::clone(self), Arc::clone(admitted));
+        let (segments, reserved) = (Arc::clone(self), Arc::clone(reserved));
         Box::new(move |result| match result {
-            Ok(Created::File(name)) => segments.opened(segments.begin(name, room, admitted)),
+            Ok(Created::File(name)) => segments.opened(segments.begin(name, room, reserved)),
             Ok(Created::Unwanted) => {
                 segments.writer.opened.notify();
-                segments.seal_notify.notify(); // whoever waits until nothing is written any more
+                segments.seal_notify.notify(); // the thread that waits until nothing is written any more
             }
             Ok(Created::NeedsRoom) => {
-                let held = Arc::clone(&admitted);
+                let held = Arc::clone(&reserved);
                 let deadline = deadline.max(segments.shared.clock.now().after(LEAST_TIME));
-                admitted.make(room, deadline, move |made| match made {
+                reserved.reserve(room, deadline, move |made| match made {
                     Ok(()) => segments.open_later(room, deadline, held),
                     Err(error) => segments.opened(Err(error)),
                 });
             }
             Err(error) => {
-                admitted.settle(if unsure(&error) { room } else { 0 }, Some(&error));
+                reserved.commit(if unsure(&error) { room } else { 0 }, Some(&error));
                 segments.shared.missed(&error);
                 segments.opened(Err(error));
             }
@@ -317,18 +319,18 @@ impl Segments {
     }
 
     /// Opens a segment on a thread for dumps: one for which room was made, or that needs more time than its record has.
-    fn open_later(self: &Arc<Self>, room: u64, deadline: MonotonicTime, admitted: Arc<Room>) {
-        let (created, ended) = either(self.when_created(room, deadline, &admitted));
+    fn open_later(self: &Arc<Self>, room: u64, deadline: MonotonicTime, reserved: Arc<Room>) {
+        let (created, ended) = either(self.when_created(room, deadline, &reserved));
         let segments = Arc::clone(self);
         let work = move |io: &IoJob| {
-            segments.open_with(io, room, true, admitted, created);
+            segments.open_with(io, room, true, reserved, created);
             Ok(())
         };
         self.shared.io.job(LANE_DUMP, deadline, work, ended);
     }
 
     /// Takes a segment into the index whose file was made.
-    fn begin(&self, name: SegmentName, room: u64, admitted: Arc<Room>) -> Result<OpenSegment> {
+    fn begin(&self, name: SegmentName, room: u64, reserved: Arc<Room>) -> Result<OpenSegment> {
         let number = self.index.begin(Known {
             name,
             part: self.shared.config.part,
@@ -340,29 +342,29 @@ impl Segments {
         match number {
             Some(number) => {
                 let now = self.shared.clock.now();
-                Ok(OpenSegment::new(number, name, room, admitted, now))
+                Ok(OpenSegment::new(number, name, room, reserved, now))
             }
             None => {
                 let twice = Error::internal("two segments have one name");
-                admitted.settle(room, Some(&twice));
+                reserved.commit(room, Some(&twice));
                 Err(twice)
             }
         }
     }
 
     /// Makes the file of a segment, once it has room.
-    fn create(self: &Arc<Self>, io: &IoJob, room: u64, needed: bool, admitted: &Room) -> Result<Created> {
+    fn create(self: &Arc<Self>, io: &IoJob, room: u64, needed: bool, reserved: &Room) -> Result<Created> {
         let config = &self.shared.config;
         let marker = io.look(self.shared.layout.marker())?;
         self.shared
             .check_root(marker)
             .inspect_err(|_| self.shared.look_again())?;
-        if needed || admitted.take_spare(room).is_err() {
+        if needed || reserved.try_reserve(room).is_err() {
             io.still_wanted()?;
             if !needed && self.writer.state.lock().gives_up_opening() {
                 return Ok(Created::Unwanted);
             }
-            if !admitted.take(room)? {
+            if !reserved.take(room)? {
                 return Ok(Created::NeedsRoom);
             }
         }
@@ -373,10 +375,10 @@ impl Segments {
     }
 
     /// A segment was opened, or not. The first that waits for it has its place there; the others too where it is closed at
-    /// once or no other is filled beside it, else each looks for one that nobody writes to.
+    /// once or no other is filled beside it, else each looks for one that no one writes to.
     fn opened(self: &Arc<Self>, result: Result<OpenSegment>) {
         let open = result.map(Arc::new);
-        let alone = open.as_ref().is_ok_and(|open| self.abreast(open.room) == 1);
+        let alone = open.as_ref().is_ok_and(|open| self.stripes(open.room) == 1);
         let mut state = self.writer.state.lock();
         state.opening -= 1;
         // A segment that could not be opened fails those that have no other to wait for.
@@ -384,18 +386,18 @@ impl Segments {
             Err(_) if state.opening > 0 => Vec::new(),
             _ => std::mem::take(&mut state.waiting),
         };
-        let hurry = match waiting.is_empty() {
+        let flush_soon = match waiting.is_empty() {
             true => state.last,
             false => waiting.iter().any(|coming| coming.is_flushed(&state)),
         };
-        if hurry {
+        if flush_soon {
             state.closed = Some(self.shared.clock.now());
         }
         if let Ok(open) = &open {
             state.living.push(Arc::clone(open));
             state.open.push(Arc::clone(open));
             for Coming { write, came } in std::mem::take(&mut waiting) {
-                let place = if hurry || alone || state.placed.is_empty() {
+                let place = if flush_soon || alone || state.placed.is_empty() {
                     open.reserve(write)
                 } else {
                     Err(write)
@@ -409,7 +411,7 @@ impl Segments {
         drop(state);
         self.writer.opened.notify();
         match open {
-            Ok(open) if hurry => self.close(&open),
+            Ok(open) if flush_soon => self.close(&open),
             Ok(_) => {}
             Err(error) => waiting
                 .into_iter()
@@ -494,7 +496,7 @@ impl Segments {
     }
 
     /// Closes what is open now, or soon if that was done a moment ago: somebody waits for it.
-    pub(super) fn hurry(self: &Arc<Self>) {
+    pub(super) fn flush_soon(self: &Arc<Self>) {
         let now = self.shared.clock.now();
         let (open, due) = {
             let mut state = self.writer.state.lock();

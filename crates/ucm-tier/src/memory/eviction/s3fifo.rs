@@ -1,5 +1,5 @@
 //! S3-FIFO (Yang et al., SOSP 2023) for chains: a small queue for what is new, a main one for what was used again, and
-//! the names of what left the small one unused; whoever comes back from there goes to the main queue at once.
+//! the names of what left the small one unused; a record that comes back from there goes to the main queue at once.
 //!
 //! Unlike the original its queues are not by time alone: as with [`super::Lru`], of what came at about the same time
 //! the end of a chain goes before its beginning. In plain order of arrival the beginning goes first, and what is left of
@@ -95,7 +95,7 @@ impl S3Fifo {
     }
 
     /// Looks at one slot: it may stay and is put where it belongs, or it is the victim.
-    fn judge(&mut self, slot: u32) -> bool {
+    fn keep_or_evict(&mut self, slot: u32) -> bool {
         let entry = self.slots[slot as usize];
         match entry.place {
             Place::Small | Place::Main if entry.uses > 0 => {
@@ -162,7 +162,7 @@ impl Eviction for S3Fifo {
             let slot = small
                 .or_else(|| first(&self.main))
                 .or_else(|| first(&self.small))?;
-            if self.judge(slot) {
+            if self.keep_or_evict(slot) {
                 return Some(slot);
             }
         }

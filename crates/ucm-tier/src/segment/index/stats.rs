@@ -42,7 +42,7 @@ impl SegmentStats {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CopyStatus {
     /// This is the copy that is read.
-    Taken,
+    Current,
     /// A newer one in this segment, which others can see too, is read in its place.
     Superseded(SegmentNumber),
     /// The same segment has it once more, and that one is read.
@@ -101,7 +101,7 @@ impl Index {
     }
 
     /// Where the copy at this place stands.
-    pub(crate) fn standing(&self, id: BlockId, number: SegmentNumber, offset: u64) -> CopyStatus {
+    pub(crate) fn copy_status(&self, id: BlockId, number: SegmentNumber, offset: u64) -> CopyStatus {
         let Some(hit) = self.find(id) else {
             let segments = self.segments.read();
             let segment = segments.known.get(&number);
@@ -112,7 +112,7 @@ impl Index {
         };
         if hit.segment == number {
             return if hit.offset == offset {
-                CopyStatus::Taken
+                CopyStatus::Current
             } else {
                 CopyStatus::Twice
             };

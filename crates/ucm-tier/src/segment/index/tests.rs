@@ -84,7 +84,7 @@ fn the_newest_copy_counts_and_the_next_takes_its_place() {
 }
 
 #[test]
-fn a_sweep_takes_out_what_nobody_met() {
+fn a_sweep_takes_out_what_no_one_met() {
     let index = Index::new(100);
     let gone = with(&index, 1, 10, &[entry(1, 1), entry(2, 3)]);
     with(&index, 2, 5, &[entry(2, 1), entry(3, 3)]);
@@ -140,11 +140,11 @@ fn what_is_taken_from_elsewhere_is_counted_and_told() {
     };
     assert_eq!(passed(old), Some((2, 3, true)));
     assert_eq!(passed(new), Some((0, 2, false)));
-    let standing = |n: u8, number, page: u64| index.standing(BlockId([n; 16]), number, page * PAGE);
-    assert_eq!(standing(1, old, 1), CopyStatus::Superseded(new));
-    assert_eq!(standing(1, new, 1), CopyStatus::Taken);
-    assert_eq!(standing(3, old, 5), CopyStatus::Taken);
-    assert_eq!(standing(9, old, 1), CopyStatus::Unknown);
+    let copy_status = |n: u8, number, page: u64| index.copy_status(BlockId([n; 16]), number, page * PAGE);
+    assert_eq!(copy_status(1, old, 1), CopyStatus::Superseded(new));
+    assert_eq!(copy_status(1, new, 1), CopyStatus::Current);
+    assert_eq!(copy_status(3, old, 5), CopyStatus::Current);
+    assert_eq!(copy_status(9, old, 1), CopyStatus::Unknown);
     // The newer copy turns out to be none: the older one is taken again.
     let hit = index.find(BlockId([1; 16])).unwrap();
     index.drop_copy(BlockId([1; 16]), &hit);
@@ -152,35 +152,35 @@ fn what_is_taken_from_elsewhere_is_counted_and_told() {
         (passed(old), passed(new)),
         (Some((1, 3, false)), Some((1, 2, false)))
     );
-    assert_eq!(standing(1, old, 1), CopyStatus::Taken);
-    assert_eq!(standing(1, new, 1), CopyStatus::Aside);
+    assert_eq!(copy_status(1, old, 1), CopyStatus::Current);
+    assert_eq!(copy_status(1, new, 1), CopyStatus::Aside);
     index.vanished(new);
-    assert_eq!(standing(2, old, 3), CopyStatus::Taken);
+    assert_eq!(copy_status(2, old, 3), CopyStatus::Current);
     assert_eq!(passed(old), Some((0, 3, false)));
 }
 
 #[test]
-fn a_record_that_was_removed_is_found_nowhere_and_kept_by_nobody() {
+fn a_record_that_was_removed_is_found_nowhere_and_kept_by_no_one() {
     use super::stats::CopyStatus;
 
     let index = Index::new(100);
     let old = with(&index, 1, 10, &[entry(1, 1), entry(2, 3)]);
     let new = with(&index, 2, 20, &[entry(1, 1)]);
-    let standing = |n: u8, number, page: u64| index.standing(BlockId([n; 16]), number, page * PAGE);
+    let copy_status = |n: u8, number, page: u64| index.copy_status(BlockId([n; 16]), number, page * PAGE);
     assert!(index.remove(BlockId([1; 16])) && !index.remove(BlockId([1; 16])));
     assert_eq!(index.find(BlockId([1; 16])), None);
-    assert_eq!(standing(1, old, 1), CopyStatus::Removed);
-    assert_eq!(standing(1, new, 1), CopyStatus::Removed);
-    assert_eq!(standing(2, old, 3), CopyStatus::Taken);
-    assert_eq!(standing(2, new, 9), CopyStatus::Aside, "the rest is as it was");
+    assert_eq!(copy_status(1, old, 1), CopyStatus::Removed);
+    assert_eq!(copy_status(1, new, 1), CopyStatus::Removed);
+    assert_eq!(copy_status(2, old, 3), CopyStatus::Current);
+    assert_eq!(copy_status(2, new, 9), CopyStatus::Aside, "the rest is as it was");
     // Stored again it is a record like any other.
     let again = with(&index, 3, 30, &[entry(1, 1)]);
-    assert_eq!(standing(1, again, 1), CopyStatus::Taken);
-    assert_eq!(standing(1, old, 1), CopyStatus::Superseded(again));
+    assert_eq!(copy_status(1, again, 1), CopyStatus::Current);
+    assert_eq!(copy_status(1, old, 1), CopyStatus::Superseded(again));
 }
 
 #[test]
-fn whoever_knows_the_same_segments_takes_the_same_copy() {
+fn every_index_of_the_same_segments_takes_the_same_copy() {
     let orders: [&[u64]; 3] = [&[1, 2, 3], &[3, 2, 1], &[2, 3, 1]];
     for sequences in orders {
         let index = Index::new(100);

@@ -36,11 +36,12 @@ impl Drop for Claim<'_> {
         let (segments, path) = (self.segments, self.path.clone());
         let remove = move |io: &IoJob| Ok(io.remove(&[path])?.iter().all(Result::is_ok));
         let gone = !self.held || segments.shared.call(segments.step(), remove).unwrap_or(false);
-        // What stays is known by its writer, or swept by its age. Where the medium is full nobody is to make room for this.
+        // What stays is known by its writer, or swept by its age. Where the medium is full no one is to make room for
+        // this.
         segments
             .shared
             .space
-            .settled(self.room, if gone { 0 } else { HEAD_LEN }, None);
+            .commit(self.room, if gone { 0 } else { HEAD_LEN }, None);
     }
 }
 
@@ -58,7 +59,7 @@ impl<'a> Claim<'a> {
         let mut claim = Self {
             segments,
             path: segments.private(name),
-            room: segments.shared.space.spared(HEAD_LEN)?,
+            room: segments.shared.space.try_reserve(HEAD_LEN)?,
             held: false,
         };
         claim.held = claim.make()? || (claim.take_away()? && claim.make()?);
@@ -80,7 +81,7 @@ impl<'a> Claim<'a> {
         }
     }
 
-    /// Takes a claim away that nobody holds any more; whether the way is free.
+    /// Takes a claim away that no one holds any more; whether the way is free.
     fn take_away(&self) -> Result<bool> {
         let (segments, shared) = (self.segments, &self.segments.shared);
         let path = self.path.clone();

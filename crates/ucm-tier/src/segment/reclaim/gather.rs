@@ -23,7 +23,7 @@ const SHARE: u64 = 64;
 const FULL: u64 = 82;
 
 impl Segments {
-    /// Gathers once, if there is anything to gather, it is nobody else's turn, and there is room. Whether it did.
+    /// Gathers once, if there is anything to gather, it is no one else's turn, and there is room. Whether it did.
     pub(super) fn gather(&self, state: &mut State) -> Result<bool> {
         self.unless_closing()?;
         if !self.has_room_to_gather(state) || choose(&self.worth_a_look(state), self.room()).is_empty() {
@@ -38,7 +38,7 @@ impl Segments {
         }
     }
 
-    /// Whether there is room for a copy of a whole segment that costs nobody else's records their place.
+    /// Whether there is room for a copy of a whole segment that costs no one else's records their place.
     fn has_room_to_gather(&self, state: &State) -> bool {
         let (usage, room) = (self.shared.space.usage(), self.room());
         let waiting: u64 = state.waiting().map(|segment| segment.len).sum();
@@ -68,14 +68,14 @@ impl Segments {
         for segment in chosen {
             self.unless_closing()?;
             let footer = self.footer_of(&segment)?;
-            // One with a record of another shape is not this writer's to judge.
+            // One with a record of another shape is not this writer's to verify.
             let footer = footer.filter(|footer| footer.entries.iter().all(|entry| self.is_ours(entry.len)));
             let Some(footer) = footer else {
                 state.unfit.insert(segment.number);
                 continue;
             };
             self.add_source(&mut sources, segment, footer, |entry| {
-                match self.index.standing(entry.id, segment.number, entry.offset) {
+                match self.index.copy_status(entry.id, segment.number, entry.offset) {
                     CopyStatus::Superseded(by) => {
                         relied.insert(by);
                         None
@@ -96,7 +96,7 @@ impl Segments {
             // As young as the youngest of them: they may be used meanwhile.
             let made = self.append_again(&sources, &sources.segments)?;
             relied.extend(made.number);
-            // What is damaged, as far as can be seen, or not for this writer to judge goes by its age.
+            // What is damaged, as far as can be seen, or not for this writer to verify goes by its age.
             sources
                 .segments
                 .retain(|segment| !made.unsound.contains(&segment.number));

@@ -7,12 +7,12 @@
 //!   ones, a minute later.
 //!
 //! Nothing that has a name is changed. The old segments are left to those who still read there, and until they go they count
-//! as used. Whoever dies in between leaves nothing behind: a private file is what dead writers leave in any case, and old
-//! segments all of whose records have newer copies are what any gathering removes.
+//! as used. A process that dies in between leaves nothing behind: a private file is what dead writers leave in any
+//! case, and old segments all of whose records have newer copies are what any gathering removes.
 //!
 //! A copy is never taken for newer than it is: its segment counts as sealed a moment after the youngest of those it was
 //! made of, whatever any clock says. So all who see the same segments agree which copy is the newest, and that one is
-//! removed by nobody who did not copy it, even where two gather the same segments at once.
+//! removed by no one who did not copy it, even where two gather the same segments at once.
 
 mod choose;
 mod claim;
@@ -74,7 +74,7 @@ pub(super) struct Reclaim {
     /// Segments that were gathered into others, or had nothing left of their own.
     pub(super) gathered: AtomicU64,
     /// Records in use that outlived their segment.
-    pub(super) carried: AtomicU64,
+    pub(super) reinserted: AtomicU64,
 }
 
 /// What only its thread knows.

@@ -1,9 +1,9 @@
 //! Reinsertion: records that outlive their file are appended to a new segment of our own. What reclaiming keeps of segments
 //! that go and what recovery finds in those of dead writers goes this one way.
 //!
-//! Every record is judged on its way, so what is copied is what was judged. The new segment gets its name with all of
-//! them or not at all; room for all of it is admitted first, like that of any other segment. It is none of those that take
-//! records of dumps: those are as new as the clock says, and are used now.
+//! Every record is verified on its way, so what is copied is what was verified. The new segment gets its name with all
+//! of them or not at all; room for all of it is reserved first, like that of any other segment. It is none of those
+//! that take records of dumps: those are as new as the clock says, and are used now.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -70,15 +70,15 @@ impl Reinsertion<'_> {
         let name = segments.next_name();
         let records: u64 = pieces.iter().map(|piece| piece.entry.len).sum();
         let room = HEAD_LEN + records + footer_len(pieces.len());
-        let ticket = match self.needed {
-            true => space.admitted(room, self.until),
-            false => space.spared(room),
+        let reservation = match self.needed {
+            true => space.reserve_blocking(room, self.until),
+            false => space.try_reserve(room),
         }?;
         let mut copies = Vec::new();
         let mut done = Reinserted::default();
         let made = self.write(name, pieces, &mut copies, &mut done);
         let error = made.as_ref().err().map(|error| match error.kind() {
-            // Nobody is to make room for it.
+            // No one is to make room for it.
             ErrorKind::NoSpace if !self.needed => Error::new(ErrorKind::Busy, "there is no room for copies"),
             _ => error.clone(),
         });
@@ -87,7 +87,7 @@ impl Reinsertion<'_> {
             (_, Some(error)) if unsure(error) => room,
             _ => 0,
         };
-        space.settled(ticket, kept, error.as_ref());
+        space.commit(reservation, kept, error.as_ref());
         if let Ok(Some(known)) = &made {
             done.number = self.take_up(known, &copies);
             if done.number.is_none() {
@@ -201,7 +201,7 @@ impl Reinsertion<'_> {
             let Some(bytes) = self.segments.read_piece(from, offset, len as usize, mode, step)? else {
                 return Ok(None);
             };
-            match self.judged(id, &bytes, len) {
+            match self.verified(id, &bytes, len) {
                 Ok(meta) => return Ok(Some((meta, bytes))),
                 Err(reason) if !is_damage(reason) => break,
                 Err(_) => {}
@@ -212,8 +212,8 @@ impl Reinsertion<'_> {
     }
 
     /// What a record says of itself, if it is sound. Its side shards go with it as they are.
-    fn judged(&self, id: BlockId, bytes: &[u8], len: u64) -> std::result::Result<RecordMeta, MissReason> {
-        Ok(self.segments.shared.judge(id, bytes, len)?.meta)
+    fn verified(&self, id: BlockId, bytes: &[u8], len: u64) -> std::result::Result<RecordMeta, MissReason> {
+        Ok(self.segments.shared.verify(id, bytes, len)?.meta)
     }
 
     /// Until when the next step may take.

@@ -79,16 +79,16 @@ impl Segments {
                 continue;
             };
             self.add_source(&mut sources, segment, footer, |entry| {
-                let status = self.index.standing(entry.id, segment.number, entry.offset);
+                let status = self.index.copy_status(entry.id, segment.number, entry.offset);
                 let fits = self.is_ours(entry.len) && entry.len <= room;
-                let goes = status == CopyStatus::Taken && fits && uses.has(segment.number, entry.offset);
+                let goes = status == CopyStatus::Current && fits && uses.has(segment.number, entry.offset);
                 room -= if goes { entry.len } else { 0 };
                 goes.then_some(true)
             });
         }
         if !sources.pieces.is_empty() {
             let made = self.append_again(&sources, &[])?;
-            self.reclaim.carried.fetch_add(made.records, Ordering::Relaxed);
+            self.reclaim.reinserted.fetch_add(made.records, Ordering::Relaxed);
             made.number.into_iter().for_each(|number| uses.forget(number));
         }
         // Those that found no room in this turn are among the next still, with the records that are left.

@@ -1,4 +1,4 @@
-//! What `Local::early` tells: changes since the last time it was asked.
+//! What `Local::locally_visible` tells: changes since the last time it was asked.
 
 use std::collections::HashMap;
 
@@ -24,7 +24,7 @@ impl Changes {
         self.change(id, false);
     }
 
-    /// Two opposite changes that nobody was told of are none.
+    /// Two opposite changes that no one was told of are none.
     fn change(&mut self, id: BlockId, gained: bool) {
         match self.pending.remove(&id) {
             Some(before) if before != gained => {}

@@ -1,13 +1,13 @@
-//! Which records this process can read and others may not have found yet, told to whoever asks as changes since the last
-//! time.
+//! Which records this process can read and others may not have found yet, told as changes since the last time that the
+//! scheduler asked.
 //!
-//! A record is early from when it was written until others must have found its segment, a while after that got its name: who
-//! asks looks for it in a directory listing now and then, and between the two it must not be a miss. What is dropped, or
-//! never gets a name, is early no longer at once.
+//! A record is only locally visible from when it was written until others must have found its segment, a while after
+//! that got its name: the scheduler looks for it in a directory listing now and then, and between the two it must not
+//! be a miss. What is dropped, or never gets a name, is so no longer at once.
 //!
-//! What is gained and lost between two questions is never told, and nothing stays early for a while before somebody asked
-//! once, so nothing grows while nobody asks: at any time there are no more ids here than records in segments that have no
-//! name yet, those that were told of and lost since, and a bounded number published lately.
+//! What is gained and lost between two questions is never told, and nothing stays so for a while before the first
+//! question, so nothing grows in a process that is never asked: at any time there are no more ids here than records in
+//! segments that have no name yet, those that were told of and lost since, and a bounded number published lately.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -17,16 +17,17 @@ use ucm_infra::MonotonicTime;
 
 use crate::backend::LocallyVisible;
 
-/// Most records that stay early for a while; where more are published in that time, the first of them end sooner.
+/// Most records that stay only locally visible for a while after they were published; where more are, the first of them
+/// end sooner.
 const MOST_LEAVING: usize = 1 << 15;
 
 /// See the module.
 #[derive(Default)]
-pub(crate) struct EarlyNews(Mutex<Inner>);
+pub(crate) struct LocalChanges(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    /// Whether anybody wants to know.
+    /// Whether it was asked for once.
     asked: bool,
     fresh: HashSet<BlockId>,
     told: HashSet<BlockId>,
@@ -37,7 +38,7 @@ struct Inner {
     ends: HashMap<BlockId, MonotonicTime>,
 }
 
-impl EarlyNews {
+impl LocalChanges {
     /// This record can be read here now.
     pub(crate) fn gained(&self, id: BlockId) {
         let mut inner = self.0.lock();
@@ -103,7 +104,7 @@ impl Inner {
         }
     }
 
-    /// The first of those that are published is early no longer.
+    /// The first of those that are published is no longer only locally visible.
     fn end_first(&mut self) {
         if let Some((found, id)) = self.leaving.pop_front()
             && self.ends.get(&id) == Some(&found)
@@ -128,7 +129,7 @@ mod tests {
 
     #[test]
     fn only_changes_are_told_and_only_once() {
-        let news = EarlyNews::default();
+        let news = LocalChanges::default();
         news.gained(A);
         assert_eq!(news.take(NOW).gained, [A]);
         assert_eq!(news.take(NOW), nothing());
@@ -139,7 +140,7 @@ mod tests {
 
     #[test]
     fn what_comes_and_goes_between_two_questions_is_not_told() {
-        let news = EarlyNews::default();
+        let news = LocalChanges::default();
         news.gained(A);
         news.lost(A);
         assert_eq!(news.take(NOW), nothing());
@@ -154,7 +155,7 @@ mod tests {
 
     #[test]
     fn what_is_published_stays_early_until_others_must_have_found_it() {
-        let news = EarlyNews::default();
+        let news = LocalChanges::default();
         news.take(NOW);
         news.gained(A);
         news.published(A, LATER);
@@ -166,7 +167,7 @@ mod tests {
 
     #[test]
     fn what_is_dropped_meanwhile_is_lost_at_once() {
-        let news = EarlyNews::default();
+        let news = LocalChanges::default();
         news.gained(A);
         news.take(NOW);
         news.published(A, LATER);
@@ -177,7 +178,7 @@ mod tests {
 
     #[test]
     fn what_is_written_again_meanwhile_stays_until_that_is_found() {
-        let news = EarlyNews::default();
+        let news = LocalChanges::default();
         news.gained(A);
         news.take(NOW);
         news.published(A, LATER);
@@ -189,9 +190,9 @@ mod tests {
     }
 
     #[test]
-    fn nothing_stays_while_nobody_asks_and_never_more_than_a_bounded_number() {
+    fn nothing_stays_while_no_one_asks_and_never_more_than_a_bounded_number() {
         let id = |n: usize| BlockId(std::array::from_fn(|at| n.to_le_bytes()[at % 8]));
-        let news = EarlyNews::default();
+        let news = LocalChanges::default();
         news.gained(A);
         news.published(A, LATER);
         assert_eq!(news.take(NOW), nothing(), "nobody had asked");
