@@ -1,6 +1,6 @@
-//! From a description to an open engine: its stages by name, one medium or several as one.
+//! From a description to an open engine: its tiers by name, one medium or several as one.
 
-mod stages;
+mod tier_spec;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,12 +13,12 @@ use ucm_infra::Clock;
 use ucm_record::{Keys, RecordLayout, SideSpec};
 use ucm_tier::registry::{Amount, BuildContext, seconds};
 
+use crate::breaker::BreakerConfig;
 use crate::engine::{Deadlines, Engine, EngineConfig};
-use crate::health::BreakerConfig;
 use crate::tiers::{LevelConfig, TierConfig};
 
-pub use stages::TierSpec;
-use stages::make_all;
+pub use tier_spec::TierSpec;
+use tier_spec::make_all;
 
 /// What a store is made from; sizes in bytes, times in seconds.
 ///
@@ -44,7 +44,7 @@ use stages::make_all;
 ///
 /// let (id, mut page) = (BlockId([7; 16]), vec![7u8; 4096]);
 /// let rows = |page: &mut Vec<u8>| {
-///     // SAFETY: the page outlives the tasks below, and nobody touches it before they ended.
+///     // SAFETY: the page outlives the tasks below, and no one touches it before they ended.
 ///     let span = unsafe { DeviceSpan::new(page.as_mut_ptr() as u64, page.len() as u64) };
 ///     vec![Row { id, shard: 0, pieces: Pieces::Listed(vec![span]), ready: None, sides: RowSides::None }]
 /// };
@@ -60,8 +60,9 @@ use stages::make_all;
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoreSpec {
-    /// The stages, top first.
-    pub stages: Vec<TierSpec>,
+    /// The tiers, top first.
+    #[serde(rename = "stages")]
+    pub tiers: Vec<TierSpec>,
     /// Name of the device whose memory blocks are loaded into and dumped from; the host if nothing is said.
     #[serde(default = "default_device")]
     pub device: String,
@@ -89,7 +90,7 @@ pub struct StoreSpec {
     pub labels: BTreeMap<String, String>,
     /// Processes of this host that will each have such a store.
     pub processes: u32,
-    /// Whether the scheduler half may run on another host.
+    /// Whether the scheduler side may run on another host.
     pub scheduler_elsewhere: bool,
     /// Opens the store for lookups only.
     pub lookup_only: bool,
@@ -103,7 +104,7 @@ pub struct StoreSpec {
     pub load_s: f64,
     /// Deadline of a dump.
     pub dump_s: f64,
-    /// Deadline of the first look at the stages.
+    /// Deadline of the first look at the tiers.
     pub probe_s: f64,
     /// Deadline of draining.
     pub shutdown_s: f64,
@@ -137,7 +138,7 @@ impl StoreSpec {
         serde_json::from_str(json).map_err(|error: serde_json::Error| wrong(error))
     }
 
-    /// Opens the engine over its stages.
+    /// Opens the engine over its tiers.
     pub fn open(self, clock: Arc<dyn Clock>) -> Result<Engine> {
         ucm_infra::threads_begin_with(ucm_io::use_batch_policy);
         // Who only looks up copies nothing: it touches no device, which may belong to other processes.
@@ -199,7 +200,7 @@ impl StoreSpec {
             scheduler_elsewhere: self.scheduler_elsewhere,
             clock: Arc::clone(&clock),
         };
-        let built = make_all(self.stages, &context)?.into_iter();
+        let built = make_all(self.tiers, &context)?.into_iter();
         let levels = built.map(|(built, policy)| {
             let tiers = built.tiers.into_iter().map(|built| TierConfig {
                 backend: built.backend,

@@ -4,9 +4,9 @@
 //! record → slot → verified → (scatter) → device. See `docs/format.md` for the bytes and `ARCHITECTURE.md` for the house.
 #![forbid(unsafe_code)]
 
+pub mod breaker;
 pub mod builder;
 pub mod engine;
-pub mod health;
 pub mod numeric_diff;
 mod records;
 pub mod stats;

@@ -23,7 +23,7 @@ pub fn tolerance(dtype: DType) -> f64 {
 /// Largest difference between two equally long tensors, relative to the largest value in either; 0 when they are
 /// equal byte for byte, infinite when one has a value that is not a number (or endless) where the other has not.
 /// Bytes without a known meaning deviate by 1 or not at all.
-pub fn deviation(dtype: DType, one: &[u8], other: &[u8]) -> f64 {
+pub fn numeric_diff(dtype: DType, one: &[u8], other: &[u8]) -> f64 {
     if one == other {
         return 0.0;
     }
@@ -121,7 +121,7 @@ mod tests {
     #[test]
     fn the_largest_difference_relative_to_the_largest_value() {
         let floats = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-        let of = |one: &[f32], other: &[f32]| deviation(DType::F32, &floats(one), &floats(other));
+        let of = |one: &[f32], other: &[f32]| numeric_diff(DType::F32, &floats(one), &floats(other));
         assert_eq!(of(&[1.0, 2.0], &[1.0, 2.0]), 0.0);
         assert_eq!(
             of(&[8.0, 0.0, -1.0], &[8.0, 1.0, -1.0]),
@@ -135,23 +135,26 @@ mod tests {
         assert_eq!(of(&[1.0, f32::NAN], &[1.0, -f32::NAN]), 0.0);
         assert_eq!(of(&[f32::INFINITY, 1.0], &[f32::INFINITY, 2.0]), 0.5);
         let bf16 = |value: f32| ((value.to_bits() >> 16) as u16).to_le_bytes();
-        assert_eq!(deviation(DType::Bf16, &bf16(4.0), &bf16(3.0)), 0.25);
-        assert_eq!(deviation(DType::F16, &[0, 0x3c], &[0, 0x40]), 0.5);
-        assert_eq!(deviation(DType::Int8, &[0xff, 100], &[0x01, 100]), 0.02);
-        assert_eq!(deviation(DType::Fp8E5m2, &[0x3c], &[0x40]), 0.5);
+        assert_eq!(numeric_diff(DType::Bf16, &bf16(4.0), &bf16(3.0)), 0.25);
+        assert_eq!(numeric_diff(DType::F16, &[0, 0x3c], &[0, 0x40]), 0.5);
+        assert_eq!(numeric_diff(DType::Int8, &[0xff, 100], &[0x01, 100]), 0.02);
+        assert_eq!(numeric_diff(DType::Fp8E5m2, &[0x3c], &[0x40]), 0.5);
     }
 
     #[test]
     fn bytes_without_a_meaning_are_equal_or_not() {
         for dtype in [DType::Other, DType::Opaque] {
             assert_eq!(
-                (deviation(dtype, b"ab", b"ab"), deviation(dtype, b"ab", b"ac")),
+                (
+                    numeric_diff(dtype, b"ab", b"ab"),
+                    numeric_diff(dtype, b"ab", b"ac")
+                ),
                 (0.0, 1.0)
             );
             assert_eq!(tolerance(dtype), 0.0);
         }
         assert_eq!(
-            deviation(DType::F32, &[0; 3], &[1; 3]),
+            numeric_diff(DType::F32, &[0; 3], &[1; 3]),
             f64::INFINITY,
             "no whole elements"
         );

@@ -1,4 +1,4 @@
-//! What the records of one store are: the same for everything that makes, judges or moves one.
+//! What the records of one store are: the same for everything that makes, verifies or moves one.
 
 use ucm_core::{Geometry, Identity, Part};
 use ucm_record::RecordLayout;

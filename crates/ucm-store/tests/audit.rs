@@ -91,7 +91,7 @@ fn what_cannot_be_compared_is_dumped_as_usual() {
     assert_eq!(
         (store.stat("audits"), store.stat("refused_now")),
         (0, 0),
-        "a load judges it"
+        "a load verifies it"
     );
     assert_eq!(
         (store.stat("blocks_present"), store.stat("blocks_published")),

@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 use ucm_core::BlockId;
 use ucm_infra::{Clock, LANE_LOAD, LANE_SPACE};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::health::BreakerConfig;
+use ucm_store::breaker::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::spread::{Heat, StoragePolicy};
 
@@ -305,7 +305,7 @@ fn a_move_that_fails_leaves_nothing_and_the_limit_holds() {
 }
 
 #[test]
-fn a_cold_root_that_hangs_holds_nobody_up() {
+fn a_cold_root_that_hangs_holds_no_one_up() {
     let (dir, mut several) = (
         directory(),
         over(Layout::segments(), Several::tiered(&[24, 2000])),

@@ -270,7 +270,7 @@ fn without_a_codec_compressed_records_are_misses_and_stay_as_they_are() {
     let before = files(&store);
     assert_eq!(finds(&store, &ids(3)), [false; 3]);
     assert_eq!(store.missed("wrong_length"), 3);
-    // Asked for all the same: a newer form, which nobody refuses, moves aside or counts as damage.
+    // Asked for all the same: a newer form, which no one refuses, moves aside or counts as damage.
     assert!(!loads(&store, &[id(0)]));
     assert_eq!(store.missed("newer_version"), 1);
     assert_eq!(store.stat("second_reads"), 0);

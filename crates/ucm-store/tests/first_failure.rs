@@ -199,7 +199,7 @@ fn a_block_counts_where_its_first_row_stands() {
 fn a_record_refused_before_costs_nothing_before_it() {
     for medium in media() {
         let (_dir, store) = stored(&on(medium), &ids(4));
-        store.engine.distrust(&[id(2)]).unwrap();
+        store.engine.mark_bad(&[id(2)]).unwrap();
         let device = Device::blank(&store.setup, &ids(4));
         let task = store.engine.load(device.rows(&ids(4)), None).unwrap();
         assert_eq!(

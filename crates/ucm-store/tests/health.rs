@@ -10,8 +10,8 @@ use std::time::Duration;
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::{Deadlines, Until};
-use ucm_store::health::BreakerConfig;
 
 use common::only_over;
 use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids, of_records};
@@ -34,7 +34,7 @@ fn opened(threshold: u32, max_stuck: usize) -> (tempfile::TempDir, Store, Arc<Ma
     (dir, store, clock)
 }
 
-/// Whether the breaker of the medium is closed: the engine's, or in a pipeline that of its stage.
+/// Whether the breaker of the medium is closed: the engine's, or in a pipeline that of its tier.
 fn is_well(store: &Store) -> bool {
     match store.setup.above {
         Above::Nothing => store.stat("healthy") == 1,
@@ -179,7 +179,7 @@ fn all_windows_of_a_prefix_lookup_share_one_deadline() {
 }
 
 #[test]
-fn a_lookup_that_nobody_waits_for_ends_in_time_too() {
+fn a_lookup_that_no_one_waits_for_ends_in_time_too() {
     only_over!(
         FilesAlone,
         "a lookup of segments asks no file system, and below a memory it has half of the time"
@@ -201,7 +201,7 @@ fn a_lookup_that_nobody_waits_for_ends_in_time_too() {
 }
 
 #[test]
-fn nothing_is_looked_for_that_nobody_wants_any_more_or_that_had_no_turn() {
+fn nothing_is_looked_for_that_no_one_wants_any_more_or_that_had_no_turn() {
     only_over!(
         FilesAlone,
         "a lookup of segments asks no file system, and below a memory it has half of the time"

@@ -1,4 +1,4 @@
-//! The layout that nobody named: what the root has, segments on a new one, the same for everybody from then on.
+//! The layout that no one named: what the root has, segments on a new one, the same for everybody from then on.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -14,7 +14,7 @@ use ucm_io::{Fault, OpKind, Rule};
 use common::shared::{LONG, in_time};
 use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
-/// A store whose layout nobody named. Where it decides on segments, they are sealed at once.
+/// A store whose layout no one named. Where it decides on segments, they are sealed at once.
 fn unnamed() -> Setup {
     Setup {
         unnamed: true,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind};
 use ucm_infra::{LANE_DUMP, SystemClock};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::health::BreakerConfig;
+use ucm_store::breaker::BreakerConfig;
 
 use common::mount::{Place, copy_all};
 use common::only_over;
@@ -106,7 +106,7 @@ fn a_root_that_is_read_only_at_the_start_is_read_too() {
     drop(opened(&place.path("root")));
     place.read_only("root", true);
     let device = Device::filled(&setup(), &ids(60));
-    // Nobody counts where nobody can write.
+    // No one counts where no one can write.
     let open = |setup| Store::with_clock_now(&place.path("root"), setup, SystemClock::shared());
     let store = open(setup());
     let target = Device::blank(&store.setup, &ids(3));

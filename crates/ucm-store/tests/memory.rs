@@ -223,7 +223,7 @@ fn records_of_a_wrong_length_and_writers_without_memory_are_refused() {
     }
     let error = none.insert(id(1), &whole, 0).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert_eq!(full.insert(id(1), &whole, 0).unwrap(), Inserted::Kept);
+    assert_eq!(full.insert(id(1), &whole, 0).unwrap(), Inserted::New);
     assert_eq!(full.insert(id(1), &whole, 0).unwrap(), Inserted::Present);
     let mut short = vec![0; whole.len() - 1];
     assert_eq!(full.copy_out(id(1), &mut short), None);
@@ -254,21 +254,21 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     // Announced: the scheduler sees them by itself.
     let seen = tier(dir.path(), 8, |_| ());
     keep(&seen, ids(3));
-    assert_eq!(seen.features().early(), LocallyVisible::default());
+    assert_eq!(seen.features().locally_visible(), LocallyVisible::default());
     // On another host it sees none of them.
     let far = tier(dir.path(), 4, |config| config.scheduler_elsewhere = true);
     keep(&far, ids(3));
-    assert_eq!(sorted(far.features().early()).gained, three);
-    assert_eq!(far.features().early(), LocallyVisible::default());
+    assert_eq!(sorted(far.features().locally_visible()).gained, three);
+    assert_eq!(far.features().locally_visible(), LocallyVisible::default());
     keep(&far, (3..6).map(id));
-    let early = sorted(far.features().early());
+    let early = sorted(far.features().locally_visible());
     assert_eq!((early.gained.len(), early.lost.len()), (3, 2));
-    // The directory cannot be used: nobody sees them, until it can.
+    // The directory cannot be used: no one sees them, until it can.
     let blocked = directory();
     std::fs::write(blocked.path().join("regions"), "a file").unwrap();
     let hidden = tier(blocked.path(), 8, |_| ());
     keep(&hidden, ids(3));
-    assert_eq!(sorted(hidden.features().early()).gained, three);
+    assert_eq!(sorted(hidden.features().locally_visible()).gained, three);
     assert!(
         hidden
             .open(MonotonicTime::NEVER)
@@ -281,7 +281,7 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     let mut lost = Vec::new();
     eventually("they can be seen", || {
         hidden.look_around();
-        lost.extend(hidden.features().early().lost);
+        lost.extend(hidden.features().locally_visible().lost);
         lost.len() == 3
     });
     let reader = tier(blocked.path(), 0, |_| ());

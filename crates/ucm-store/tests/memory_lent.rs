@@ -1,5 +1,5 @@
-//! Records in this process's own memory go to the device from where they lie: judged there, and kept until the copy is
-//! over.
+//! Records in this process's own memory go to the device from where they lie: verified there, and kept until the copy
+//! is over.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;

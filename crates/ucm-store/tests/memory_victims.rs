@@ -112,7 +112,7 @@ fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
             assert!(tier.contains(block), "{policy:?}");
             assert_eq!(tier.counts().returned, returned);
         }
-        // They hold up nobody, and there is no more than fits.
+        // They hold up no one, and there is no more than fits.
         for _ in 0..64 {
             more(&tier);
             taken.lock().clear();

@@ -206,7 +206,7 @@ fn store_again(store: &Store, device: &Device, blocks: &[BlockId], file: &Path) 
     };
     flip();
     blocks.iter().for_each(|block| assert!(!loads(store, &[*block])));
-    // Refused until they are published, so nobody sees when they are written.
+    // Refused until they are published, so no one sees when they are written.
     let task = store.engine.dump(device.rows(blocks)).unwrap();
     eventually("they are published", || {
         store.backend.flush(Flush::Now);

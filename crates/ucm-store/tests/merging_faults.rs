@@ -1,4 +1,4 @@
-//! Merging of segments with everything that can go wrong at it: whoever dies, sleeps, meets damage or finds no room.
+//! Merging of segments with everything that can go wrong at it: processes that die, sleep, meet damage or find no room.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -16,7 +16,7 @@ use common::shared::LONG;
 use common::{Device, Setup, Store, directory, eventually, ids};
 
 #[test]
-fn whoever_dies_at_it_leaves_every_record_and_nothing_else() {
+fn a_process_that_dies_at_it_leaves_every_record_and_nothing_else() {
     for (kind, nth) in [(OpKind::WriteAt, 1), (OpKind::WriteAt, 6), (OpKind::Finish, 1)] {
         let dir = directory();
         fill(dir.path(), &filling(), &ids(8));
@@ -33,7 +33,7 @@ fn whoever_dies_at_it_leaves_every_record_and_nothing_else() {
         eventually("the next one merges", || heir.segments().len() == 1);
         eventually("nothing private is left", || privates(&heir).is_empty());
         assert!(loads(&heir, &ids(8)), "{kind:?} {nth}");
-        // It was only asleep: what it does now harms nobody.
+        // It was only asleep: what it does now harms no one.
         gate.open();
         drop(dead);
         assert!(loads(&heir, &ids(8)), "{kind:?} {nth}");

@@ -17,8 +17,8 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, ErrorKind, crc32c};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{IoOptions, IoPool};
+use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Task;
-use ucm_store::health::BreakerConfig;
 use ucm_tier::backend::Flush;
 
 use common::segments::{begin, change, finds, is_over, loads};
@@ -149,7 +149,7 @@ fn what_waits_is_put_when_a_store_closes_and_when_it_is_old() {
     let device = Device::filled(&store.setup, &[id(7)]);
     let task = begin(&store, &device, &[id(7)]);
     assert!(!is_over(&store, &task));
-    clock.advance(setup.deadlines.dump / 2); // sooner than its age, or nobody would wait for it any more
+    clock.advance(setup.deadlines.dump / 2); // sooner than its age, or no one would wait for it any more
     eventually("it is old enough", || is_over(&store, &task));
     store.outcome(&task).unwrap();
 }
@@ -376,7 +376,7 @@ fn a_limit_too_small_for_anything_is_refused() {
 }
 
 #[test]
-fn keys_that_are_wrong_are_told_to_nobody() {
+fn keys_that_are_wrong_are_told_to_no_one() {
     let Some((dir, _server, setup)) = started() else {
         return;
     };

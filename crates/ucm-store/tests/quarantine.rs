@@ -101,7 +101,7 @@ fn a_young_record_of_another_writer_is_a_miss_and_no_more() {
         .into_iter()
         .for_each(|block| bench.assert_gone(block, false));
     bench.heals(id(1));
-    // When nobody can be writing it any more, damage is damage.
+    // When no one can be writing it any more, damage is damage.
     bench.clock.advance(Duration::from_secs(60));
     drop(bench); // a copy takes room, which the next one grants itself
     let later = ours();

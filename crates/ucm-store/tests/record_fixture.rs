@@ -16,7 +16,7 @@ use ucm_core::{
 };
 use ucm_record::{
     Expect, Keys, MAGIC, MARK, Opened, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta, SideSpec,
-    judge_side, seal_side_alone, verify, verify_side, verify_stored,
+    seal_side_alone, verify, verify_side, verify_side_bytes, verify_stored,
 };
 
 const IDENTITY: &str = concat!(
@@ -153,7 +153,7 @@ fn files() -> [(&'static str, Vec<u8>); 5] {
     ]
 }
 
-fn judge(bytes: &[u8]) -> Result<RecordHeader, MissReason> {
+fn check(bytes: &[u8]) -> Result<RecordHeader, MissReason> {
     let meta = meta();
     let layout = layout();
     let expect = Expect {
@@ -169,7 +169,7 @@ fn judge(bytes: &[u8]) -> Result<RecordHeader, MissReason> {
 fn plain_and_sided_are_hits_byte_for_byte() {
     for name in ["plain.bin", "sided.bin"] {
         let bytes = read(name);
-        let header = judge(&bytes).unwrap();
+        let header = check(&bytes).unwrap();
         assert_eq!(header.meta, meta(), "{name}");
         for layer in 0..2 {
             let data = &bytes[layout().layer_data(layer)];
@@ -182,9 +182,9 @@ fn plain_and_sided_are_hits_byte_for_byte() {
         }
     }
     let bytes = read("sided.bin");
-    let header = judge(&bytes).unwrap();
+    let header = check(&bytes).unwrap();
     let side = header.side(SIDE).unwrap();
-    let data = verify_side(side, &bytes[side.offset as usize..]).unwrap();
+    let data = verify_side_bytes(side, &bytes[side.offset as usize..]).unwrap();
     assert_eq!((side.version, data.len()), (3, 50));
     assert!(data.iter().enumerate().all(|(j, &byte)| byte == content(2, j)));
 }
@@ -200,10 +200,10 @@ fn a_side_shard_that_lies_alone_is_a_hit_byte_for_byte() {
     };
     let len = bytes.len() as u64;
     assert_eq!(verify_stored(&bytes, len, &expect).unwrap().meta, meta);
-    let data = judge_side(&bytes, len, &expect, &layout.sides()[0]).unwrap();
+    let data = verify_side(&bytes, len, &expect, &layout.sides()[0]).unwrap();
     assert!(data.iter().enumerate().all(|(j, &byte)| byte == content(2, j)));
     assert_eq!(
-        judge(&bytes),
+        check(&bytes),
         Err(MissReason::ForeignId),
         "it has a name of its own"
     );
@@ -218,10 +218,10 @@ fn an_encrypted_record_comes_back_byte_for_byte() {
     };
     let (stored, plain) = (read("encrypted.bin"), read("sided.bin"));
     let len = stored.len();
-    assert_eq!(judge(&stored), Err(MissReason::WrongKey));
+    assert_eq!(check(&stored), Err(MissReason::WrongKey));
     let mut bytes = stored.clone();
     assert_eq!(keys(1).decrypt(&mut bytes, len).unwrap(), Opened::Left);
-    assert_eq!(judge(&bytes), Err(MissReason::WrongKey));
+    assert_eq!(check(&bytes), Err(MissReason::WrongKey));
     assert_eq!(keys(0).decrypt(&mut bytes, len).unwrap(), Opened::Decrypted);
     assert_eq!(bytes, plain);
     let mut one = stored;
@@ -233,8 +233,8 @@ fn an_encrypted_record_comes_back_byte_for_byte() {
 
 #[test]
 fn newer_and_seed_are_misses_that_say_so() {
-    assert_eq!(judge(&read("newer.bin")), Err(MissReason::NewerVersion));
-    assert_eq!(judge(&read("seed.bin")), Err(MissReason::SeedForm));
+    assert_eq!(check(&read("newer.bin")), Err(MissReason::NewerVersion));
+    assert_eq!(check(&read("seed.bin")), Err(MissReason::SeedForm));
 }
 
 #[test]

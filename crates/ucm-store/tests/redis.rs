@@ -16,8 +16,8 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{IoOptions, IoPool};
+use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
-use ucm_store::health::BreakerConfig;
 
 use common::servers::{Server, free_port, has_program, redis, redis_at};
 use common::stored::{Reply, ask};
@@ -262,7 +262,7 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
 }
 
 #[test]
-fn lookups_of_what_is_known_ask_nobody() {
+fn lookups_of_what_is_known_ask_no_one() {
     let dir = directory();
     let Some(server) = redis(dir.path(), "") else {
         return;

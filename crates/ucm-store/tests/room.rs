@@ -227,7 +227,7 @@ fn a_load_of_what_is_being_removed_is_exact_or_a_miss() {
 }
 
 #[test]
-fn room_for_a_write_that_nobody_waits_for_any_more_goes_back() {
+fn room_for_a_write_that_no_one_waits_for_any_more_goes_back() {
     only_over!(OneMedium, "a dump of a pipeline may be written elsewhere");
     let (dir, clock) = (directory(), ManualClock::new());
     let setup = Setup::default();

@@ -201,7 +201,7 @@ fn the_first_failure_ends_the_reads_behind_it() {
 }
 
 #[test]
-fn a_block_is_published_by_its_last_shard_whoever_brings_it() {
+fn a_block_is_published_by_its_last_shard_whichever_caller_brings_it() {
     for medium in media() {
         let dir = directory();
         let setup = Setup {

@@ -20,7 +20,7 @@ use common::shared::{LONG, attempt, in_time, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
-fn what_is_dumped_is_found_by_whoever_opens_the_root_and_by_who_had_it_open() {
+fn what_is_dumped_is_found_by_a_store_that_opens_the_root_and_by_who_had_it_open() {
     let dir = directory();
     let watcher = Store::open(dir.path(), quick());
     let store = Store::open(dir.path(), quick());
@@ -40,7 +40,7 @@ fn what_is_dumped_is_found_by_whoever_opens_the_root_and_by_who_had_it_open() {
 }
 
 #[test]
-fn a_record_nobody_has_seen_yet_is_looked_for_before_it_is_a_miss() {
+fn a_record_no_one_has_seen_yet_is_looked_for_before_it_is_a_miss() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = Store::open(dir.path(), quick());
     let reader = on(&clock, dir.path(), &quick());

@@ -1,4 +1,4 @@
-//! Loads of single layers from segments: the header and those layers are read and judged, and nothing else.
+//! Loads of single layers from segments: the header and those layers are read and verified, and nothing else.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -126,7 +126,7 @@ fn damage_elsewhere_is_not_seen_and_its_own_is() {
 }
 
 #[test]
-fn the_header_is_judged_whole() {
+fn the_header_is_verified_whole() {
     for at in [0, 70, 200, 600, 3000, 4095] {
         let (_dir, store) = store(&setup(), &ids(1));
         damage(&store, id(0), at);

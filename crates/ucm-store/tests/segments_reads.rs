@@ -309,7 +309,7 @@ fn a_segment_removed_elsewhere_is_let_go_when_that_is_seen() {
 }
 
 #[test]
-fn what_nobody_reads_is_closed() {
+fn what_no_one_reads_is_closed() {
     let (dir, blocks, clock) = (directory(), ids(8), ManualClock::new());
     write(dir.path(), &patient(), &blocks);
     let reader = on(&clock, dir.path(), &patient());
@@ -324,7 +324,7 @@ fn what_nobody_reads_is_closed() {
 #[test]
 fn descriptors_are_bounded_whatever_is_read() {
     let dir = directory();
-    let store = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands: none is closed because nobody reads it
+    let store = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands: none is closed because no one reads it
     let blocks: Vec<BlockId> = (0..140u8).map(|n| BlockId([n; 16])).collect();
     let device = Device::filled(&store.setup, &blocks);
     for block in &blocks {

@@ -19,7 +19,7 @@ use common::shared::{LONG, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
-fn the_open_segment_is_read_by_its_writer_and_by_nobody_else() {
+fn the_open_segment_is_read_by_its_writer_and_by_no_one_else() {
     let dir = directory();
     let store = Store::open(dir.path(), patient());
     let blocks = ids(3);
@@ -30,7 +30,7 @@ fn the_open_segment_is_read_by_its_writer_and_by_nobody_else() {
     sorted.sort();
     let mut gained = Vec::new();
     eventually("they are told", || {
-        let early = store.backend.features().early();
+        let early = store.backend.features().locally_visible();
         assert!(early.lost.is_empty());
         gained.extend(early.gained);
         gained.len() == 3
@@ -155,7 +155,7 @@ fn whatever_fails_at_a_seal_no_dump_is_told_to_be_stored_that_is_not() {
         // The writer's own next look, a second later, may find what has its name all the same.
         let there = matches!(fault, Fault::LostReply(_));
         assert!(there || finds(&store, &ids(1)) == [false], "{kind:?} {fault:?}");
-        assert!(store.backend.features().early().gained.is_empty());
+        assert!(store.backend.features().locally_visible().gained.is_empty());
         let later = Store::open(dir.path(), quick());
         assert_eq!(finds(&later, &ids(1)), [there], "{kind:?} {fault:?}");
         eventually("it is stored again", || store.dump(&device, &ids(1)).is_ok());
@@ -290,32 +290,41 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
     eventually("it waits for its next look", || {
         theirs.next_deadline() == Some(soon)
     });
-    assert_eq!(store.backend.features().early(), LocallyVisible::default());
+    assert_eq!(
+        store.backend.features().locally_visible(),
+        LocallyVisible::default()
+    );
     let device = Device::filled(&quick(), &ids(4));
     store.dump(&device, &ids(2)).unwrap();
     assert_eq!(finds(&scheduler, &ids(2)), [false; 2]);
-    let mut early = store.backend.features().early();
+    let mut early = store.backend.features().locally_visible();
     early.gained.sort();
     let mut sorted = ids(2);
     sorted.sort();
     assert_eq!((early.gained, early.lost.len()), (sorted.clone(), 0));
     clock.advance(Duration::from_secs(30));
-    assert_eq!(store.backend.features().early(), LocallyVisible::default());
+    assert_eq!(
+        store.backend.features().locally_visible(),
+        LocallyVisible::default()
+    );
     clock.advance(Duration::from_secs(6));
-    let mut early = store.backend.features().early();
+    let mut early = store.backend.features().locally_visible();
     early.lost.sort();
     assert_eq!((early.lost, early.gained.len()), (sorted, 0));
     // What gets no name, or is not there any more, ends at once.
     store.dump(&device, &[id(2)]).unwrap();
-    assert_eq!(store.backend.features().early().gained, [id(2)]);
+    assert_eq!(store.backend.features().locally_visible().gained, [id(2)]);
     let all = store.places();
     let place = all.iter().find(|place| place.id == id(2)).unwrap();
     std::fs::remove_file(&place.file).unwrap();
     assert!(!loads(&store, &[id(2)]));
-    assert_eq!(store.backend.features().early().lost, [id(2)]);
+    assert_eq!(store.backend.features().locally_visible().lost, [id(2)]);
     store.fault(Rule::on(OpKind::Finish, Fault::Errno(5)).times(1));
     assert!(store.dump(&device, &[id(3)]).is_err());
-    assert_eq!(store.backend.features().early(), LocallyVisible::default());
+    assert_eq!(
+        store.backend.features().locally_visible(),
+        LocallyVisible::default()
+    );
 }
 
 #[test]
@@ -334,7 +343,7 @@ fn a_block_that_the_index_has_no_room_for_is_not_said_to_be_stored() {
     store.dump(&device, &ids(2)).unwrap();
     let refused = store.dump(&device, &[id(2)]).unwrap_err();
     assert_eq!(refused[0].1.kind(), ErrorKind::NoSpace);
-    assert!(!store.backend.features().early().gained.contains(&id(2)));
+    assert!(!store.backend.features().locally_visible().gained.contains(&id(2)));
     assert_eq!(
         (finds(&store, &ids(3)), store.places().len()),
         (vec![true, true, false], 2)

@@ -67,7 +67,7 @@ fn the_private_segment_of_a_living_writer_is_left_alone() {
         assert_eq!(store.privates().len(), 1);
     }
     assert_eq!(std::fs::read(&left).unwrap(), before);
-    // Silent for ten minutes: nobody writes there any more. Only of a process of another host that is believed.
+    // Silent for ten minutes: no one writes there any more. Only of a process of another host that is believed.
     for (path, taken) in [(&left, false), (&left_there, true)] {
         let file = std::fs::File::options().write(true).open(path).unwrap();
         file.set_modified(SystemTime::now() - Duration::from_secs(601))
@@ -114,7 +114,7 @@ fn what_is_not_a_segment_of_ours_is_never_taken_up() {
 }
 
 #[test]
-fn a_rescue_that_fails_is_tried_again_by_the_next() {
+fn a_recovery_that_fails_is_tried_again_by_the_next() {
     for (kind, nth) in [(OpKind::Rename, 1), (OpKind::WriteAt, 2), (OpKind::Finish, 1)] {
         let dir = directory();
         let dead = Setup {
@@ -133,7 +133,7 @@ fn a_rescue_that_fails_is_tried_again_by_the_next() {
 }
 
 #[test]
-fn an_opening_keeps_its_time_and_the_rescue_goes_on_behind_it() {
+fn an_opening_keeps_its_time_and_the_recovery_goes_on_behind_it() {
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
     let dead = Setup {
         process: gone(),
@@ -163,10 +163,10 @@ fn an_opening_keeps_its_time_and_the_rescue_goes_on_behind_it() {
 }
 
 #[test]
-fn a_read_waits_for_a_look_around_and_not_for_a_rescue() {
+fn a_read_waits_for_a_look_around_and_not_for_a_recovery() {
     let wanted = [ids(9)[8]];
     let (dir, clock) = (directory(), ManualClock::new());
-    let writer = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands still: it rescues nothing
+    let writer = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands still: it recovers nothing
     let reader = on(&clock, dir.path(), &quick());
     let dead = Setup {
         process: gone(),
@@ -204,7 +204,7 @@ fn a_read_waits_for_a_look_around_and_not_for_a_rescue() {
 fn a_read_waits_for_a_look_around_and_not_for_many_dead_writers() {
     let wanted = [ids(9)[8]];
     let (dir, clock) = (directory(), ManualClock::new());
-    let writer = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands still: it rescues nothing
+    let writer = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands still: it recovers nothing
     let reader = on(&clock, dir.path(), &quick());
     let dead = Setup {
         process: gone(),

@@ -156,7 +156,7 @@ fn bytes_that_reach_the_medium_are_those_that_are_counted() {
             .collect();
         let most = if layout == Layout::File { 2 } else { 1 };
         assert_eq!(reads.len(), 3 * most, "a header and a page each, {reads:?}");
-        // All that lies between them is gone, and nobody notices.
+        // All that lies between them is gone, and no one notices.
         let kv = 4096..4096 + 3 * (64 << 10);
         for block in ids(3) {
             store.edit(block, |record| record[kv.clone()].fill(0xee));

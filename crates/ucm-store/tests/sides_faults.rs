@@ -206,7 +206,7 @@ fn closing_ends_what_waits() {
 }
 
 #[test]
-fn a_record_that_is_read_back_is_judged_whole() {
+fn a_record_that_is_read_back_is_verified_whole() {
     for layout in [Layout::File, Layout::segments()] {
         let dir = directory();
         let setup = Setup {

@@ -139,7 +139,7 @@ fn a_writer_whose_grant_is_spent_refuses_and_does_not_hang() {
     eventually("it was granted something", || {
         attempt(&writer, &clock, &device, all[0]).is_ok()
     });
-    // The collector stands still: nobody grants, and nobody follows it yet.
+    // The collector stands still: no one grants, and no one follows it yet.
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
     let refused = |&(_, &block): &(usize, &BlockId)| match attempt(&writer, &clock, &device, block) {
         Ok(()) => false,

@@ -413,7 +413,7 @@ fn what_another_host_writes_is_not_dead_because_its_clock_or_ours_is_wrong() {
 }
 
 #[test]
-fn what_was_written_while_it_was_counted_is_counted_once_when_nobody_writes() {
+fn what_was_written_while_it_was_counted_is_counted_once_when_no_one_writes() {
     only_over!(FilesAlone, "it hangs the count at the directory of a block");
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &small(64));

@@ -1,4 +1,4 @@
-//! A quota for each tenant: over every medium the oldest blocks of who has too much go, and nobody else's; what others
+//! A quota for each tenant: over every medium the oldest blocks of who has too much go, and no one else's; what others
 //! wrote and what was there before counts too; what cannot be removed is tried again.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
@@ -236,7 +236,7 @@ fn a_removal_that_fails_is_tried_again() {
 }
 
 #[test]
-fn a_removal_that_hangs_holds_nobody_up() {
+fn a_removal_that_hangs_holds_no_one_up() {
     let dir = directory();
     let setup = Setup {
         layout: Layout::File,

@@ -1,4 +1,4 @@
-//! Pipelines: what one stage has, the whole has; what one stage lacks, loses or refuses, the others make good.
+//! Pipelines: what one tier has, the whole has; what one tier lacks, loses or refuses, the others make good.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -10,7 +10,7 @@ use std::time::Duration;
 use ucm_core::{ErrorKind, MissReason, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind};
-use ucm_store::health::BreakerConfig;
+use ucm_store::breaker::BreakerConfig;
 
 use common::segments::change;
 use common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
@@ -30,7 +30,7 @@ fn a_dump_goes_through_to_the_file_and_stays_in_memory() {
         (store.tier(0, "blocks_read"), store.tier(1, "blocks_read")),
         (3, 0)
     );
-    let early = store.engine.early().unwrap();
+    let early = store.engine.locally_visible().unwrap();
     assert_eq!(early.gained.len(), 3);
 }
 
@@ -69,7 +69,7 @@ fn memory_that_has_no_room_stops_neither_dump_nor_load() {
 }
 
 #[test]
-fn a_prefix_goes_through_both_stages() {
+fn a_prefix_goes_through_both_tiers() {
     let (_dir, store) = dumped(&with_memory(), 6);
     store.map().forget();
     load(&store, &[id(1), id(4)]);
@@ -253,7 +253,7 @@ fn many_loads_of_a_lost_copy_stream_through_few_slots() {
     let all = ids(24);
     for block in &all {
         store.dump(&Device::filled(&setup, &[*block]), &[*block]).unwrap();
-        // One copy at a time: a copy that finds its stage busy is dropped.
+        // One copy at a time: a copy that finds its tier busy is dropped.
         eventually("written above", || store.upper_file(*block).exists());
         std::fs::remove_file(store.upper_file(*block)).unwrap();
     }
@@ -261,7 +261,7 @@ fn many_loads_of_a_lost_copy_stream_through_few_slots() {
     eventually("every slot is back", || store.stat("slots_free") == 4);
 }
 
-/// Stages whose breakers open at the first failure.
+/// Tiers whose breakers open at the first failure.
 fn brittle(setup: Setup) -> Setup {
     Setup {
         breaker: BreakerConfig {
@@ -281,7 +281,7 @@ fn a_dead_lower_stage_costs_once_and_memory_serves_on() {
     let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
     let rule = store.faults.add(of_blocks(OpKind::Stat, Fault::Errno(5)));
-    // Id 2 is nowhere: the lower stage is asked for it, once.
+    // Id 2 is nowhere: the lower tier is asked for it, once.
     for _ in 0..5 {
         assert_eq!(lookup(&store, &ids(3)), [true, true, false]);
     }

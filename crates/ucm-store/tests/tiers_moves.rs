@@ -1,4 +1,4 @@
-//! What moves between the stages of a pipeline: what only memory has goes down, what is prefetched comes up.
+//! What moves between the tiers of a pipeline: what only memory has goes down, what is prefetched comes up.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 

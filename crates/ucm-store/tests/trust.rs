@@ -1,4 +1,4 @@
-//! What is stored is judged: refused records, foreign ones, newer ones, a root that goes away, a limit that holds.
+//! What is stored is verified: refused records, foreign ones, newer ones, a root that goes away, a limit that holds.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -12,8 +12,8 @@ use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, LANE_LOAD, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_quota::evidence::QuarantineConfig;
+use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Pieces;
-use ucm_store::health::BreakerConfig;
 
 use common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
 
@@ -125,13 +125,13 @@ fn what_one_rank_refused_another_replaces_and_then_both_read_it() {
     assert_eq!(kind(other.load(&target, &ids(1))), ErrorKind::Corrupt);
     writer.dump(&device, &ids(1)).unwrap();
     assert_eq!(writer.stat("blocks_present"), 1, "it knows of nothing");
-    writer.engine.distrust(&ids(1)).unwrap();
+    writer.engine.mark_bad(&ids(1)).unwrap();
     assert_eq!(writer.engine.lookup(&ids(1)).unwrap(), [false]);
     writer.dump(&device, &ids(1)).unwrap();
     assert_eq!(writer.stat("records_replaced"), 1);
     assert_eq!(writer.engine.lookup(&ids(1)).unwrap(), [true]);
     assert_eq!(kind(other.load(&target, &ids(1))), ErrorKind::Corrupt);
-    other.engine.trust(&ids(1)).unwrap();
+    other.engine.clear_bad(&ids(1)).unwrap();
     other.load(&target, &ids(1)).unwrap();
     assert!(target.is_right(id(0)));
 }

@@ -1,4 +1,4 @@
-//! Loads that end in the verified slot: read, joined, judged and ended as any other, with nothing copied anywhere.
+//! Loads that end in the verified slot: read, joined, verified and ended as any other, with nothing copied anywhere.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -26,7 +26,7 @@ fn sound_blocks_are_verified_and_none_is_delivered() {
         store.dump(&Device::filled(&setup, &ids(9)), &ids(9)).unwrap();
         verify(&store, &ids(9)).unwrap();
         verify(&store, &[]).unwrap();
-        // Each block once, whoever names it twice.
+        // Each block once, also where a caller names it twice.
         verify(&store, &[id(3), id(4), id(3)]).unwrap();
         assert_eq!(store.stat("blocks_verified"), 11);
         assert_eq!((store.stat("blocks_loaded"), store.stat("bytes_loaded")), (0, 0));
@@ -61,7 +61,7 @@ fn what_a_load_would_refuse_is_refused() {
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(3));
     store.dump(&device, &ids(3)).unwrap();
-    // The last byte of the last layer: all of the record is read and judged.
+    // The last byte of the last layer: all of the record is read and verified.
     let content = setup.tensors.iter().sum::<u64>() as usize;
     let last = common::shape(&setup).1.layer_data(setup.layers - 1).start + content - 1;
     store.edit(id(1), |bytes| bytes[last] ^= 1);

@@ -1,9 +1,9 @@
 //! Comparing what should be the same: the self-audit, and the second look of `verify: paranoid`.
 //!
-//! Whoever computes declines one hit in N and marks the blocks; when they are dumped, what was computed is compared
-//! with what is stored. A difference beyond the tolerance is counted and told, and that is all: the record proved itself
-//! by its checksums, so the fault may as well lie with the identity, with the engine that wrote it, or with the one
-//! that computes now.
+//! The engine that computes declines one hit in N and marks the blocks; when they are dumped, what was computed is
+//! compared with what is stored. A difference beyond the tolerance is counted and told, and that is all: the record
+//! proved itself by its checksums, so the fault may as well lie with the identity, with the engine that wrote it, or
+//! with the one that computes now.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use ucm_tier::backend::{BlockRead, ReadDone, WriteOptions, Written};
 
 use super::Core;
 use super::block_builder::BlockBuilder;
-use crate::numeric_diff::{deviation, tolerance};
+use crate::numeric_diff::{numeric_diff, tolerance};
 use crate::stats::Stats;
 use crate::tiers::TierRead;
 
@@ -34,7 +34,7 @@ impl Core {
         Ok(())
     }
 
-    /// The deviation up to which two computations of a block count as the same.
+    /// The difference up to which two computations of a block count as the same.
     pub fn audit_tolerance(&self) -> f64 {
         tolerance(self.records.layout.dtype())
     }
@@ -56,7 +56,7 @@ impl Core {
         let (core, builder) = (Arc::clone(self), Arc::clone(builder));
         let ended = Arc::new(move |slot: Slot, result: Result<ReadDone>| match result {
             Ok(stored) if core.verify(id, &stored, 0).is_ok() => {
-                core.audited(id, core.deviation(stored.slot.as_slice(), slot.as_slice()));
+                core.audited(id, core.numeric_diff(stored.slot.as_slice(), slot.as_slice()));
                 drop((stored, slot));
                 core.write_done(&builder, None, Ok(Written::Present));
             }
@@ -73,15 +73,15 @@ impl Core {
         self.tiers.read(tier, vec![read], &ended);
     }
 
-    /// The largest deviation of any tensor of two records.
-    fn deviation(&self, stored: &[u8], computed: &[u8]) -> f64 {
+    /// The largest difference of any tensor of two records.
+    fn numeric_diff(&self, stored: &[u8], computed: &[u8]) -> f64 {
         let mut most = 0f64;
         for layer in 0..self.records.geometry.layers() {
             let mut at = self.records.layout.layer_data(layer).start;
             for &size in self.records.geometry.tensors() {
                 let tensor = at..at + size as usize;
                 at = tensor.end;
-                most = most.max(deviation(
+                most = most.max(numeric_diff(
                     self.records.layout.dtype(),
                     &stored[tensor.clone()],
                     &computed[tensor],
@@ -91,19 +91,19 @@ impl Core {
         most
     }
 
-    fn audited(&self, id: BlockId, deviation: f64) {
+    fn audited(&self, id: BlockId, diff: f64) {
         Stats::add(&self.stats.audits, 1);
         let tolerance = self.audit_tolerance();
-        if deviation <= tolerance {
+        if diff <= tolerance {
             return;
         }
         Stats::add(&self.stats.audit_deviations, 1);
         warn!(
             store = self.records.writer,
             block = %id,
-            deviation,
+            deviation = diff,
             tolerance,
-            "block {id}, computed again, differs from the stored one by {deviation:.3} of its largest value (up to \
+            "block {id}, computed again, differs from the stored one by {diff:.3} of its largest value (up to \
              {tolerance} is usual): look at what writes and what computes before blaming the record"
         );
     }

@@ -9,7 +9,7 @@ use ucm_device::{DeviceSpan, Event, KvLayout};
 use ucm_quota::Capacity;
 use ucm_record::{Keys, SideSpec};
 
-use crate::health::BreakerConfig;
+use crate::breaker::BreakerConfig;
 
 /// The deadlines of an engine; every one is a key of the configuration.
 #[derive(Debug, Clone, Copy)]

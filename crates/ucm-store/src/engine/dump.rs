@@ -71,7 +71,7 @@ impl Dumps {
 /// The blocks of one dump. The threads that copy take one after the other.
 struct Run {
     blocks: Vec<(Arc<BlockBuilder>, BlockRowList)>,
-    /// The next one that nobody has taken.
+    /// The next one that no one has taken.
     next: AtomicUsize,
     task: Arc<TaskState>,
 }
@@ -94,13 +94,13 @@ impl Core {
         let now = self.clock.now();
         let deadline = now.after(self.deadlines.dump);
         let state = TaskState::new(rows.len(), now, deadline);
-        let (tiers, hurried) = (Arc::clone(&self.tiers), Arc::clone(&state));
+        let (tiers, task) = (Arc::clone(&self.tiers), Arc::clone(&state));
         let task = Task {
             state: Arc::clone(&state),
             expire: Arc::new(|| {}), // the pools of copies and of the backend keep its deadline
             flush_soon: Arc::new(move || {
-                hurried.flush_soon();
-                if hurried.only_waits() {
+                task.flush_soon();
+                if task.only_waits() {
                     tiers.flush(Flush::Soon);
                 }
             }),
@@ -108,7 +108,7 @@ impl Core {
         if rows.is_empty() {
             return Ok(task);
         }
-        self.admit(now)?;
+        self.check_available(now)?;
         self.drop_incomplete(now);
         let work = self.take_slots(by_block(rows), self.tiers.request(deadline))?;
         self.life.open_tasks.add(&state);
@@ -170,7 +170,7 @@ impl Core {
         }
     }
 
-    /// Nobody takes what is left of a dump any more.
+    /// No one takes what is left of a dump any more.
     fn leave(self: &Arc<Self>, run: &Arc<Run>, error: &Error) {
         while let Some(index) = run.take() {
             self.gathered(run, index, None, Err(error.clone()));
@@ -462,7 +462,7 @@ impl Core {
                     Stats::add(&self.stats.bytes_published, len as u64);
                 }
                 let replaced = options.is_some_and(|options| options.replace);
-                if replaced && *written == Written::Published && self.refused.forgive(builder.id) {
+                if replaced && *written == Written::Published && self.refused.clear_bad(builder.id) {
                     Stats::add(&self.stats.records_replaced, 1);
                     let id = builder.id;
                     info!(store = self.records.writer, block = %id, "a refused record was replaced: {id}");
@@ -494,7 +494,7 @@ impl Core {
         }
     }
 
-    /// Drops a block that cannot be completed; false if it is complete, or was dropped before. Nobody waits for it:
+    /// Drops a block that cannot be completed; false if it is complete, or was dropped before. No one waits for it:
     /// rows wait only for a block that is being published.
     fn give_up(&self, builder: &Arc<BlockBuilder>, error: &Error) -> bool {
         let slot = {

@@ -18,9 +18,9 @@ use ucm_device::Event;
 use ucm_infra::{BlockState, Cancelled, LoadState, MonotonicTime};
 
 use super::audit::compare;
-use super::guard::reason_of;
 use super::reads::MAX_PENDING;
 use super::task::{Task, TaskState};
+use super::verify::reason_of;
 use super::{Core, Pieces, Row, RowSides};
 use crate::stats::Stats;
 use crate::tiers::Request;
@@ -55,7 +55,7 @@ pub(super) struct LoadTask {
     pub(super) state: Arc<TaskState>,
     pub(super) request: Request,
     pub(super) blocks: Vec<BlockRows>,
-    gate: LoadState,
+    load_state: LoadState,
     cancelled: Mutex<Cuts>,
 }
 
@@ -90,7 +90,7 @@ impl LoadTask {
 
     fn has(&self, index: usize, so: impl Fn(BlockState) -> bool) -> bool {
         let mut states = self.blocks[index].states();
-        states.any(|at| self.gate.state(at).is_some_and(&so))
+        states.any(|at| self.load_state.state(at).is_some_and(&so))
     }
 
     /// Takes the rows of a block that are still wanted and are `ready`, by their places in it: who has them copies them, with
@@ -98,7 +98,7 @@ impl LoadTask {
     pub(super) fn take(&self, index: usize, ready: impl Fn(&BlockRow) -> bool) -> Vec<usize> {
         let block = &self.blocks[index];
         let rows = block.rows.iter().enumerate().filter(|(_, row)| ready(row));
-        let taken = rows.filter(|(at, _)| self.gate.begin_scatter(block.first + at));
+        let taken = rows.filter(|(at, _)| self.load_state.begin_scatter(block.first + at));
         taken.map(|(at, _)| at).collect()
     }
 }
@@ -180,7 +180,7 @@ impl Core {
         let task = Arc::new(LoadTask {
             state: Arc::clone(&state),
             request: self.tiers.request(deadline),
-            gate: LoadState::new(states),
+            load_state: LoadState::new(states),
             blocks,
             cancelled: Mutex::default(),
         });
@@ -204,7 +204,7 @@ impl Core {
 
     /// Lets the blocks of a load wait for their reads, or ends it here.
     fn begin_load(self: &Arc<Self>, task: &Arc<LoadTask>, now: MonotonicTime) {
-        if let Err(error) = self.admit(now) {
+        if let Err(error) = self.check_available(now) {
             self.stats.misses.add(reason_of(&error), task.blocks.len() as u64);
             return self.end_load(task, error);
         }
@@ -227,7 +227,7 @@ impl Core {
             return self.end_load(task, full.with("most", MAX_PENDING));
         }
         self.pump_elsewhere();
-        // Either whoever closes the engine has seen the blocks, or we see here that it is closed.
+        // Either the thread that closes the engine has seen the blocks, or we see here that it is closed.
         if let Err(closed) = self.usable() {
             self.end_load(task, closed);
         }
@@ -293,7 +293,9 @@ impl Core {
                 self.fail_from(task, index, index, error);
             }
         }
-        let ended = taken.iter().filter(|&&at| task.gate.finish(block.first + at));
+        let ended = taken
+            .iter()
+            .filter(|&&at| task.load_state.finish(block.first + at));
         ended.count() > 0
     }
 
@@ -307,7 +309,7 @@ impl Core {
         miss: &mut Option<MissReason>,
     ) {
         let mut states = task.blocks[index].states();
-        let Some(held) = states.find(|&at| task.gate.begin_fail(at)) else {
+        let Some(held) = states.find(|&at| task.load_state.begin_fail(at)) else {
             return; // cancelled before, or of a load that is over
         };
         if let Some(reason) = miss.take() {
@@ -315,7 +317,7 @@ impl Core {
         }
         let late = error.kind() == ErrorKind::Timeout && self.clock.now() >= task.state.deadline;
         self.fail_from(task, index, if late { 0 } else { index }, error);
-        if task.gate.finish(held) {
+        if task.load_state.finish(held) {
             self.report(task);
         }
     }
@@ -353,8 +355,8 @@ impl Core {
         if cancelled.0.last().is_none_or(|cut| first < cut.first) {
             cancelled.0.push(Cut { first, error, miss });
         }
-        drop(cancelled); // the reason is there before the first block is cancelled: whoever reports finds it
-        task.gate.cancel_from(task.blocks[first].first)
+        drop(cancelled); // the reason is there before the first block is cancelled: the thread that reports finds it
+        task.load_state.cancel_from(task.blocks[first].first)
     }
 
     /// Runs once per load: names the rows that were cancelled, then lets the waiters go.

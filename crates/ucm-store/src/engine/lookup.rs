@@ -10,7 +10,7 @@ use super::{Core, LANE_ASK};
 use crate::stats::Stats;
 use crate::tiers::{LEAST_WINDOW, Place, Request, WINDOW};
 
-/// How long a lookup that nobody waits for may wait for its turn at least, and the pool to tell that it hangs.
+/// How long a lookup that no one waits for may wait for its turn at least, and the pool to tell that it hangs.
 const QUEUED: Duration = Duration::from_secs(1);
 
 /// What [`Core::locate_on_prefix`] answers.
@@ -47,11 +47,11 @@ impl Core {
 
     /// The same, and why the next id is no hit; `None` if every id is one.
     pub fn explain_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<(usize, Option<MissReason>)> {
-        let (stages, reason) = self.locate_on_prefix(ids)?;
-        Ok((stages.len(), reason))
+        let (tiers, reason) = self.locate_on_prefix(ids)?;
+        Ok((tiers.len(), reason))
     }
 
-    /// The stage, counted from the top, that each id from the first on would be read from without a gap, and why the
+    /// The tier, counted from the top, that each id from the first on would be read from without a gap, and why the
     /// next one is no hit. Where a record is may change until it is read.
     pub fn locate_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Located {
         let (now, asked) = self.begin(ids)?;
@@ -59,20 +59,20 @@ impl Core {
             return Ok((Vec::new(), (!ids.is_empty()).then_some(MissReason::Unhealthy)));
         }
         let request = self.tiers.request(now.after(self.deadlines.lookup)); // one for all windows
-        let (mut stages, mut window, mut reason) = (Vec::new(), LEAST_WINDOW, None);
-        while stages.len() < ids.len() {
-            let known = stages.len();
+        let (mut tiers, mut window, mut reason) = (Vec::new(), LEAST_WINDOW, None);
+        while tiers.len() < ids.len() {
+            let known = tiers.len();
             let end = ids.len().min(known + window);
             let found = self.ask(&ids[known..end], true, request);
-            stages.extend(found.iter().map_while(|answer| answer.ok()));
+            tiers.extend(found.iter().map_while(|answer| answer.ok()));
             reason = found.into_iter().find_map(std::result::Result::err);
             if reason.is_some() {
                 break;
             }
             window = (window * 2).min(WINDOW);
         }
-        self.end(now, stages.len());
-        Ok((stages, reason))
+        self.end(now, tiers.len());
+        Ok((tiers, reason))
     }
 
     /// The same on a thread of the engine; Busy when too many wait for it.
@@ -104,7 +104,7 @@ impl Core {
         self.tiers.answers_at_once()
     }
 
-    /// Checks and counts a call; false if there is nothing to ask or nobody to be asked.
+    /// Checks and counts a call; false if there is nothing to ask or no one to be asked.
     fn begin(self: &Arc<Self>, ids: &[BlockId]) -> Result<(MonotonicTime, bool)> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
@@ -118,7 +118,7 @@ impl Core {
         if ids.is_empty() {
             return Ok((now, false));
         }
-        let asked = self.admit(now).is_ok();
+        let asked = self.check_available(now).is_ok();
         if !asked {
             self.stats.misses.add(MissReason::Unhealthy, ids.len() as u64);
         }

@@ -3,13 +3,13 @@
 //!
 //! The five rules it keeps are those of the design: no late bytes, block by block ([`load`]); two levels of a dump,
 //! staged and published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that comes
-//! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by whoever looks at them.
+//! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by the caller that looks at them.
 
 mod audit;
+mod availability;
 mod block_builder;
 mod config;
 mod dump;
-mod guard;
 mod inline_writers;
 mod load;
 mod lookup;
@@ -20,6 +20,7 @@ mod side_reads;
 mod sides;
 mod task;
 mod transfer;
+mod verify;
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -37,16 +38,16 @@ use crate::records::StoredRecords;
 use crate::stats::Stats;
 use crate::tiers::{LevelConfig, Priority, TenantQuota, Tiers, TiersConfig};
 
+use availability::Life;
 pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row, RowSides};
 use dump::Dumps;
-use guard::Life;
 pub use lookup::{Asked, Located};
 use rejected::RejectedRecords;
 pub use side_reads::SidesTask;
 pub use task::{Task, Until};
 use transfer::{DeviceSide, Streams};
 
-/// Threads for lookups that nobody waits for, and how many of these may be queued.
+/// Threads for lookups that no one waits for, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
 const MOST_ASKED: usize = 1024;
 /// Lanes of the pool for what needs a thread of its own for a moment: lookups, and starting the reads of loads.
@@ -355,9 +356,9 @@ impl Core {
         self.tiers.wants_touch_own()
     }
 
-    /// These blocks will be asked for: brings them into the upper stages of a pipeline, when nothing more urgent is to
-    /// be done. The answer counts those taken on; without an upper stage that is none, nor in a store for lookups only, which
-    /// keeps nothing.
+    /// These blocks will be asked for: brings them into the upper tiers of a pipeline, when nothing more urgent is to
+    /// be done. The answer counts those taken on; without an upper tier that is none, nor in a store for lookups only,
+    /// which keeps nothing.
     pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
@@ -388,26 +389,26 @@ impl Core {
     }
 
     /// What became readable for this process before others can see it, and what no longer is, since the last call.
-    pub fn early(&self) -> Result<LocallyVisible> {
+    pub fn locally_visible(&self) -> Result<LocallyVisible> {
         self.usable()?;
-        Ok(self.tiers.early())
+        Ok(self.tiers.locally_visible())
     }
 
     /// Another process of the same engine refused these records, or could not read them: they are no hits here until the
     /// next dump has replaced them, unless they are of a newer version.
-    pub fn distrust(&self, ids: &[BlockId]) -> Result<()> {
+    pub fn mark_bad(&self, ids: &[BlockId]) -> Result<()> {
         self.usable()?;
-        ids.iter().for_each(|&id| self.refused.distrust(id));
+        ids.iter().for_each(|&id| self.refused.mark_bad(id));
         Ok(())
     }
 
     /// Another process of the same engine replaces these records: what was refused of them here is forgotten. Nothing
     /// is believed by this: a record that is still bad is refused again by the next load.
-    pub fn trust(&self, ids: &[BlockId]) -> Result<()> {
+    pub fn clear_bad(&self, ids: &[BlockId]) -> Result<()> {
         self.usable()?;
-        self.tiers.forgive(ids);
+        self.tiers.clear_bad(ids);
         for &id in ids {
-            self.refused.forgive(id);
+            self.refused.clear_bad(id);
         }
         Ok(())
     }

@@ -1,5 +1,5 @@
 //! Reads of blocks, each into a slot of its own: begun while slots are free, asked tier by tier of what lies below, and
-//! judged before anybody hears of them.
+//! verified before anybody hears of them.
 //!
 //! A load that wants few of a block's layers has only those read where that can be; loads that join it and want others wait
 //! for the next read. A copy that is absent, refused or late in one tier is asked of the next. A record is refused when no tier has a
@@ -20,8 +20,8 @@ use ucm_quota::evidence::is_damage;
 use ucm_record::{LayerEntry, RecordHeader, verify_layers};
 use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
-use super::guard::{reason_named, reason_of, refusal};
 use super::load::{BlockRow, LoadTask};
+use super::verify::{reason_named, reason_of, refusal};
 use super::{Core, LANE_PUMP};
 use crate::stats::Stats;
 use crate::tiers::{Request, TierRead};
@@ -92,7 +92,7 @@ struct Reading {
 type BegunWith = Mutex<Option<Vec<LayerEntry>>>;
 
 /// A read that brings a block part by part, as those parts are told of it.
-struct Early {
+struct PartialRead {
     id: BlockId,
     tier: usize,
     layers: Range<u32>,
@@ -152,7 +152,7 @@ impl Core {
         true
     }
 
-    /// Starts waiting reads on another thread: whoever begins a load has a model to compute.
+    /// Starts waiting reads on another thread: the thread that begins a load has a model to compute.
     pub(super) fn pump_elsewhere(self: &Arc<Self>) {
         let core = Arc::clone(self);
         let pump = move || {
@@ -215,8 +215,8 @@ impl Core {
         }
     }
 
-    /// The store is closed: waits for a thread that is starting reads, which takes moments, so that nobody else ends a task
-    /// after this one has looked.
+    /// The store is closed: waits for a thread that is starting reads, which takes moments, so that no one else ends a
+    /// task after this one has looked.
     pub(super) fn await_pump(&self) {
         let begun = std::time::Instant::now();
         let pumping = || self.reads.blocks.lock().pumping || self.reads.sides.lock().is_pumping();
@@ -225,7 +225,8 @@ impl Core {
         }
     }
 
-    /// Reads that can begin now, at most a batch of them; none ends the pumping. What nobody waits for any more is dropped.
+    /// Reads that can begin now, at most a batch of them; none ends the pumping. What no one waits for any more is
+    /// dropped.
     fn take_slots_for_reads(&self) -> Vec<Begun> {
         let (mut begun, mut reads) = (Vec::new(), self.reads.blocks.lock());
         let reads = &mut *reads;
@@ -331,9 +332,9 @@ impl Core {
             .last()
             .and_then(|step| step.last())
             .map_or(0, |last| last.end);
-        let (core, early) = (
+        let (core, partial) = (
             Arc::downgrade(self),
-            Early {
+            PartialRead {
                 id: reading.id,
                 tier: reading.tier,
                 layers,
@@ -343,9 +344,9 @@ impl Core {
             },
         );
         let arrived = move |io: &IoJob, part: Part<'_>| {
-            // The last one is judged with the whole.
+            // The last one is verified with the whole.
             if let Some(core) = core.upgrade().filter(|_| part.range.end < end) {
-                core.part_arrived(io, &early, &part);
+                core.part_arrived(io, &partial, &part);
             }
             None
         };
@@ -380,26 +381,26 @@ impl Core {
 
     /// Part of a record has arrived: the layers that are whole by now are verified and go where they are wanted, before the
     /// rest of it is there.
-    fn part_arrived(self: &Arc<Self>, io: &IoJob, early: &Early, part: &Part<'_>) {
+    fn part_arrived(self: &Arc<Self>, io: &IoJob, partial: &PartialRead, part: &Part<'_>) {
         let from = match part.range.start {
-            0 => early.layers.start, // it begins anew
-            _ => early.verified.load(Ordering::Acquire),
+            0 => partial.layers.start, // it begins anew
+            _ => partial.verified.load(Ordering::Acquire),
         };
         let is_whole = |&layer: &u32| self.records.layout.layer_data(layer + 1).start <= part.range.end;
-        let upto = (from..early.layers.end).take_while(is_whole).last();
+        let upto = (from..partial.layers.end).take_while(is_whole).last();
         let upto = upto.map_or(from, |last| last + 1);
-        let judged = verify_layers(part.record, part.stored_len, &self.expect(early.id), from..upto);
-        let Ok(header) = judged else {
-            early.verified.store(from, Ordering::Release);
-            return; // what is bad is judged with the whole
+        let checked = verify_layers(part.record, part.stored_len, &self.expect(partial.id), from..upto);
+        let Ok(header) = checked else {
+            partial.verified.store(from, Ordering::Release);
+            return; // what is bad is verified with the whole
         };
-        early.verified.store(upto, Ordering::Release);
+        partial.verified.store(upto, Ordering::Release);
         if !io.is_wanted() {
             return; // others may read this block by now, from the record that has its name now
         }
-        self.stay_with(early.id, &early.begun_with, &header);
-        for (task, index, taken) in self.take_ready(io, early, upto) {
-            if self.scatter(&task, index, &taken, part.record, early.tier) {
+        self.stay_with(partial.id, &partial.begun_with, &header);
+        for (task, index, taken) in self.take_ready(io, partial, upto) {
+            if self.scatter(&task, index, &taken, part.record, partial.tier) {
                 self.report(&task);
             }
         }
@@ -421,18 +422,24 @@ impl Core {
         }
     }
 
-    /// The rows whose layers lie before `upto`, of those who wait for a block and want no other layers than are read. Whoever
-    /// has much more time than the read gets all of them at its end, or from another read.
-    fn take_ready(&self, io: &IoJob, early: &Early, upto: u32) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
+    /// The rows whose layers lie before `upto`, of those who wait for a block and want no other layers than are read.
+    /// The thread that has much more time than the read gets all of them at its end, or from another read.
+    fn take_ready(
+        &self,
+        io: &IoJob,
+        partial: &PartialRead,
+        upto: u32,
+    ) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
         let per_shard = self.records.geometry.layers_per_shard();
         let ready = |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
         let reads = self.reads.blocks.lock();
-        // Whoever ends a read that was written off does it under this lock: nothing of it goes to the device after that.
-        let waiters = reads.waiters.get(&early.id).filter(|_| io.is_wanted());
+        // The thread that ends a read that was written off does it under this lock: nothing of it goes to the device
+        // after that.
+        let waiters = reads.waiters.get(&partial.id).filter(|_| io.is_wanted());
         let covered = waiters.into_iter().flatten().filter(|(task, index)| {
             let wanted = task.blocks[*index].layers(&self.records.geometry);
-            let covered = early.layers.start <= wanted.start && wanted.end <= early.layers.end;
-            covered && task.state.deadline <= early.deadline.after(LITTLE)
+            let covered = partial.layers.start <= wanted.start && wanted.end <= partial.layers.end;
+            covered && task.state.deadline <= partial.deadline.after(LITTLE)
         });
         let taken = covered.map(|(task, index)| (Arc::clone(task), *index, task.take(*index, ready)));
         taken.filter(|(_, _, taken)| !taken.is_empty()).collect()
@@ -460,7 +467,7 @@ impl Core {
             !taken.is_empty() && self.scatter(task, *index, &taken, record, tier)
         };
         let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
-        // Where nothing takes it up, whoever learns that its load is over finds the slot free.
+        // Where nothing takes it up, the caller that learns that its load is over finds the slot free.
         let len = read.bytes().len();
         let whole = reading.layers.is_none();
         let rises_to = whole.then(|| self.tiers.rises_to(tier, id, len)).flatten();
@@ -486,11 +493,11 @@ impl Core {
             _ => (Failed::Unread(error), None),
         })?;
         let before = reading.verified.load(Ordering::Acquire);
-        let judged = match &reading.layers {
+        let checked = match &reading.layers {
             Some(layers) => self.verify_layers(reading.id, &read, layers, before),
             None => self.verify(reading.id, &read, before),
         };
-        match judged {
+        match checked {
             Ok(header) => Ok((read, header)),
             Err(refusal) => {
                 let failed = Failed::Refused(refusal.reason, Some(refusal.into()));
@@ -608,8 +615,8 @@ impl Core {
         let waiters = self.end_read(id, |task, _| {
             late && task.state.deadline > request.deadline || absent && task.request.number > request.number
         });
-        let error = self.judge_failure(id, error);
-        // Of a late one whoever notices it first counts it: this, or the load itself.
+        let error = self.count_failed_read(id, error);
+        // Of a late one the first that notices it counts it: this, or the load itself.
         let mut late_miss = late.then(|| reason_of(&error));
         for (task, index) in waiters {
             self.fail_block(&task, index, error.clone(), &mut late_miss);
@@ -636,8 +643,8 @@ impl Core {
         over
     }
 
-    /// What a failed read says: of this record, of the medium, or nothing. A late one is judged with its load.
-    fn judge_failure(&self, id: BlockId, error: Error) -> Error {
+    /// What a failed read says: of this record, of the medium, or nothing. A late one is counted with its load.
+    fn count_failed_read(&self, id: BlockId, error: Error) -> Error {
         match error.kind() {
             ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
             ErrorKind::Timeout => return error,

@@ -38,7 +38,7 @@ impl RejectedRecords {
     }
 
     /// Another process refused this record; one that is left alone stays what it is.
-    pub(super) fn distrust(&self, id: BlockId) {
+    pub(super) fn mark_bad(&self, id: BlockId) {
         if !self.newer.contains(&id) && !self.locked.contains(&id) {
             self.add(id, MissReason::Refused);
         }
@@ -58,7 +58,7 @@ impl RejectedRecords {
                 .any(|ids| ids.contains(&id))
     }
 
-    /// What whoever asks for a refused record is told: one that is left alone no dump replaces.
+    /// What a caller that asks for a refused record is told: one that is left alone no dump replaces.
     pub(super) fn again(&self, id: BlockId) -> (ErrorKind, MissReason) {
         if self.newer.contains(&id) {
             (ErrorKind::Foreign, MissReason::NewerVersion)
@@ -75,7 +75,7 @@ impl RejectedRecords {
     }
 
     /// A dump replaced the record; whether it had been refused.
-    pub(super) fn forgive(&self, id: BlockId) -> bool {
+    pub(super) fn clear_bad(&self, id: BlockId) -> bool {
         self.unread.remove(&id);
         self.bad.remove(&id)
     }
@@ -107,11 +107,11 @@ mod tests {
         let (bad, newer) = (BlockId([1; 16]), BlockId([2; 16]));
         refused.add(bad, MissReason::BadChecksum);
         refused.add(newer, reason);
-        refused.distrust(newer);
+        refused.mark_bad(newer);
         assert_eq!(refused.again(newer), (ErrorKind::Foreign, reason));
         assert!(refused.contains(bad) && refused.contains(newer));
         assert!(refused.replaces(bad) && !refused.replaces(newer));
-        assert!(refused.forgive(bad) && !refused.forgive(newer));
+        assert!(refused.clear_bad(bad) && !refused.clear_bad(newer));
         assert!(!refused.contains(bad) && refused.contains(newer));
         refused.published(newer);
         assert!(!refused.contains(newer), "it is gone, and ours is there");
@@ -122,8 +122,8 @@ mod tests {
         let refused = RejectedRecords::default();
         let (theirs, newer) = (BlockId([1; 16]), BlockId([2; 16]));
         refused.add(newer, MissReason::NewerVersion);
-        refused.distrust(theirs);
-        refused.distrust(newer);
+        refused.mark_bad(theirs);
+        refused.mark_bad(newer);
         assert!(refused.contains(theirs) && refused.replaces(theirs));
         assert!(!refused.replaces(newer));
         assert_eq!(refused.again(newer).1, MissReason::NewerVersion);
@@ -135,7 +135,7 @@ mod tests {
         let (refused, id) = (RejectedRecords::default(), BlockId([1; 16]));
         refused.unread(id);
         assert!(refused.replaces(id) && !refused.contains(id));
-        assert!(!refused.forgive(id), "it was not refused");
+        assert!(!refused.clear_bad(id), "it was not refused");
         assert!(!refused.replaces(id));
     }
 

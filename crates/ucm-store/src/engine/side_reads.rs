@@ -18,14 +18,14 @@ use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{RecordHeader, RecordLayout, Refusal, judge_side};
+use ucm_record::{RecordHeader, RecordLayout, Refusal, verify_side};
 use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
 use super::Core;
-use super::guard::{reason_named, reason_of, refusal};
 use super::load::LONGEST_LOAD;
 use super::sides::mask;
 use super::task::{Task, TaskState};
+use super::verify::{reason_named, reason_of, refusal};
 use crate::stats::Stats;
 use crate::tiers::{Request, TierRead};
 
@@ -175,7 +175,7 @@ impl Core {
 
     /// Lets the rows of a load wait for their reads, or ends it here.
     fn begin_side_load(self: &Arc<Self>, load: &Arc<SideLoad>, now: MonotonicTime) {
-        if let Err(error) = self.admit(now) {
+        if let Err(error) = self.check_available(now) {
             return self.end_side_load(load, &error);
         }
         let read = |row| SideRead {
@@ -195,7 +195,7 @@ impl Core {
             reads.pending.extend((0..load.ids.len()).map(read));
         }
         self.pump_elsewhere();
-        // Either whoever closes the engine has seen them, or we see here that it is closed.
+        // Either the thread that closes the engine has seen them, or we see here that it is closed.
         if let Err(closed) = self.usable() {
             self.end_side_load(load, &closed);
         }
@@ -310,7 +310,7 @@ impl Core {
             }),
             sides: true,
             again: reading.again,
-            looked: true, // one that is not known to be there is not looked for: whoever wants it makes it again
+            looked: true, // one that is not known to be there is not looked for: the caller makes it again
             in_place: match reading.again {
                 true => InPlace::Never,
                 false => InPlace::Region,
@@ -331,7 +331,8 @@ impl Core {
         Arc::new(move |reading, result| core.side_came(reading, result))
     }
 
-    /// The way of a side shard on the thread that has read it: judged, and handed over; or looked for in the next copy.
+    /// The way of a side shard on the thread that has read it: verified, and handed over; or looked for in the next
+    /// copy.
     fn side_came(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
         let Reading {
             mut read,
@@ -346,10 +347,10 @@ impl Core {
                 let wanted = &self.records.layout.sides()[load.index];
                 let decrypted = self.tiers.decrypt_side(tier, id, wanted, &mut done);
                 let record = done.lent.as_deref().unwrap_or(done.slot.as_slice());
-                let judged = judge_side(record, done.stored_len, &self.expect(id), wanted);
+                let checked = verify_side(record, done.stored_len, &self.expect(id), wanted);
                 let refused =
                     |error| Refusal::new(reason_named(&error), "record", &error, "one that is authentic");
-                match decrypted.map_err(refused).and(judged) {
+                match decrypted.map_err(refused).and(checked) {
                     Ok(bytes) => {
                         self.end_side(&load, row, Ok(bytes));
                         self.reads.sides.lock().running -= 1;
@@ -393,8 +394,8 @@ impl Core {
         self.pump_sides();
     }
 
-    /// A copy of a side shard is not sound. The record of a block is left alone: its KV is judged by whoever loads it.
-    /// One that is nothing else is refused like any record, so that the next dump replaces it.
+    /// A copy of a side shard is not sound. The record of a block is left alone: its KV is verified by the load that
+    /// loads it. One that is nothing else is refused like any record, so that the next dump replaces it.
     fn side_refused(self: &Arc<Self>, read: &SideRead, id: BlockId, tier: usize, reason: MissReason) {
         Stats::add(&self.stats.sides_refused, 1);
         if read.alone {

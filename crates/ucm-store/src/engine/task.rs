@@ -40,8 +40,8 @@ pub(crate) struct TaskState {
     /// Rung when rows have arrived or failed, and at the end.
     news: Notify,
     /// Somebody waits for it to be published.
-    hurried: AtomicBool,
-    /// Blocks that arrived, by the stage they were read from.
+    flush_wanted: AtomicBool,
+    /// Blocks that arrived, by the tier they were read from.
     served: [AtomicU64; MAX_TIERS],
 }
 
@@ -58,7 +58,7 @@ impl TaskState {
             failures: Mutex::default(),
             arrived: (0..rows).map(|_| AtomicBool::new(false)).collect(),
             news: Notify::new(),
-            hurried: AtomicBool::new(false),
+            flush_wanted: AtomicBool::new(false),
             served: Default::default(),
         };
         if rows == 0 {
@@ -112,12 +112,13 @@ impl TaskState {
 
     /// Somebody waits for it to be published.
     pub(crate) fn flush_soon(&self) {
-        self.hurried.store(true, Ordering::SeqCst); // whoever places the last row sees it, or it is seen to be placed
+        // The thread that places the last row sees it, or it is seen to be placed.
+        self.flush_wanted.store(true, Ordering::SeqCst);
     }
 
     /// Whether somebody waits, and everything of it was handed to the backend that ever will be.
     pub(crate) fn only_waits(&self) -> bool {
-        self.hurried.load(Ordering::SeqCst) && self.is_handed_over()
+        self.flush_wanted.load(Ordering::SeqCst) && self.is_handed_over()
     }
 
     /// Whether everything of it was handed to the backend that ever will be, and is not published yet.
@@ -125,9 +126,9 @@ impl TaskState {
         self.unplaced.load(Ordering::SeqCst) == 0 && !self.is_finished()
     }
 
-    /// A block arrived that was read from this stage.
-    pub(crate) fn serve(&self, stage: usize) {
-        if let Some(blocks) = self.served.get(stage) {
+    /// A block arrived that was read from this tier.
+    pub(crate) fn serve(&self, tier: usize) {
+        if let Some(blocks) = self.served.get(tier) {
             blocks.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -255,8 +256,8 @@ impl Task {
             .collect()
     }
 
-    /// Blocks of a load that arrived, by the stage they were read from, counted from the top; final once the task is
-    /// finished. A medium alone is stage 0.
+    /// Blocks of a load that arrived, by the tier they were read from, counted from the top; final once the task is
+    /// finished. A medium alone is tier 0.
     pub fn served(&self) -> [u64; MAX_TIERS] {
         self.state
             .served

@@ -24,7 +24,7 @@ pub(super) struct DeviceSide {
     pub(super) _attached: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// The device, and those of its streams that nobody uses: as many as there were transfers at a time, at most as many as
+/// The device, and those of its streams that no one uses: as many as there were transfers at a time, at most as many as
 /// threads that make them. What they take of the device's memory is the device's own, and bounded there.
 pub(super) struct Streams {
     device: Arc<dyn Device>,
@@ -43,7 +43,7 @@ impl Streams {
         &*self.device
     }
 
-    /// Runs a transfer on a stream that nobody else uses, once the events of `ready` are done; `Timeout` where they are
+    /// Runs a transfer on a stream that no one else uses, once the events of `ready` are done; `Timeout` where they are
     /// not by `deadline`.
     pub(super) fn with(
         &self,

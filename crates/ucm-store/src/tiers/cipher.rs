@@ -1,10 +1,10 @@
-//! Encryption at rest: what is written to a tier below memory is encrypted, and nobody above sees it in that form.
+//! Encryption at rest: what is written to a tier below memory is encrypted, and no one above sees it in that form.
 //!
 //! A record is encrypted in its slot by the thread that is about to write it, after the tier's codec, and decrypted
-//! in its slot by the thread that has read it, before the codec and before it is judged. So the engine judges the
-//! same bytes by the same checksums as without. A tier that encrypts takes nothing that is not: whoever can write to
-//! a medium could otherwise put there what he likes. What another key has encrypted is left as it is, and refused for
-//! that.
+//! in its slot by the thread that has read it, before the codec and before it is verified. So the engine verifies the
+//! same bytes by the same checksums as without. A tier that encrypts takes nothing that is not: a process that can
+//! write to a medium could otherwise put there what he likes. What another key has encrypted is left as it is, and
+//! refused for that.
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;

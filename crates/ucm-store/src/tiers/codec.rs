@@ -1,8 +1,9 @@
-//! The codec of a tier: what is stored there takes less room, and nobody above sees it in that form.
+//! The codec of a tier: what is stored there takes less room, and no one above sees it in that form.
 //!
 //! A record is encoded in its slot by the thread that is about to write it, and decoded in its slot by the thread that has
-//! read it, before it is judged. What was damaged as it is stored is handed on as it is, to be refused as such; what comes out
-//! of the rest is judged by the checksums that were taken when it left the device. A tier may hold records of both kinds.
+//! read it, before it is verified. What was damaged as it is stored is handed on as it is, to be refused as such; what
+//! comes out of the rest is verified by the checksums that were taken when it left the device. A tier may hold records
+//! of both kinds.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -162,7 +162,7 @@ impl Tiers {
         roomy.or_else(|| well.first().copied())
     }
 
-    /// The same for a copy that nobody waits for. Where none is well it is the first, which then drops the copy.
+    /// The same for a copy that no one waits for. Where none is well it is the first, which then drops the copy.
     pub(super) fn taker_of_copy(&self, level: &Level, id: BlockId, len: usize) -> usize {
         let now = self.clock.now();
         let well = self.taker(level, id, len, |number| self.tiers[number].may(u64::MAX, now));

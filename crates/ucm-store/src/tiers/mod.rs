@@ -4,18 +4,18 @@
 //! *Lookup*: present in any tier; the upper one is asked first, the lower ones for what is missing. *Read*: tier by tier,
 //! as the engine asks for the next one when a copy was absent, damaged or late; a record that came from below and was
 //! verified is promoted. *Write*: by the policy of each tier ([`WritePolicy`]). Every tier has threads and a breaker of its
-//! own, so one that is sick costs its bound once and the others work on. Nobody ever waits for a copy that is made between
-//! tiers.
+//! own, so one that is sick costs its bound once and the others work on. No one ever waits for a copy that is made
+//! between tiers.
 
 mod cipher;
 mod codec;
 mod drain;
-mod early;
-mod ledger;
 mod level;
+mod locally_visible;
 mod lookup;
 mod prefetch;
 mod read;
+mod tenant_usage;
 mod tenants;
 mod tier;
 mod write;
@@ -35,10 +35,10 @@ use ucm_quota::evidence::is_damage;
 use ucm_record::{Algorithm, Expect, Keys, verify_stored};
 use ucm_tier::backend::{Backend, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim};
 
-use crate::health::{BreakerConfig, Change};
+use crate::breaker::{BreakerConfig, Change};
 use crate::records::StoredRecords;
-use early::Merged;
 use level::{Level, names};
+use locally_visible::Merged;
 use tenants::Tenants;
 use tier::{Admission, Tier, add};
 
@@ -104,7 +104,7 @@ pub struct TierConfig {
 pub(crate) struct Request {
     /// Unlike those of all others.
     pub(crate) number: u64,
-    /// When nobody waits for the answer any more.
+    /// When no one waits for the answer any more.
     pub(crate) deadline: MonotonicTime,
 }
 
@@ -159,7 +159,7 @@ pub struct TierStats {
 pub(crate) struct TiersConfig {
     /// Top first; at most [`MAX_LEVELS`].
     pub(crate) levels: Vec<LevelConfig>,
-    /// What the records are; copies are judged by it before they are kept.
+    /// What the records are; copies are verified by it before they are kept.
     pub(crate) records: Arc<StoredRecords>,
     /// What records are encrypted with in every tier that is not memory, if anything.
     pub(crate) keys: Option<Arc<Keys>>,
@@ -185,7 +185,7 @@ pub(crate) struct Tiers {
     records: Arc<StoredRecords>,
     moves: Moves,
     prefetch: Mutex<prefetch::Queue>,
-    early: Merged,
+    locally_visible: Merged,
     tenants: Option<Tenants>,
     start: Start,
     tally: Tally,
@@ -280,7 +280,7 @@ impl Tiers {
                 deadline: config.copy,
             },
             prefetch: Mutex::default(),
-            early: Merged::default(),
+            locally_visible: Merged::default(),
             tenants: tenants.transpose()?,
             start: Start {
                 probe: config.probe,
@@ -517,7 +517,7 @@ impl Tiers {
         }
     }
 
-    /// Judges a record that was read, with KV or without; its ordinal if it is sound and in the form in which it is
+    /// Verifies a record that was read, with KV or without; its ordinal if it is sound and in the form in which it is
     /// used.
     fn verify(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<u32, MissReason> {
         let header = verify_stored(bytes, stored_len, &self.expect(id))?;
@@ -528,7 +528,7 @@ impl Tiers {
         used.ok_or(MissReason::NewerVersion)
     }
 
-    /// What a record is judged by.
+    /// What a record is verified by.
     fn expect(&self, id: BlockId) -> Expect<'_> {
         Expect {
             id,
@@ -580,9 +580,9 @@ impl Tiers {
     }
 
     /// Another process replaces these records: copies that were refused in some tier are read again.
-    pub(crate) fn forgive(&self, ids: &[BlockId]) {
+    pub(crate) fn clear_bad(&self, ids: &[BlockId]) {
         for tier in &self.tiers {
-            ids.iter().for_each(|&id| tier.forgive(id));
+            ids.iter().for_each(|&id| tier.clear_bad(id));
         }
     }
 
@@ -608,10 +608,10 @@ impl Tiers {
     }
 
     /// What can be read here before others can see it, and what no longer is, since the last call.
-    pub(crate) fn early(&self) -> LocallyVisible {
+    pub(crate) fn locally_visible(&self) -> LocallyVisible {
         let tiers = self.tiers.iter();
-        self.early
-            .merge(tiers.map(|tier| tier.backend.features().early()))
+        self.locally_visible
+            .merge(tiers.map(|tier| tier.backend.features().locally_visible()))
     }
 
     /// Publishes what waits for others to be published with it.

@@ -1,7 +1,7 @@
 //! Bringing blocks up before they are asked for.
 //!
 //! A bounded queue of ids, the most urgent first. Loads go before: while one reads, only urgent ids are begun. A few
-//! are read at a time, each into a spare slot, judged as a load judges, and kept by the tiers above.
+//! are read at a time, each into a spare slot, verified as a load verifies, and kept by the tiers above.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -260,7 +260,7 @@ impl Tiers {
                 _ => tiers.note(number, request, failed),
             }
             match result {
-                Ok(Fetched::Here(read)) => tiers.keep_fetched(number, id, read),
+                Ok(Fetched::Here(read)) => tiers.insert_fetched(number, id, read),
                 Ok(Fetched::Below(slot, _)) => tiers.fetch(id, slot, Some(number)),
                 Ok(Fetched::AtTop) | Err(_) => tiers.fetched(id),
             }
@@ -270,7 +270,7 @@ impl Tiers {
 
     /// A block was read in tier `number`: the tiers above keep it. What is not sound is left to the next load, which looks
     /// twice and says so.
-    fn keep_fetched(self: &Arc<Self>, number: usize, id: BlockId, read: ReadDone) {
+    fn insert_fetched(self: &Arc<Self>, number: usize, id: BlockId, read: ReadDone) {
         let record = &read.slot.as_slice()[..read.read];
         let Ok(ordinal) = self.verify(id, record, read.stored_len) else {
             drop(read);

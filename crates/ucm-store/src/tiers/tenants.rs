@@ -2,8 +2,8 @@
 //! own blocks.
 //!
 //! What this engine writes is counted as it is published. What others write, and what was there before, is found by a scan
-//! that lists each tier now and then and reads the headers that it does not know. Both go into the [`Ledger`] of the level.
-//! One thread scans and removes, on the threads that tiers have for space, behind everything else.
+//! that lists each tier now and then and reads the headers that it does not know. Both go into the [`TenantUsage`] of
+//! the level. One thread scans and removes, on the threads that tiers have for space, behind everything else.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use ucm_quota::Capacity;
 use ucm_record::{RecordHeader, RecordLayout};
 use ucm_tier::backend::{BlockRead, Done, Listed, Outcome, Presence, Written};
 
-use super::ledger::{Age, Ledger, MOST_BLOCKS, Owner, Stored};
+use super::tenant_usage::{Age, MOST_BLOCKS, Owner, Stored, TenantUsage};
 use super::tier::{Tier, add};
 use super::{Tiers, WritePolicy};
 
@@ -48,7 +48,7 @@ pub(crate) struct TenantQuota {
 /// See the module.
 pub(super) struct Tenants {
     quota: TenantQuota,
-    levels: Vec<Books>,
+    levels: Vec<LevelQuota>,
     /// Where headers are read to.
     headers: Arc<SlotPool>,
     /// Rung when a tenant has too much, and at the end.
@@ -71,9 +71,9 @@ struct Failed {
     blocks: HashSet<Stored>,
 }
 
-/// Those of one level.
-struct Books {
-    ledger: Mutex<Ledger>,
+/// What tenants have in one level, and may have.
+struct LevelQuota {
+    usage: Mutex<TenantUsage>,
     /// The quota in bytes; none while what it is a share of is not known.
     quota: AtomicU64,
 }
@@ -95,13 +95,13 @@ impl Tenants {
             Capacity::Bytes(bytes) => bytes.get(),
             Capacity::Percent(_) => u64::MAX,
         };
-        let books = |_| Books {
-            ledger: Mutex::new(Ledger::new(MOST_BLOCKS)),
+        let level_quota = |_| LevelQuota {
+            usage: Mutex::new(TenantUsage::new(MOST_BLOCKS)),
             quota: AtomicU64::new(bytes),
         };
         Ok(Self {
             quota,
-            levels: (0..levels).map(books).collect(),
+            levels: (0..levels).map(level_quota).collect(),
             headers: SlotPool::new(arena, len)?,
             wake: Notify::new(),
             closing: AtomicBool::new(false),
@@ -119,7 +119,7 @@ impl Tenants {
 
     /// When there is something to do before the next scan: what failed is due, or what a quota is a share of was not known.
     fn next_look(&self, now: MonotonicTime) -> MonotonicTime {
-        let unknown = |books: &Books| books.quota.load(Ordering::Acquire) == u64::MAX;
+        let unknown = |level_quota: &LevelQuota| level_quota.quota.load(Ordering::Acquire) == u64::MAX;
         let try_again = *self.try_again.lock();
         match now < try_again {
             true => try_again,
@@ -210,11 +210,11 @@ impl Tiers {
             if matches!(result, Ok(Written::Published))
                 && let Some(tenants) = &tiers.tenants
             {
-                let (books, owner) = (&tenants.levels[tiers.tiers[number].level], Owner::of(&meta));
-                let mut ledger = books.ledger.lock();
-                let known = ledger.add(stored(number, meta.id), len, &owner);
-                let over = ledger.is_over(&owner, books.quota.load(Ordering::Acquire));
-                drop(ledger);
+                let (level_quota, owner) = (&tenants.levels[tiers.tiers[number].level], Owner::of(&meta));
+                let mut usage = level_quota.usage.lock();
+                let known = usage.add(stored(number, meta.id), len, &owner);
+                let over = usage.is_over(&owner, level_quota.quota.load(Ordering::Acquire));
+                drop(usage);
                 if !known {
                     tiers.say_full(tenants);
                 }
@@ -230,15 +230,15 @@ impl Tiers {
     fn scan_tenants(&self, tenants: &Tenants) -> MonotonicTime {
         let began = self.clock.now();
         let mut failed = None;
-        for (level, books) in self.levels.iter().zip(&tenants.levels) {
-            books.ledger.lock().begin_scan();
+        for (level, level_quota) in self.levels.iter().zip(&tenants.levels) {
+            level_quota.usage.lock().begin_scan();
             for number in level.members() {
                 let tier = &self.tiers[number];
                 if !tenants.counts(tier) || !tier.is_well() {
                     continue;
                 }
-                match self.scan_tier(tenants, books, number) {
-                    Ok(()) => books.ledger.lock().end_scan(stored_in(number)),
+                match self.scan_tier(tenants, level_quota, number) {
+                    Ok(()) => level_quota.usage.lock().end_scan(stored_in(number)),
                     // Mooncake lists nothing, so there it is the own blocks that count.
                     Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Closed) => {}
                     Err(error) => failed = Some(error.with("tier", &tier.name)),
@@ -257,7 +257,7 @@ impl Tiers {
     /// Learns what a share of each level is, once all of its members know what they may hold: what one that is not well
     /// has counts still.
     fn find_quotas(&self, tenants: &Tenants) {
-        for (level, books) in self.levels.iter().zip(&tenants.levels) {
+        for (level, level_quota) in self.levels.iter().zip(&tenants.levels) {
             let members = level.members().map(|number| &self.tiers[number]);
             let counted: Vec<_> = members.filter(|tier| tenants.counts(tier)).collect();
             if counted.is_empty() || !counted.iter().all(|tier| tier.is_well()) {
@@ -267,7 +267,7 @@ impl Tiers {
             let capacity: u64 = usages.iter().map(|usage| usage.capacity).sum();
             if usages.iter().all(|usage| usage.capacity > 0) {
                 let quota = tenants.quota.limit.bytes(capacity);
-                books.quota.store(quota, Ordering::Release);
+                level_quota.quota.store(quota, Ordering::Release);
             } else if usages.iter().all(|usage| usage.counted)
                 && !tenants.quota.lookup_only
                 && !tenants.said_limitless.swap(true, Ordering::AcqRel)
@@ -284,7 +284,7 @@ impl Tiers {
     }
 
     /// Finds what is new in a tier, and sees what is known.
-    fn scan_tier(&self, tenants: &Tenants, books: &Books, number: usize) -> Result<()> {
+    fn scan_tier(&self, tenants: &Tenants, level_quota: &LevelQuota, number: usize) -> Result<()> {
         let tier = &self.tiers[number];
         let looked = Completion::new();
         let (deadline, told) = (self.clock.now().after(self.moves.deadline), Arc::clone(&looked));
@@ -295,9 +295,9 @@ impl Tiers {
         let until = self.clock.now().after(LIST);
         let mut listed = tier.pool.call(LANE_SPACE, until, move |io| backend.list(io))?;
         for some in listed.chunks_mut(TOGETHER * TOGETHER) {
-            let mut ledger = books.ledger.lock(); // not for long: writes wait for it
+            let mut usage = level_quota.usage.lock(); // not for long: writes wait for it
             for one in some {
-                if ledger.see(stored(number, one.id), one.len) {
+                if usage.see(stored(number, one.id), one.len) {
                     one.len = 0; // nothing to learn of it
                 }
             }
@@ -305,15 +305,15 @@ impl Tiers {
         listed.retain(|one| one.len > 0);
         for some in listed.chunks(TOGETHER) {
             let began = self.clock.now();
-            if books.ledger.lock().is_full() {
+            if level_quota.usage.lock().is_full() {
                 self.say_full(tenants);
                 return Ok(()); // what is not known is not counted
             }
             let owners = self.read_owners(tenants, number, some)?;
             {
-                let mut ledger = books.ledger.lock();
+                let mut usage = level_quota.usage.lock();
                 for (one, owner) in owners {
-                    ledger.add(stored(number, one.id), one.len, &owner);
+                    usage.add(stored(number, one.id), one.len, &owner);
                 }
             }
             let took = self.clock.now().since(began);
@@ -386,17 +386,17 @@ impl Tiers {
         if self.clock.now() < *tenants.try_again.lock() {
             return;
         }
-        for books in &tenants.levels {
+        for level_quota in &tenants.levels {
             let mut failed = Failed::default();
             while !tenants.is_closing() {
-                let quota = books.quota.load(Ordering::Acquire);
+                let quota = level_quota.quota.load(Ordering::Acquire);
                 let later =
                     |stored: &Stored| failed.tiers.contains(&stored.tier) || failed.blocks.contains(stored);
-                let excess = books.ledger.lock().excess(quota, TOGETHER, later);
+                let excess = level_quota.usage.lock().excess(quota, TOGETHER, later);
                 if excess.is_empty() {
                     break;
                 }
-                self.remove_excess(tenants, books, &excess, &mut failed);
+                self.remove_excess(tenants, level_quota, &excess, &mut failed);
             }
             if !(failed.tiers.is_empty() && failed.blocks.is_empty()) {
                 *tenants.try_again.lock() = self.clock.now().after(TRY_AGAIN);
@@ -405,7 +405,13 @@ impl Tiers {
     }
 
     /// Removes these blocks, each where it lies, and notes what does not succeed.
-    fn remove_excess(&self, tenants: &Tenants, books: &Books, excess: &[(Stored, Age)], failed: &mut Failed) {
+    fn remove_excess(
+        &self,
+        tenants: &Tenants,
+        level_quota: &LevelQuota,
+        excess: &[(Stored, Age)],
+        failed: &mut Failed,
+    ) {
         for (tier, number) in self.tiers.iter().zip(0..) {
             let here: Vec<_> = excess
                 .iter()
@@ -417,10 +423,10 @@ impl Tiers {
             match self.remove_here(tier, here.iter().map(|(stored, _)| stored.id).collect()) {
                 Ok((count, presences)) => {
                     add(&tier.counts.quota_removed, count as u64);
-                    let mut ledger = books.ledger.lock();
+                    let mut usage = level_quota.usage.lock();
                     for (at, (stored, age)) in here.into_iter().enumerate() {
                         match presences.get(at) {
-                            None | Some(Err(MissReason::Absent)) => ledger.removed(*stored, *age),
+                            None | Some(Err(MissReason::Absent)) => usage.removed(*stored, *age),
                             Some(_) => _ = failed.blocks.insert(*stored),
                         }
                     }
@@ -481,7 +487,7 @@ impl Tiers {
     }
 }
 
-/// The number of a tier as the ledger has it: there are few ([`super::MAX_TIERS`]).
+/// The number of a tier as it is counted: there are few ([`super::MAX_TIERS`]).
 fn stored_in(number: usize) -> u8 {
     u8::try_from(number).unwrap_or(u8::MAX)
 }

@@ -13,7 +13,7 @@ use ucm_tier::backend::{Backend, MediumStats};
 
 use super::codec::TierCodec;
 use super::{TierConfig, TierStats, WritePolicy};
-use crate::health::{Breaker, BreakerConfig, Change};
+use crate::breaker::{Breaker, BreakerConfig, Change};
 
 /// Most refused copies remembered of a tier. To forget one is safe: every copy is verified when it is read.
 const REMEMBERED: usize = 1 << 16;
@@ -245,7 +245,7 @@ impl Tier {
     }
 
     /// Another copy took the place of one that may have been refused.
-    pub(super) fn forgive(&self, id: BlockId) {
+    pub(super) fn clear_bad(&self, id: BlockId) {
         if self.copies.any_refused.load(Ordering::Acquire) {
             self.copies.refused.remove(&id);
             self.copies.newer.remove(&id);
@@ -364,7 +364,7 @@ mod tests {
             let (tier, id) = (tier(1), BlockId([4; 16]));
             tier.refuse(id, reason);
             assert!(tier.has_refused(id) && !tier.replaces(id));
-            tier.forgive(id);
+            tier.clear_bad(id);
             assert!(
                 !tier.has_refused(id),
                 "it was gone, or another could not have been published"
@@ -378,7 +378,7 @@ mod tests {
         let id = BlockId([3; 16]);
         tier.refuse(id, MissReason::BadChecksum);
         assert!(tier.has_refused(id) && tier.replaces(id));
-        tier.forgive(id);
+        tier.clear_bad(id);
         assert!(!tier.has_refused(id));
         for n in 0..=REMEMBERED as u128 {
             tier.refuse(BlockId(n.to_le_bytes()), MissReason::BadChecksum);

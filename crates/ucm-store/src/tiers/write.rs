@@ -1,8 +1,8 @@
 //! How a record comes into the tiers: from a dump, after a load or a prefetch, and when a tier above gives it up.
 //!
 //! A dump is published by the lowest level that is written through and outlives this process, in the member that its spread
-//! gives it to. The other levels get copies: a memory at once, a file in a spare slot, and nobody waits for them. A copy that
-//! finds no spare slot, or a tier that is not well, is dropped and counted.
+//! gives it to. The other levels get copies: a memory at once, a file in a spare slot, and no one waits for them. A
+//! copy that finds no spare slot, or a tier that is not well, is dropped and counted.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, LANE_SPACE, MonotonicTime, Ticket};
 use ucm_io::IoJob;
-use ucm_tier::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written, either};
+use ucm_tier::backend::{Done, Flush, InsertOptions, ReadDone, Victim, WriteOptions, Written, either};
 
 use super::level::Level;
 use super::tier::add;
@@ -49,7 +49,7 @@ struct Moving {
     number: usize,
     id: BlockId,
     len: usize,
-    keep: Keep,
+    options: InsertOptions,
     request: Request,
     why: Copy,
     /// As many as are published together are on their way: that is not to wait for more.
@@ -80,7 +80,7 @@ impl Tiers {
         } else {
             self.levels.iter().filter(through).find_map(takes)
         };
-        let keep = Keep {
+        let inserted = InsertOptions {
             ordinal: options.ordinal,
             replace: options.replace,
         };
@@ -94,7 +94,7 @@ impl Tiers {
                 number: self.taker_of_copy(level, id, options.len),
                 id,
                 len: options.len,
-                keep,
+                options: inserted,
                 request,
                 why: Copy::Dump,
                 enough: false,
@@ -183,7 +183,7 @@ impl Tiers {
         }
         match result {
             Ok(Written::Published) => {
-                tier.forgive(id);
+                tier.clear_bad(id);
                 add(&tier.counts.blocks_written, 1);
                 add(&tier.counts.bytes_written, len as u64);
             }
@@ -205,11 +205,11 @@ impl Tiers {
         if !self.admits(moving.number, moving.request.number, self.clock.now()) {
             return add(&tier.counts.copies_dropped, 1);
         }
-        let keep = Keep {
-            replace: moving.keep.replace || tier.replaces(moving.id),
-            ..moving.keep
+        let options = InsertOptions {
+            replace: moving.options.replace || tier.replaces(moving.id),
+            ..moving.options
         };
-        self.copied(&moving, &memory.insert(moving.id, record, keep));
+        self.copied(&moving, &memory.insert(moving.id, record, options));
     }
 
     /// A spare slot with these bytes in it, for a tier that is well.
@@ -232,8 +232,8 @@ impl Tiers {
         }
         let options = WriteOptions {
             len: moving.len,
-            ordinal: moving.keep.ordinal,
-            replace: moving.keep.replace || tier.replaces(moving.id),
+            ordinal: moving.options.ordinal,
+            replace: moving.options.replace || tier.replaces(moving.id),
             read_back: moving.why == Copy::Rise,
         };
         let lane = match moving.why {
@@ -329,7 +329,7 @@ impl Tiers {
             number,
             id,
             len,
-            keep: Keep {
+            options: InsertOptions {
                 ordinal,
                 replace: false,
             },
@@ -339,8 +339,8 @@ impl Tiers {
         }
     }
 
-    /// The memory above a level, which is written back to, gives a record up: judged again, it goes down. It is let go above
-    /// when it is below.
+    /// The memory above a level, which is written back to, gives a record up: verified again, it goes down. It is let
+    /// go above when it is below.
     pub(super) fn demote(self: &Arc<Self>, level: usize, victim: Box<dyn Victim>) {
         let number = self.taker_of_copy(&self.levels[level], victim.id(), victim.record().len());
         let counts = &self.tiers[number].counts;
@@ -371,7 +371,7 @@ impl Tiers {
         }
     }
 
-    /// Judges a record of `len` bytes that leaves memory, and writes it below; `over` is called when that has ended.
+    /// Verifies a record of `len` bytes that leaves memory, and writes it below; `over` is called when that has ended.
     pub(super) fn move_down(
         self: &Arc<Self>,
         number: usize,
@@ -386,7 +386,7 @@ impl Tiers {
                 number,
                 id,
                 len,
-                keep: Keep {
+                options: InsertOptions {
                     ordinal,
                     replace: false,
                 },

@@ -7,7 +7,7 @@ use ucm_io::{Fault, Gate, OpKind};
 use ucm_io::{IoJob, PsyncEngine};
 use ucm_tier::backend::Backend;
 
-use super::map::MapStage;
+use super::map::MapTier;
 use super::segments::change;
 use super::{Layout, Store, of_records};
 
@@ -60,7 +60,7 @@ impl Store {
         let map = self
             .map
             .iter()
-            .map(|map| Arc::new(MapStage(Arc::clone(map))) as Arc<dyn Backend>);
+            .map(|map| Arc::new(MapTier(Arc::clone(map))) as Arc<dyn Backend>);
         for above in memory.chain(map) {
             let here = IoJob::alone(PsyncEngine::new(false));
             above.delete(&here, &[id]).unwrap();

@@ -11,8 +11,8 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 use ucm_tier::backend::{
-    Backend, BlockRead, Done, Evicted, Features, Keep, Listed, Local, LocallyVisible, MediumStats, Memory,
-    Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
+    Backend, BlockRead, Done, Evicted, Features, InsertOptions, Listed, Local, LocallyVisible, MediumStats,
+    Memory, Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.
@@ -144,9 +144,9 @@ impl Drop for Leaving {
 }
 
 /// The map as a tier, while the test holds on to it too.
-pub(crate) struct MapStage(pub(crate) Arc<MapBackend>);
+pub(crate) struct MapTier(pub(crate) Arc<MapBackend>);
 
-impl MapStage {
+impl MapTier {
     fn read_one(&self, read: BlockRead) -> Result<ReadDone> {
         let BlockRead { id, mut slot, .. } = read;
         let mut inner = self.0.inner.lock();
@@ -172,7 +172,7 @@ impl MapStage {
     }
 }
 
-impl Backend for MapStage {
+impl Backend for MapTier {
     fn features(&self) -> Features<'_> {
         Features {
             name: "map",
@@ -250,15 +250,15 @@ impl Backend for MapStage {
     fn close(&self, _drain: Duration) {}
 }
 
-impl Local for MapStage {
-    fn early(&self) -> LocallyVisible {
+impl Local for MapTier {
+    fn locally_visible(&self) -> LocallyVisible {
         std::mem::take(&mut self.0.inner.lock().early)
     }
 }
 
-impl Memory for MapStage {
-    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
-        self.0.insert(id, record, keep.replace)
+impl Memory for MapTier {
+    fn insert(&self, id: BlockId, record: &[u8], options: InsertOptions) -> Result<Written> {
+        self.0.insert(id, record, options.replace)
     }
 
     fn has(&self, id: BlockId) -> bool {

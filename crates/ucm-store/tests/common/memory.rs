@@ -47,5 +47,5 @@ pub(crate) fn record(id: BlockId) -> Vec<u8> {
 
 pub(crate) fn keep(tier: &MemoryBackend, ids: impl IntoIterator<Item = BlockId>) {
     ids.into_iter()
-        .for_each(|id| assert_eq!(tier.insert(id, &record(id), 0).unwrap(), Inserted::Kept));
+        .for_each(|id| assert_eq!(tier.insert(id, &record(id), 0).unwrap(), Inserted::New));
 }

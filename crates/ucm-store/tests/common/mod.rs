@@ -36,7 +36,7 @@ use ucm_store::tiers::{TierConfig, WritePolicy};
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{MemoryBackend, MemoryConfig, Policy};
 
-use map::{MapBackend, MapStage};
+use map::{MapBackend, MapTier};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use over::only_over;
 #[allow(unused_imports, reason = "each test file uses its part of this")]
@@ -194,7 +194,7 @@ impl Store {
             Above::Nothing => None,
             Above::Map(records, policy) => {
                 let made = map.insert(MapBackend::new(records));
-                let top: Arc<dyn Backend> = Arc::new(MapStage(Arc::clone(made)));
+                let top: Arc<dyn Backend> = Arc::new(MapTier(Arc::clone(made)));
                 let options = IoOptions {
                     clock: Arc::clone(&clock),
                     ..IoOptions::with_workers(2)
@@ -269,9 +269,9 @@ impl Store {
         self.map.as_ref().unwrap()
     }
 
-    /// What a stage of a pipeline counted.
-    pub(crate) fn tier(&self, stage: usize, name: &str) -> u64 {
-        let value = self.engine.stats()["tiers"][stage][name].clone();
+    /// What a tier of a pipeline counted.
+    pub(crate) fn tier(&self, number: usize, name: &str) -> u64 {
+        let value = self.engine.stats()["tiers"][number][name].clone();
         value.as_u64().or(value.as_bool().map(u64::from)).unwrap()
     }
 

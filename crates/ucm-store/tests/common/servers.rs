@@ -81,7 +81,7 @@ impl Drop for Server {
     }
 }
 
-/// A port that nobody listens on.
+/// A port that no one listens on.
 pub(crate) fn free_port() -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     listener.local_addr().unwrap().port()

@@ -11,8 +11,8 @@ use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 use ucm_record::{Algorithm, Keys, SideSpec};
+use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
-use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::segment::{Merging, SegmentConfig};
 
@@ -74,7 +74,7 @@ pub(crate) struct Setup {
     pub(crate) transfer: Transfer,
     /// How records lie below the root.
     pub(crate) layout: Layout,
-    /// Nobody names the layout: the root has records in it already.
+    /// No one names the layout: the root has records in it already.
     pub(crate) unnamed: bool,
     /// Options of a [`Medium::Kind`] beside those that it has for tests.
     pub(crate) options: Vec<(&'static str, Value)>,

@@ -22,7 +22,7 @@ pub(crate) fn small(records: u64) -> Setup {
     }
 }
 
-/// The same on another host, of whose processes nobody here knows whether they live.
+/// The same on another host, of whose processes no one here knows whether they live.
 pub(crate) fn elsewhere(setup: &Setup) -> Setup {
     let host = "elsewhere".into();
     let process = Process {
@@ -72,7 +72,7 @@ pub(crate) fn on(clock: &Arc<ManualClock>, dir: &Path, setup: &Setup) -> Store {
 }
 
 /// Waits while the clock goes on, twenty times as fast as the real one and for `most` at the longest: so fast that
-/// nobody waits long, and slowly enough that no deadline of an operation passes.
+/// no one waits long, and slowly enough that no deadline of an operation passes.
 pub(crate) fn in_time(clock: &ManualClock, most: Duration, what: &str, mut so: impl FnMut() -> bool) {
     let step = Duration::from_millis(20);
     let (mut left, mut last) = (most, Instant::now());

@@ -1,4 +1,4 @@
-//! Stores of two stages.
+//! Stores of two tiers.
 
 use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};

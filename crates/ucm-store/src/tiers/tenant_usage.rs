@@ -44,7 +44,7 @@ impl Owner {
         }
     }
 
-    fn is_nobody(&self) -> bool {
+    fn is_untagged(&self) -> bool {
         self.tenant == Tag::default()
     }
 }
@@ -66,7 +66,7 @@ struct Tenant {
 }
 
 /// See the module.
-pub(super) struct Ledger {
+pub(super) struct TenantUsage {
     most: usize,
     blocks: HashMap<Stored, Block>,
     /// Blocks without a tag, and the scan in which each was there last.
@@ -75,8 +75,8 @@ pub(super) struct Ledger {
     scan: u32,
 }
 
-impl Ledger {
-    /// A ledger of at most so many blocks.
+impl TenantUsage {
+    /// A usage of at most so many blocks.
     pub(super) fn new(most: usize) -> Self {
         Self {
             most,
@@ -92,7 +92,7 @@ impl Ledger {
     pub(super) fn add(&mut self, stored: Stored, len: u64, owner: &Owner) -> bool {
         self.forget(stored);
         if self.is_full()
-            && !owner.is_nobody()
+            && !owner.is_untagged()
             && let Some(&other) = self.untagged.keys().next()
         {
             self.untagged.remove(&other);
@@ -100,7 +100,7 @@ impl Ledger {
         if self.is_full() {
             return false;
         }
-        if owner.is_nobody() {
+        if owner.is_untagged() {
             self.untagged.insert(stored, self.scan);
             return true;
         }
@@ -234,94 +234,94 @@ mod tests {
         })
     }
 
-    fn excess(ledger: &Ledger, quota: u64) -> Vec<u8> {
-        let excess = ledger.excess(quota, usize::MAX, |_| false).into_iter();
+    fn excess(usage: &TenantUsage, quota: u64) -> Vec<u8> {
+        let excess = usage.excess(quota, usize::MAX, |_| false).into_iter();
         excess.map(|(stored, _)| stored.id.0[0]).collect()
     }
 
     #[test]
-    fn the_oldest_of_who_has_too_much_go_and_nobody_elses() {
-        let mut ledger = Ledger::new(100);
+    fn the_oldest_of_who_has_too_much_go_and_no_one_elses() {
+        let mut usage = TenantUsage::new(100);
         for n in 0..6 {
-            assert!(ledger.add(stored(n), 10, &owner(1, 0, u64::from(n) + 1)));
-            assert!(ledger.add(stored(10 + n), 10, &owner(0, 0, 1)));
+            assert!(usage.add(stored(n), 10, &owner(1, 0, u64::from(n) + 1)));
+            assert!(usage.add(stored(10 + n), 10, &owner(0, 0, 1)));
         }
-        ledger.add(stored(20), 30, &owner(2, 0, 1));
-        assert!(ledger.is_over(&owner(1, 0, 0), 35) && !ledger.is_over(&owner(2, 0, 0), 35));
-        assert_eq!(excess(&ledger, 35), [0, 1, 2]);
-        assert_eq!(ledger.excess(35, 2, |_| false).len(), 2);
+        usage.add(stored(20), 30, &owner(2, 0, 1));
+        assert!(usage.is_over(&owner(1, 0, 0), 35) && !usage.is_over(&owner(2, 0, 0), 35));
+        assert_eq!(excess(&usage, 35), [0, 1, 2]);
+        assert_eq!(usage.excess(35, 2, |_| false).len(), 2);
         let not_yet = |block: &Stored| *block == stored(0);
         assert_eq!(
-            ledger.excess(35, 9, not_yet).len(),
+            usage.excess(35, 9, not_yet).len(),
             2,
             "no younger one goes in its place"
         );
-        assert!(excess(&ledger, 60).is_empty());
-        for (stored, age) in ledger.excess(35, 2, |_| false) {
-            ledger.removed(stored, age);
+        assert!(excess(&usage, 60).is_empty());
+        for (stored, age) in usage.excess(35, 2, |_| false) {
+            usage.removed(stored, age);
         }
-        assert_eq!(excess(&ledger, 35), [2]);
+        assert_eq!(excess(&usage, 35), [2]);
     }
 
     #[test]
     fn within_a_minute_the_end_of_a_chain_goes_before_its_beginning() {
-        let mut ledger = Ledger::new(100);
+        let mut usage = TenantUsage::new(100);
         for n in 0..4 {
-            ledger.add(stored(n), 10, &owner(1, n.into(), 5 * MINUTE + u64::from(n)));
+            usage.add(stored(n), 10, &owner(1, n.into(), 5 * MINUTE + u64::from(n)));
         }
-        ledger.add(stored(9), 10, &owner(1, 9, 6 * MINUTE));
-        assert_eq!(excess(&ledger, 20), [3, 2, 1]);
+        usage.add(stored(9), 10, &owner(1, 9, 6 * MINUTE));
+        assert_eq!(excess(&usage, 20), [3, 2, 1]);
     }
 
     #[test]
     fn what_a_scan_does_not_see_is_gone_and_what_came_meanwhile_stays() {
-        let mut ledger = Ledger::new(100);
+        let mut usage = TenantUsage::new(100);
         for n in 0..3 {
-            ledger.add(stored(n), 10, &owner(1, 0, n.into()));
+            usage.add(stored(n), 10, &owner(1, 0, n.into()));
         }
         let elsewhere = Stored { tier: 1, ..stored(0) };
-        ledger.add(elsewhere, 10, &owner(1, 0, 1));
-        ledger.add(stored(5), 10, &Owner::default());
-        ledger.begin_scan();
-        assert!(ledger.see(stored(1), 30) && !ledger.see(stored(7), 10));
-        ledger.add(stored(8), 10, &owner(1, 0, 1));
-        ledger.end_scan(0);
-        assert!(ledger.is_over(&owner(1, 0, 0), 49) && !ledger.is_over(&owner(1, 0, 0), 50));
+        usage.add(elsewhere, 10, &owner(1, 0, 1));
+        usage.add(stored(5), 10, &Owner::default());
+        usage.begin_scan();
+        assert!(usage.see(stored(1), 30) && !usage.see(stored(7), 10));
+        usage.add(stored(8), 10, &owner(1, 0, 1));
+        usage.end_scan(0);
+        assert!(usage.is_over(&owner(1, 0, 0), 49) && !usage.is_over(&owner(1, 0, 0), 50));
         assert!(
-            !ledger.see(stored(0), 10) && !ledger.see(stored(5), 10),
+            !usage.see(stored(0), 10) && !usage.see(stored(5), 10),
             "read anew"
         );
-        ledger.begin_scan();
-        ledger.end_scan(0);
-        ledger.end_scan(1);
-        assert!(ledger.blocks.is_empty() && ledger.untagged.is_empty() && ledger.tenants.is_empty());
+        usage.begin_scan();
+        usage.end_scan(0);
+        usage.end_scan(1);
+        assert!(usage.blocks.is_empty() && usage.untagged.is_empty() && usage.tenants.is_empty());
     }
 
     #[test]
     fn a_block_that_is_stored_again_counts_once_and_outlives_the_removal_of_the_one_before() {
-        let mut ledger = Ledger::new(100);
-        ledger.add(stored(0), 10, &owner(1, 0, 1));
-        let (before, age) = ledger.excess(0, 1, |_| false)[0];
-        ledger.add(stored(0), 20, &owner(1, 0, 2));
-        ledger.removed(before, age);
-        assert!(ledger.is_over(&owner(1, 0, 0), 19) && !ledger.is_over(&owner(1, 0, 0), 20));
+        let mut usage = TenantUsage::new(100);
+        usage.add(stored(0), 10, &owner(1, 0, 1));
+        let (before, age) = usage.excess(0, 1, |_| false)[0];
+        usage.add(stored(0), 20, &owner(1, 0, 2));
+        usage.removed(before, age);
+        assert!(usage.is_over(&owner(1, 0, 0), 19) && !usage.is_over(&owner(1, 0, 0), 20));
     }
 
     #[test]
     fn what_is_remembered_is_bounded_and_those_without_a_tag_make_way() {
-        let mut ledger = Ledger::new(4);
+        let mut usage = TenantUsage::new(4);
         for n in 0..4 {
-            assert!(ledger.add(stored(n), 10, &Owner::default()));
+            assert!(usage.add(stored(n), 10, &Owner::default()));
         }
-        assert!(!ledger.add(stored(9), 10, &Owner::default()));
+        assert!(!usage.add(stored(9), 10, &Owner::default()));
         for n in 10..14 {
-            assert!(ledger.add(stored(n), 10, &owner(1, 0, n.into())));
-            assert_eq!(ledger.blocks.len() + ledger.untagged.len(), 4);
+            assert!(usage.add(stored(n), 10, &owner(1, 0, n.into())));
+            assert_eq!(usage.blocks.len() + usage.untagged.len(), 4);
         }
-        assert!(!ledger.add(stored(14), 10, &owner(1, 0, 14)));
-        assert_eq!(ledger.blocks.len(), 4);
+        assert!(!usage.add(stored(14), 10, &owner(1, 0, 14)));
+        assert_eq!(usage.blocks.len(), 4);
         assert_eq!(
-            excess(&ledger, 20),
+            excess(&usage, 20),
             [10, 11],
             "those that are known are kept in bounds"
         );

@@ -9,18 +9,18 @@ use crate::tiers::WritePolicy;
 
 /// Makes the media of a store, top first, each with its policy. `Config` for options that make no sense.
 pub(super) fn make_all(
-    stages: Vec<TierSpec>,
+    tiers: Vec<TierSpec>,
     context: &BuildContext<'_>,
 ) -> Result<Vec<(BuiltLevel, WritePolicy)>> {
-    let made = stages.into_iter().map(|stage| {
-        let policy = stage.policy()?;
-        let built = registry::find(&stage.kind)?.build(context, stage.options)?;
+    let made = tiers.into_iter().map(|tier| {
+        let policy = tier.policy()?;
+        let built = registry::find(&tier.kind)?.build(context, tier.options)?;
         Ok((built, policy))
     });
     made.collect()
 }
 
-/// One stage as it is asked for: its kind, when it is written to, and the options of its kind.
+/// One tier as it is asked for: its kind, when it is written to, and the options of its kind.
 #[derive(Debug, Clone, Deserialize)]
 pub struct TierSpec {
     /// Word of the kind.
@@ -34,7 +34,7 @@ pub struct TierSpec {
 }
 
 impl TierSpec {
-    /// When the stage is written to.
+    /// When the tier is written to.
     fn policy(&self) -> Result<WritePolicy> {
         let Some(name) = &self.write_policy else {
             return Ok(WritePolicy::Through);
@@ -57,16 +57,16 @@ mod tests {
 
     use super::*;
 
-    fn stage(written: Value) -> TierSpec {
+    fn tier(written: Value) -> TierSpec {
         serde_json::from_value(written).unwrap()
     }
 
     fn posix(layout: &str, codec: &str) -> TierSpec {
-        stage(json!({"kind": "posix", "storage_backends": ["/nowhere"], "layout": layout, "codec": codec}))
+        tier(json!({"kind": "posix", "storage_backends": ["/nowhere"], "layout": layout, "codec": codec}))
     }
 
-    /// Why these stages make no store; nothing where they do.
-    fn refusal(stages: Vec<TierSpec>) -> Option<String> {
+    /// Why these tiers make no store; nothing where they do.
+    fn refusal(tiers: Vec<TierSpec>) -> Option<String> {
         let identity = Identity::parse(concat!(
             r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"#,
             r#""position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"#,
@@ -86,7 +86,7 @@ mod tests {
             scheduler_elsewhere: false,
             clock: SystemClock::shared(),
         };
-        make_all(stages, &context).err().map(|error| error.to_string())
+        make_all(tiers, &context).err().map(|error| error.to_string())
     }
 
     #[test]
@@ -95,23 +95,23 @@ mod tests {
             assert_eq!(refusal(vec![posix("segment", codec)]), None);
         }
         assert_eq!(refusal(vec![posix("file", "off")]), None);
-        for (stages, words) in [
+        for (tiers, words) in [
             (vec![posix("file", "zstd")], "segments only"),
             (vec![posix("segment", "zip")], "unknown variant `zip`"),
             (
-                vec![stage(json!({"kind": "cache", "codec": "lz4"}))],
+                vec![tier(json!({"kind": "cache", "codec": "lz4"}))],
                 "unknown field `codec`",
             ),
-            (vec![stage(json!({"kind": "compress"}))], "keeps nothing"),
-            (vec![stage(json!({"kind": "zip"}))], "no such kind"),
-            (vec![stage(json!({"kind": "fake"}))], "store of Python"),
+            (vec![tier(json!({"kind": "compress"}))], "keeps nothing"),
+            (vec![tier(json!({"kind": "zip"}))], "no such kind"),
+            (vec![tier(json!({"kind": "fake"}))], "store of Python"),
             (
-                vec![stage(json!({"kind": "cache", "cach_size": 1}))],
+                vec![tier(json!({"kind": "cache", "cach_size": 1}))],
                 "unknown field `cach_size`",
             ),
-            (vec![stage(json!({"kind": "posix"}))], "one directory"),
+            (vec![tier(json!({"kind": "posix"}))], "one directory"),
         ] {
-            let why = refusal(stages).unwrap_or_default();
+            let why = refusal(tiers).unwrap_or_default();
             assert!(why.contains(words), "{why}");
         }
     }

@@ -10,7 +10,7 @@ use super::MAX_TIERS;
 
 const _: () = assert!(MAX_TIERS <= u32::BITS as usize);
 
-/// Which tiers (a bit each) say that an id is early, and the changes not told yet.
+/// Which tiers (a bit each) say that only this process can read an id, and the changes not told yet.
 #[derive(Default)]
 pub(super) struct Merged(Mutex<Inner>);
 
@@ -65,7 +65,7 @@ impl Merged {
 mod tests {
     use super::*;
 
-    fn early(gained: &[u8], lost: &[u8]) -> LocallyVisible {
+    fn visible(gained: &[u8], lost: &[u8]) -> LocallyVisible {
         let ids = |ns: &[u8]| ns.iter().map(|&n| BlockId([n; 16])).collect();
         LocallyVisible {
             gained: ids(gained),
@@ -74,16 +74,16 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_early_while_any_tier_says_so() {
+    fn an_id_is_locally_visible_while_any_tier_says_so() {
         let merged = Merged::default();
         let said = |tiers: [LocallyVisible; 2]| merged.merge(tiers.into_iter());
-        assert_eq!(said([early(&[1], &[]), early(&[], &[])]), early(&[1], &[]));
-        assert_eq!(said([early(&[], &[]), early(&[1], &[])]), early(&[], &[]));
-        assert_eq!(said([early(&[], &[1]), early(&[], &[])]), early(&[], &[]));
-        assert_eq!(said([early(&[], &[]), early(&[], &[1])]), early(&[], &[1]));
+        assert_eq!(said([visible(&[1], &[]), visible(&[], &[])]), visible(&[1], &[]));
+        assert_eq!(said([visible(&[], &[]), visible(&[1], &[])]), visible(&[], &[]));
+        assert_eq!(said([visible(&[], &[1]), visible(&[], &[])]), visible(&[], &[]));
+        assert_eq!(said([visible(&[], &[]), visible(&[], &[1])]), visible(&[], &[1]));
         assert_eq!(
-            said([early(&[], &[7]), early(&[], &[])]),
-            early(&[], &[]),
+            said([visible(&[], &[7]), visible(&[], &[])]),
+            visible(&[], &[]),
             "never was"
         );
     }

@@ -53,7 +53,7 @@ fn records_in_use_outlive_their_segment() {
     let store = Store::open(dir.path(), small(eager(Duration::ZERO)));
     eventually("room is short", || store.stat("storage_short") == 1);
     store.engine.touch(&in_use()).unwrap();
-    eventually("they are carried forward", || store.stat("records_carried") == 2);
+    eventually("they are reinserted", || store.stat("records_carried") == 2);
     assert_eq!(mtime(&oldest), before, "the others are not in use");
     let places = store.places();
     let young = places
@@ -73,7 +73,7 @@ fn in_use() -> [(BlockId, u32); 2] {
 }
 
 #[test]
-fn what_a_scheduler_knows_to_be_in_use_is_carried_by_the_rank_that_it_tells() {
+fn what_a_scheduler_knows_to_be_in_use_is_reinserted_by_the_rank_that_it_tells() {
     let dir = directory();
     let oldest = nearly_full(dir.path(), &small(filling()));
     let before = mtime(&oldest);
@@ -92,7 +92,7 @@ fn what_a_scheduler_knows_to_be_in_use_is_carried_by_the_rank_that_it_tells() {
         "it is not for it to say"
     );
     rank.engine.touch_own(&in_use()).unwrap();
-    eventually("they are carried forward", || rank.stat("records_carried") == 2);
+    eventually("they are reinserted", || rank.stat("records_carried") == 2);
     assert_eq!(mtime(&oldest), before, "the others are not in use");
     std::fs::remove_file(&oldest).unwrap();
     assert!(loads(&rank, &many(3..5)) && !loads(&rank, &many(0..3)));
@@ -102,7 +102,7 @@ fn what_a_scheduler_knows_to_be_in_use_is_carried_by_the_rank_that_it_tells() {
 }
 
 #[test]
-fn what_several_use_is_carried_by_one_of_them() {
+fn what_several_use_is_reinserted_by_one_of_them() {
     let dir = directory();
     nearly_full(dir.path(), &small(filling()));
     let gate = Gate::new();
@@ -128,14 +128,14 @@ fn what_several_use_is_carried_by_one_of_them() {
     };
     eventually("the other one asks a few times", || claims(OpKind::Create) >= 3);
     gate.open();
-    eventually("they are carried forward", || one.stat("records_carried") == 2);
+    eventually("they are reinserted", || one.stat("records_carried") == 2);
     eventually("the other one has had its turn", || claims(OpKind::Remove) > 0);
     assert_eq!(other.stat("records_carried"), 0);
     assert_eq!(other.faults.count(OpKind::Finish), finished, "it copied nothing");
 }
 
 #[test]
-fn compressed_records_in_use_are_carried_each_by_itself() {
+fn compressed_records_in_use_are_reinserted_each_by_itself() {
     const LIMIT: u64 = 24 << 20;
     let compressed = |setup: Setup| Setup {
         capacity: Some(LIMIT),
@@ -160,7 +160,7 @@ fn compressed_records_in_use_are_carried_each_by_itself() {
     let store = Store::open(dir.path(), compressed(eager(Duration::ZERO)));
     eventually("room is short", || store.stat("storage_short") == 1);
     store.engine.touch_own(&in_use()).unwrap();
-    eventually("they are carried forward", || store.stat("records_carried") == 2);
+    eventually("they are reinserted", || store.stat("records_carried") == 2);
     std::fs::remove_file(&oldest).unwrap();
     assert!(loads(&store, &many(3..5)));
     assert!(!loads(&store, &many(2..3)) && !loads(&store, &many(5..6)));
@@ -180,7 +180,7 @@ fn a_segment_much_of_which_is_in_use_is_used_whole() {
 }
 
 #[test]
-fn what_cannot_be_carried_keeps_its_segment_in_use() {
+fn what_cannot_be_reinserted_keeps_its_segment_in_use() {
     let dir = directory();
     let oldest = nearly_full(dir.path(), &small(filling()));
     let before = mtime(&oldest);
