@@ -91,7 +91,7 @@ pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<u32> {
     if buffer.len_bytes() == 0 {
         return Ok(ucm_core::crc32c(&[]));
     }
-    // SAFETY: the buffer is held, lies in one piece of this length, and nobody may write to it.
+    // SAFETY: the buffer is held, lies in one piece of this length, and no one may write to it.
     let bytes = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) };
     Ok(ucm_core::crc32c(bytes))
 }

@@ -162,7 +162,7 @@ impl Tensor {
     /// Its elements, to be written.
     ///
     /// # Safety
-    /// They can be written, nobody else reads or writes them for `'a`, and the dtype is that of `T`.
+    /// They can be written, no one else reads or writes them for `'a`, and the dtype is that of `T`.
     unsafe fn slice_mut<'a, T>(&self, name: &'static str) -> Result<&'a mut [T]> {
         self.packed(name, 0)?;
         let base = self.at::<T>(name)?;
@@ -217,7 +217,7 @@ impl Tensor {
     /// are read of each.
     ///
     /// # Safety
-    /// They can be read for `'a`, and nobody writes to those of the blocks that the call is given.
+    /// They can be read for `'a`, and no one writes to those of the blocks that the call is given.
     unsafe fn blocks<'a>(
         &self,
         name: &'static str,

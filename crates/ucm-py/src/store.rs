@@ -41,13 +41,13 @@ impl Asked {
         let Some((located, took)) = self.asked.answer() else {
             return Ok(None);
         };
-        let (stages, reason) = to_py(py, located)?;
+        let (tiers, reason) = to_py(py, located)?;
         let reason = reason.unwrap_or(MissReason::Absent).name();
-        Ok(Some((PyBytes::new(py, &stages), reason, took.as_secs_f64())))
+        Ok(Some((PyBytes::new(py, &tiers), reason, took.as_secs_f64())))
     }
 }
 
-/// An engine over its stages. All sizes in bytes, all times in seconds.
+/// An engine over its tiers. All sizes in bytes, all times in seconds.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct Store(Arc<Engine>, OnceLock<Published>);
 
@@ -85,7 +85,7 @@ impl Store {
         to_py(py, explained).map(|(run, reason)| (run, reason.map(MissReason::name)))
     }
 
-    /// The stage that each id from the first on would be read from, a byte each, and the reason why the next is no hit.
+    /// The tier that each id from the first on would be read from, a byte each, and the reason why the next is no hit.
     fn locate_on_prefix<'py>(
         &self,
         py: Python<'py>,
@@ -97,8 +97,8 @@ impl Store {
         } else {
             py.detach(|| self.0.locate_on_prefix(&ids))
         };
-        let (stages, reason) = to_py(py, located)?;
-        Ok((PyBytes::new(py, &stages), reason.map(MissReason::name)))
+        let (tiers, reason) = to_py(py, located)?;
+        Ok((PyBytes::new(py, &tiers), reason.map(MissReason::name)))
     }
 
     /// The same on a thread of the store.
@@ -311,12 +311,12 @@ impl Store {
 
     /// Another rank could not use these records: no hits until the next dump has replaced them.
     fn distrust(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        to_py(block_ids.py(), self.0.distrust(&ids(block_ids)?))
+        to_py(block_ids.py(), self.0.mark_bad(&ids(block_ids)?))
     }
 
     /// Another rank replaces these records: what was refused of them is forgotten.
     fn trust(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        to_py(block_ids.py(), self.0.trust(&ids(block_ids)?))
+        to_py(block_ids.py(), self.0.clear_bad(&ids(block_ids)?))
     }
 
     /// These blocks, in chain order from ordinal `first` on, were used.
@@ -340,7 +340,7 @@ impl Store {
         Ok(self.0.wants_touch_own())
     }
 
-    /// Brings blocks into the upper stages; counts those taken on.
+    /// Brings blocks into the upper tiers; counts those taken on.
     fn prefetch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, priority: &str) -> PyResult<usize> {
         let ids = ids(block_ids)?;
         let Some(priority) = Priority::ALL.into_iter().find(|known| known.name() == priority) else {
@@ -373,7 +373,7 @@ impl Store {
 
     /// Ids this process can read before others can, gained and lost since the last call.
     fn early<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
-        let early = to_py(py, self.0.early())?;
+        let early = to_py(py, self.0.locally_visible())?;
         Ok((id_list(py, &early.gained)?, id_list(py, &early.lost)?))
     }
 

@@ -129,7 +129,7 @@ impl Task {
         }))
     }
 
-    /// Blocks of a load that arrived, by the stage they came from; final once it is finished.
+    /// Blocks of a load that arrived, by the tier they came from; final once it is finished.
     fn served(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         self.check_process(py)?;
         Ok(self.task.served().to_vec())

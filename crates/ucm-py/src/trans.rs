@@ -300,7 +300,7 @@ impl TransStream {
         self.with(py, |copies| copies.synchronize(until(limit)))
     }
 
-    /// Takes no more; what was submitted is still done, and nobody waits for it. Repeatable. Nothing in a forked child.
+    /// Takes no more; what was submitted is still done, and no one waits for it. Repeatable. Nothing in a forked child.
     fn close(&self, py: Python<'_>) {
         if self.pid == std::process::id() {
             py.detach(|| drop(self.copies.lock().take()));
@@ -502,8 +502,8 @@ fn many(
             return Err(raise(py, &Error::invalid(unknown)));
         };
         let array = self::number(value)?;
-        // SAFETY: the caller vouches that the address is that of an array of so many pointers; nobody writes to it
-        // while the GIL is held by whoever could know of it.
+        // SAFETY: the caller vouches that the address is that of an array of so many pointers; no one writes to it
+        // while the GIL is held by the caller that could know of it.
         to_py(py, unsafe { addresses_at(array, number) })?
     } else {
         let wrong = "addresses are a NumPy array of uint64, a list, or the address of an array of pointers";

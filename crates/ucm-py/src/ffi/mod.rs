@@ -1,6 +1,6 @@
 //! The C table of a store: what `cc_store()` hands to native callers. `python/ucm/include/ucm_store.h` is its text.
 //!
-//! A table lies in memory that is never freed, because nobody can take back an address that was handed out: a call
+//! A table lies in memory that is never freed, because no one can take back an address that was handed out: a call
 //! through the table of a closed store is an error code. The number of tables of a process is bounded for that reason.
 //! No panic leaves a function, and none of them touches Python.
 #![allow(

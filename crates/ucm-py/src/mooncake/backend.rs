@@ -21,7 +21,7 @@ use ucm_tier::backend::{
 use super::client::{Answer, Client, Record, Stored, Work};
 
 /// Bytes of records that one thread asks for together.
-const RUN: usize = 4 << 20;
+const BATCH_BYTES: usize = 4 << 20;
 
 /// Whose records these are, and what they look like.
 pub(super) struct Whose {
@@ -106,8 +106,8 @@ impl Mooncake {
                     part: self.whose.part,
                     layout: &self.whose.layout,
                 };
-                let judged = verify_stored(&slot.as_slice()[..len], len as u64, &expect);
-                Ok(judged.map_or_else(|refusal| Written::Unsound(refusal.reason), |_| Written::Published))
+                let checked = verify_stored(&slot.as_slice()[..len], len as u64, &expect);
+                Ok(checked.map_or_else(|refusal| Written::Unsound(refusal.reason), |_| Written::Published))
             }
             _ => Err(mixed_up()),
         }
@@ -206,7 +206,7 @@ impl Backend for Mooncake {
 impl Indexed for Mooncake {
     /// Runs of some megabytes, so that one call brings many records and every thread has some.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        let together = (RUN / self.whose.layout.record_len().max(1)).max(1);
+        let together = (BATCH_BYTES / self.whose.layout.record_len().max(1)).max(1);
         let share = reads.len().div_ceil(threads.max(1)).clamp(1, together);
         let numbers: Vec<usize> = (0..reads.len()).collect();
         numbers.chunks(share).map(<[usize]>::to_vec).collect()

@@ -188,7 +188,7 @@ impl Thread {
         &mut self,
         items: Vec<(Vec<String>, Arc<Told>)>,
         call: impl FnOnce(&Calls<'_>, &[&str]) -> PyResult<Vec<i64>>,
-        judge: impl Fn(&[i64]) -> Result<Answer>,
+        interpret: impl Fn(&[i64]) -> Result<Answer>,
     ) {
         let keys: Vec<&str> = items
             .iter()
@@ -201,7 +201,7 @@ impl Thread {
                 let mut codes = &codes[..];
                 for (keys, answer) in &items {
                     let (own, others) = codes.split_at(keys.len());
-                    answer.tell(judge(own));
+                    answer.tell(interpret(own));
                     codes = others;
                 }
             }

@@ -259,7 +259,7 @@ impl Calls<'_> {
 }
 
 /// Whether an operation with this answer is over in every respect. After any other failure Mooncake may still move
-/// bytes of the buffer, which is nobody else's then until the client was closed.
+/// bytes of the buffer, which is no one else's then until the client was closed.
 pub(super) fn is_settled(code: i64) -> bool {
     code >= OK
         || code == NO_SPACE
