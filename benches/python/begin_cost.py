@@ -1,6 +1,6 @@
 """What beginning a load or a dump costs the thread that computes, in microseconds.
 
-Drives the worker half's own ``Loads`` and ``Dumps`` over a real store, with the KV of a model of 32 layers whose block
+Drives the worker side's own ``Loads`` and ``Dumps`` over a real store, with the KV of a model of 32 layers whose block
 has 64 pieces of 16 KiB. Prints the median and the tail of the call that begins, by the number of blocks. Run:
 ``python benches/python/begin_cost.py``.
 """

@@ -1,6 +1,6 @@
 """What one step of vLLM's scheduler pays for ucm when there is nothing to do, in microseconds.
 
-Drives the real scheduler half with vLLM's own ``SchedulerOutput`` and ``Request`` objects, as a step with many decoding
+Drives the real scheduler side with vLLM's own ``SchedulerOutput`` and ``Request`` objects, as a step with many decoding
 requests makes them: every call vLLM makes per step, while no block becomes full. Prints the median and the tail, and
 beside them the same with one request in sixteen filling a block. Run: ``python benches/python/step_cost.py``.
 """
@@ -66,7 +66,7 @@ class Named:
 
 
 def open_scheduler(tables: Tables) -> UCMConnectorScheduler:
-    """A scheduler half that is open, with one rank."""
+    """A scheduler side that is open, with one rank."""
     background = Background("bench")
     readiness = Readiness(
         own_identity={},

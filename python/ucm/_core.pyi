@@ -378,7 +378,7 @@ class TransStream:
         """Waits for everything submitted, at most ``timeout`` seconds."""
 
     def close(self) -> None:
-        """Takes no more; what was submitted is still done, and nobody waits for it. Repeatable."""
+        """Takes no more; what was submitted is still done, and no one waits for it. Repeatable."""
 
 def end_callbacks() -> None:
     """From now on no stream calls into Python; returns when the callbacks that run have ended."""

@@ -22,7 +22,7 @@ class _Console(logging.Handler):
     """Our console handler; a class of its own so that it is found again."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Standard error is looked up each time: whoever replaces it (a test, a daemon) gets the next line.
+        # Standard error is looked up each time: one that replaces it (a test, a daemon) gets the next line.
         try:
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()

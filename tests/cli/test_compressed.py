@@ -61,7 +61,7 @@ def test_they_are_good_and_it_is_told_how_they_were_judged(
     assert (document["exit"], document["good"], document["bad"], document["newer"]) == (0, 3, 0, 0)
     decoder = find_zstd()
     assert (document["compressed"], document["decoder"]) == (2, decoder.name if decoder else None)
-    monkeypatch.setattr("ucm.cli.judging.find_zstd", lambda: None)
+    monkeypatch.setattr("ucm.cli.verifier.find_zstd", lambda: None)
     document = ucm_json("verify", compressed.path)
     assert (document["exit"], document["good"], document["decoder"]) == (0, 3, None)
     assert "checksums of what is stored alone" in ucm("verify", compressed.path).stdout

@@ -18,8 +18,8 @@ from cli_roots import RECORD, Written
 from click.testing import Result
 
 from ucm.cli import roots, show
-from ucm.cli.judging import Judge, Pace, Reader
 from ucm.cli.roots import Found
+from ucm.cli.verifier import Pace, Reader, RecordVerifier
 from ucm.errors import UcmError
 
 Run = Callable[..., Result]
@@ -37,21 +37,21 @@ def quarantined(root: Written) -> list[str]:
     return sorted(path.name for path in root.path.glob("*/quarantine/*"))
 
 
-def around_judging(
+def around_verifying(
     monkeypatch: pytest.MonkeyPatch,
     before: Callable[[Found], None] = lambda found: None,
     after: Callable[[Found], None] = lambda found: None,
 ) -> None:
-    """Something happens around the judging of every record."""
-    judge = Judge.judge
+    """Something happens around the verification of every record."""
+    verify = RecordVerifier.verify
 
-    def judging(self: Judge, found: Found, manifest: Any) -> Any:
+    def verifying(self: RecordVerifier, found: Found, manifest: Any) -> Any:
         before(found)
-        verdict = judge(self, found, manifest)
+        verdict = verify(self, found, manifest)
         after(found)
         return verdict
 
-    monkeypatch.setattr(Judge, "judge", judging)
+    monkeypatch.setattr(RecordVerifier, "verify", verifying)
 
 
 def test_a_good_root(root: Written, ucm: Run, ucm_json: Json) -> None:
@@ -225,7 +225,7 @@ def test_records_removed_meanwhile_are_no_errors(
             path.unlink(missing_ok=True)
         shutil.rmtree(paths[3].parent, ignore_errors=True)
 
-    around_judging(monkeypatch, after=remove)
+    around_verifying(monkeypatch, after=remove)
     document = ucm_json("verify", root.path, "--quarantine")
     assert (document["exit"], document["good"], document["removed"], document["bad"]) == (0, 2, 3, 0)
 
@@ -280,7 +280,7 @@ def test_a_record_replaced_at_the_last_moment_stays(
         new.write_bytes(good)
         new.rename(path)
 
-    around_judging(monkeypatch, after=replace)
+    around_verifying(monkeypatch, after=replace)
     document = ucm_json("verify", root.path, "--quarantine")
     assert (document["bad"], document["quarantined"]) == (1, 0)
     assert "meanwhile" in document["bad_records"][0]["action"]
@@ -372,7 +372,7 @@ def test_interrupted_it_says_what_it_saw(
         if found.name == last:
             raise KeyboardInterrupt
 
-    around_judging(monkeypatch, before=interrupt)
+    around_verifying(monkeypatch, before=interrupt)
     document = ucm_json("verify", root.path)
     assert (document["exit"], document["interrupted"]) == (130, True)
     assert document["good"] + document["bad"] == 2

@@ -1,4 +1,4 @@
-"""What these tests put around a scheduler half: background work done when told, a store in memory, a manual clock."""
+"""What these tests put around a scheduler side: background work done when told, a store in memory, a manual clock."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Named:
 
 
 class Rig:
-    """A scheduler half with everything around it."""
+    """A scheduler side with everything around it."""
 
     def __init__(
         self, ranks: int = 1, opened: bool = True, stores: Sequence[ConfiguredStore] = (), **settings: Any

@@ -1,4 +1,4 @@
-"""An engine and a tier that exist in virtual time only, around the real scheduler half.
+"""An engine and a tier that exist in virtual time only, around the real scheduler side.
 
 The engine is vLLM's: first come first served, chunked prefill within a budget of tokens, one token a step for whoever
 decodes, loads beside the steps and noticed at their end. A step takes ``overhead + tokens * cost``. The tier moves the

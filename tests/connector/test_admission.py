@@ -324,7 +324,7 @@ def test_a_few_loads_outweigh_what_is_remembered() -> None:
     assert rate.seconds(1000) == pytest.approx(1.5, rel=0.05)
 
 
-# In the scheduler half ----------------------------------------------------------------------------------------
+# In the scheduler side ----------------------------------------------------------------------------------------
 
 
 def admit(rig: Rig, request: Request) -> int:

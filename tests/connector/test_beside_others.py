@@ -1,5 +1,5 @@
 """Beside other connectors in vLLM's MultiConnector: what they fail to fill is not stored as if it were right, and our
-two halves find each other whatever else is configured."""
+two sides find each other whatever else is configured."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_workers_that_do_not_all_answer_switch_it_off() -> None:
 @pytest.mark.parametrize(
     ("outer", "policy", "why"),
     [
-        ("UCMConnector", "fail", ""),  # ours: the scheduler half sets it
+        ("UCMConnector", "fail", ""),  # ours: the scheduler side sets it
         ("MultiConnector", "recompute", ""),
         (
             "MultiConnector",

@@ -36,7 +36,7 @@ class Looks(AdapterDigests):
 
 
 class AdapterRig(Rig):
-    """A scheduler half whose requests have an adapter."""
+    """A scheduler side whose requests have an adapter."""
 
     def __init__(self, **settings: Any) -> None:
         self.looks = Looks()

@@ -1,4 +1,4 @@
-"""What the scheduler half does when the weights in memory may be others: it asks, forgets, and goes on."""
+"""What the scheduler side does when the weights in memory may be others: it asks, forgets, and goes on."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_ranks_whose_stores_go_by_nothing_of_their_own_are_not_told() -> None:
     rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 8), tokens or 0)
     assert rig.step().touched == []
     rig.later.run()
-    assert len(rig.store.touched) == 5, "the scheduler half's own store is told as ever"
+    assert len(rig.store.touched) == 5, "the scheduler side's own store is told as ever"
 
 
 def test_a_step_tells_a_bounded_number_and_long_chains_go_in_pieces() -> None:

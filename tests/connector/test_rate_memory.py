@@ -194,7 +194,7 @@ def test_a_machine_is_named_by_what_it_is() -> None:
     assert " cores" in machine_name()
 
 
-# In the scheduler half ----------------------------------------------------------------------------------------
+# In the scheduler side ----------------------------------------------------------------------------------------
 
 
 def served(rig: Rig, name: str, blocks: int, step: Callable[[], Any]) -> int:

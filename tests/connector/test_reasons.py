@@ -1,4 +1,4 @@
-"""Every block a request asked for is loaded, or missed for exactly one reason; the sums of both halves agree."""
+"""Every block a request asked for is loaded, or missed for exactly one reason; the sums of both sides agree."""
 
 from __future__ import annotations
 

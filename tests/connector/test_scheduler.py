@@ -1,4 +1,4 @@
-"""The scheduler half without an engine: what it claims, what it offers, what it pins, and for how long."""
+"""The scheduler side without an engine: what it claims, what it offers, what it pins, and for how long."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_a_single_store_that_cannot_be_opened_is_off() -> None:
     assert "no such server" in rig.readiness.why_off
 
 
-# The worker half --------------------------------------------------------------------------------------------
+# The worker side --------------------------------------------------------------------------------------------
 
 
 def answer(worker: Worker, setup: StoreSetup) -> RankReport:
@@ -280,7 +280,7 @@ def test_a_store_of_the_core_is_told_the_platform() -> None:
 
 
 def test_a_directory_that_cannot_be_made_is_not_available(tmp_path: Path) -> None:
-    """The first store's directory lies below a file: the scheduler half and the worker see that, the second works."""
+    """The first store's directory lies below a file: the scheduler side and the worker see that, the second works."""
     (tmp_path / "file").write_text("in the way")
     entries = [
         {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"storage_backends": str(tmp_path / path)}}

@@ -1,4 +1,4 @@
-"""The worker half without an engine: every transfer is reported exactly once, whatever the store does."""
+"""The worker side without an engine: every transfer is reported exactly once, whatever the store does."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Scripted(UcmKVStoreBaseV1):
 
 
 class Worker:
-    """A worker half with two layers of KV and a store that opens at once."""
+    """A worker side with two layers of KV and a store that opens at once."""
 
     def __init__(self, writer: bool = True, **settings: Any) -> None:
         self.caches = {f"layers.{i}": torch.zeros(BLOCKS, 1, TOKENS, SIZE, dtype=torch.float32) for i in range(2)}

@@ -11,7 +11,7 @@ import ucm
 PACKAGE = "ucm.integration.vllm.connector"
 ROOT = Path(ucm.__file__).parent / "integration" / "vllm" / "connector"
 
-#: Parts, each of which imports only those before it; a package is one part. The two halves do not import each other.
+#: Parts, each of which imports only those before it; a package is one part. The two sides do not import each other.
 ORDER: tuple[frozenset[str], ...] = (
     frozenset({"guard", "platforms", "cores", "root_file"}),
     frozenset({"background", "configured_stores", "miss_stats", "tier_counts"}),

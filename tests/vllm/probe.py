@@ -62,7 +62,7 @@ def _probe_scheduler(core: Any) -> dict[str, Any]:
 
 
 def _probe_eval(core: Any, expression: str) -> str:
-    """``repr`` of an expression over ``scheduler`` and ``connector`` (its scheduler half), for debugging."""
+    """``repr`` of an expression over ``scheduler`` and ``connector`` (its scheduler side), for debugging."""
     names = {"scheduler": core.scheduler, "connector": core.scheduler.connector}
     return repr(eval(expression, names))  # noqa: S307 - written by whoever debugs a test
 
@@ -115,12 +115,12 @@ class Probe:
         return repr((found[0] if found else {}, method.reduced))
 
     def probe_worker_eval(self, expression: str) -> str:
-        """``repr`` of an expression over ``worker`` and ``connector`` (its worker half), for debugging."""
+        """``repr`` of an expression over ``worker`` and ``connector`` (its worker side), for debugging."""
         return repr(eval(expression, {"worker": self, "connector": _connector()}))  # noqa: S307 - as above
 
 
 def _connector() -> Any:
-    """The worker half of this process, None where there is none."""
+    """The worker side of this process, None where there is none."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -52,7 +52,7 @@ class SiblingPlan(KVConnectorMetadata):
 
 
 class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
-    """Both halves."""
+    """Both sides."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -65,7 +65,7 @@ class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
         self._failed: set[int] = set()
         self.shaken = 0
 
-    # Scheduler half
+    # Scheduler side
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Takes its own alone."""
@@ -96,7 +96,7 @@ class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
         plan, self._next = self._next, SiblingPlan()
         return plan
 
-    # Worker half
+    # Worker side
 
     def get_handshake_metadata(self) -> SiblingHandshake:
         """Its own class."""

@@ -57,7 +57,7 @@ def again(engine: Engine, right: Result) -> Result:
 
 
 def count(engine: Engine, name: str) -> int:
-    """A counter of the scheduler half."""
+    """A counter of the scheduler side."""
     return int(engine.scheduler_eval(f"connector._scheduler.{name}"))
 
 

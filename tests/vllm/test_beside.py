@@ -1,5 +1,5 @@
 """Beside vLLM's ExampleConnector and one that stands for Nixl in a MultiConnector, first on one runner and last on the
-other: the halves find each other, each cache serves what it has, and what another connector never filled, or failed to
+other: the sides find each other, each cache serves what it has, and what another connector never filled, or failed to
 fill, is stored by nobody of ours.
 
 ExampleConnector keeps the whole prompt of a request's first step, right or wrong: prompts here fit into one step, and

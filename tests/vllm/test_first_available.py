@@ -18,7 +18,7 @@ def test_the_first_available_store_serves(work: Path, host: EngineHost, model: P
     (root / "file").write_text("in the way")
     entries: list[dict[str, Any]] = [
         {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"storage_backends": str(path)}}
-        # The scheduler half opens a store for lookups: that there is nothing in /proc/ucm yet is no trouble to it.
+        # The scheduler side opens a store for lookups: that there is nothing in /proc/ucm yet is no trouble to it.
         for path in (root / "file" / "below", "/proc/ucm")
     ]
     entries.append(

@@ -208,7 +208,7 @@ def deep(runner: str, work: Path, host: EngineHost) -> Engine:
 
 
 def worker(engine: Engine, expression: str) -> Any:
-    """An expression over the worker half."""
+    """An expression over the worker side."""
     return ast.literal_eval(engine.rpc("probe_worker_eval", expression)[0])
 
 

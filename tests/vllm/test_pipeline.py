@@ -43,7 +43,7 @@ def stored_in(disk: Disk, runner: str) -> list[str]:
 
 
 def moved(engine: Engine, tier: int) -> int:
-    """Bytes of KV that were loaded from a tier, as the scheduler half has it from the ranks."""
+    """Bytes of KV that were loaded from a tier, as the scheduler side has it from the ranks."""
     return int(engine.scheduler_eval(f"connector._scheduler.admission._tier({tier}).moved"))
 
 

@@ -92,7 +92,7 @@ def kv_configs(config: Any, specs: list[dict[str, Any]] | None = None, memory: i
 
 
 def identity_of(model: Path | str, weights: str = "", **args: Any) -> dict[str, Any]:
-    """The identity of an engine for this model, as its scheduler half computes it."""
+    """The identity of an engine for this model, as its scheduler side computes it."""
     from ucm.integration.vllm.connector.identity.engine_identity import engine_identity
 
     config = engine_config(model, **args)

@@ -192,7 +192,7 @@ class Rig:
             self.host.end_step()
 
     def plan(self, prefilled: Sequence[int] | None = None) -> SparsePlan:
-        """The step as the scheduler half tells it, its requests in another order than the rows."""
+        """The step as the scheduler side tells it, its requests in another order than the rows."""
         plan = SparsePlan(BLOCK, 0)
         for row in reversed(range(len(self.rows.lengths))):
             tokens, count = self.rows.lengths[row], self.rows.counts[row]

@@ -1,4 +1,4 @@
-"""What vLLM runs on: a platform of the table, or left alone with one sentence of the scheduler half."""
+"""What vLLM runs on: a platform of the table, or left alone with one sentence of the scheduler side."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class _Group(click.Group):
         except UcmError as error:
             raise _Failure(error.message) from None
         except BrokenPipeError:
-            raise  # click's to handle: whoever read our output has gone
+            raise  # click's to handle: the process that read our output has gone
         except OSError as error:
             where = f"{error.filename}: " if isinstance(error.filename, str) else ""
             raise _Failure(f"{where}{error.strerror or error}") from None

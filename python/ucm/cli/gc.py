@@ -112,7 +112,7 @@ class Plan:
     used: int
     target: int | None
     removals: list[Found]
-    #: Namespaces in which nobody wrote of late: their directories may go with what lies in them.
+    #: Namespaces in which no one wrote of late: their directories may go with what lies in them.
     quiet: list[str]
     contents: dict[str, Contents]
 

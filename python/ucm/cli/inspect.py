@@ -1,6 +1,6 @@
 """``ucm inspect``: what lies below a root, whose it is and how identities differ; or what one record says of itself.
 
-It only reads. Of the records it reads some headers, evenly spread, to say which parts are there: to judge records is
+It only reads. Of the records it reads some headers, evenly spread, to say which parts are there: to verify records is
 what ``ucm verify`` is for.
 """
 
@@ -19,11 +19,11 @@ from ucm.cli import manifest as manifests
 from ucm.cli import options, show
 from ucm.cli.checksum import fastest
 from ucm.cli.foreign import Foreigners
-from ucm.cli.judging import read_footer, reader_of
 from ucm.cli.manifest import part_name
 from ucm.cli.record_file import inspect_file, show_file
 from ucm.cli.remote import AnyRoot, open_root, scheme_of
 from ucm.cli.roots import LOW, Contents, Found
+from ucm.cli.verifier import read_footer, reader_of
 from ucm.store.record import PAGE, Refused, parse_header
 
 #: Headers read of each namespace.

@@ -132,7 +132,7 @@ def _flatten(value: Any, at: str = "") -> list[tuple[str, Any]]:
 
 
 def _shapes(parts: Any) -> dict[Part, Shape]:
-    """The shapes that can be understood; the others are left out, and their records judged without."""
+    """The shapes that can be understood; the others are left out, and their records verified without."""
     shapes = {}
     for name, entry in parts.items() if isinstance(parts, dict) else ():
         try:

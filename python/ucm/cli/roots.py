@@ -336,7 +336,7 @@ class Root:
             return False
 
     def written_ns(self, namespace: str) -> int:
-        """When somebody last began or ended to write a record of a namespace; 0 if nobody can."""
+        """When somebody last began or ended to write a record of a namespace; 0 if no one can."""
         with self.directory(namespace, "tmp") as here:
             return 0 if here is None else os.fstat(here).st_mtime_ns
 

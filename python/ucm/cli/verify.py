@@ -1,4 +1,4 @@
-"""``ucm verify``: reads every record of a root and judges it whole, at a bounded rate, while engines go on.
+"""``ucm verify``: reads every record of a root and verifies it whole, at a bounded rate, while engines go on.
 
 What is wrong is told; with ``--quarantine`` it is moved out of the way, within the bounds that the engine's own
 quarantine keeps. A newer version is never touched, nor a record that somebody may still be writing.
@@ -20,10 +20,10 @@ import click
 from ucm.cli import manifest as manifests
 from ucm.cli import options, show
 from ucm.cli.checksum import fastest
-from ucm.cli.judging import Judge, Pace, Verdict
 from ucm.cli.options import Rate
 from ucm.cli.remote import AnyRoot, open_root, scheme_of
 from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Kind
+from ucm.cli.verifier import Pace, RecordVerifier, Verdict
 from ucm.reasons import MissReason
 from ucm.store.cipher import VARIABLE, Keys, find_open, read_keys
 from ucm.store.record import Refused
@@ -50,7 +50,7 @@ _DEFAULT_RATE = "256MiB"
     type=options.percent,
     metavar="PERCENT",
     default="100%",
-    help="Judge this share of the records, chosen at random.",
+    help="Verify this share of the records, chosen at random.",
 )
 @click.option("--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); repeatable.")
 @click.option("--quarantine", is_flag=True, help="Move damaged records to <namespace>/quarantine/.")
@@ -73,7 +73,7 @@ def verify(
     told: Mapping[str, str],
     as_json: bool,
 ) -> None:
-    """Judge every record below each ROOT by all its checksums.
+    """Verify every record below each ROOT by all its checksums.
 
     Exit status: 0 all good, 1 bad records or side shards found, 2 it could not be done, 130 interrupted.
     """
@@ -147,18 +147,18 @@ class Scrub:
     bad_sides: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, namespaces: list[str], percent: float) -> dict[str, Any]:
-        """Judges the records of these namespaces; the answer is the JSON document."""
+        """Verifies the records of these namespaces; the answer is the JSON document."""
         from tqdm import tqdm
 
         start = time.monotonic()
         checksum = fastest()
-        judge = Judge(self.root, checksum, Pace(self.rate), self.keys)
+        verifier = RecordVerifier(self.root, checksum, Pace(self.rate), self.keys)
         scanned = {name: self.root.scan(name) for name in namespaces}
         chosen = {name: _sample([*inside.records, *inside.segments], percent) for name, inside in scanned.items()}
         room = self._room() if self.quarantine else _Room(0, 0)
         total = sum(found.size for records in chosen.values() for found in records)
         interrupted = False
-        # Nothing is drawn where nobody looks: the bar is for terminals only.
+        # Nothing is drawn where no one looks: the bar is for terminals only.
         bar = tqdm(
             total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verify", file=sys.stderr, disable=None
         )
@@ -168,9 +168,9 @@ class Scrub:
                     manifest = manifests.read(self.root, name)
                     for found in records:
                         if found.kind is Kind.SEGMENT:
-                            self._take_segment(found, judge, manifest)
+                            self._take_segment(found, verifier, manifest)
                         else:
-                            self._take(found, judge.judge(found, manifest), room)
+                            self._take(found, verifier.verify(found, manifest), room)
                             self.records += 1
                         bar.update(found.size)
             except KeyboardInterrupt:
@@ -187,13 +187,13 @@ class Scrub:
             "decrypted": self.decrypted,
             "sides": self.sides,
             "sides_alone": self.sides_alone,
-            "decoder": judge.zstd.name if judge.zstd is not None else None,
-            "direct_io": judge.reader.direct,
+            "decoder": verifier.zstd.name if verifier.zstd is not None else None,
+            "direct_io": verifier.reader.direct,
             "rate": self.rate,
             "records": self.records,
             "segments": sum(found.kind is Kind.SEGMENT for records in chosen.values() for found in records),
             "bytes": total,
-            "bytes_read": judge.reader.bytes,
+            "bytes_read": verifier.reader.bytes,
             "seconds": round(time.monotonic() - start, 3),
             **{state: self.states[state] for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")},
             "reasons": dict(sorted(self.reasons.items())),
@@ -222,11 +222,11 @@ class Scrub:
             }
         )
 
-    def _take_segment(self, found: Found, judge: Judge, manifest: manifests.Manifest) -> None:
-        """Judges a segment's footer and every record it names. Nothing of it is moved: it goes or stays whole."""
+    def _take_segment(self, found: Found, verifier: RecordVerifier, manifest: manifests.Manifest) -> None:
+        """Verifies a segment's footer and every record it names. Nothing of it is moved: it goes or stays whole."""
         refused: Verdict | None = None
         try:
-            footer = judge.footer(found)
+            footer = verifier.footer(found)
         except (FileNotFoundError, NotADirectoryError):
             refused = Verdict("removed")
         except OSError as error:
@@ -239,7 +239,7 @@ class Scrub:
             return
         for entry in footer.entries:
             self.records += 1
-            verdict = judge.judge_entry(found, entry, manifest)
+            verdict = verifier.verify_entry(found, entry, manifest)
             self.compressed += verdict.state == "good" and verdict.header is not None and verdict.header.compressed
             self._see_sides(f"{found.path}@{entry.offset}", verdict)
             self._blame(found, f"@{entry.offset}", verdict)
@@ -276,7 +276,7 @@ class Scrub:
         name = f"{found.name.removesuffix('.bin')}.{verdict.reason}.{now // 10**9}.bin"
         try:
             moved = self.root.quarantine(found, verdict.inode, name)
-        except OSError as error:  # a root that may only be read is judged all the same
+        except OSError as error:  # a root that may only be read is verified all the same
             return f"left: {error.strerror or error}"
         return "quarantined" if moved else "left: it was replaced or removed meanwhile"
 

@@ -236,7 +236,7 @@ def _name_pipeline(values: Values) -> None:
 
 
 def _config_error(error: ValidationError, values: Values) -> ConfigError:
-    """What pydantic found, in the words of whoever wrote it."""
+    """What pydantic found, in the words of the user who wrote it."""
     sentences: list[str] = []
     keys: list[str] = []
     for found in error.errors(include_url=False, include_input=False):

@@ -1,4 +1,4 @@
-"""The two ways in: :func:`load` for whoever wants to run, :func:`parse` for whoever wants to look.
+"""The two ways in: :func:`load` for a caller that wants to run, :func:`parse` for one that wants to look.
 
 Order: YAML file, inline dictionary, environment; the later one wins, key by key.
 """
@@ -58,7 +58,7 @@ def _one(inline: Mapping[str, Any], env: Mapping[str, str], choice: int) -> tupl
 
 
 def warn_once(message: str) -> None:
-    """Log a warning unless this process has said it before: both halves of a connector read the configuration."""
+    """Log a warning unless this process has said it before: both sides of a connector read the configuration."""
     if message not in _said:
         _said.add(message)
         _log.warning("%s", message)

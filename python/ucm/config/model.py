@@ -290,7 +290,7 @@ class UcmConfig(StoreSettings):
         return next(directories, None)
 
     def origin(self, key: str) -> str:
-        """Where the value of ``key`` (dotted) came from; ``default`` when nobody set it."""
+        """Where the value of ``key`` (dotted) came from; ``default`` when no one set it."""
         return self._origins.get(key, "default")
 
     def store_config(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Encrypted records in plain Python, by ``docs/format.md`` section 5 alone.
 
-Beside :mod:`ucm.store.record`, which judges what is stored; this makes of it what was encrypted. AES-256-GCM is that of
-the package ``cryptography``; without it, or without the key, a record is judged by the checksums of its ciphertext.
+Beside :mod:`ucm.store.record`, which verifies what is stored; this makes of it what was encrypted. AES-256-GCM is
+that of the package ``cryptography``; without it, or without the key, a record is verified by the checksums of its
+ciphertext.
 """
 
 from __future__ import annotations

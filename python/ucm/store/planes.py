@@ -1,8 +1,8 @@
 """Layers of compressed records in plain Python, by ``docs/format.md`` section 5 alone.
 
-Beside :mod:`ucm.store.record`, which judges what is stored; this makes of it what was compressed. Blocks of lz4 are
+Beside :mod:`ucm.store.record`, which verifies what is stored; this makes of it what was compressed. Blocks of lz4 are
 decoded here. The standard library has a decoder of zstd from Python 3.14 on, before that the package ``zstandard`` is
-one; without either nothing of zstd is decoded, and whoever asks says so.
+one; without either nothing of zstd is decoded, and the caller says so.
 """
 
 from __future__ import annotations

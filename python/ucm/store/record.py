@@ -1,8 +1,8 @@
-"""Reads and judges one stored record in plain Python, by the offsets of ``docs/format.md`` alone.
+"""Reads and verifies one stored record in plain Python, by the offsets of ``docs/format.md`` alone.
 
 This is the second reader of the format: it shares no code with the core, so an error in one shows as a difference
 between the two. It needs nothing but the standard library and the names of the reasons, and is meant for looking at
-single files, not for speed (about 10 MB/s); whoever judges many gives it a faster CRC-32C.
+single files, not for speed (about 10 MB/s); a caller that verifies many gives it a faster CRC-32C.
 """
 
 from __future__ import annotations
@@ -293,11 +293,11 @@ def verify(
     zstd: Zstd | None = None,
     keys: Keys | None = None,
 ) -> Header:
-    """Judges a record read whole, or at least up to the end of its payload; raises :class:`Refused` with the reason.
+    """Verifies a record read whole, or at least up to the end of its payload; raises :class:`Refused` with the reason.
 
-    One that is compressed is judged as it is stored, and by what comes out of it too; of zstd where there is ``zstd``.
+    One that is compressed is verified as it is stored, and by what comes out of it too, of zstd where it is installed.
     What is wrong with a side shard says nothing of the KV (:func:`lost_sides`), unless the record has nothing else.
-    One that is encrypted is judged as it is stored, and where ``keys`` have its key by its tags and by what comes out
+    One that is encrypted is verified as it is stored, and where ``keys`` have its key by its tags and by what comes out
     of it too. The header is that of what is stored.
     """
     header, expect = parse_header(data, crc), expect or Expect()
@@ -375,7 +375,7 @@ def decoded_layers(data: bytes, header: Header, unpack: Unpack) -> Iterator[byte
 
 
 def verify_file(path: Path, shape: Shape | None = None) -> Header:
-    """Judges a block file; its path says which id and namespace it must name.
+    """Verifies a block file; its path says which id and namespace it must name.
 
     Raises :class:`Refused`, or :class:`OSError` when the file cannot be read.
     """

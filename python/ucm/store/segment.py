@@ -60,7 +60,7 @@ def footer_length(tail: bytes, file_len: int, crc: Crc = crc32c) -> int:
 
 
 def parse_footer(footer: bytes, file_len: int, crc: Crc = crc32c) -> Footer:
-    """Judges a whole footer, the last bytes of a file of ``file_len``; raises :class:`~ucm.store.record.Refused`."""
+    """Verifies a whole footer, the last bytes of a file of ``file_len``; raises :class:`~ucm.store.record.Refused`."""
     start, length, count = _trailer(footer, file_len, crc)
     if len(footer) < length:
         raise Refused(MissReason.TRUNCATED, f"{len(footer)} bytes of a footer of {length}")

@@ -479,7 +479,7 @@ class _Waiter:
         while (task := self._queue.get()) is not _STOP:
             try:
                 self._store.wait(task)
-            except Exception:  # noqa: S110 - told again to whoever calls wait()
+            except Exception:  # noqa: S110 - told again to the caller of wait()
                 pass
             with self._lock:
                 if id(task) in self._states:

@@ -1,6 +1,6 @@
 """The V0 face over any V1 store: text ids and byte offsets in front, ``create`` and ``commit`` kept exactly.
 
-V1 publishes a block when its last shard is dumped, V0 when it is committed. So that nobody sees a block before its
+V1 publishes a block when its last shard is dumped, V0 when it is committed. So that no one sees a block before its
 ``commit(True)``, and nothing is left of one after ``commit(False)``, what is dumped is kept in memory here and given to
 the V1 store as a whole by the commit, which waits until it is published and raises when it was not. That memory is
 bounded: ``create`` answers -50004 (try again) when it is spoken for, and a block that is neither committed nor dropped
@@ -122,7 +122,7 @@ class V0OverV1(UcmKVStoreBase):
         return OK
 
     def _sweep(self) -> None:
-        """Forget what nobody commits, and what the V1 store no longer reads."""
+        """Forget what no one commits, and what the V1 store no longer reads."""
         now = self._clock()
         for block, created in list(self._created.items()):
             if now - created.since > FORGOTTEN_S and not created.committing:

@@ -1,6 +1,6 @@
 """Work of a V0 store: a task that ends once, in time, and the one thread its calls run on.
 
-A V0 call may block for ever. It blocks a thread that nobody joins; its task ends at the deadline all the same, and what
+A V0 call may block for ever. It blocks a thread that no one joins; its task ends at the deadline all the same, and what
 the call brings afterwards is thrown away.
 """
 

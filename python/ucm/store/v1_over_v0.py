@@ -235,7 +235,7 @@ class V1OverV0(UcmKVStoreBaseV1):
         if not new:
             return {}
         while len(self._incomplete) + len(new) > INCOMPLETE and self._incomplete:
-            oldest = next(iter(self._incomplete))  # whoever began it has given it up
+            oldest = next(iter(self._incomplete))  # its caller has given it up
             self._commit([], [oldest])
         codes = list(self.v0.create(_names(new)))
         refused: dict[bytes, UcmError] = {}

@@ -24,7 +24,7 @@ class Stream:
     """Copies in the order in which they were submitted.
 
     ``size`` is the bytes of each piece, ``number`` how many pieces there are: it may be left out where an array or a
-    list says it. Addresses must stay valid until the copy has ended, and nobody may touch what is copied meanwhile; no
+    list says it. Addresses must stay valid until the copy has ended, and no one may touch what is copied meanwhile; no
     piece may write what another of the same call reads or writes. Sizes and addresses are checked before the first byte
     moves.
 
@@ -101,7 +101,7 @@ class Stream:
         self._core.synchronize(timeout)
 
     def close(self) -> None:
-        """Take no more calls. What was submitted is still done, and nobody waits for it; repeatable."""
+        """Take no more calls. What was submitted is still done, and no one waits for it; repeatable."""
         self._core.close()
 
     DeviceToHost = device_to_host

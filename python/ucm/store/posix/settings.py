@@ -91,7 +91,7 @@ class EngineSettings(StoreSettings):
     labels: dict[str, str] = Field(default_factory=dict)
     #: Processes of this host that each open such a store: they share its memory.
     processes: int = Field(default=1, ge=1)
-    #: Whether the scheduler half may run on another host.
+    #: Whether the scheduler side may run on another host.
     scheduler_elsewhere: bool = False
     deadlines: Deadlines = Deadlines()
     breaker: BreakerConfig = BreakerConfig()
@@ -210,7 +210,7 @@ def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -
             warn_once(without_effect([f"{store}.{key}"], instead))
             continue
         if name not in known:
-            name = key  # an error of whoever reads it, under the name that was written
+            name = key  # an error of the one that reads it, under the name that was written
         elif key in GIBIBYTES:
             value = gibibytes(value, key, store)
         if ours.setdefault(name, value) != value:

@@ -1,6 +1,6 @@
 """The method of sparse attention inside a worker: who calls its hooks, and with what.
 
-The connector's worker half makes one host per process, tells it of every step before the model runs
+The connector's worker side makes one host per process, tells it of every step before the model runs
 (:meth:`SparseHost.begin_step`) and after it (:meth:`SparseHost.end_step`); the implementations of :mod:`.impls` call it
 in each layer. Between the two the method may change what attention reads: the query, keys, values, where the output
 goes, and its copy of the metadata. A hook that raises changes nothing, and is logged: the layer is computed as without

@@ -38,7 +38,7 @@ SPARE = 4
 
 
 def spare_rows(num_blocks: int) -> int:
-    """How many blocks may have left a device of so many: the scheduler half and the workers must agree."""
+    """How many blocks may have left a device of so many: the scheduler side and the workers must agree."""
     return SPARE * num_blocks
 
 

@@ -1,7 +1,7 @@
-"""What the scheduler half tells the workers of a step, and which row of the batch is which request.
+"""What the scheduler side tells the workers of a step, and which row of the batch is which request.
 
-The scheduler half knows the requests of a step, a worker the rows; vLLM's model runners order them as they like, and
-tell nobody how. But no two requests write to one device block, so the block that the last token of a row goes to names
+The scheduler side knows the requests of a step, a worker the rows; vLLM's model runners order them as they like, and
+tell no one how. But no two requests write to one device block, so the block that the last token of a row goes to names
 the request.
 """
 
@@ -49,7 +49,8 @@ class SparsePlan:
     #: Blocks that leave the device, and requests all of whose blocks have been given back.
     offloaded: list[OffloadChange] = field(default_factory=list)
     given_back: list[str] = field(default_factory=list)
-    #: Device blocks that requests were given when they were admitted: whoever fills them, what they held is gone.
+    #: Device blocks that requests were given when they were admitted: whichever request fills them, what they held is
+    #: gone.
     given: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     #: What the method's scheduler side has to say, None where it says nothing.
     metadata: UcmSparseMetadata | None = None

@@ -1,6 +1,6 @@
 """The stores that a configuration names, in order, each with the function that opens it.
 
-The scheduler half and every rank make the same list; :mod:`.scheduler.store_selection` decides which store is used.
+The scheduler side and every rank make the same list; :mod:`.scheduler.store_selection` decides which store is used.
 """
 
 from __future__ import annotations

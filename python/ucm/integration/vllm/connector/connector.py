@@ -134,7 +134,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """A cache hands nothing over that anybody depends on."""
         return False
 
-    # Scheduler half -----------------------------------------------------------------------------------------
+    # Scheduler side -----------------------------------------------------------------------------------------
 
     @harmless(None)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -234,7 +234,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.reset_cache()
         return True
 
-    # Worker half --------------------------------------------------------------------------------------------
+    # Worker side --------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Where the KV lies."""
@@ -286,7 +286,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """News for the scheduler half."""
+        """News for the scheduler side."""
         news = None if self._worker is None else self._worker.build_connector_worker_meta()
         measured = None if self._sparse_worker is None else self._sparse_worker.take_measured()
         lost = [] if self._sparse_worker is None else self._sparse_worker.take_lost()

@@ -1,4 +1,4 @@
-"""Builds the scheduler half or the worker half from vLLM's configuration and ours, or says why the cache stays off."""
+"""Builds the scheduler side or the worker side from vLLM's configuration and ours, or says why the cache stays off."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def make_scheduler(
     kv_cache_config: KVCacheConfig,
     sparse: SparseScheduler | None = None,
 ) -> UCMConnectorScheduler:
-    """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
+    """The scheduler side of a supported engine; waits a few seconds at most for the weights' digest."""
     _warn_of_few_cores(vllm_config)
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
@@ -241,7 +241,7 @@ def make_worker(
     kv_cache_config: KVCacheConfig,
     sparse: SparseWorker | None = None,
 ) -> UCMConnectorWorker:
-    """The worker half of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's KV rules out."""
+    """The worker side of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's KV rules out."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group

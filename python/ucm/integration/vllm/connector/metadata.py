@@ -1,6 +1,6 @@
-"""What the scheduler half and the workers send each other: one small, versioned object in each direction per step.
+"""What the scheduler side and the workers send each other: one small, versioned object in each direction per step.
 
-The scheduler half sends :class:`UCMConnectorMetadata`. The workers answer with :class:`UCMConnectorWorkerMetadata`,
+The scheduler side sends :class:`UCMConnectorMetadata`. The workers answer with :class:`UCMConnectorWorkerMetadata`,
 which holds one :class:`RankReport` per rank; a rank's first report carries its :class:`Handshake`. vLLM's own channel
 for handshakes is not used: inside a MultiConnector it hands the metadata of one connector to all of them. vLLM pickles
 these objects, so keys travel as joined bytes and device block numbers as NumPy arrays, and a step with nothing to do
@@ -24,7 +24,7 @@ from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
-#: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
+#: Changes with every change of meaning; the sides of one engine always agree, and a mismatch switches ucm off.
 VERSION = 9
 
 #: Length of a block key in bytes.

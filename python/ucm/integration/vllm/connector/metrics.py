@@ -1,7 +1,7 @@
 """The connector's counters and times in vLLM's log line and Prometheus registry, through vLLM's hooks for statistics.
 
 Each half hands vLLM what happened since vLLM last asked, as one flat dictionary: counts are whole numbers, times are
-short lists of seconds. vLLM adds up ranks and halves and carries the result to the process that logs and exports.
+short lists of seconds. vLLM adds up ranks and sides and carries the result to the process that logs and exports.
 Nothing here raises into vLLM.
 """
 
@@ -25,9 +25,9 @@ from ucm.reasons import MissReason
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Counters of the worker halves, in bytes on their rank.
+#: Counters of the worker sides, in bytes on their rank.
 LOADED_BYTES, PUBLISHED_BYTES = "loaded_bytes", "published_bytes"
-#: Times of the worker halves, in seconds.
+#: Times of the worker sides, in seconds.
 LOAD_SECONDS, DUMP_SECONDS = "load_seconds", "dump_seconds"
 
 #: Counter -> (name in Prometheus without ``_total``, what it counts).
@@ -44,7 +44,7 @@ COUNTERS = {
 }
 MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
 
-#: Speeds as the scheduler half knows them -> (name in Prometheus, what is measured). The newest counts.
+#: Speeds as the scheduler side knows them -> (name in Prometheus, what is measured). The newest counts.
 GAUGES = {
     "prefill_tokens_per_second": ("ucm_prefill_tokens_per_second", "Tokens of prompts that a second computes."),
     "load_bytes_per_second": ("ucm_load_bytes_per_second", "Bytes that a second loads, of all ranks."),

@@ -62,7 +62,7 @@ def format_counts(missed: Mapping[str, int]) -> str:
 
 
 class MissStats:
-    """The counters of one scheduler half: for vLLM's metrics, for the log, and per request through its tally."""
+    """The counters of one scheduler side: for vLLM's metrics, for the log, and per request through its tally."""
 
     def __init__(self, block_tokens: int, now: float, rates: Callable[[], Mapping[str, float]] = dict) -> None:
         """``now``: seconds on the clock that :meth:`summary` is called with; ``rates``: speeds to tell, by name."""

@@ -1,7 +1,7 @@
 """Statistics of a store's tiers for vLLM: counters as differences, sizes and health as current values.
 
 A name in the statistics is ``tier.<counter>.<tier>`` or ``tier_now.<gauge>.<tier>.<half>``: flat, like everything that
-vLLM carries from the halves to the process that exports.
+vLLM carries from the sides to the process that exports.
 """
 
 from __future__ import annotations

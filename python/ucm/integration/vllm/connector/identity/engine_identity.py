@@ -1,6 +1,6 @@
 """The identity of an engine: every fact that shapes the bytes of its KV blocks, spelled out, and its digest.
 
-Two engines share blocks exactly when the JSON texts of their identities are equal. The scheduler half computes it,
+Two engines share blocks exactly when the JSON texts of their identities are equal. The scheduler side computes it,
 each worker computes its own without the weights, and :func:`difference` names what is not the same. Nothing in it
 depends on the environment as such, on paths, on the process or on the order of a dictionary; where a setting is in
 doubt it stands in the identity: a needless miss is a recomputation, a wrong hit is a wrong answer.
@@ -126,7 +126,7 @@ def with_weights(identity: dict[str, Any], weights: str) -> dict[str, Any]:
 
 
 def identity_without_weights(identity: dict[str, Any]) -> dict[str, Any]:
-    """What every process of an engine can compute on its own, for comparing the halves."""
+    """What every process of an engine can compute on its own, for comparing the sides."""
     return {name: value for name, value in identity.items() if name != "weights"}
 
 

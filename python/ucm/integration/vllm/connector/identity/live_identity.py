@@ -25,7 +25,7 @@ class UnknowableError(UcmError):
 
 
 class LiveIdentity:
-    """The identity of what one engine computes now; seen from its scheduler half."""
+    """The identity of what one engine computes now; seen from its scheduler side."""
 
     def __init__(self, own: dict[str, Any], source: WeightSource, mode: str, root: str | None) -> None:
         """``own`` is without weights; ``mode`` and ``root`` as :class:`WeightsDigest` takes them."""

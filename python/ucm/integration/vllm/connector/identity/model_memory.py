@@ -2,7 +2,7 @@
 
 vLLM can replace the weights of a running engine in many ways (``reload_weights``, weight transfer, sleep level 2, a
 worker extension that writes them) and tells connectors of none. So each rank takes a fingerprint right after loading,
-and compares when the scheduler half asks.
+and compares when the scheduler side asks.
 
 The fingerprint is a SHA-256 over samples of every parameter and persistent buffer: small ones whole, of others
 :data:`SAMPLES` bytes at even distances. Training, merging and loading change every sample of a tensor they touch; an

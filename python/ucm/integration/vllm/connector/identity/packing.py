@@ -1,10 +1,10 @@
 """How the running engine lays KV bytes out: dtype, attention backend, packing, layout and groups of the identity.
 
-Both halves of the connector compute these from the configuration alone, because the scheduler half has no layers when
+Both sides of the connector compute these from the configuration alone, because the scheduler side has no layers when
 the ranks are processes of their own. Where layers are in reach, their own backend is asked; a worker whose layers
-differ from what the scheduler half expected shows up as a difference in the handshake.
+differ from what the scheduler side expected shows up as a difference in the handshake.
 
-An attention backend or a KV cache spec from outside vLLM counts as another one, for nobody knows how it packs. A class
+An attention backend or a KV cache spec from outside vLLM counts as another one, for no one knows how it packs. A class
 that stores the very bytes of the one it is derived from says so in its own body, ``ucm_packs_like = <that class>``, and
 is described as that class; what it computes beside the KV is no part of a page and of no identity. The claim is not
 inherited: a class derived from it has to make it again.
@@ -213,7 +213,7 @@ def kv_layout(kv_cache_config: Any, cache_config: Any) -> str:
 def kv_groups(vllm_config: VllmConfig, kv_cache_config: Any, groups: Sequence[Any]) -> list[dict[str, Any]]:
     """Every KV group: kind, fields of its spec, and its layers in order with the bytes between two blocks of each.
 
-    With several pipeline ranks the scheduler half sees the layers of the first rank only; the layers of a group are
+    With several pipeline ranks the scheduler side sees the layers of the first rank only; the layers of a group are
     then left out, and ``pipeline_parallel.layers`` says who holds which.
     """
     one_rank = vllm_config.parallel_config.pipeline_parallel_size == 1

@@ -1,6 +1,6 @@
 """Blocks that the ranks of this engine can read before others see them: in a segment that is still open, in memory.
 
-A rank lists their record ids in its report. The scheduler half looks up in a store of its own, which sees only what is
+A rank lists their record ids in its report. The scheduler side looks up in a store of its own, which sees only what is
 published; where that prefix ends, the blocks listed here continue it. They count for this engine alone, and only if
 every rank that would read the record has listed it. A rank keeps a published record in its list until the scheduler
 half's store, which lists a directory from time to time, must have found it.

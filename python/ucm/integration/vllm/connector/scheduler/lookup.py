@@ -159,7 +159,7 @@ def _of_blocks(tiers: bytes | bytearray, blocks: int, parts: int) -> bytes:
 
 
 class Lookups:
-    """Runs lookups and touches of one scheduler half on its background threads."""
+    """Runs lookups and touches of one scheduler side on its background threads."""
 
     def __init__(
         self,

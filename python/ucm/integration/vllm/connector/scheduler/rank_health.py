@@ -1,6 +1,6 @@
-"""What the scheduler half knows of the health of the ranks' stores.
+"""What the scheduler side knows of the health of the ranks' stores.
 
-The scheduler half looks up in a store of its own, which may answer while a rank's breaker is open. A hit promised then
+The scheduler side looks up in a store of its own, which may answer while a rank's breaker is open. A hit promised then
 is a load that fails and a request that takes a detour, so while any rank is unhealthy no request is promised one.
 """
 
@@ -16,7 +16,7 @@ STALE_S = 1.0
 
 
 class RankHealth:
-    """What the scheduler half knows of the ranks' stores."""
+    """What the scheduler side knows of the ranks' stores."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

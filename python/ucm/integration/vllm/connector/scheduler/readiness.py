@@ -1,7 +1,7 @@
 """Whether the cache may be used: the phases from the start of an engine until its stores are open.
 
 *pending*: the workers have not answered, or the weights' digest is not known. *opening*: the identity is known, the
-stores of the scheduler half and of every rank are being opened in the background. *open*: lookups, loads and dumps are
+stores of the scheduler side and of every rank are being opened in the background. *open*: lookups, loads and dumps are
 possible. *off*: the cache stays unused, for a reason that was logged. Nothing here blocks: :meth:`Readiness.poll` is
 called once per step and moves on when it can.
 
@@ -90,7 +90,7 @@ class Readiness:
 
     @property
     def store(self) -> UcmKVStoreBaseV1 | None:
-        """The scheduler half's store, for lookups only."""
+        """The scheduler side's store, for lookups only."""
         return self._selection.store
 
     @property

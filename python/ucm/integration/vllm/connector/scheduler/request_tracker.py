@@ -1,4 +1,4 @@
-"""What the scheduler half keeps of one live request."""
+"""What the scheduler side keeps of one live request."""
 
 from __future__ import annotations
 

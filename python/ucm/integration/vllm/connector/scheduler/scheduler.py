@@ -1,4 +1,4 @@
-"""The scheduler half: which blocks a request may load, which of its blocks are offered to the store, and when.
+"""The scheduler side: which blocks a request may load, which of its blocks are offered to the store, and when.
 
 It owns hashing, lookups, admission and the metadata of each step, under vLLM's own method names. vLLM calls it from one
 thread; work that may take long runs on :class:`~..background.Background`. A step costs time in proportion to what
@@ -65,7 +65,7 @@ TOUCH_S = 60.0
 
 
 class UCMConnectorScheduler:
-    """One engine's scheduler half."""
+    """One engine's scheduler side."""
 
     def __init__(
         self,
@@ -626,7 +626,7 @@ class UCMConnectorScheduler:
 
     def shutdown(self) -> None:
         """Close the scheduler's own store and end the background threads; joins none of them."""
-        logger.info("scheduler half: %s", self.stats())
+        logger.info("scheduler side: %s", self.stats())
         if self.readiness.store is not None:
             self.readiness.store.close()
         for close in self._closers:

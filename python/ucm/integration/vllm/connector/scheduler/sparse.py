@@ -1,4 +1,4 @@
-"""Sparse attention in the scheduler half: the hooks of the method's scheduler side, which tokens are exact, and what
+"""Sparse attention in the scheduler side: the hooks of the method's scheduler side, which tokens are exact, and what
 the workers are told of each step."""
 
 from __future__ import annotations

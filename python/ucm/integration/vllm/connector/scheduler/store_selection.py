@@ -1,6 +1,6 @@
 """Chooses one of several configured stores: the first that all processes of the engine can open and that answers.
 
-The scheduler half decides. It opens a store for itself, then has every rank open the same one, and takes the next when
+The scheduler side decides. It opens a store for itself, then has every rank open the same one, and takes the next when
 any of them cannot; so all use one store or none. A single store is used without a trial: it retries by itself when it
 does not answer, and answers with misses meanwhile. When none of several is available they are tried again, every
 :data:`RETRY_S`, as long as there are requests.
@@ -24,7 +24,7 @@ RETRY_S = 10.0
 
 
 class StoreSelection:
-    """The choice of the scheduler half. Never waits; :meth:`poll` moves on when it can."""
+    """The choice of the scheduler side. Never waits; :meth:`poll` moves on when it can."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class StoreSelection:
         self._result: tuple[int, UcmKVStoreBaseV1 | None, str] | None = None
         self._setup: StoreSetup | None = None
         self._ready: set[int] = set()
-        self.store: UcmKVStoreBaseV1 | None = None  # the scheduler half's own, for lookups
+        self.store: UcmKVStoreBaseV1 | None = None  # the scheduler side's own, for lookups
         self.failed = ""  # why there will never be a store: there is but one, and it cannot be opened
 
     @property
@@ -148,7 +148,7 @@ class StoreSelection:
                 self._offer()
         elif self.several and not self.chosen and self._clock() - self._since > self._limit:
             missing = sorted(set(range(self._world)) - self._ready)
-            who = "the scheduler half" if self.store is None else f"of {self._world} ranks {missing}"
+            who = "the scheduler side" if self.store is None else f"of {self._world} ranks {missing}"
             self._reject(f"{who} did not open it within {self._limit:g} s", self.store)
 
     def report(self, rank: RankReport) -> None:

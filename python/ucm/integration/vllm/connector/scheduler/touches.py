@@ -1,4 +1,4 @@
-"""Tells the ranks which blocks are in use: the scheduler half's own touch does not reach their memory and segments.
+"""Tells the ranks which blocks are in use: the scheduler side's own touch does not reach their memory and segments.
 
 A request touches its whole prefix, including what it found on the device. A step carries a bounded number of keys; the
 rest goes with the next steps, and what exceeds that limit is dropped: the request touches again later.

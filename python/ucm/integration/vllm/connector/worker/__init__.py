@@ -1,1 +1,1 @@
-"""The worker half: one rank's KV tensors, its store, and the transfers between them. It knows no request logic."""
+"""The worker side: one rank's KV tensors, its store, and the transfers between them. It knows no request logic."""

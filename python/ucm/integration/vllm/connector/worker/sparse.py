@@ -1,4 +1,4 @@
-"""Sparse attention in the worker half: makes the method of this rank, its host, and the representations of what is
+"""Sparse attention in the worker side: makes the method of this rank, its host, and the representations of what is
 loaded, and passes the step's plan on."""
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class Loads:
         return bad
 
     def take_failures(self) -> list[LoadFailure]:
-        """Loads that failed since the last call, as the scheduler half is told of them."""
+        """Loads that failed since the last call, as the scheduler side is told of them."""
         failures, self._failures = self._failures, []
         return failures
 

@@ -1,4 +1,4 @@
-"""The worker half: the KV tensors of one rank, its store, and the transfers between the two. No request logic.
+"""The worker side: the KV tensors of one rank, its store, and the transfers between the two. No request logic.
 
 vLLM calls it from the model's thread, every step: loads start, the model runs, dumps start, and what ended is reported.
 Nothing here waits: the store is opened on a thread of its own, and transfers are polled.
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
 #: Of the shutdown allowance, the seconds kept for closing the store.
 CLOSE_S = 0.5
-#: Below so many free slots the scheduler half is told about every change.
+#: Below so many free slots the scheduler side is told about every change.
 _FEW_SLOTS = 256
 
 
 class UCMConnectorWorker:
-    """One rank's worker half."""
+    """One rank's worker side."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class UCMConnectorWorker:
             )
 
     def handshake(self) -> Handshake:
-        """What the scheduler half must know of this rank."""
+        """What the scheduler side must know of this rank."""
         shapes: dict[str, Any] = {}
         identity: dict[str, Any] = {}
         if self._layout is not None:
@@ -195,7 +195,7 @@ class UCMConnectorWorker:
                 except BaseException:
                     store.close()
                     raise
-            except BaseException as error:  # told to the scheduler half, which switches off or takes the next
+            except BaseException as error:  # told to the scheduler side, which switches off or takes the next
                 if setup.trial:
                     self._unavailable = (attempt, f"it cannot be opened: {error}")
                 else:
@@ -272,7 +272,7 @@ class UCMConnectorWorker:
         if store is not None and self._layout is not None:
             try:
                 event = self._platform.mark(self._layout.device)
-            except Exception as error:  # nobody knows when the blocks are written: none is stored
+            except Exception as error:  # no one knows when the blocks are written: none is stored
                 throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
                 store = None
         representations = None if self._sparse is None else self._sparse.representations
@@ -288,7 +288,7 @@ class UCMConnectorWorker:
         return self.loads.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> UCMConnectorWorkerMetadata | None:
-        """News for the scheduler half, None when there are none."""
+        """News for the scheduler side, None when there are none."""
         self.dumps.poll()
         self._take_opened()
         unavailable = self._unavailable[1] if self._unavailable[0] == self._attempt else ""
@@ -301,7 +301,7 @@ class UCMConnectorWorker:
             self.health.check(self._store)
         healthy = self.health.healthy
         gained, lost = (b"", b"") if self._store is None else take_locally_visible(self._store)
-        # While it is not, every step says so: the scheduler half goes by the age of the last report.
+        # While it is not, every step says so: the scheduler side goes by the age of the last report.
         changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
         weights, self._weights = self._weights, None
         handshake = None if self._told_handshake else self.handshake()

@@ -1,4 +1,4 @@
-"""Reading records of a live root and judging them: past the page cache where that can be, at a bounded rate.
+"""Reading records of a live root and verifying them: past the page cache where that can be, at a bounded rate.
 
 A refused record is read a second time, through a fresh open, before anything is said of it. A record that is gone by
 then was removed by somebody who may do so, and is no error.
@@ -125,19 +125,19 @@ def reader_of(root: AnyRoot) -> Reader | RemoteReader:
     return RemoteReader(root) if isinstance(root, RemoteRoot) else Reader(root)
 
 
-class Judge:
-    """Judges the records of one root by the second reader."""
+class RecordVerifier:
+    """Verifies the records of one root by the second reader."""
 
     def __init__(self, root: AnyRoot, checksum: Checksum, pace: Pace, keys: Keys | None = None) -> None:
         self.reader = reader_of(root)
         self._checksum = checksum
         self._pace = pace
-        #: Decodes records of zstd; None: they are judged by the checksums of what is stored.
+        #: Decodes records of zstd; None: they are verified by the checksums of what is stored.
         self.zstd: Zstd | None = find_zstd()
-        #: Decrypts records; None: encrypted ones are judged by the checksums of what is stored.
+        #: Decrypts records; None: encrypted ones are verified by the checksums of what is stored.
         self.keys = keys
 
-    def judge(self, found: Found, manifest: Manifest) -> Verdict:
+    def verify(self, found: Found, manifest: Manifest) -> Verdict:
         """The verdict on a record, after a second look if the first was bad."""
         verdict = self._once(found, manifest)
         return self._once(found, manifest) if verdict.looks_bad else verdict
@@ -182,7 +182,7 @@ class Judge:
         except Refused:
             return read_footer(self.reader, found, self._checksum.of)
 
-    def judge_entry(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
+    def verify_entry(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
         """The verdict on a record of a segment, after a second look if the first was bad."""
         verdict = self._entry_once(found, entry, manifest)
         return self._entry_once(found, entry, manifest) if verdict.looks_bad else verdict
