@@ -50,15 +50,16 @@ class Case:
     def __init__(self, tokens: int, rows: int, kept: int, layers: int) -> None:
         import torch
 
+        from ucm.sparse.rep_store import zeros
+
         torch.manual_seed(0)
         self.rows, self.kept = rows, kept
         blocks = tokens // BLOCK
         self.caches = [
             torch.randn(rows * blocks, KV_HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16) for _ in range(layers)
         ]
-        self.codes = [
-            torch.randint(0, 256, (rows * blocks, BLOCK, KV_HEADS, BITS // 8), dtype=torch.uint8) for _ in range(layers)
-        ]
+        shape = (rows * blocks, BLOCK, KV_HEADS, BITS // 8)
+        self.codes = [zeros(shape, torch.uint8, torch.device("cpu")).random_(0, 256) for _ in range(layers)]
         self.table = torch.randperm(rows * blocks).view(rows, blocks).int()
         self.lengths = torch.full((rows,), tokens - 5, dtype=torch.int32)
         self.query = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from ucm.errors import BusyError, ConfigError
 from ucm.sparse.config import settings_of
-from ucm.sparse.rep_store import RepStore, bytes_per_block
-from ucm.sparse.selector import Selector
+from ucm.sparse.rep_store import HUGE_PAGE, RepStore, bytes_per_block
+from ucm.sparse.selector import Selector, rep_bytes
 from ucm.sparse.selectors import make_selector
 
 FEW = settings(max_examples=40, deadline=None)
@@ -198,3 +199,26 @@ def test_slots_may_be_what_an_engine_has() -> None:
     assert store.plan_write([]).tokens.tolist() == []
     with pytest.raises(ConfigError):
         store_of(blocks=0)
+
+
+def test_large_representations_ask_for_huge_pages() -> None:
+    """What a step reads from end to end: the mapping is marked for the kernel, small ones are none of their own."""
+    store = RepStore(selector_of("GSAOnDevice"), LAYERS, HUGE_PAGE // rep_bytes(selector_of("GSAOnDevice")) + 1)
+    for layer in LAYERS:
+        reps = store.all(layer)
+        assert not reps.any() and "hg" in flags_of(reps.data_ptr())
+    small = RepStore(selector_of("GSAOnDevice"), LAYERS, 4)
+    assert "hg" not in flags_of(small.all(0).data_ptr())
+
+
+def flags_of(address: int) -> list[str]:
+    """The kernel's flags of the mapping that an address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(half, 16) for half in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return rest
+    raise AssertionError(f"no mapping at {address:#x}")

@@ -78,11 +78,11 @@ def test_codes_of_tokens_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -
     """As :class:`~ucm.sparse.rep_store.RepStore` asks for it on a GPU."""
     geometry = Geometry(block_size=4, kv_heads=1, head_dim=48, rope_dim=16)
     selector, keys = Hash(geometry), torch.randn(5, 1, 48)
-    blocks, places = torch.tensor([2, 0, 1, 2, 1]), torch.tensor([3, 0, 2, 1, 3])
+    slots = torch.tensor([11, 0, 6, 9, 7])
     plain = torch.zeros((3, *selector.rep_shape()[0]), dtype=torch.uint8)
-    selector.encode_tokens(0, keys, plain, blocks, places)
+    selector.encode_tokens(0, keys, plain, slots)
     direct = torch.zeros_like(plain)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr("ucm.sparse.selectors.hash.kernels_for", lambda *_: gpu)
-    selector.encode_tokens(0, keys, direct, blocks, places)
+    selector.encode_tokens(0, keys, direct, slots)
     assert torch.equal(direct, plain) and int(plain.count_nonzero()) > 0

@@ -25,8 +25,9 @@ Ids = npt.NDArray[np.int64]
 class WritePlan:
     """What one step writes, the same for every layer. All are int64 tensors on the host."""
 
-    #: Every token that counts: its index in the step, its block and its place there.
+    #: Every token that counts: its index in the step, its slot, and that slot's block and place there.
     tokens: Tensor
+    slots: Tensor
     blocks: Tensor
     places: Tensor
     #: Blocks that begin and end in this step, ``[m]``, and the tokens of each, ``[m, b]``.
@@ -106,7 +107,7 @@ class OpenBlocks:
         self._leaving = full
         full_rows = [self._rows[block] for block in full]
         return WritePlan(
-            *map(torch.from_numpy, (tokens, blocks, places, unique[whole], whole_tokens)),
+            *map(torch.from_numpy, (tokens, slots[tokens], blocks, places, unique[whole], whole_tokens)),
             *map(torch.from_numpy, (tokens[held], rows, places[held])),
             *(torch.tensor(ids, dtype=torch.int64) for ids in (full, full_rows)),
         )

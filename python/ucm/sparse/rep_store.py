@@ -9,8 +9,10 @@ Spare rows behind those of the device hold the representations of blocks that ar
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -47,9 +49,7 @@ class RepStore:
         self.selector = selector
         self.num_blocks = num_blocks
         self.device = torch.device(device)
-        self._reps = {
-            layer: torch.zeros((num_blocks + spare, *shape), dtype=dtype, device=self.device) for layer in layers
-        }
+        self._reps = {layer: zeros((num_blocks + spare, *shape), dtype, self.device) for layer in layers}
         self._open = OpenBlocks(
             selector.geometry, layers, num_blocks, open_blocks, key_dtype, self.device, selector.token_wise
         )
@@ -86,8 +86,7 @@ class RepStore:
         if self.selector.token_wise:
             if plan.tokens.numel():
                 some = keys if len(plan.tokens) == len(keys) else keys[plan.tokens.to(keys.device)]
-                blocks, places = plan.blocks.to(self.device), plan.places.to(self.device)
-                self.selector.encode_tokens(layer, some, reps, blocks, places)
+                self.selector.encode_tokens(layer, some, reps, plan.slots.to(self.device))
             return
         for ids, whole in self._open.completed(layer, keys, plan):
             reps[ids.to(self.device)] = self.selector.encode(layer, whole).to(self.device)
@@ -171,6 +170,22 @@ class RepStore:
         """Give spare rows back."""
         self._ready[list(rows)] = False
         self._free.extend(rows)
+
+
+#: Bytes of a huge page; smaller tensors need none.
+HUGE_PAGE = 2 << 20
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that are read in whole from end to end in every step: on the host in huge pages where the system has some,
+    since walking page tables takes as long as reading there."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=dtype).view(tuple(shape))
 
 
 def bytes_per_block(selector: Selector, layers: int) -> int:

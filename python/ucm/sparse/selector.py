@@ -80,9 +80,9 @@ class Selector(Protocol):
         others."""
         ...
 
-    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
-        """Encode single tokens ``keys [t, h, d]`` into ``reps [n, *rep]``, where :attr:`token_wise`: into place
-        ``places [t]`` of block ``blocks [t]``, on the device of ``reps``."""
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, slots: Tensor) -> None:
+        """Encode single tokens ``keys [t, h, d]`` into ``reps [n, *rep]``, where :attr:`token_wise`: into ``slots [t]``
+        (block times block size plus place), on the device of ``reps``."""
         ...
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
@@ -147,9 +147,9 @@ class BlockSelector:
         """A subclass defines it."""
         raise NotImplementedError
 
-    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, slots: Tensor) -> None:
         """As blocks of one token."""
-        reps[blocks, places] = self.encode(layer, keys[:, None])[:, 0].to(reps.device)
+        reps.flatten(0, 1)[slots] = self.encode(layer, keys[:, None])[:, 0].to(reps.device)
 
     def weights(self, scores: Tensor) -> Tensor:
         """Softmax over the blocks: scores are taken for logits."""

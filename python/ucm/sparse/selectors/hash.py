@@ -101,14 +101,18 @@ class Hash(BlockSelector):
         found = [made_code(x, w) for x, w in zip(parts, weights, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
-    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, slots: Tensor) -> None:
         """By one kernel for each part of a key, which writes codes where they belong."""
         kernels = kernels_for(keys, reps)
         if kernels is None:
-            super().encode_tokens(layer, keys, reps, blocks, places)
+            super().encode_tokens(layer, keys, reps, slots)
             return
-        slots, start, byte = blocks * self.geometry.block_size + places, 0, 0
-        for (size, bits), weights in zip(self.parts, self.weights_of(layer, keys.device), strict=True):
+        every = self.weights_of(layer, keys.device)
+        if len(every) == 1:
+            kernels.hash_encode(keys, every[0], reps, slots)
+            return
+        start = byte = 0
+        for (size, bits), weights in zip(self.parts, every, strict=True):
             part, of = keys[..., start : start + size], reps[..., byte : byte + bits // 8]
             kernels.hash_encode(part, weights, of, slots)
             start, byte = start + size, byte + bits // 8
@@ -148,7 +152,11 @@ class Hash(BlockSelector):
     def _query_codes(self, layer: int, query: Tensor) -> Tensor:
         """Codes of queries ``[r, h*g, d]``: ``[r, h, bytes]``, with latent attention ``[r, 1, heads, bytes]``."""
         if not self.geometry.rope_dim:
-            return self.encode(layer, self.grouped(query).mean(dim=2))
+            kernels, weights = kernels_for(query), self.weights_of(layer, query.device)[0]
+            if kernels is None:
+                return self.encode(layer, self.grouped(query).mean(dim=2))
+            codes: Tensor = kernels.hash_encode_query(query, weights, self.geometry.kv_heads)
+            return codes
         heads = query.float()
         if self.reduction > 1:
             if heads.shape[1] % self.reduction:
