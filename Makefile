@@ -23,6 +23,7 @@ DEMO_SERVER_s3 := servers-long
 DEMO_SERVER_mooncake := .tools/.stamp-mooncake
 # An algorithm of sparse attention to show instead: gsa_on_device, esa, gsa, kvstar, quest, infllm.
 SPARSE ?=
+SPARSE_NAMES := gsa_on_device esa gsa kvstar quest infllm
 
 # For the one peer of bench-peers that has no wheel for another version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
@@ -206,6 +207,7 @@ test-long-engines: $(RUN_ENV) ## of these, what starts engines of vLLM, one at a
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust/test_engine.py tests/vllm
 	@UCM_TEST_LONG=1 $(STAGE) "offload on both runners, and examples" $(RUN_BIN)/python -m pytest \
 		tests/vllm/test_offload.py tests/vllm/test_examples.py
+	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
