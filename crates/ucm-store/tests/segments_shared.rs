@@ -195,7 +195,9 @@ fn a_read_waits_for_a_look_around_and_not_for_a_recovery() {
     });
     assert_read_between(&writer, &reader, wanted, &second);
     third.open();
+    // A turn whose time was over at a gate is followed by another.
     eventually("the others are taken over", || {
+        clock.advance(Duration::from_millis(20));
         finds(&reader, &ids(4)) == [true; 4]
     });
 }
@@ -228,7 +230,9 @@ fn a_read_waits_for_a_look_around_and_not_for_many_dead_writers() {
     });
     assert_read_between(&writer, &reader, wanted, &second);
     third.open();
+    // A turn whose time was over at a gate is followed by another.
     eventually("the others are taken over", || {
+        clock.advance(Duration::from_millis(20));
         finds(&reader, &ids(3)) == [true; 3]
     });
 }
