@@ -20,7 +20,7 @@ from ucm.cli import main, show
 from ucm.cli.gc import Wish, carry_out, make_plan
 from ucm.cli.options import Target
 from ucm.cli.remote import RemoteRoot
-from ucm.errors import UcmError
+from ucm.errors import NoSpaceError, TaskError, UcmError
 
 #: Where the name of a record says how old it is, so that a test can make it older.
 BUCKETS = [column for column in COLUMNS if column.http]
@@ -98,9 +98,21 @@ def stored(column: Column, server: Server, source: Memory) -> Callable[..., None
     def store(count: int, identity: str = "tests") -> None:
         with opened(column, server.at, deadlines=PATIENT, identity=identity) as store:
             for block in range(count):
-                store.wait(store.dump_data([ids(count)[block]], [0], source.rows(block)))
+                dump_once_counted(store, ids(count)[block], source.rows(block))
 
     return store
+
+
+def dump_once_counted(store: Any, block: bytes, rows: Any) -> None:
+    """Dumps a block as soon as there is room: what lies on a server is counted first, and no dump waits long for it."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            store.wait(store.dump_data([block], [0], rows))
+            return
+        except TaskError as error:
+            if time.monotonic() > end or not all(isinstance(each, NoSpaceError) for each in error.failures.values()):
+                raise
 
 
 @pytest.fixture
