@@ -73,7 +73,7 @@ fn memcpy(blocks: usize) -> f64 {
     (BLOCK * blocks) as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Ratio, and bytes in a second that one thread encodes and decodes in place, the judgement of what is stored included.
+/// Ratio, and bytes in a second that one thread encodes and decodes in place, verifying what is stored included.
 fn contest(algorithm: Algorithm, dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
     let geometry = Geometry::new(vec![LAYER as u64], LAYERS as u32, LAYERS as u32)?;
     let record = RecordLayout::new(&geometry).describing(16, dtype);

@@ -15,7 +15,7 @@ alone.
 
 What to keep in mind. Measure on a machine that does nothing else: ucm's threads tell the system that they are batch
 work (``ucm_io::use_batch_policy``), so that they never push a model's thread aside, and on a busy machine they wait
-in turn where the clients alone do not. ucm judges every byte by checksums and copies it from the slot, where it is
+in turn where the clients alone do not. ucm verifies every byte by checksums and copies it from the slot, where it is
 verified, to the caller's memory, which in use is the accelerator's. Over Redis it believes for 30 seconds that what
 it wrote is there, over a bucket it keeps an index, so those answers ask no server; Mooncake is asked each time. A
 bucket is also measured as the store uses it, many blocks in one object: to ucm's *put* belongs asking for room, and

@@ -201,6 +201,7 @@ def test_slots_may_be_what_an_engine_has() -> None:
         store_of(blocks=0)
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
 def test_large_representations_ask_for_huge_pages() -> None:
     """What a step reads from end to end: the mapping is marked for the kernel, small ones are none of their own."""
     store = RepStore(selector_of("GSAOnDevice"), LAYERS, HUGE_PAGE // rep_bytes(selector_of("GSAOnDevice")) + 1)

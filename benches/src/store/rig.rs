@@ -241,7 +241,7 @@ impl Rig {
         Ok(std::fs::remove_dir_all(root)?)
     }
 
-    /// Reads records into slots, judging each where it arrived, or not. Gives the slots back.
+    /// Reads records into slots, verifying each where it arrived, or not. Gives the slots back.
     pub(super) fn read(&self, ids: &[BlockId], slots: Vec<Slot>, judge: bool) -> Result<(Spent, Vec<Slot>)> {
         let batch = Batch::new(ids.len());
         let (watch, deadline) = (Watch::start(), self.deadline());

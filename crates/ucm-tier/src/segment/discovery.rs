@@ -39,7 +39,7 @@ const AT_ONCE: usize = 16;
 /// Time between two messages that the index is full, or that segments cannot be read.
 const TELL_AGAIN: Duration = Duration::from_secs(600);
 
-/// What the finder remembers between two turns.
+/// What discovery remembers between two turns.
 #[derive(Default)]
 pub(crate) struct SegmentDiscovery {
     state: Mutex<State>,
@@ -86,7 +86,7 @@ impl Segments {
         }
     }
 
-    /// Looks around for those who wait for that: between two steps of something that keeps the finder's thread.
+    /// Looks around for those who wait for that: between two steps of something that keeps the discovery thread.
     pub(super) fn look_if_asked(&self) {
         if self.discovery.looks.is_asked() {
             self.find(self.shared.clock.now().after(TURN));

@@ -40,7 +40,7 @@ struct Recovery<'a> {
 impl Segments {
     /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the deadline allow; best effort:
     /// what fails or is not done by then is tried again with a later turn. A process that opens a root waits for little
-    /// of it only, the finder's thread does the rest.
+    /// of it only, the discovery thread does the rest.
     pub(super) fn recover(&self, most: u64, until: MonotonicTime) {
         let now = self.shared.clock.now();
         {
