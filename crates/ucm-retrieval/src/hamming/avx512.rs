@@ -1,9 +1,5 @@
 //! Distances 64 bytes at a time, by the vector instruction that counts bits.
 //!
-//! A stretch of codes is a stream of 64-byte registers; after some of them (`REGISTERS`) token and head are where they
-//! were, so as many registers hold the query, repeated. The counts of a code's words are added up within a register, and
-//! the least of each place is kept until the block ends.
-//!
 //! Where several queries of a head add up, their distances to a key are linear in the key's bits: with `c_j` queries
 //! that have bit `j`, of `R`, the sum is `Σ_j c_j + Σ_j k_j·(R - 2·c_j)`. So a key costs one masked sum of small
 //! weights, however many queries there are.
@@ -11,13 +7,9 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{HammingScores, NONE, each_block, queries, words};
+use super::stream::{self, Register};
+use super::{HammingScores, each_block, queries, words};
 use crate::rows::ScoreRows;
-
-/// How many bytes ahead memory is asked for: the processor by itself stops at every page.
-const AHEAD: usize = 4096;
-/// Bytes of a register.
-const WIDTH: usize = 64;
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,popcnt")]
@@ -25,118 +17,58 @@ pub(super) unsafe fn score(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: 
     if spec.queries_per_head > 1 && spec.code_len.is_multiple_of(8) && spec.code_len <= MOST_WEIGHTS / 8 {
         return summed(spec, out, row, blocks);
     }
-    let token = spec.heads * spec.code_len;
-    let registers = token / greatest_common_divisor(token, WIDTH);
-    // SAFETY: the caller vouches for the processor.
+    // SAFETY: as the caller vouches.
     unsafe {
-        match (spec.queries_per_head, spec.code_len) {
-            (1, 8) => of_words::<1>(spec, out, row, blocks, registers),
-            (1, 16) => of_words::<2>(spec, out, row, blocks, registers),
-            (1, 32) => of_words::<4>(spec, out, row, blocks, registers),
-            (1, 64) => of_words::<8>(spec, out, row, blocks, registers),
-            _ => words::score(spec, out, row, blocks),
+        if !stream::score::<Avx512>(spec, out, row, blocks.clone()) {
+            words::score(spec, out, row, blocks);
         }
     }
 }
 
-fn greatest_common_divisor(a: usize, b: usize) -> usize {
-    if b == 0 {
-        a
-    } else {
-        greatest_common_divisor(b, a % b)
-    }
-}
+#[derive(Clone, Copy)]
+struct Avx512(__m512i);
 
-/// Codes of `WORDS` words.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,popcnt")]
-fn of_words<const WORDS: usize>(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-    registers: usize,
-) {
-    match registers {
-        1 => least::<WORDS, 1>(spec, out, row, blocks),
-        2 => least::<WORDS, 2>(spec, out, row, blocks),
-        3 => least::<WORDS, 3>(spec, out, row, blocks),
-        4 => least::<WORDS, 4>(spec, out, row, blocks),
-        8 => least::<WORDS, 8>(spec, out, row, blocks),
-        // SAFETY: the processor has what that kernel needs.
-        _ => unsafe { words::score(spec, out, row, blocks) },
-    }
-}
+// Each operation is one instruction, or few; the caller vouches for the processor and for the addresses.
+#[allow(clippy::undocumented_unsafe_blocks, reason = "the line above")]
+impl Register for Avx512 {
+    const WIDTH: usize = 64;
 
-/// Codes of `WORDS` words, whose places repeat after `REGISTERS` registers.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,popcnt")]
-fn least<const WORDS: usize, const REGISTERS: usize>(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-) {
-    let (token, period) = (spec.heads * spec.code_len, REGISTERS * WIDTH);
-    let of_tokens = queries(spec, row);
-    let query: [__m512i; REGISTERS] = std::array::from_fn(|register| {
-        let bytes: [u8; WIDTH] = std::array::from_fn(|at| of_tokens[(register * WIDTH + at) % token]);
-        // SAFETY: the array is as long as a register.
-        unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
-    });
-    // A count has 64 bits, of which the upper half is zero.
-    let none = _mm512_set1_epi64(i64::from(NONE));
-    each_block(spec, out, row, blocks, |codes, slots, of_heads| {
-        let len = slots * token;
-        let mut least = [none; REGISTERS];
-        let whole = len / period;
-        for at in 0..whole {
-            for (register, least) in least.iter_mut().enumerate() {
-                // SAFETY: the period is within the block.
-                let keys = unsafe {
-                    let from = codes.add(at * period + register * WIDTH);
-                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast());
-                    _mm512_loadu_si512(from.cast())
-                };
-                *least = _mm512_min_epu32(*least, distances::<WORDS>(keys, query[register]));
+    #[inline(always)]
+    unsafe fn load(from: *const u8) -> Self {
+        unsafe { Self(_mm512_loadu_si512(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut u8) {
+        unsafe { _mm512_storeu_si512(to.cast(), self.0) }
+    }
+    #[inline(always)]
+    unsafe fn splat(word: u64) -> Self {
+        unsafe { Self(_mm512_set1_epi64(word.cast_signed())) }
+    }
+    #[inline(always)]
+    unsafe fn distances<const WORDS: usize>(self, query: Self) -> Self {
+        unsafe {
+            let mut counts = _mm512_popcnt_epi64(_mm512_xor_si512(self.0, query.0));
+            if WORDS >= 2 {
+                counts = _mm512_add_epi64(counts, _mm512_shuffle_epi32::<0b01_00_11_10>(counts));
             }
-        }
-        for (register, least) in least.iter_mut().enumerate() {
-            let at = whole * period + register * WIDTH;
-            let words = len.saturating_sub(at).min(WIDTH) / 8;
-            if words > 0 {
-                let mask = (u16::MAX >> (16 - words)) as __mmask8;
-                // SAFETY: only words within the slots are read.
-                let keys = unsafe { _mm512_maskz_loadu_epi64(mask, codes.add(at).cast()) };
-                let found = _mm512_mask_mov_epi64(none, mask, distances::<WORDS>(keys, query[register]));
-                *least = _mm512_min_epu32(*least, found);
+            if WORDS >= 4 {
+                counts = _mm512_add_epi64(counts, _mm512_permutex_epi64::<0b01_00_11_10>(counts));
             }
-        }
-        for (register, least) in least.into_iter().enumerate() {
-            let mut places = [0_u64; WIDTH / 8];
-            // SAFETY: the array is as long as a register.
-            unsafe { _mm512_storeu_si512(places.as_mut_ptr().cast(), least) };
-            for (place, found) in places.into_iter().enumerate().step_by(WORDS) {
-                let head = (register * WIDTH + place * 8) % token / spec.code_len;
-                of_heads[head] = of_heads[head].min(found as u32);
+            if WORDS >= 8 {
+                counts = _mm512_add_epi64(counts, _mm512_shuffle_i64x2::<0b01_00_11_10>(counts, counts));
             }
+            Self(counts)
         }
-    });
-}
-
-/// In each word of a code, in how many bits the whole code differs.
-#[inline]
-#[target_feature(enable = "avx512f,avx512vpopcntdq")]
-fn distances<const WORDS: usize>(keys: __m512i, query: __m512i) -> __m512i {
-    let mut counts = _mm512_popcnt_epi64(_mm512_xor_si512(keys, query));
-    if WORDS >= 2 {
-        counts = _mm512_add_epi64(counts, _mm512_shuffle_epi32::<0b01_00_11_10>(counts));
     }
-    if WORDS >= 4 {
-        counts = _mm512_add_epi64(counts, _mm512_permutex_epi64::<0b01_00_11_10>(counts));
+    #[inline(always)]
+    unsafe fn least(self, other: Self) -> Self {
+        unsafe { Self(_mm512_min_epu32(self.0, other.0)) }
     }
-    if WORDS >= 8 {
-        counts = _mm512_add_epi64(counts, _mm512_shuffle_i64x2::<0b01_00_11_10>(counts, counts));
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
-    counts
 }
 
 /// Most bits of a code whose weights can be added up in 16 bits: pairs of weights up to 127, one pair from each word.
@@ -159,7 +91,7 @@ fn summed(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Ra
         }
     }
     let ones = _mm512_set1_epi8(1);
-    each_block(spec, out, row, blocks, |codes, slots, least| {
+    each_block(spec, out, row, blocks, |codes, slots, _, least| {
         for slot in 0..slots {
             for (head, least) in least.iter_mut().enumerate() {
                 let mut sum = _mm512_setzero_si512();

@@ -10,7 +10,11 @@
 #![allow(unsafe_code, reason = "kernels that read blocks by address")]
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod stream;
 #[cfg(target_arch = "x86_64")]
 mod words;
 
@@ -146,7 +150,7 @@ fn kernel(isa: Isa) -> Kernel {
     match isa {
         Isa::Scalar => scalar,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => words::score,
+        Isa::Avx2 => avx2::score,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => avx512::score,
         #[cfg(not(target_arch = "x86_64"))]
@@ -158,7 +162,7 @@ fn kernel(isa: Isa) -> Kernel {
 unsafe fn scalar(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
     let (heads, len, per_head) = (spec.heads, spec.code_len, spec.queries_per_head);
     let queries = queries(spec, row);
-    each_block(spec, out, row, blocks, |codes, slots, least| {
+    each_block(spec, out, row, blocks, |codes, slots, _, least| {
         for (head, (queries, least)) in queries.chunks_exact(per_head * len).zip(least).enumerate() {
             for slot in 0..slots {
                 // SAFETY: the slot and the head are within the block.
@@ -186,20 +190,28 @@ fn queries<'a>(spec: &HammingScores<'a>, row: usize) -> &'a [u8] {
 const NONE: u32 = u32::MAX;
 
 /// Scores the blocks of a range: `find` lowers the least distance of each head, from the codes of the block and the
-/// number of its slots that count.
+/// number of its slots that count; it is told besides where the codes of the next block begin.
 #[inline(always)]
 fn each_block(
     spec: &HammingScores<'_>,
     out: &ScoreRows<i32>,
     row: usize,
     blocks: Range<usize>,
-    mut find: impl FnMut(*const u8, usize, &mut [u32]),
+    mut find: impl FnMut(*const u8, usize, *const u8, &mut [u32]),
 ) {
     let mut least = vec![NONE; spec.heads];
+    let mut next = slots(spec, row, blocks.start);
+    let end = blocks.end;
     for block in blocks {
         least.fill(NONE);
-        if let Some((codes, slots)) = slots(spec, row, block) {
-            find(codes, slots, &mut least);
+        let this = next;
+        next = if block + 1 < end {
+            slots(spec, row, block + 1)
+        } else {
+            None
+        };
+        if let Some((codes, slots)) = this {
+            find(codes, slots, next.map_or(codes, |(codes, _)| codes), &mut least);
         }
         let scores = least
             .iter()

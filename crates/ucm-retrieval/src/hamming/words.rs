@@ -31,7 +31,7 @@ fn of_size<const WORDS: usize>(
         .chunks_exact(8 * WORDS)
         .map(|code| std::array::from_fn(|at| word(&code[8 * at..])))
         .collect();
-    each_block(spec, out, row, blocks, |codes, slots, least| {
+    each_block(spec, out, row, blocks, |codes, slots, _, least| {
         for slot in 0..slots {
             // SAFETY: the slot is within the block.
             let of_slot = unsafe { codes.add(slot * heads * 8 * WORDS) }.cast::<[u64; WORDS]>();
@@ -50,7 +50,7 @@ fn of_size<const WORDS: usize>(
 fn of_any_size(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
     let (heads, len) = (spec.heads, spec.code_len);
     let queries = queries(spec, row);
-    each_block(spec, out, row, blocks, |codes, slots, least| {
+    each_block(spec, out, row, blocks, |codes, slots, _, least| {
         for slot in 0..slots {
             let of_heads = queries.chunks_exact(spec.queries_per_head * len).zip(&mut *least);
             for (head, (queries, least)) in of_heads.enumerate() {

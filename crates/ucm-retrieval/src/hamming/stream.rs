@@ -1,0 +1,184 @@
+//! Distances a register at a time: the kernel of processors that count bits in vectors.
+//!
+//! A stretch of codes is a stream of registers; after some of them (`REGISTERS`) token and head are where they were, so
+//! as many registers hold the query, repeated. The counts of a code's words are added up within a register, and the least
+//! of each place is kept until the block ends.
+
+use std::ops::Range;
+
+use super::{HammingScores, NONE, each_block, queries};
+use crate::rows::ScoreRows;
+
+/// A register of words of eight bytes.
+///
+/// # Safety
+///
+/// All functions need the processor that the type is for.
+pub(super) trait Register: Copy {
+    /// Bytes of a register.
+    const WIDTH: usize;
+    /// So many bytes from an address on, all of which can be read.
+    unsafe fn load(from: *const u8) -> Self;
+    /// To an address to which as many bytes can be written.
+    unsafe fn store(self, to: *mut u8);
+    /// A word in every place.
+    unsafe fn splat(word: u64) -> Self;
+    /// In each word of a code of `WORDS` words, in how many bits the whole code differs.
+    unsafe fn distances<const WORDS: usize>(self, query: Self) -> Self;
+    /// The lesser word in each place; words have 32 bits that count.
+    unsafe fn least(self, other: Self) -> Self;
+    /// Asks for memory that will be read.
+    unsafe fn prefetch(at: *const u8);
+}
+
+/// How many bytes ahead memory is asked for: the processor by itself stops at every page.
+const AHEAD: usize = 4096;
+/// Bytes that memory brings at a time.
+const LINE: usize = 64;
+/// Most bytes of the registers of a query.
+const MOST_BYTES: usize = 8 * 64;
+/// Most words of a register.
+const MOST_WORDS: usize = 8;
+
+/// Scores a range of blocks of a row; false where codes of this size cannot be cut into registers, and nothing is done.
+///
+/// # Safety
+///
+/// As of [`super::Kernel`], for the processor of `R`.
+#[inline(always)]
+pub(super) unsafe fn score<R: Register>(
+    spec: &HammingScores<'_>,
+    out: &ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+) -> bool {
+    if spec.queries_per_head != 1 || spec.code_len > R::WIDTH {
+        return false;
+    }
+    // SAFETY: as the caller vouches.
+    unsafe {
+        match spec.code_len {
+            8 => of_words::<R, 1>(spec, out, row, blocks),
+            16 => of_words::<R, 2>(spec, out, row, blocks),
+            32 => of_words::<R, 4>(spec, out, row, blocks),
+            64 => of_words::<R, 8>(spec, out, row, blocks),
+            _ => false,
+        }
+    }
+}
+
+/// Codes of `WORDS` words, no longer than a register.
+///
+/// # Safety
+///
+/// As of [`score`].
+#[inline(always)]
+unsafe fn of_words<R: Register, const WORDS: usize>(
+    spec: &HammingScores<'_>,
+    out: &ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+) -> bool {
+    let token = spec.heads * spec.code_len;
+    // SAFETY: as the caller vouches.
+    unsafe {
+        match token / greatest_common_divisor(token, R::WIDTH) {
+            1 => of_registers::<R, WORDS, 1>(spec, out, row, blocks),
+            2 => of_registers::<R, WORDS, 2>(spec, out, row, blocks),
+            3 => of_registers::<R, WORDS, 3>(spec, out, row, blocks),
+            4 => of_registers::<R, WORDS, 4>(spec, out, row, blocks),
+            8 => of_registers::<R, WORDS, 8>(spec, out, row, blocks),
+            _ => return false,
+        }
+    }
+    true
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 {
+        a
+    } else {
+        greatest_common_divisor(b, a % b)
+    }
+}
+
+/// Lowers the least distances by those of the codes of a period. A function: a closure that is called from two places
+/// would not be compiled for the processor, and a call for each instruction takes ten times as long.
+///
+/// # Safety
+///
+/// A period can be read from there, by a processor for `R`.
+#[inline(always)]
+unsafe fn lower<R: Register, const WORDS: usize, const REGISTERS: usize>(
+    least: &mut [R; REGISTERS],
+    query: &[R; REGISTERS],
+    from: *const u8,
+) {
+    for (register, (least, &query)) in least.iter_mut().zip(query).enumerate() {
+        // SAFETY: as the caller vouches.
+        unsafe {
+            let keys = R::load(from.add(register * R::WIDTH));
+            *least = least.least(keys.distances::<WORDS>(query));
+        }
+    }
+}
+
+/// Codes of `WORDS` words, whose places repeat after `REGISTERS` registers.
+///
+/// # Safety
+///
+/// As of [`score`].
+#[inline(always)]
+unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
+    spec: &HammingScores<'_>,
+    out: &ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+) {
+    let (token, period) = (spec.heads * spec.code_len, REGISTERS * R::WIDTH);
+    let of_tokens = queries(spec, row);
+    let repeated: [u8; MOST_BYTES] = std::array::from_fn(|at| of_tokens[at % token]);
+    // SAFETY: as the caller vouches; `repeated` has room for eight of the largest registers.
+    let (query, none) = unsafe {
+        let of_register = |register| R::load(repeated.as_ptr().add(register * R::WIDTH));
+        (
+            std::array::from_fn::<R, REGISTERS, _>(of_register),
+            R::splat(u64::from(NONE)),
+        )
+    };
+    each_block(spec, out, row, blocks, |codes, slots, next, of_heads| {
+        let len = slots * token;
+        let mut least = [none; REGISTERS];
+        let (whole, rest) = (len / period, len % period);
+        for at in 0..whole {
+            let ahead = at * period + AHEAD;
+            let ahead = match ahead.checked_sub(len) {
+                None => codes.wrapping_add(ahead),
+                Some(beyond) => next.wrapping_add(beyond),
+            };
+            for line in (0..period).step_by(LINE) {
+                // SAFETY: nothing is read; the caller vouches for the processor.
+                unsafe { R::prefetch(ahead.wrapping_add(line)) };
+            }
+            // SAFETY: a whole period is there.
+            unsafe { lower::<R, WORDS, REGISTERS>(&mut least, &query, codes.add(at * period)) };
+        }
+        if rest > 0 {
+            // The tokens that are left, again and again: the least does not change by what is there twice.
+            // SAFETY: the block has so many bytes behind its whole periods.
+            let left = unsafe { std::slice::from_raw_parts(codes.add(whole * period), rest) };
+            let filled: [u8; MOST_BYTES] = std::array::from_fn(|at| left[at % rest]);
+            // SAFETY: a whole period is there.
+            unsafe { lower::<R, WORDS, REGISTERS>(&mut least, &query, filled.as_ptr()) };
+        }
+        for (register, least) in least.into_iter().enumerate() {
+            let mut words = [0_u64; MOST_WORDS];
+            // SAFETY: there is room for the largest register.
+            unsafe { least.store(words.as_mut_ptr().cast()) };
+            for (word, found) in words.into_iter().enumerate().take(R::WIDTH / 8).step_by(WORDS) {
+                let head = (register * R::WIDTH + word * 8) % token / spec.code_len;
+                of_heads[head] = of_heads[head].min(found as u32);
+            }
+        }
+    });
+}
