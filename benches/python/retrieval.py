@@ -62,6 +62,7 @@ class Case:
         self.codes = [zeros(shape, torch.uint8, torch.device("cpu")).random_(0, 256) for _ in range(layers)]
         self.table = torch.randperm(rows * blocks).view(rows, blocks).int()
         self.lengths = torch.full((rows,), tokens - 5, dtype=torch.int32)
+        self.blocks = torch.full((rows,), blocks, dtype=torch.int32)
         self.query = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16)
         self.out = torch.empty_like(self.query)
         self.weights = torch.randn(DIM, BITS)
@@ -72,8 +73,7 @@ class Case:
         """The blocks of a step in one layer."""
         from ucm.sparse import retrieval
 
-        asked = retrieval.hash_encode_query(self.query, self.weights, KV_HEADS)
-        scores = retrieval.hamming_scores(asked, codes, self.table, self.lengths, init=1, local=2)
+        scores = retrieval.hash_scores(self.query, self.weights, codes, self.table, self.blocks, init=1, local=2)
         budgets = [self.kept // BLOCK - 3] * self.rows
         return retrieval.select_blocks(scores, self.table, self.lengths, BLOCK, budgets, init=1, local=2)
 

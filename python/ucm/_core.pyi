@@ -28,6 +28,7 @@ __all__ = [
     "hamming_scores",
     "hash_encode",
     "hash_encode_query",
+    "hash_scores",
     "paged_attention",
     "part_mask",
     "record_ids",
@@ -412,6 +413,18 @@ def hash_encode(vectors: _Tensor, weights: _Tensor, codes: _Tensor, slots: _Tens
 
 def hash_encode_query(query: _Tensor, weights: _Tensor, codes: _Tensor, run: _Run) -> None:
     """Hash codes of queries, one for each KV head."""
+
+def hash_scores(
+    query: _Tensor,
+    weights: _Tensor,
+    codes: _Tensor,
+    table: _Tensor,
+    blocks: _Tensor,
+    out: _Tensor,
+    heads_apart: bool,
+    run: _Run,
+) -> None:
+    """Scores of blocks from queries and the hash codes of keys."""
 
 def hamming_scores(
     queries: _Tensor,

@@ -217,6 +217,23 @@ def test_hamming_scores(isa: str, heads: int, queries: int, size: int, heads_apa
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_hash_scores_are_those_of_the_codes_of_queries(isa: str, heads_apart: bool) -> None:
+    block, heads = 16, 4
+    table, tokens = batch(9, block=block, lengths=[100, 7, 161, 0, 16], pool=50)
+    codes = torch.randint(0, 256, (50, block, heads, 8), dtype=torch.uint8)
+    query, weights = torch.randn(5, 12, 64).bfloat16(), torch.randn(64, 64)
+    how = {"heads_apart": heads_apart, "init": 1, "local": 1, "isa": isa}
+    blocks = (tokens + block - 1) // block
+    asked = retrieval.hash_encode_query(query, weights, heads, isa=isa)
+    expected = retrieval.hamming_scores(asked, codes, table, blocks * block, **how)
+    assert torch.equal(retrieval.hash_scores(query, weights, codes, table, blocks, **how), expected)
+    with pytest.raises(InvalidInputError, match="do not fit"):
+        retrieval.hash_scores(query[:4], weights, codes, table, blocks, **how)
+    with pytest.raises(InvalidInputError, match="as many codes"):
+        retrieval.hash_scores(query, torch.randn(64, 32), codes, table, blocks, **how)
+
+
 def test_absent_blocks_are_never_chosen(isa: str) -> None:
     table = torch.tensor([[3, -1, 1, 0, -1, 2]], dtype=torch.int32)
     blocks = torch.tensor([6])

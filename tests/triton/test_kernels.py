@@ -139,6 +139,17 @@ def test_hamming_scores(apart: bool, heads: int, size: int, width: int, order: s
         assert torch.equal(found, framed(expected, table, blocks, init, local, HIGHEST, LOWEST).int())
 
 
+def test_hash_scores_are_those_of_the_codes_of_queries() -> None:
+    table, tokens = pool(2, [83, 16, 47], 16, 12)
+    codes = torch.randint(0, 256, (12, 16, 2, 8), dtype=torch.uint8)
+    query, weights, blocks = torch.randn(3, 4, 64).bfloat16(), torch.randn(64, 64), -(-tokens // 16)
+    asked = gpu.hash_encode_query(query, weights, 2)
+    for apart in (False, True):
+        found = gpu.hash_scores(query, weights, codes, table, blocks, heads_apart=apart, init=1, local=2)
+        expected = gpu.hamming_scores(asked, codes, table, blocks * 16, heads_apart=apart, init=1, local=2)
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("count", [2, 128])
 def test_distances_of_latent_heads_are_added_up_as_integers(count: int) -> None:
     """72 bytes a code; of 128 heads the sum passes 36,864, where fp16 counts in steps of 32."""

@@ -250,7 +250,16 @@ unsafe fn few<'a, T>(base: *mut T, count: usize) -> &'a [T] {
 /// As for [`Tensor::ints`].
 unsafe fn rows<'a>(table: &Tensor, tokens: &Tensor, block_size: usize) -> Result<Rows<'a>> {
     // SAFETY: as the caller vouches.
-    let ((ids, stride), (tokens, _)) = unsafe { (table.ints("table")?, tokens.ints("tokens")?) };
+    unsafe { rows_of(table, tokens.ints("tokens")?.0, block_size) }
+}
+
+/// Rows of a batch that have so many tokens.
+///
+/// # Safety
+/// As for [`Tensor::ints`].
+unsafe fn rows_of<'a>(table: &Tensor, tokens: Ints<'a>, block_size: usize) -> Result<Rows<'a>> {
+    // SAFETY: as the caller vouches.
+    let (ids, stride) = unsafe { table.ints("table")? };
     let [count, _] = table.sizes("table")?;
     if count != tokens.len() {
         let error = Error::invalid("the block table has another number of rows than there are lengths");
@@ -464,24 +473,83 @@ pub(crate) fn hash_encode_query(
     run: Run,
 ) -> PyResult<()> {
     let work = || -> Result<()> {
-        let (isa, team) = run.how()?;
-        let encoder = encoder(&weights)?;
+        let how = run.how()?;
         let [rows, heads, code_len] = codes.sizes("codes")?;
         codes.is("codes", "torch.uint8")?;
-        codes.packed("codes", 0)?;
-        let dim = weights.shape[weights.shape.len() - 2];
-        if code_len != encoder.code_len() {
-            return Err(codes.wrong("codes", "the places for codes have another shape than the codes"));
-        }
-        // SAFETY: Python says that these tensors may be read.
-        let means = unsafe { mean_queries(&query, rows, heads, dim)? };
-        // SAFETY: Python says that the codes are its own to write; the means are here.
-        let (vectors, mut codes) = unsafe {
-            let shape = [rows, heads, dim];
-            let vectors = Vectors::from_raw(means.as_ptr().cast(), Element::F32, shape, [heads * dim, dim]);
-            (vectors, Codes::new(codes.slice_mut("codes")?, heads * code_len)?)
+        // SAFETY: Python says that these tensors may be read, and that the codes are its own to write.
+        let (made, codes_of) = unsafe {
+            (
+                query_codes(&query, &weights, rows, heads, how)?,
+                codes.slice_mut::<u8>("codes")?,
+            )
         };
-        ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)
+        if made.len() != codes_of.len() {
+            let error = codes.wrong("codes", "the places for codes have another shape than the codes");
+            return Err(error.with("bytes", code_len));
+        }
+        codes_of.copy_from_slice(&made);
+        Ok(())
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
+/// Codes `[row, heads, bytes]` of the means of the queries that share a head.
+///
+/// # Safety
+/// Both may be read.
+unsafe fn query_codes(
+    query: &Tensor,
+    weights: &Tensor,
+    rows: usize,
+    heads: usize,
+    (isa, team): (Isa, Team),
+) -> Result<Vec<u8>> {
+    let encoder = encoder(weights)?;
+    let dim = weights.shape[weights.shape.len() - 2];
+    // SAFETY: as the caller vouches.
+    let means = unsafe { mean_queries(query, rows, heads, dim)? };
+    // SAFETY: so many means are here, for as long as they are needed.
+    let vectors = unsafe {
+        let shape = [rows, heads, dim];
+        Vectors::from_raw(means.as_ptr().cast(), Element::F32, shape, [heads * dim, dim])
+    };
+    let mut made = vec![0; rows * heads * encoder.code_len()];
+    if !made.is_empty() {
+        let mut codes = Codes::new(&mut made, heads * encoder.code_len())?;
+        ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)?;
+    }
+    Ok(made)
+}
+
+/// Scores of blocks from queries and the hash codes of keys; see `ucm.sparse.retrieval.hash_scores`.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "each is a tensor of the caller")]
+pub(crate) fn hash_scores(
+    py: Python<'_>,
+    query: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    blocks: Tensor,
+    out: Tensor,
+    heads_apart: bool,
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let [_, block_size, heads, _] = codes.sizes("codes")?;
+        let [count, _] = table.sizes("table")?;
+        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        unsafe {
+            let (blocks, _) = blocks.ints("blocks")?;
+            let size = i64::try_from(block_size).unwrap_or(i64::MAX);
+            let tokens: Vec<i64> = (0..blocks.len())
+                .map(|row| blocks.get(row).saturating_mul(size))
+                .collect();
+            let rows = rows_of(&table, Ints::I64(&tokens), block_size)?;
+            let queries = query_codes(&query, &weights, count, heads, run.how()?)?;
+            score_codes(rows, &queries, 1, &codes, &out, heads_apart, &run)
+        }
     };
     let done = py.detach(work);
     to_py(py, done)
@@ -501,44 +569,62 @@ pub(crate) fn hamming_scores(
     run: Run,
 ) -> PyResult<()> {
     let work = || -> Result<()> {
-        let (isa, team) = run.how()?;
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
-        codes.is("codes", "torch.uint8")?;
         queries.is("queries", "torch.uint8")?;
-        out.is("out", "torch.int32")?;
         let [count, query_heads, queries_per_head, query_len] = queries.sizes("queries")?;
-        let [_, _, stride] = out.sizes("out")?;
         // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
-        let (rows, codes_of, queries_of, out_rows) = unsafe {
+        unsafe {
             let rows = rows(&table, &tokens, block_size)?;
-            let codes_of = codes.blocks("codes", 1, 1, block_size * heads * code_len)?;
-            (
-                rows,
-                codes_of,
-                queries.slice::<u8>("queries")?,
-                out.slice_mut::<i32>("out")?,
-            )
-        };
-        if (count, query_heads, query_len) != (rows.len(), heads, code_len) {
-            return Err(queries.wrong(
-                "queries",
-                "the codes of queries do not fit the rows or the codes of keys",
-            ));
+            if (count, query_heads, query_len) != (rows.len(), heads, code_len) {
+                return Err(queries.wrong(
+                    "queries",
+                    "the codes of queries do not fit the rows or the codes of keys",
+                ));
+            }
+            let queries = queries.slice::<u8>("queries")?;
+            score_codes(rows, queries, queries_per_head, &codes, &out, heads_apart, &run)
         }
-        let spec = HammingScores {
-            rows,
-            codes: codes_of,
-            heads,
-            code_len,
-            queries: queries_of,
-            queries_per_head,
-            heads_apart,
-            windows: run.windows(),
-        };
-        ucm_retrieval::hamming_scores(&spec, out_rows, stride, isa, team)
     };
     let done = py.detach(work);
     to_py(py, done)
+}
+
+/// Scores of blocks from codes of queries `[row, head, queries_per_head, bytes]` and of keys.
+///
+/// # Safety
+/// The codes may be read, and `out` may be written.
+unsafe fn score_codes(
+    rows: Rows<'_>,
+    queries: &[u8],
+    queries_per_head: usize,
+    codes: &Tensor,
+    out: &Tensor,
+    heads_apart: bool,
+    run: &Run,
+) -> Result<()> {
+    let (isa, team) = run.how()?;
+    let [_, block_size, heads, code_len] = codes.sizes("codes")?;
+    codes.is("codes", "torch.uint8")?;
+    out.is("out", "torch.int32")?;
+    let [_, _, stride] = out.sizes("out")?;
+    // SAFETY: as the caller vouches.
+    let (codes, out) = unsafe {
+        (
+            codes.blocks("codes", 1, 1, block_size * heads * code_len)?,
+            out.slice_mut::<i32>("out")?,
+        )
+    };
+    let spec = HammingScores {
+        rows,
+        codes,
+        heads,
+        code_len,
+        queries,
+        queries_per_head,
+        heads_apart,
+        windows: run.windows(),
+    };
+    ucm_retrieval::hamming_scores(&spec, out, stride, isa, team)
 }
 
 /// The best blocks of every row; see `ucm.sparse.retrieval.select_blocks`.

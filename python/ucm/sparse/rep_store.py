@@ -50,6 +50,8 @@ class RepStore:
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self._reps = {layer: zeros((num_blocks + spare, *shape), dtype, self.device) for layer in layers}
+        #: The layers that have representations.
+        self.layers = list(self._reps)
         self._open = OpenBlocks(
             selector.geometry, layers, num_blocks, open_blocks, key_dtype, self.device, selector.token_wise
         )
@@ -57,11 +59,6 @@ class RepStore:
         self._free = list(range(num_blocks + spare - 1, num_blocks - 1, -1))
 
     # Size ------------------------------------------------------------------------------------------------------------
-
-    @property
-    def layers(self) -> list[int]:
-        """The layers that have representations."""
-        return list(self._reps)
 
     @property
     def nbytes(self) -> int:

@@ -189,6 +189,38 @@ def hash_encode_query(
     return codes
 
 
+def hash_scores(
+    query: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    blocks: Tensor,
+    *,
+    heads_apart: bool = False,
+    init: int = 0,
+    local: int = 0,
+    threads: int | None = None,
+    isa: str = "auto",
+) -> Tensor:
+    """:func:`hamming_scores` of the codes that :func:`hash_encode_query` makes of ``query [r, hq, d]``, in one call.
+    Every slot of the ``blocks [r]`` that a row has counts."""
+    import torch
+
+    heads = codes.shape[2] if codes.dim() == 4 and heads_apart else 1
+    out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.int32)
+    _core.hash_scores(
+        _tensor("query", query),
+        _tensor("weights", weights),
+        _tensor("codes", codes),
+        _tensor("table", table),
+        _tensor("blocks", blocks.contiguous()),
+        _tensor("out", out),
+        heads_apart,
+        _run(init, local, threads, isa),
+    )
+    return out
+
+
 #: Most queries of a head that :func:`hamming_scores` takes.
 MOST_QUERIES = 127
 

@@ -4,7 +4,6 @@ was."""
 from __future__ import annotations
 
 import threading
-from collections import Counter
 
 
 class SparseStats:
@@ -12,12 +11,13 @@ class SparseStats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: Counter[str] = Counter()
+        self._sums: dict[str, float] = {}
 
     def add(self, **amounts: float) -> None:
         """Add to counters."""
-        with self._lock:
-            self._sums.update(amounts)
+        with self._lock:  # several times a layer: a Counter's update takes thrice as long
+            for name, amount in amounts.items():
+                self._sums[name] = self._sums.get(name, 0) + amount
 
     def clear(self) -> None:
         """Begin anew."""
@@ -33,7 +33,7 @@ class SparseStats:
         ``selection_s`` is no ratio: seconds that steps spent on representations of new keys and on choosing.
         """
         with self._lock:
-            found: dict[str, float] = dict(self._sums)
+            found = dict(self._sums)
         for name, part, whole in RATIOS:
             if found.get(whole):
                 found[name] = found.get(part, 0) / found[whole]

@@ -41,3 +41,19 @@ hash_encode_query = _launched(encode.hash_encode_query)
 quest_scores = _launched(dot.quest_scores)
 scatter_codes = _launched(encode.scatter_codes)
 select_blocks = _launched(select.select_blocks)
+
+
+def hash_scores(
+    query: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    blocks: Tensor,
+    *,
+    heads_apart: bool = False,
+    init: int = 0,
+    local: int = 0,
+) -> Tensor:
+    """:func:`ucm.sparse.retrieval.hash_scores`, by two kernels."""
+    asked, tokens = hash_encode_query(query, weights, codes.shape[2]), blocks * codes.shape[1]
+    return hamming_scores(asked, codes, table, tokens, heads_apart=heads_apart, init=init, local=local)

@@ -142,11 +142,16 @@ class Hash(BlockSelector):
         kernels = kernels_for(query, reps)
         if kernels is None:
             return None
+        found: Tensor
+        if not self.geometry.rope_dim:
+            weights = self.weights_of(layer, query.device)[0]
+            found = kernels.hash_scores(query, weights, reps, table, blocks, heads_apart=apart, init=init, local=local)
+            return found
         codes = self._query_codes(layer, query)
-        if kernels is retrieval and codes.dim() == 4 and codes.shape[2] > retrieval.MOST_QUERIES:
+        if kernels is retrieval and codes.shape[2] > retrieval.MOST_QUERIES:
             return None
         tokens = blocks * self.geometry.block_size
-        found: Tensor = kernels.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+        found = kernels.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
         return found
 
     def _query_codes(self, layer: int, query: Tensor) -> Tensor:
