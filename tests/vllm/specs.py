@@ -18,7 +18,8 @@ from software_driver import IN_USE
 
 HERE = Path(__file__).resolve().parent
 BLOCK = 32
-#: Whether vLLM compiles the models of all engines, as it does for its users; half a minute more for each of them.
+#: Whether vLLM compiles the models of all engines, as it does for its users; half a minute more for each of them. Not
+#: with the second runner, whose Triton kernels are interpreted here.
 COMPILED = os.environ.get("UCM_TEST_COMPILED") == "1"
 #: Long enough for a machine that is busy with other things: a late lookup would be a miss, as it should.
 PATIENT = {
