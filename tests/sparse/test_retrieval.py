@@ -230,7 +230,7 @@ def test_hash_scores_are_those_of_the_codes_of_queries(isa: str, heads_apart: bo
     assert torch.equal(retrieval.hash_scores(query, weights, codes, table, blocks, **how), expected)
     with pytest.raises(InvalidInputError, match="do not fit"):
         retrieval.hash_scores(query[:4], weights, codes, table, blocks, **how)
-    with pytest.raises(InvalidInputError, match="as many codes"):
+    with pytest.raises(InvalidInputError, match="codes of another length"):
         retrieval.hash_scores(query, torch.randn(64, 32), codes, table, blocks, **how)
 
 

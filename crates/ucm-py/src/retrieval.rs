@@ -473,21 +473,13 @@ pub(crate) fn hash_encode_query(
     run: Run,
 ) -> PyResult<()> {
     let work = || -> Result<()> {
-        let how = run.how()?;
-        let [rows, heads, code_len] = codes.sizes("codes")?;
+        let shape = codes.sizes("codes")?;
         codes.is("codes", "torch.uint8")?;
         // SAFETY: Python says that these tensors may be read, and that the codes are its own to write.
-        let (made, codes_of) = unsafe {
-            (
-                query_codes(&query, &weights, rows, heads, how)?,
-                codes.slice_mut::<u8>("codes")?,
-            )
-        };
-        if made.len() != codes_of.len() {
-            let error = codes.wrong("codes", "the places for codes have another shape than the codes");
-            return Err(error.with("bytes", code_len));
+        unsafe {
+            let made = query_codes(&query, &weights, shape, run.how()?)?;
+            codes.slice_mut::<u8>("codes")?.copy_from_slice(&made);
         }
-        codes_of.copy_from_slice(&made);
         Ok(())
     };
     let done = py.detach(work);
@@ -501,11 +493,14 @@ pub(crate) fn hash_encode_query(
 unsafe fn query_codes(
     query: &Tensor,
     weights: &Tensor,
-    rows: usize,
-    heads: usize,
+    [rows, heads, code_len]: [usize; 3],
     (isa, team): (Isa, Team),
 ) -> Result<Vec<u8>> {
     let encoder = encoder(weights)?;
+    if encoder.code_len() != code_len {
+        let error = weights.wrong("weights", "hash weights make codes of another length");
+        return Err(error.with("bytes", code_len));
+    }
     let dim = weights.shape[weights.shape.len() - 2];
     // SAFETY: as the caller vouches.
     let means = unsafe { mean_queries(query, rows, heads, dim)? };
@@ -514,9 +509,9 @@ unsafe fn query_codes(
         let shape = [rows, heads, dim];
         Vectors::from_raw(means.as_ptr().cast(), Element::F32, shape, [heads * dim, dim])
     };
-    let mut made = vec![0; rows * heads * encoder.code_len()];
+    let mut made = vec![0; rows * heads * code_len];
     if !made.is_empty() {
-        let mut codes = Codes::new(&mut made, heads * encoder.code_len())?;
+        let mut codes = Codes::new(&mut made, heads * code_len)?;
         ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)?;
     }
     Ok(made)
@@ -537,7 +532,7 @@ pub(crate) fn hash_scores(
     run: Run,
 ) -> PyResult<()> {
     let work = || -> Result<()> {
-        let [_, block_size, heads, _] = codes.sizes("codes")?;
+        let [_, block_size, heads, code_len] = codes.sizes("codes")?;
         let [count, _] = table.sizes("table")?;
         // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
         unsafe {
@@ -547,7 +542,7 @@ pub(crate) fn hash_scores(
                 .map(|row| blocks.get(row).saturating_mul(size))
                 .collect();
             let rows = rows_of(&table, Ints::I64(&tokens), block_size)?;
-            let queries = query_codes(&query, &weights, count, heads, run.how()?)?;
+            let queries = query_codes(&query, &weights, [count, heads, code_len], run.how()?)?;
             score_codes(rows, &queries, 1, &codes, &out, heads_apart, &run)
         }
     };

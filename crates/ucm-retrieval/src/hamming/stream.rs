@@ -102,6 +102,15 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
     }
 }
 
+/// Bytes again and again, for one period.
+fn repeated(bytes: &[u8], period: usize) -> [u8; MOST_BYTES] {
+    let mut filled = [0; MOST_BYTES];
+    for part in filled[..period].chunks_mut(bytes.len()) {
+        part.copy_from_slice(&bytes[..part.len()]);
+    }
+    filled
+}
+
 /// Lowers the least distances by those of the codes of a period. A function: a closure that is called from two places
 /// would not be compiled for the processor, and a call for each instruction takes ten times as long.
 ///
@@ -136,11 +145,10 @@ unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
     blocks: Range<usize>,
 ) {
     let (token, period) = (spec.heads * spec.code_len, REGISTERS * R::WIDTH);
-    let of_tokens = queries(spec, row);
-    let repeated: [u8; MOST_BYTES] = std::array::from_fn(|at| of_tokens[at % token]);
-    // SAFETY: as the caller vouches; `repeated` has room for eight of the largest registers.
+    let asked = repeated(queries(spec, row), period);
+    // SAFETY: as the caller vouches; there is room for eight of the largest registers.
     let (query, none) = unsafe {
-        let of_register = |register| R::load(repeated.as_ptr().add(register * R::WIDTH));
+        let of_register = |register| R::load(asked.as_ptr().add(register * R::WIDTH));
         (
             std::array::from_fn::<R, REGISTERS, _>(of_register),
             R::splat(u64::from(NONE)),
@@ -167,7 +175,7 @@ unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
             // The tokens that are left, again and again: the least does not change by what is there twice.
             // SAFETY: the block has so many bytes behind its whole periods.
             let left = unsafe { std::slice::from_raw_parts(codes.add(whole * period), rest) };
-            let filled: [u8; MOST_BYTES] = std::array::from_fn(|at| left[at % rest]);
+            let filled = repeated(left, period);
             // SAFETY: a whole period is there.
             unsafe { lower::<R, WORDS, REGISTERS>(&mut least, &query, filled.as_ptr()) };
         }
