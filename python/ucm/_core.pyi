@@ -384,9 +384,9 @@ class TransStream:
 def end_callbacks() -> None:
     """From now on no stream calls into Python; returns when the callbacks that run have ended."""
 
-# Sparse retrieval; ucm.sparse.retrieval is its face. A tensor of the host is (address, dtype, shape, strides in
-# elements, its owner); how a call is run is (init window, local window, threads, instruction set).
-_Tensor: TypeAlias = tuple[int, str, Sequence[int], Sequence[int], object]
+# Sparse retrieval; ucm.sparse.retrieval is its face. A tensor is torch's, in the host's memory; how a call is run is
+# (init window, local window, threads, instruction set).
+_Tensor: TypeAlias = Any
 _Run: TypeAlias = tuple[int, int, int, str]
 
 def retrieval_isas() -> list[str]:

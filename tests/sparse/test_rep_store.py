@@ -140,12 +140,14 @@ def test_more_open_blocks_than_there_is_room_for_cost_only_selection() -> None:
         assert torch.equal(store.get(0, [block]), store.selector.encode(0, keys(4)[:1]))
 
 
+@pytest.mark.parametrize("algorithm", ["ESA", "GSAOnDevice"])
 @FEW
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=24), st.integers(1, 3))
-def test_whatever_is_written_what_is_ready_is_right(steps: list[list[int]], room: int) -> None:
+def test_whatever_is_written_what_is_ready_is_right(algorithm: str, steps: list[list[int]], room: int) -> None:
     """Sequences begin, grow and end in any order, several in a step, in blocks that are used again: a block that is
-    ready holds the mean of what was last written into it."""
-    store = store_of(open_blocks=room, blocks=6)
+    ready holds the representation of what was last written into it; and every full one is ready, where keys need not
+    be held until then."""
+    store = store_of(algorithm, open_blocks=room, blocks=6)
     written: dict[int, list[torch.Tensor]] = {}
     for number, blocks in enumerate(steps):
         slots = []
@@ -158,6 +160,7 @@ def test_whatever_is_written_what_is_ready_is_right(steps: list[list[int]], room
         for layer in LAYERS:
             store.write(layer, torch.stack([written[block][-1] for block in blocks]), plan)
         for known, tokens in written.items():
+            assert store.ready([known]) or len(tokens) < BLOCK or not store.selector.token_wise
             if store.ready([known]):
                 assert len(tokens) == BLOCK
                 expected = store.selector.encode(0, torch.stack(tokens)[None])
@@ -190,6 +193,14 @@ def test_keys_are_held_in_the_type_of_the_cache() -> None:
     write(store, [3], k, 0, 3)
     write(store, [3], k, 3, BLOCK)
     assert torch.equal(store.get(0, [3]), store.selector.encode(0, k[None]))
+
+
+@pytest.mark.parametrize("algorithm", ["ESA", "GSAOnDevice"])
+def test_a_step_of_padding_alone_writes_nothing(algorithm: str) -> None:
+    store = store_of(algorithm)
+    store.write(0, keys(1)[0], store.plan_write([-1] * BLOCK))
+    assert not store.all(0).any()
+    assert store.missing(range(16)) == list(range(16))
 
 
 def test_slots_may_be_what_an_engine_has() -> None:

@@ -311,5 +311,8 @@ def test_wrong_arguments_say_what_and_where() -> None:
     codes = torch.zeros(1, 4, 1, 8, dtype=torch.uint8)
     with pytest.raises(InvalidInputError, match="beyond the last block"):
         retrieval.hash_encode(torch.randn(1, 1, 8), torch.randn(8, 64), codes, torch.tensor([4]))
+    narrow, lacking = retrieval.Kept.rooms(1, 2, 1, 2)[0], retrieval.Kept.rooms(1, 1, 1, 4)[0]
     with pytest.raises(InvalidInputError, match="more blocks than there are places"):
-        retrieval.select_blocks(torch.zeros(2, 1, 4), table, blocks, 1, [2, 2], width=2)
+        retrieval.select_blocks(torch.zeros(2, 1, 4), table, blocks, 1, [2, 2], into=narrow)
+    with pytest.raises(InvalidInputError, match="the kept blocks have the wrong size"):
+        retrieval.select_blocks(torch.zeros(2, 1, 4), table, blocks, 1, [2, 2], into=lacking)

@@ -13,6 +13,7 @@ from torch import Tensor  # noqa: E402
 
 from ucm.errors import InvalidInputError  # noqa: E402
 from ucm.sparse.kernels import gpu, trial  # noqa: E402
+from ucm.sparse.retrieval import Kept  # noqa: E402
 from ucm.sparse.selectors.codes import distance  # noqa: E402
 
 LOWEST = -(2**31)
@@ -257,7 +258,8 @@ def check_kept(
     scores: Tensor, table: Tensor, tokens: Tensor, size: int, budgets: list[int], init: int, local: int, more: int = 0
 ) -> None:
     width = min(table.shape[1], init + local + max(budgets)) + more
-    kept = gpu.select_blocks(scores, table, tokens, size, budgets, init=init, local=local, width=width)
+    (room,) = Kept.rooms(1, *scores.shape[:2], width)
+    kept = gpu.select_blocks(scores, table, tokens, size, budgets, init=init, local=local, into=room)
     for row, head in itertools.product(range(len(tokens)), range(scores.shape[1])):
         length = int(tokens[row])
         n = -(-length // size)
@@ -312,7 +314,7 @@ def test_what_does_not_fit_is_said() -> None:
     table, tokens = pool(6, [32, 16], 2, 40)
     scores = torch.zeros(2, 1, 16)
     with pytest.raises(InvalidInputError, match="more blocks than there are places"):
-        gpu.select_blocks(scores, table, tokens, 2, [4, 4], init=1, local=1, width=5)
+        gpu.select_blocks(scores, table, tokens, 2, [4, 4], init=1, local=1, into=Kept.rooms(1, 2, 1, 5)[0])
     with pytest.raises(InvalidInputError, match="float32 or int32"):
         gpu.select_blocks(scores.double(), table, tokens, 2, [4, 4])
     with pytest.raises(InvalidInputError, match="do not fit each other"):

@@ -15,6 +15,7 @@ mod quiet;
 mod retrieval;
 mod store;
 mod task;
+mod tensor;
 mod threads;
 mod trans;
 

@@ -1,43 +1,17 @@
 //! Sparse retrieval on tensors of the host for Python. The face that users see is `ucm.sparse.retrieval`.
 //!
-//! A tensor is a tuple `(address, dtype, shape, strides, owner)` with strides in elements, as torch has them; the owner
-//! is whatever keeps its memory, and lives as long as the call's arguments. What its sizes say may be read (or written,
-//! for an output) while a call runs; everything else about it is checked. The GIL is released
-//! while anything is computed.
-#![allow(unsafe_code, reason = "addresses come from Python as numbers")]
-
-use std::ptr::with_exposed_provenance_mut;
+//! The GIL is released while anything is computed.
+#![allow(unsafe_code, reason = "tensors come from Python as addresses")]
 
 use pyo3::prelude::*;
-use ucm_core::{DType, Error, Result};
+use ucm_core::{Error, Result};
 use ucm_retrieval::{
-    Blocks, Codes, DotScores, Element, Encoder, HammingScores, Heads, Ints, Isa, Metric, Output, Pages,
+    Codes, DotScores, Element, Encoder, HammingScores, Heads, Ints, Isa, Metric, Output, Pages,
     Representations, Reps, Rows, Scores, Selected, Team, Vectors, Windows,
 };
 
 use crate::convert::to_py;
-
-/// A tensor of the host.
-pub(crate) struct Tensor {
-    address: usize,
-    dtype: String,
-    shape: Vec<usize>,
-    strides: Vec<usize>,
-}
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
-    type Error = PyErr;
-
-    fn extract(tuple: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let (address, dtype, shape, strides, _): (_, _, _, _, Bound<'py, PyAny>) = tuple.extract()?;
-        Ok(Self {
-            address,
-            dtype,
-            shape,
-            strides,
-        })
-    }
-}
+use crate::tensor::Tensor;
 
 /// How a call is run: blocks at the ends that need no score, threads, instruction set.
 pub(crate) struct Run {
@@ -71,176 +45,6 @@ impl Run {
 
     fn how(&self) -> Result<(Isa, Team)> {
         Ok((Isa::from_name(&self.isa)?, Team::new(self.threads)?))
-    }
-}
-
-impl Tensor {
-    fn wrong(&self, name: &'static str, what: &'static str) -> Error {
-        let error = Error::invalid(what)
-            .with("argument", name)
-            .with("dtype", &self.dtype);
-        error
-            .with("shape", format!("{:?}", self.shape))
-            .with("strides", format!("{:?}", self.strides))
-    }
-
-    /// Its sizes, of which there are `N`.
-    fn sizes<const N: usize>(&self, name: &'static str) -> Result<[usize; N]> {
-        let sizes = self
-            .shape
-            .as_slice()
-            .try_into()
-            .ok()
-            .filter(|_| self.strides.len() == N);
-        sizes.ok_or_else(|| {
-            self.wrong(name, "a tensor has another number of dimensions")
-                .with("expected", N)
-        })
-    }
-
-    /// Whether the dimensions from `first` on lie without gaps.
-    fn packed_from(&self, first: usize) -> bool {
-        let mut expected = 1;
-        for (&size, &stride) in self.shape.iter().zip(&self.strides).skip(first).rev() {
-            if size > 1 && stride != expected {
-                return false;
-            }
-            expected *= size;
-        }
-        true
-    }
-
-    fn packed(&self, name: &'static str, first: usize) -> Result<()> {
-        match self.packed_from(first) {
-            true => Ok(()),
-            false => Err(self
-                .wrong(name, "the last dimensions of a tensor have gaps")
-                .with("from", first)),
-        }
-    }
-
-    fn is(&self, name: &'static str, dtype: &'static str) -> Result<()> {
-        match self.dtype == dtype {
-            true => Ok(()),
-            false => Err(self
-                .wrong(name, "a tensor has another dtype")
-                .with("expected", dtype)),
-        }
-    }
-
-    fn element(&self, name: &'static str) -> Result<Element> {
-        let element = Element::from_dtype(DType::from_name(&self.dtype));
-        element.map_err(|error| error.with("argument", name))
-    }
-
-    fn at<T>(&self, name: &'static str) -> Result<*mut T> {
-        let base = with_exposed_provenance_mut::<T>(self.address);
-        if self.address == 0 && !self.shape.contains(&0) || !base.is_aligned() {
-            return Err(self.wrong(name, "the address of a tensor is null or not aligned"));
-        }
-        Ok(base)
-    }
-
-    fn numbers(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    /// Its elements, which lie without gaps.
-    ///
-    /// # Safety
-    /// They can be read and are not written for `'a`, and the dtype is that of `T`.
-    unsafe fn slice<'a, T>(&self, name: &'static str) -> Result<&'a [T]> {
-        self.packed(name, 0)?;
-        let base = self.at::<T>(name)?;
-        if self.numbers() == 0 {
-            return Ok(&[]);
-        }
-        // SAFETY: not null, aligned, without gaps; the caller vouches for the rest.
-        Ok(unsafe { std::slice::from_raw_parts(base, self.numbers()) })
-    }
-
-    /// Its elements, to be written.
-    ///
-    /// # Safety
-    /// They can be written, no one else reads or writes them for `'a`, and the dtype is that of `T`.
-    unsafe fn slice_mut<'a, T>(&self, name: &'static str) -> Result<&'a mut [T]> {
-        self.packed(name, 0)?;
-        let base = self.at::<T>(name)?;
-        if self.numbers() == 0 {
-            return Ok(&mut []);
-        }
-        // SAFETY: as above.
-        Ok(unsafe { std::slice::from_raw_parts_mut(base, self.numbers()) })
-    }
-
-    /// Integers; a matrix may have gaps between its rows. With them, their row stride.
-    ///
-    /// # Safety
-    /// They can be read and are not written for `'a`.
-    unsafe fn ints<'a>(&self, name: &'static str) -> Result<(Ints<'a>, usize)> {
-        let (count, stride) = match (self.shape.as_slice(), self.strides.as_slice()) {
-            ([len], [_]) => (*len, *len),
-            ([0, columns], [_, _]) => (0, *columns),
-            ([rows, columns], [stride, _]) if *rows == 1 || *stride >= *columns => {
-                ((rows - 1) * stride + columns, *stride.max(columns))
-            }
-            _ => return Err(self.wrong(name, "integers are a vector or a matrix here")),
-        };
-        self.packed(name, self.shape.len() - 1)?;
-        let ints = match self.dtype.as_str() {
-            // SAFETY: as the caller of this function vouches; null only where there are none.
-            "torch.int32" => Ints::I32(unsafe { few(self.at(name)?, count) }),
-            // SAFETY: as above.
-            "torch.int64" => Ints::I64(unsafe { few(self.at(name)?, count) }),
-            _ => {
-                return Err(self
-                    .wrong(name, "a tensor has another dtype")
-                    .with("expected", "int32 or int64"));
-            }
-        };
-        Ok((ints, stride))
-    }
-
-    /// Vectors `[token, head, dim]`.
-    ///
-    /// # Safety
-    /// They can be read and are not written for `'a`.
-    unsafe fn vectors<'a>(&self, name: &'static str) -> Result<Vectors<'a>> {
-        let shape = self.sizes(name)?;
-        self.packed(name, 2)?;
-        let strides = [self.strides[0], self.strides[1]];
-        // SAFETY: as the caller of this function vouches.
-        Ok(unsafe { Vectors::from_raw(self.at(name)?, self.element(name)?, shape, strides) })
-    }
-
-    /// What is kept of each block, `[block, ...]`; the dimensions from `first` on lie without gaps, and `span` elements
-    /// are read of each.
-    ///
-    /// # Safety
-    /// They can be read for `'a`, and no one writes to those of the blocks that the call is given.
-    unsafe fn blocks<'a>(
-        &self,
-        name: &'static str,
-        size: usize,
-        first: usize,
-        span: usize,
-    ) -> Result<Blocks<'a>> {
-        self.packed(name, first)?;
-        let count = self.shape.first().copied().unwrap_or(0);
-        let stride = self.strides.first().copied().unwrap_or(0);
-        let base = self.at::<u8>(name)?;
-        // SAFETY: as the caller of this function vouches.
-        Ok(unsafe { Blocks::from_raw(base, count, stride * size, span * size) })
-    }
-}
-
-/// # Safety
-/// `count` items can be read at `base` for `'a`, which may be null when there are none.
-unsafe fn few<'a, T>(base: *mut T, count: usize) -> &'a [T] {
-    match count {
-        0 => &[],
-        // SAFETY: as the caller vouches.
-        _ => unsafe { std::slice::from_raw_parts(base, count) },
     }
 }
 

@@ -55,6 +55,7 @@ class Chooser:
             step.budgets,
             init=self._policy.init,
             local=self._policy.local,
+            into=step.room(scores.shape[1]),
         )
         return Selection(step.places, kept.logical, kept.counts, step.lengths, kept.table, kept.tokens)
 

@@ -163,6 +163,7 @@ class BlockSparse(UcmSparseBase):
         self._chosen: dict[int, Selection | None] = {}
         self._steps: dict[tuple[int, ...], Step] = {}
         self._plans: list[tuple[Tensor, WritePlan]] = []
+        self._spent_s = 0.0  # of this step, on selection
 
     def layer_number(self, layer_name: str) -> int:
         """The number of a layer of :meth:`setup`, by which :attr:`store` knows it."""
@@ -197,7 +198,9 @@ class BlockSparse(UcmSparseBase):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._chosen, self._steps, self._plans = {}, {}, []
+        if self._spent_s:
+            self.stats.add(selection_s=self._spent_s)
+        self._chosen, self._steps, self._plans, self._spent_s = {}, {}, [], 0.0
 
     def write_keys(self, layer_name: str, key: Tensor, slot_mapping: Any) -> None:
         """Keys ``[t, h, d]`` of a layer are written to the slots ``slot_mapping [t]`` of the cache (negative:
@@ -211,7 +214,7 @@ class BlockSparse(UcmSparseBase):
         except Exception:  # the plan said of some that they are ready: they are not
             self.store.invalidate(plan.blocks)
             raise
-        self.stats.add(selection_s=time.perf_counter() - began)
+        self._spent_s += time.perf_counter() - began
         if self._probe is not None:
             self._probe.write(layer, key, plan)
 
@@ -274,7 +277,7 @@ class BlockSparse(UcmSparseBase):
                 context={"queries": query.shape[0], "tokens": step.ends[-1], "layer": layer_name},
             )
         self._chosen[layer] = self._select(layer, step, query, block_table)
-        self.stats.add(selection_s=time.perf_counter() - began)
+        self._spent_s += time.perf_counter() - began
         return self._chosen[layer]
 
     def request_finished_in_worker(self, request_id: str) -> None:

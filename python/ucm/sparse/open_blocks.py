@@ -2,14 +2,14 @@
 
 A representation is always made from all keys of a block at once, so it is the same whether the block came in one chunk
 of a prefill, in several, or token by token. Keys are held here because a cache cannot always be read back: on a CPU its
-pages are packed for the instruction set.
+pages are packed for the instruction set. Where tokens are encoded one by one (:class:`FilledBlocks`) no keys are held.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -21,25 +21,75 @@ from ucm.sparse.selector import Geometry
 Ids = npt.NDArray[np.int64]
 
 
+def _none() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What one step writes, the same for every layer. All are int64 tensors on the host."""
+    """What one step writes, the same for every layer. All are int64 tensors on the host, but the slots."""
 
-    #: Every token that counts: its index in the step, its slot, and that slot's block and place there.
+    #: Every token that counts: its index in the step, its slot (on the device of the representations), and that slot's
+    #: block and place there; and whether they are all tokens of the step.
     tokens: Tensor
     slots: Tensor
     blocks: Tensor
     places: Tensor
-    #: Blocks that begin and end in this step, ``[m]``, and the tokens of each, ``[m, b]``.
-    whole: Tensor
-    whole_tokens: Tensor
+    all_count: bool
+    #: Blocks that begin and end in this step, ``[m]``, and the tokens of each, ``[m, b]``. This and what follows is
+    #: empty where tokens are encoded one by one.
+    whole: Tensor = field(default_factory=_none)
+    whole_tokens: Tensor = field(default_factory=_none)
     #: Tokens of other blocks: index in the step, row and place in the held keys.
-    held_tokens: Tensor
-    held_rows: Tensor
-    held_places: Tensor
+    held_tokens: Tensor = field(default_factory=_none)
+    held_rows: Tensor = field(default_factory=_none)
+    held_places: Tensor = field(default_factory=_none)
     #: Held blocks that are full now, and their rows.
-    full: Tensor
-    full_rows: Tensor
+    full: Tensor = field(default_factory=_none)
+    full_rows: Tensor = field(default_factory=_none)
+
+
+class FilledBlocks:
+    """How far each block is written, for what encodes token by token. A step of a decode has few tokens, so that each
+    is looked at alone."""
+
+    #: Memory of held keys, in bytes.
+    nbytes = 0
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._size, self._device = block_size, device
+        #: Tokens that are there, of blocks whose first ones were written here and which are not full.
+        self._filled: dict[int, int] = {}
+
+    def forget(self, blocks: Ids) -> None:
+        """These blocks hold something else now."""
+        for block in blocks.tolist():
+            self._filled.pop(block, None)
+
+    def plan(self, slots: Ids, ready: npt.NDArray[np.bool_]) -> WritePlan:
+        """The plan of a step that writes these slots, those of a block in the order of its tokens; says in ``ready``
+        which blocks are complete."""
+        tokens = np.flatnonzero(slots >= 0)
+        counted = slots[tokens]
+        blocks, places = np.divmod(counted, self._size)
+        filled = self._filled
+        for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
+            if place == 0:  # a new block, whatever lay there before
+                filled[block], ready[block] = 0, False
+            # Not the next one: it was there before and has the value it had (the last token of a prompt that was hit),
+            # or first tokens are missing, so that the block can never be full.
+            if filled.get(block) == place:
+                filled[block] = place + 1
+                if place + 1 == self._size:
+                    del filled[block]
+                    ready[block] = True
+        return WritePlan(
+            torch.from_numpy(tokens),
+            torch.from_numpy(counted).to(self._device),
+            torch.from_numpy(blocks),
+            torch.from_numpy(places),
+            len(tokens) == len(slots),
+        )
 
 
 class OpenBlocks:
@@ -53,14 +103,12 @@ class OpenBlocks:
         rows: int,
         dtype: torch.dtype,
         device: torch.device,
-        token_wise: bool,
     ) -> None:
         size = geometry.block_size
-        self._size = size
-        # What encodes token by token needs no keys, but must know as well which tokens of a block are there.
-        rows = num_blocks if token_wise else min(rows, num_blocks)
+        self._size, self._device = size, device
+        rows = min(rows, num_blocks)
         shape = (rows, size, geometry.kv_heads, geometry.head_dim)
-        self._keys = {} if token_wise else {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
+        self._keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
         self._there = np.zeros((rows, size), dtype=np.bool_)
         self._rows: OrderedDict[int, int] = OrderedDict()  # block -> row, the longest unused first
         self._free = list(range(rows - 1, -1, -1))
@@ -107,7 +155,12 @@ class OpenBlocks:
         self._leaving = full
         full_rows = [self._rows[block] for block in full]
         return WritePlan(
-            *map(torch.from_numpy, (tokens, slots[tokens], blocks, places, unique[whole], whole_tokens)),
+            torch.from_numpy(tokens),
+            torch.from_numpy(slots[tokens]).to(self._device),
+            torch.from_numpy(blocks),
+            torch.from_numpy(places),
+            len(tokens) == len(slots),
+            *map(torch.from_numpy, (unique[whole], whole_tokens)),
             *map(torch.from_numpy, (tokens[held], rows, places[held])),
             *(torch.tensor(ids, dtype=torch.int64) for ids in (full, full_rows)),
         )

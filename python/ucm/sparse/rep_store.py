@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ucm.errors import BusyError, ConfigError
-from ucm.sparse.open_blocks import OpenBlocks, WritePlan
+from ucm.sparse.open_blocks import FilledBlocks, OpenBlocks, WritePlan
 from ucm.sparse.selector import Selector, rep_bytes
 
 
@@ -52,8 +52,11 @@ class RepStore:
         self._reps = {layer: zeros((num_blocks + spare, *shape), dtype, self.device) for layer in layers}
         #: The layers that have representations.
         self.layers = list(self._reps)
-        self._open = OpenBlocks(
-            selector.geometry, layers, num_blocks, open_blocks, key_dtype, self.device, selector.token_wise
+        geometry = selector.geometry
+        self._open = (
+            FilledBlocks(geometry.block_size, self.device)
+            if selector.token_wise
+            else OpenBlocks(geometry, layers, num_blocks, open_blocks, key_dtype, self.device)
         )
         self._ready = np.zeros(num_blocks + spare, dtype=np.bool_)
         self._free = list(range(num_blocks + spare - 1, num_blocks - 1, -1))
@@ -80,10 +83,10 @@ class RepStore:
     def write(self, layer: int, keys: Tensor, plan: WritePlan) -> None:
         """Take the keys ``[t, h, d]`` of a step into a layer."""
         reps = self._reps[layer]
-        if self.selector.token_wise:
+        if isinstance(self._open, FilledBlocks):
             if plan.tokens.numel():
-                some = keys if len(plan.tokens) == len(keys) else keys[plan.tokens.to(keys.device)]
-                self.selector.encode_tokens(layer, some, reps, plan.slots.to(self.device))
+                some = keys if plan.all_count else keys[plan.tokens.to(keys.device)]
+                self.selector.encode_tokens(layer, some, reps, plan.slots)
             return
         for ids, whole in self._open.completed(layer, keys, plan):
             reps[ids.to(self.device)] = self.selector.encode(layer, whole).to(self.device)

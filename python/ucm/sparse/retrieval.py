@@ -22,21 +22,18 @@ Every function raises :class:`~ucm.errors.InvalidInputError` for tensors that do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ucm import _core
 from ucm.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 #: How the scores of several heads become one, or that they stay apart.
 OverHeads = Literal["sum", "mean", "max", "apart"]
 #: How the scores of a block's representations become one.
 OverReps = Literal["max", "mean", "sum"]
-
-_AsCore = tuple[int, str, Sequence[int], Sequence[int], object]
 
 
 class Kept(NamedTuple):
@@ -50,6 +47,18 @@ class Kept(NamedTuple):
     counts: Tensor
     #: How many tokens they hold: the length that attention is given, int32 ``[r, heads]``.
     tokens: Tensor
+
+    @classmethod
+    def rooms(
+        cls, count: int, rows: int, heads: int, width: int, device: torch.device | str | None = None
+    ) -> list[Kept]:
+        """Room for ``count`` choices of so many rows and heads, which keep at most ``width`` blocks each. Unfilled; to
+        make it for all layers of a step at once takes a small part of the time."""
+        of_blocks, of_heads = (count, rows, heads, width), (count, rows, heads)
+        parts = (
+            torch.empty(shape, dtype=torch.int32, device=device) for shape in (of_blocks, of_blocks, of_heads, of_heads)
+        )
+        return [cls(*each) for each in zip(*(part.unbind() for part in parts), strict=True)]
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -80,8 +89,6 @@ def dot_scores(
     needs ``scales [n, j, h]`` (float32). ``table [r, N]`` and ``blocks [r]`` say which blocks a row has. With
     ``metric="l2"`` minus the distance ``|q_h - r_jh|`` stands for the product.
     """
-    import torch
-
     if reps.dim() == 3:
         reps = reps[:, None]
     if scales is not None and scales.dim() == 2:
@@ -89,12 +96,12 @@ def dot_scores(
     heads = reps.shape[2] if reps.dim() == 4 and over_heads == "apart" else 1
     out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.float32)
     _core.dot_scores(
-        _tensor("query", query),
-        _tensor("reps", reps),
-        None if scales is None else _tensor("scales", scales),
-        _tensor("table", table),
-        _tensor("blocks", blocks.contiguous()),
-        _tensor("out", out),
+        query,
+        reps,
+        scales,
+        table,
+        blocks.contiguous(),
+        out,
         (metric, over_reps, over_heads),
         _run(init, local, threads, isa),
     )
@@ -119,17 +126,15 @@ def quest_scores(
     ``bounds [n, 2, h, d]`` are the least and the largest value of each channel of a block's keys; ``query`` and the
     rest as for :func:`dot_scores`.
     """
-    import torch
-
     heads = bounds.shape[2] if bounds.dim() == 4 and over_heads == "apart" else 1
     out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.float32)
     _core.dot_scores(
-        _tensor("query", query),
-        _tensor("bounds", bounds),
+        query,
+        bounds,
         None,
-        _tensor("table", table),
-        _tensor("blocks", blocks.contiguous()),
-        _tensor("out", out),
+        table,
+        blocks.contiguous(),
+        out,
         ("dot", "quest", over_heads),
         _run(init, local, threads, isa),
     )
@@ -155,8 +160,6 @@ def hash_encode(
 
     The codes of a vector are the same on every instruction set, in every batch and on every machine.
     """
-    import torch
-
     made: Tensor | None = None
     if codes is None:
         if slots is not None:
@@ -166,10 +169,10 @@ def hash_encode(
     elif slots is None:
         raise InvalidInputError("codes are written by slot, and the slots are missing")
     _core.hash_encode(
-        _tensor("vectors", vectors),
-        _tensor("weights", weights),
-        _tensor("codes", codes),
-        None if slots is None else _tensor("slots", slots),
+        vectors,
+        weights,
+        codes,
+        slots,
         _run(0, 0, threads, isa),
     )
     return codes if made is None else made
@@ -180,12 +183,8 @@ def hash_encode_query(
 ) -> Tensor:
     """Hash codes of the mean of the query heads that share a KV head: ``query [r, hq, d]`` becomes uint8 ``[r,
     kv_heads, bits / 8]``; ``weights`` as for :func:`hash_encode`."""
-    import torch
-
     codes = torch.empty((query.shape[0], kv_heads, weights.shape[-1] // 8), dtype=torch.uint8)
-    _core.hash_encode_query(
-        _tensor("query", query), _tensor("weights", weights), _tensor("codes", codes), _run(0, 0, threads, isa)
-    )
+    _core.hash_encode_query(query, weights, codes, _run(0, 0, threads, isa))
     return codes
 
 
@@ -204,17 +203,15 @@ def hash_scores(
 ) -> Tensor:
     """:func:`hamming_scores` of the codes that :func:`hash_encode_query` makes of ``query [r, hq, d]``, in one call.
     Every slot of the ``blocks [r]`` that a row has counts."""
-    import torch
-
     heads = codes.shape[2] if codes.dim() == 4 and heads_apart else 1
     out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.int32)
     _core.hash_scores(
-        _tensor("query", query),
-        _tensor("weights", weights),
-        _tensor("codes", codes),
-        _tensor("table", table),
-        _tensor("blocks", blocks.contiguous()),
-        _tensor("out", out),
+        query,
+        weights,
+        codes,
+        table,
+        blocks.contiguous(),
+        out,
         heads_apart,
         _run(init, local, threads, isa),
     )
@@ -245,18 +242,16 @@ def hamming_scores(
     the keys. ``tokens [r]`` says how many tokens each row of ``table [r, N]`` has; of its last block only their slots
     count.
     """
-    import torch
-
     if queries.dim() == 3:
         queries = queries[:, :, None]
     heads = codes.shape[2] if codes.dim() == 4 and heads_apart else 1
     out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.int32)
     _core.hamming_scores(
-        _tensor("queries", queries),
-        _tensor("codes", codes),
-        _tensor("table", table),
-        _tensor("tokens", tokens.contiguous()),
-        _tensor("out", out),
+        queries,
+        codes,
+        table,
+        tokens.contiguous(),
+        out,
         heads_apart,
         _run(init, local, threads, isa),
     )
@@ -272,7 +267,7 @@ def select_blocks(
     *,
     init: int = 0,
     local: int = 1,
-    width: int | None = None,
+    into: Kept | None = None,
     threads: int | None = None,
 ) -> Kept:
     """The ``budgets[row]`` best blocks between the windows of every row, and the windows.
@@ -282,41 +277,28 @@ def select_blocks(
     row with no more blocks than windows and budget keeps all. Blocks with the smallest score are never chosen, and
     those that the table says are not there are never kept. ``local`` is at least 1: the last block may be partial.
 
-    ``width`` is how wide the new tables are; by default as wide as the row that keeps most.
+    The choice is written to ``into`` (one of :meth:`Kept.rooms`) where it is given, else to new tensors as wide as the
+    row that keeps most.
     """
-    import torch
-
-    rows, heads = scores.shape[:2]
-    if width is None:
-        width = min(scores.shape[2], init + max(local, 1) + max(budgets, default=0))
-    made = Kept(
-        torch.empty((rows, heads, width), dtype=torch.int32),
-        torch.empty((rows, heads, width), dtype=torch.int32),
-        torch.empty((rows, heads), dtype=torch.int32),
-        torch.empty((rows, heads), dtype=torch.int32),
-    )
+    if into is None:
+        rows, heads, places = scores.shape
+        width = min(places, init + max(local, 1) + max(budgets, default=0))
+        (into,) = Kept.rooms(1, rows, heads, width)
     _core.select_blocks(
-        _tensor("scores", scores),
-        _tensor("table", table),
-        _tensor("tokens", tokens.contiguous()),
+        scores,
+        table,
+        tokens.contiguous(),
         block_size,
         budgets,
-        (
-            _tensor("table", made.table),
-            _tensor("logical", made.logical),
-            _tensor("counts", made.counts),
-            _tensor("tokens", made.tokens),
-        ),
+        into,
         _run(init, local, threads, "auto"),
     )
-    return made
+    return into
 
 
 def can_attend(packed_for: str, dtype: torch.dtype, head_size: int, block_size: int) -> bool:
     """Whether :func:`paged_attention` reads pages that vLLM's CPU backend packed for an instruction set (its
     ``layer.isa`` ). Where it does not, vLLM's own attention with the same table is what there is."""
-    import torch
-
     return (
         packed_for in ("vec", "vec16")
         and dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -346,37 +328,24 @@ def paged_attention(
     where every KV head has blocks of its own; a row without tokens gives zeros. Head size and block size are multiples
     of 16. Logits, probabilities and sums are float32. The result is written to ``out`` where it is given.
     """
-    import torch
-
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if table.dim() == 3:
         table, tokens = table.flatten(0, 1), tokens.flatten()
     _core.paged_attention(
-        _tensor("query", query),
-        _tensor("kv_cache", kv_cache),
-        _tensor("table", table),
-        _tensor("tokens", tokens.contiguous()),
-        _tensor("out", out),
+        query,
+        kv_cache,
+        table,
+        tokens.contiguous(),
+        out,
         scale,
         _run(0, 0, threads, isa),
     )
     return out
 
 
-def _tensor(name: str, tensor: Tensor) -> _AsCore:
-    """A tensor as the core takes it: with itself behind its address, so that it lives until the call is over."""
-    if not tensor.is_cpu:
-        raise InvalidInputError(
-            "sparse retrieval on a CPU reads tensors of the host", context={"argument": name, "device": tensor.device}
-        )
-    return tensor.data_ptr(), str(tensor.dtype), tensor.shape, tensor.stride(), tensor
-
-
 def _run(init: int, local: int, threads: int | None, isa: str) -> tuple[int, int, int, str]:
     """How a call is run, as the core takes it."""
     if threads is None:
-        import torch
-
         threads = torch.get_num_threads()
     return init, local, threads, isa

@@ -8,7 +8,7 @@ block stays last, and the result does not depend on the order in which blocks we
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,8 +69,7 @@ def with_windows(policy: Policy, middle: Tensor, chosen_at: int, blocks: int) ->
     return torch.cat([ids[: policy.init], middle, ids[max(policy.init, chosen_at - policy.local) :]])
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """The blocks that some rows of a batch keep; ``heads`` is 1 where all heads share a choice. Rows that are not named
     keep everything."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ucm.sparse.batch import SparseBatch, SparseRow
 from ucm.sparse.policy import Policy
 from ucm.sparse.rep_store import RepStore
+from ucm.sparse.retrieval import Kept
 
 #: Of so many steps, two are looked at to see how much a choice changes.
 SAMPLE_EVERY = 32
@@ -74,6 +75,16 @@ class Step:
         self.table = block_table[self.places, :most].int()
         moved = any(self.rows[i].request_id in rep_rows for i in self.sparse)
         self.reps = _stacked([reps[i] for i in self.sparse], most).to(device) if moved else self.table
+        self._layers = len(store.layers)
+        self._width = min(most, policy.windows + max(self.budgets, default=0))
+        self._rooms: list[Kept] = []
+
+    def room(self, heads: int) -> Kept:
+        """Where a kernel may write the choice of one more layer, in which so many heads choose apart."""
+        if not self._rooms:
+            count = len(self.sparse)
+            self._rooms = Kept.rooms(self._layers, count, heads, self._width, self.table.device)
+        return self._rooms.pop()
 
 
 def _rep_rows(row: SparseRow, table: Tensor, rep_rows: Mapping[str, Tensor]) -> Tensor:

@@ -35,9 +35,12 @@ _lock = threading.Lock()
 
 def kernels_for(*tensors: Tensor) -> ModuleType | None:
     """The module whose functions read all of these tensors; None: use torch."""
-    if any(tensor.dtype not in _TYPES for tensor in tensors):
-        return None
-    if all(tensor.is_cpu for tensor in tensors):
+    on_host = True
+    for tensor in tensors:  # no generators: this runs several times a layer
+        if tensor.dtype not in _TYPES:
+            return None
+        on_host = on_host and tensor.is_cpu
+    if on_host:
         return retrieval
     device = tensors[0].device
     if all(tensor.is_cuda and tensor.device == device for tensor in tensors):

@@ -162,7 +162,7 @@ def select_blocks(
     *,
     init: int = 0,
     local: int = 1,
-    width: int | None = None,
+    into: Kept | None = None,
 ) -> Kept:
     """:func:`ucm.sparse.retrieval.select_blocks`. Lengths and ids are not looked at before the launch, which does not
     wait for the GPU: a row has at most as many blocks as the table has places."""
@@ -174,26 +174,21 @@ def select_blocks(
         raise InvalidInputError("scores are float32 or int32", context={"scores": scores.dtype})
     local = max(local, 1)
     needed = min(places, init + local + max(budgets, default=0))
-    if width is None:
-        width = needed
-    elif width < needed:
+    if into is None:
+        (into,) = Kept.rooms(1, rows, heads, needed, scores.device)
+    width = into.table.shape[2]
+    if into.table.shape[:2] != (rows, heads) or width < needed:
         raise InvalidInputError(
-            "rows keep more blocks than there are places", context={"width": width, "needed": needed}
+            "rows keep more blocks than there are places",
+            context={"places": tuple(into.table.shape), "needed": (rows, heads, needed)},
         )
-    device, whole = scores.device, (rows, heads, width)
-    made = Kept(
-        torch.empty(whole, dtype=torch.int32, device=device),
-        torch.empty(whole, dtype=torch.int32, device=device),
-        torch.empty((rows, heads), dtype=torch.int32, device=device),
-        torch.empty((rows, heads), dtype=torch.int32, device=device),
-    )
     if rows and heads:
         select_row[(rows * heads,)](
             scores.contiguous(),
             table,
             tokens,
-            torch.tensor(list(budgets), dtype=torch.int32, device=device),
-            *made,
+            torch.tensor(list(budgets), dtype=torch.int32, device=scores.device),
+            *into,
             places,
             table.stride(0),
             width,
@@ -204,4 +199,4 @@ def select_blocks(
             TILE=TILE,
             num_warps=WARPS,
         )
-    return made
+    return into
