@@ -29,6 +29,7 @@ __all__ = [
     "hash_encode",
     "hash_encode_query",
     "hash_scores",
+    "hash_select",
     "paged_attention",
     "part_mask",
     "record_ids",
@@ -425,6 +426,20 @@ def hash_scores(
     run: _Run,
 ) -> None:
     """Scores of blocks from queries and the hash codes of keys."""
+
+def hash_select(
+    query: _Tensor,
+    weights: _Tensor,
+    codes: _Tensor,
+    code_table: _Tensor,
+    table: _Tensor,
+    tokens: _Tensor,
+    budgets: Sequence[int],
+    kept: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    heads_apart: bool,
+    run: _Run,
+) -> None:
+    """The blocks that rows keep, by hash codes. See :func:`ucm.sparse.retrieval.hash_select`."""
 
 def hamming_scores(
     queries: _Tensor,

@@ -268,7 +268,8 @@ def test_kernels_choose_what_torch_chooses(
             method.bind_sparse_metadata(SparseBatch([SparseRow(str(n), n, n - 1, n - 1) for n in lengths]))
             method.write_keys("layers.0", keys, slots)
             if not kernels:
-                monkeypatch.setattr(method.selector, "fused_scores", lambda *args, **kwargs: None)
+                for fused in ("fused_scores", "fused_select"):
+                    monkeypatch.setattr(method.selector, fused, lambda *args, **kwargs: None)
             selection = method.select_rows("layers.0", q, table)
             assert selection is not None
             torch_alone = given.get("score") == "key_max" and given.get("rep_dtype") == "int8"

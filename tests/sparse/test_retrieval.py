@@ -234,6 +234,30 @@ def test_hash_scores_are_those_of_the_codes_of_queries(isa: str, heads_apart: bo
         retrieval.hash_scores(query, torch.randn(64, 32), codes, table, blocks, **how)
 
 
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_hash_select_chooses_by_hash_scores(isa: str, heads_apart: bool) -> None:
+    """Codes lie elsewhere than the KV."""
+    block, heads = 16, 4
+    code_table, tokens = batch(6, block=block, lengths=[160, 31, 500, 1, 333], pool=90)
+    table = (code_table + 7) % 90
+    codes = torch.randint(0, 256, (90, block, heads, 8), dtype=torch.uint8)
+    query, weights = torch.randn(5, 12, 64).bfloat16(), torch.randn(64, 64)
+    how = {"heads_apart": heads_apart, "init": 1, "local": 2, "isa": isa}
+    budgets = [3, 1, 7, 2, 30]
+    scores = retrieval.hash_scores(query, weights, codes, code_table, (tokens + block - 1) // block, **how)
+    expected = retrieval.select_blocks(scores, table, tokens, block, budgets, init=1, local=2)
+    given = (query, weights, codes, code_table, table, tokens, budgets)
+    (room,) = retrieval.Kept.rooms(1, *expected.table.shape)
+    for found in (retrieval.hash_select(*given, **how), retrieval.hash_select(*given, into=room, **how)):
+        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    with pytest.raises(InvalidInputError, match="another number of rows"):
+        retrieval.hash_select(query, weights, codes, code_table, table[:4], tokens, budgets, **how)
+    with pytest.raises(InvalidInputError, match="do not fit"):
+        retrieval.hash_select(query[:4], weights, codes, code_table, table, tokens, budgets, **how)
+    with pytest.raises(InvalidInputError, match="every row has one budget"):
+        retrieval.hash_select(query, weights, codes, code_table, table, tokens, budgets[:4], **how)
+
+
 def test_absent_blocks_are_never_chosen(isa: str) -> None:
     table = torch.tensor([[3, -1, 1, 0, -1, 2]], dtype=torch.int32)
     blocks = torch.tensor([6])

@@ -54,7 +54,7 @@ def test_triton_and_torch_keep_the_same(name: str, monkeypatch: pytest.MonkeyPat
     found, called = kept(name, monkeypatch, triton=True)
     expected, none = kept(name, monkeypatch, triton=False)
     assert found == expected and not none
-    assert {"select_blocks"} < called
+    assert called & {"select_blocks", "hash_select"} and len(called) > 1
     assert any(len(ids) < 10 for (request, step, _), ids in found.items() if request == "a" and step)
 
 

@@ -36,8 +36,8 @@ mod _core {
     use super::quiet::QuietSha256;
     #[pymodule_export]
     use super::retrieval::{
-        dot_scores, hamming_scores, hash_encode, hash_encode_query, hash_scores, paged_attention,
-        retrieval_isas, retrieval_openmp, select_blocks,
+        dot_scores, hamming_scores, hash_encode, hash_encode_query, hash_scores, hash_select,
+        paged_attention, retrieval_isas, retrieval_openmp, select_blocks,
     };
     #[pymodule_export]
     use super::store::{Asked, Store};

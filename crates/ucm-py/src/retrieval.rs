@@ -347,7 +347,8 @@ pub(crate) fn hash_scores(
                 .collect();
             let rows = rows_of(&table, Ints::I64(&tokens), block_size)?;
             let queries = query_codes(&query, &weights, [count, heads, code_len], run.how()?)?;
-            score_codes(rows, &queries, 1, &codes, &out, heads_apart, &run)
+            let (out, stride) = room_for_scores(&out)?;
+            score_codes(rows, &queries, 1, &codes, out, stride, heads_apart, &run)
         }
     };
     let done = py.detach(work);
@@ -381,38 +382,47 @@ pub(crate) fn hamming_scores(
                 ));
             }
             let queries = queries.slice::<u8>("queries")?;
-            score_codes(rows, queries, queries_per_head, &codes, &out, heads_apart, &run)
+            let (out, stride) = room_for_scores(&out)?;
+            score_codes(
+                rows,
+                queries,
+                queries_per_head,
+                &codes,
+                out,
+                stride,
+                heads_apart,
+                &run,
+            )
         }
     };
     let done = py.detach(work);
     to_py(py, done)
 }
 
-/// Scores of blocks from codes of queries `[row, head, queries_per_head, bytes]` and of keys.
+/// Scores of blocks from codes of queries `[row, head, queries_per_head, bytes]` and of keys, `stride` for each row and
+/// head that has its own.
 ///
 /// # Safety
-/// The codes may be read, and `out` may be written.
+/// The codes may be read.
+#[allow(
+    clippy::too_many_arguments,
+    reason = "each is a tensor or a number of the caller"
+)]
 unsafe fn score_codes(
     rows: Rows<'_>,
     queries: &[u8],
     queries_per_head: usize,
     codes: &Tensor,
-    out: &Tensor,
+    out: &mut [i32],
+    stride: usize,
     heads_apart: bool,
     run: &Run,
 ) -> Result<()> {
     let (isa, team) = run.how()?;
     let [_, block_size, heads, code_len] = codes.sizes("codes")?;
     codes.is("codes", "torch.uint8")?;
-    out.is("out", "torch.int32")?;
-    let [_, _, stride] = out.sizes("out")?;
     // SAFETY: as the caller vouches.
-    let (codes, out) = unsafe {
-        (
-            codes.blocks("codes", 1, 1, block_size * heads * code_len)?,
-            out.slice_mut::<i32>("out")?,
-        )
-    };
+    let codes = unsafe { codes.blocks("codes", 1, 1, block_size * heads * code_len)? };
     let spec = HammingScores {
         rows,
         codes,
@@ -424,6 +434,103 @@ unsafe fn score_codes(
         windows: run.windows(),
     };
     ucm_retrieval::hamming_scores(&spec, out, stride, isa, team)
+}
+
+/// Room for scores `[row, heads, places]`, and `places`.
+///
+/// # Safety
+/// It may be written.
+unsafe fn room_for_scores<'a>(out: &Tensor) -> Result<(&'a mut [i32], usize)> {
+    out.is("out", "torch.int32")?;
+    let [_, _, stride] = out.sizes("out")?;
+    // SAFETY: as the caller vouches.
+    Ok((unsafe { out.slice_mut::<i32>("out")? }, stride))
+}
+
+/// The blocks that rows keep by the hash codes of their queries and of keys; see `ucm.sparse.retrieval.hash_select`.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "each is a tensor of the caller")]
+pub(crate) fn hash_select(
+    py: Python<'_>,
+    query: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    code_table: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    budgets: Vec<usize>,
+    kept: KeptTensors,
+    heads_apart: bool,
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let [_, block_size, heads, code_len] = codes.sizes("codes")?;
+        let [count, stride] = code_table.sizes("code_table")?;
+        let apart = if heads_apart { heads } else { 1 };
+        let mut scores = vec![0; count * apart * stride];
+        // SAFETY: Python says that these tensors may be read, and that the places for what is kept are its own.
+        unsafe {
+            let queries = query_codes(&query, &weights, [count, heads, code_len], run.how()?)?;
+            let scored = rows(&code_table, &tokens, block_size)?;
+            score_codes(
+                scored,
+                &queries,
+                1,
+                &codes,
+                &mut scores,
+                stride,
+                heads_apart,
+                &run,
+            )?;
+            let rows = rows(&table, &tokens, block_size)?;
+            kept.choose(Scores::I32(&scores), stride, apart, &rows, &budgets, &run)
+        }
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
+/// Where a choice is written: `ucm.sparse.retrieval.Kept`.
+#[derive(FromPyObject)]
+pub(crate) struct KeptTensors(Tensor, Tensor, Tensor, Tensor);
+
+impl KeptTensors {
+    /// Writes the best blocks of every row, by scores `[row, heads, stride]`.
+    ///
+    /// # Safety
+    /// The places may be written.
+    unsafe fn choose(
+        &self,
+        scores: Scores<'_>,
+        stride: usize,
+        heads: usize,
+        rows: &Rows<'_>,
+        budgets: &[usize],
+        run: &Run,
+    ) -> Result<()> {
+        let (_, team) = run.how()?;
+        let Self(table, logical, counts, tokens) = self;
+        for (name, tensor) in [
+            ("table", table),
+            ("logical", logical),
+            ("counts", counts),
+            ("tokens", tokens),
+        ] {
+            tensor.is(name, "torch.int32")?;
+        }
+        let [_, _, width] = table.sizes("table")?;
+        // SAFETY: as the caller vouches.
+        let kept = unsafe {
+            Selected {
+                table: table.slice_mut("table")?,
+                logical: logical.slice_mut("logical")?,
+                counts: counts.slice_mut("counts")?,
+                tokens: tokens.slice_mut("tokens")?,
+                width,
+            }
+        };
+        ucm_retrieval::select(scores, stride, heads, rows, budgets, run.windows(), kept, team)
+    }
 }
 
 /// The best blocks of every row; see `ucm.sparse.retrieval.select_blocks`.
@@ -439,38 +546,20 @@ pub(crate) fn select_blocks(
     tokens: Tensor,
     block_size: usize,
     budgets: Vec<usize>,
-    kept: (Tensor, Tensor, Tensor, Tensor),
+    kept: KeptTensors,
     run: Run,
 ) -> PyResult<()> {
     let work = || -> Result<()> {
-        let (_, team) = run.how()?;
         let [_, heads, stride] = scores.sizes("scores")?;
-        let (kept_table, logical, counts, kept_tokens) = &kept;
-        for (name, tensor) in [
-            ("table", kept_table),
-            ("logical", logical),
-            ("counts", counts),
-            ("tokens", kept_tokens),
-        ] {
-            tensor.is(name, "torch.int32")?;
-        }
-        let [_, _, width] = kept_table.sizes("table")?;
         // SAFETY: Python says that the first three may be read, and that the places for what is kept are its own.
         unsafe {
             let rows = rows(&table, &tokens, block_size)?;
-            let read = match scores.dtype.as_str() {
+            let scores = match scores.dtype.as_str() {
                 "torch.float32" => Scores::F32(scores.slice("scores")?),
                 "torch.int32" => Scores::I32(scores.slice("scores")?),
                 _ => return Err(scores.wrong("scores", "scores are float32 or int32")),
             };
-            let kept = Selected {
-                table: kept_table.slice_mut("table")?,
-                logical: logical.slice_mut("logical")?,
-                counts: counts.slice_mut("counts")?,
-                tokens: kept_tokens.slice_mut("tokens")?,
-                width,
-            };
-            ucm_retrieval::select(read, stride, heads, &rows, &budgets, run.windows(), kept, team)
+            kept.choose(scores, stride, heads, &rows, &budgets, &run)
         }
     };
     let done = py.detach(work);

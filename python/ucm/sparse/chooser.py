@@ -11,10 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ucm.sparse.kernels import kernels_for
 from ucm.sparse.policy import Policy
 from ucm.sparse.rep_store import RepStore
-from ucm.sparse.retrieval import Kept
 from ucm.sparse.retriever import Middle, Rows
 from ucm.sparse.selection import Selection, choose
 from ucm.sparse.selector import Combine, Selector
@@ -41,23 +39,23 @@ class Chooser:
     def now(self, layer: int, step: Step, query: Tensor) -> Selection | None:
         """The blocks that the choosing rows of a step keep, for their queries ``[s, heads, d]``; None: no kernel does
         it for these tensors, or for this policy."""
-        kernels = kernels_for(query)
-        if not self.fixed or kernels is None:
+        if not self.fixed:
             return None
-        scores = self._fused(layer, query, step.reps, step.lengths)
-        if scores is None:
-            return None
-        kept: Kept = kernels.select_blocks(
-            scores,
-            step.table,
-            step.tokens,
-            self._selector.geometry.block_size,
-            step.budgets,
-            init=self._policy.init,
-            local=self._policy.local,
-            into=step.room(scores.shape[1]),
+        policy, of = self._policy, step.candidates
+        heads = self._selector.geometry.kv_heads if self._apart else 1
+        kept = self._selector.fused_select(
+            layer,
+            query,
+            self._store.all(layer),
+            of,
+            init=policy.init,
+            local=policy.local,
+            apart=self._apart,
+            into=step.room(heads),
         )
-        return Selection(step.places, kept.logical, kept.counts, step.lengths, kept.table, kept.tokens)
+        if kept is None:
+            return None
+        return Selection(step.places, kept.logical, kept.counts, of.blocks, kept.table, kept.tokens)
 
     def find(self, layer: int, rows: Rows) -> list[Middle]:
         """What each row chooses between its windows."""

@@ -370,7 +370,7 @@ class BlockSparse(UcmSparseBase):
             asked = torch.stack([torch.nn.functional.pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept])
             counts = [len(q) for q in kept]
         names, steps = [row.request_id for row in rows], [row.step for row in rows]
-        return Rows(names, steps, step.blocks, asked, counts, step.reps)
+        return Rows(names, steps, step.blocks, asked, counts, step.candidates.reps)
 
     def _keep_queries(self, layer: int, step: Step, query: Tensor) -> None:
         """Keep the latest queries of each row, for an algorithm that scores with several."""

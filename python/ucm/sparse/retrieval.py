@@ -48,6 +48,11 @@ class Kept(NamedTuple):
     #: How many tokens they hold: the length that attention is given, int32 ``[r, heads]``.
     tokens: Tensor
 
+    @staticmethod
+    def width(places: int, budgets: Sequence[int], init: int, local: int) -> int:
+        """Most blocks that rows of so many places keep with these budgets and windows."""
+        return min(places, init + max(local, 1) + max(budgets, default=0))
+
     @classmethod
     def rooms(
         cls, count: int, rows: int, heads: int, width: int, device: torch.device | str | None = None
@@ -282,8 +287,7 @@ def select_blocks(
     """
     if into is None:
         rows, heads, places = scores.shape
-        width = min(places, init + max(local, 1) + max(budgets, default=0))
-        (into,) = Kept.rooms(1, rows, heads, width)
+        (into,) = Kept.rooms(1, rows, heads, Kept.width(places, budgets, init, local))
     _core.select_blocks(
         scores,
         table,
@@ -292,6 +296,42 @@ def select_blocks(
         budgets,
         into,
         _run(init, local, threads, "auto"),
+    )
+    return into
+
+
+def hash_select(
+    query: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    code_table: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    budgets: Sequence[int],
+    *,
+    heads_apart: bool = False,
+    init: int = 0,
+    local: int = 1,
+    into: Kept | None = None,
+    threads: int | None = None,
+    isa: str = "auto",
+) -> Kept:
+    """:func:`select_blocks` by :func:`hash_scores`, in one call. ``code_table [r, N]`` says where the codes of each
+    block are, ``table [r, N]`` where its KV is."""
+    if into is None:
+        heads = codes.shape[2] if codes.dim() == 4 and heads_apart else 1
+        (into,) = Kept.rooms(1, table.shape[0], heads, Kept.width(table.shape[1], budgets, init, local))
+    _core.hash_select(
+        query,
+        weights,
+        codes,
+        code_table,
+        table,
+        tokens.contiguous(),
+        budgets,
+        into,
+        heads_apart,
+        _run(init, local, threads, isa),
     )
     return into
 

@@ -11,6 +11,7 @@ this rank, ``g`` query heads for each of them, ``d`` head size, ``w`` queries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ucm.errors import ConfigError
+from ucm.sparse.kernels import kernels_for
+from ucm.sparse.retrieval import Kept
 
 #: How the scores of several heads, or of several ranks, become one.
 Combine = Literal["sum", "max"]
@@ -48,6 +51,20 @@ class Geometry:
     def softmax_scale(self) -> float:
         """What attention multiplies q·k by."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What some requests choose from."""
+
+    #: ``[r, N]``: the rows of the representations, and the physical blocks, of each.
+    reps: Tensor
+    table: Tensor
+    #: ``[r]``, int32: how many blocks and how many tokens each has.
+    blocks: Tensor
+    tokens: Tensor
+    #: How many blocks each may choose between the windows.
+    budgets: Sequence[int]
 
 
 @runtime_checkable
@@ -120,6 +137,13 @@ class Selector(Protocol):
         """
         ...
 
+    def fused_select(
+        self, layer: int, query: Tensor, reps: Tensor, of: Candidates, *, init: int, local: int, apart: bool, into: Kept
+    ) -> Kept | None:
+        """The windows of each request and the best blocks between them by :meth:`fused_scores`, all by kernels; written
+        to ``into``. None: there is no kernel for these tensors."""
+        ...
+
 
 class BlockSelector:
     """Defaults of a selector. A subclass sets :attr:`name` and defines ``rep_shape``, ``encode`` and ``score``."""
@@ -170,6 +194,19 @@ class BlockSelector:
         """No kernel."""
         del layer, query, reps, table, blocks, init, local, apart
         return None
+
+    def fused_select(
+        self, layer: int, query: Tensor, reps: Tensor, of: Candidates, *, init: int, local: int, apart: bool, into: Kept
+    ) -> Kept | None:
+        """One kernel for the scores and one for the choice."""
+        kernels = kernels_for(query)
+        scores = self.fused_scores(layer, query, reps, of.reps, of.blocks, init=init, local=local, apart=apart)
+        if kernels is None or scores is None:
+            return None
+        found: Kept = kernels.select_blocks(
+            scores, of.table, of.tokens, self.geometry.block_size, of.budgets, init=init, local=local, into=into
+        )
+        return found
 
     def grouped(self, query: Tensor) -> Tensor:
         """``query [w, h*g, d]`` as ``[w, h, g, d]`` in float32."""

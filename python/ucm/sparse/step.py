@@ -11,6 +11,7 @@ from ucm.sparse.batch import SparseBatch, SparseRow
 from ucm.sparse.policy import Policy
 from ucm.sparse.rep_store import RepStore
 from ucm.sparse.retrieval import Kept
+from ucm.sparse.selector import Candidates
 
 #: Of so many steps, two are looked at to see how much a choice changes.
 SAMPLE_EVERY = 32
@@ -58,32 +59,34 @@ class Step:
         self.unready = len(long) - len(self.sparse)
         #: Of those, by their number among them, the ones whose choices are compared with those of the step before.
         self.sampled = [number for number, i in enumerate(self.sparse) if self.rows[i].step % SAMPLE_EVERY <= 1]
-        #: Of the rows that choose: how many blocks they have, and how many they may choose between the windows.
+        #: How many blocks the rows that choose have.
         self.blocks = [blocks[i] for i in self.sparse]
-        self.budgets = [policy.budget(n) for n in self.blocks]
+        budgets = [policy.budget(n) for n in self.blocks]
         #: Blocks of all of them, and how many are kept by a budget that is a number.
         self.seen = sum(self.blocks)
-        self.kept = sum(self.budgets) + policy.windows * len(self.blocks)
+        self.kept = sum(budgets) + policy.windows * len(self.blocks)
         device = block_table.device
-        #: The same for kernels: place, blocks and tokens of each row, place of its last query, and ``[s, most]`` its
-        #: blocks and the rows of the store that hold their representations.
+        #: The same for kernels: place of each row, place of its last query, and what it chooses from.
         self.places = torch.tensor(self.sparse, dtype=torch.int64, device=device)
-        self.lengths = torch.tensor(self.blocks, dtype=torch.int32, device=device)
-        self.tokens = torch.tensor([self.rows[i].tokens for i in self.sparse], dtype=torch.int32, device=device)
         self.last = torch.tensor([self.ends[i] - 1 for i in self.sparse], dtype=torch.int64, device=device)
         most = max(self.blocks, default=0)
-        self.table = block_table[self.places, :most].int()
+        table = block_table[self.places, :most].int()
         moved = any(self.rows[i].request_id in rep_rows for i in self.sparse)
-        self.reps = _stacked([reps[i] for i in self.sparse], most).to(device) if moved else self.table
+        self.candidates = Candidates(
+            _stacked([reps[i] for i in self.sparse], most).to(device) if moved else table,
+            table,
+            torch.tensor(self.blocks, dtype=torch.int32, device=device),
+            torch.tensor([self.rows[i].tokens for i in self.sparse], dtype=torch.int32, device=device),
+            budgets,
+        )
         self._layers = len(store.layers)
-        self._width = min(most, policy.windows + max(self.budgets, default=0))
+        self._width = Kept.width(most, budgets, policy.init, policy.local)
         self._rooms: list[Kept] = []
 
     def room(self, heads: int) -> Kept:
         """Where a kernel may write the choice of one more layer, in which so many heads choose apart."""
         if not self._rooms:
-            count = len(self.sparse)
-            self._rooms = Kept.rooms(self._layers, count, heads, self._width, self.table.device)
+            self._rooms = Kept.rooms(self._layers, len(self.sparse), heads, self._width, self.places.device)
         return self._rooms.pop()
 
 

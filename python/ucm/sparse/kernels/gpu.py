@@ -7,7 +7,7 @@ of a CPU are no arguments here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ucm.sparse.kernels import dot, encode, hamming, select
+from ucm.sparse.retrieval import Kept
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -57,3 +58,23 @@ def hash_scores(
     """:func:`ucm.sparse.retrieval.hash_scores`, by two kernels."""
     asked, tokens = hash_encode_query(query, weights, codes.shape[2]), blocks * codes.shape[1]
     return hamming_scores(asked, codes, table, tokens, heads_apart=heads_apart, init=init, local=local)
+
+
+def hash_select(
+    query: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    code_table: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    budgets: Sequence[int],
+    *,
+    heads_apart: bool = False,
+    init: int = 0,
+    local: int = 1,
+    into: Kept | None = None,
+) -> Kept:
+    """:func:`ucm.sparse.retrieval.hash_select`, by three kernels."""
+    asked = hash_encode_query(query, weights, codes.shape[2])
+    scores = hamming_scores(asked, codes, code_table, tokens, heads_apart=heads_apart, init=init, local=local)
+    return select_blocks(scores, table, tokens, codes.shape[1], budgets, init=init, local=local, into=into)

@@ -173,7 +173,7 @@ def select_blocks(
     if scores.dtype not in (torch.float32, torch.int32):
         raise InvalidInputError("scores are float32 or int32", context={"scores": scores.dtype})
     local = max(local, 1)
-    needed = min(places, init + local + max(budgets, default=0))
+    needed = Kept.width(places, budgets, init, local)
     if into is None:
         (into,) = Kept.rooms(1, rows, heads, needed, scores.device)
     width = into.table.shape[2]

@@ -23,7 +23,8 @@ from torch import Tensor
 from ucm.errors import ConfigError
 from ucm.sparse import retrieval
 from ucm.sparse.kernels import kernels_for
-from ucm.sparse.selector import BlockSelector, Combine, Geometry
+from ucm.sparse.retrieval import Kept
+from ucm.sparse.selector import BlockSelector, Candidates, Combine, Geometry
 from ucm.sparse.selectors.codes import distance, made_code
 from ucm.sparse.selectors.haar import directions, load_directions
 
@@ -152,6 +153,29 @@ class Hash(BlockSelector):
             return None
         tokens = blocks * self.geometry.block_size
         found = kernels.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+        return found
+
+    def fused_select(
+        self, layer: int, query: Tensor, reps: Tensor, of: Candidates, *, init: int, local: int, apart: bool, into: Kept
+    ) -> Kept | None:
+        """In one call where a key has one code."""
+        kernels = kernels_for(query, reps)
+        if kernels is None or self.geometry.rope_dim:
+            return super().fused_select(layer, query, reps, of, init=init, local=local, apart=apart, into=into)
+        weights = self.weights_of(layer, query.device)[0]
+        found: Kept = kernels.hash_select(
+            query,
+            weights,
+            reps,
+            of.reps,
+            of.table,
+            of.tokens,
+            of.budgets,
+            heads_apart=apart,
+            init=init,
+            local=local,
+            into=into,
+        )
         return found
 
     def _query_codes(self, layer: int, query: Tensor) -> Tensor:
