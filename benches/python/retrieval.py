@@ -62,7 +62,6 @@ class Case:
         self.codes = [zeros(shape, torch.uint8, torch.device("cpu")).random_(0, 256) for _ in range(layers)]
         self.table = torch.randperm(rows * blocks).view(rows, blocks).int()
         self.lengths = torch.full((rows,), tokens - 5, dtype=torch.int32)
-        self.blocks = torch.full((rows,), blocks, dtype=torch.int32)
         self.query = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16)
         self.out = torch.empty_like(self.query)
         self.weights = torch.randn(DIM, BITS)
@@ -73,9 +72,9 @@ class Case:
         """The blocks of a step in one layer."""
         from ucm.sparse import retrieval
 
-        scores = retrieval.hash_scores(self.query, self.weights, codes, self.table, self.blocks, init=1, local=2)
         budgets = [self.kept // BLOCK - 3] * self.rows
-        return retrieval.select_blocks(scores, self.table, self.lengths, BLOCK, budgets, init=1, local=2)
+        table, tokens = self.table, self.lengths
+        return retrieval.hash_select(self.query, self.weights, codes, table, table, tokens, budgets, init=1, local=2)
 
     def vllms(self, cache: Any, table: Any, tokens: Any) -> None:
         """vLLM's attention over a table, with the plan that it needs."""
