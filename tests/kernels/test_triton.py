@@ -29,6 +29,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from ucm.sparse.kernels import gpu  # noqa: E402
 
+# Half a minute each, of several compilers; more than two beside a busy build.
+pytestmark = pytest.mark.timeout(900)
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -112,7 +115,7 @@ def assembled(ptx: str, arch: str, to: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
