@@ -1,4 +1,4 @@
-//! The choice of a method, measured by the software driver's clock, which follows published costs and no real time:
+//! The choice of a method, measured by the software driver's clock, which follows costs of an H100 and no real time:
 //! `auto` beside each method forced, over fragments of 256 B to 4 MiB. What is said here holds of that model.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -144,7 +144,7 @@ fn auto_is_as_fast_as_the_cheapest_method() {
             }
             let (n, bytes) = (count as u64, (len * count) as u64);
             let copies = took.calls[way];
-            if len <= 64 << 10 {
+            if len <= 1 << 20 {
                 // One copy for each 8 MiB and 16384 descriptors, a kernel for each copy, and the descriptors' own
                 // copies.
                 let rounds = n.div_ceil(16 << 10);
@@ -156,8 +156,6 @@ fn auto_is_as_fast_as_the_cheapest_method() {
                 expected[way] = bytes;
                 expected[0] += n * DESCRIPTOR;
                 assert_eq!(took.bytes, expected, "{what}");
-            } else if len >= 128 << 10 {
-                assert_eq!((copies, took.calls[2], took.bytes[way]), (n, 0, bytes), "{what}");
             }
             let goal = match len {
                 ..8192 => 0.6,
@@ -176,13 +174,13 @@ fn large_and_small_fragments_of_a_transfer_are_moved_apart() {
     driver.model(true);
     let memory = driver.memory(2 * WHOLE);
     let mut auto = Way::new(&driver, Transfer::Auto, &memory);
-    let mut spans: Vec<DeviceSpan> = (0..8).map(|i| memory.span(i << 21, 1 << 20)).collect();
-    spans.extend((0..1024).map(|i| memory.span((32 << 20) + (i << 14), 8 << 10)));
+    let mut spans: Vec<DeviceSpan> = (0..3).map(|i| memory.span(i << 24, 8 << 20)).collect();
+    spans.extend((0..1024).map(|i| memory.span((48 << 20) + (i << 14), 8 << 10)));
     for direction in [TO_DEVICE, TO_HOST] {
-        let one = auto.run(&driver, &[memory.span(0, 16 << 20)], direction);
+        let one = auto.run(&driver, &[memory.span(0, WHOLE)], direction);
         let took = auto.run(&driver, &spans, direction);
         assert!(one.ns / took.ns >= 0.9, "{took:?} beside {one:?}");
-        assert_eq!(took.calls[0] + took.calls[1], 8 + 2, "{took:?}"); // the large ones, the staged ones, descriptors
+        assert_eq!(took.calls[0] + took.calls[1], 3 + 2, "{took:?}"); // the large ones, the staged ones, descriptors
         assert_eq!(took.calls[2], 1, "{took:?}");
     }
 }

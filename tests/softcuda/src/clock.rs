@@ -1,21 +1,25 @@
 //! The virtual clock: one time for the host, one for each stream, and the DMA engines' books of when they are busy.
 //!
 //! Each call takes the host some time. Whether work in streams takes time too is switched by the cost model. Nothing
-//! here looks at a real clock: figures are the same on every machine.
+//! here looks at a real clock: figures are the same on every machine. They are those of an H100, rounded, as ucm measured them
+//! there when it opened the device (`docs/devices.md`).
 
 use std::collections::BTreeMap;
 
 /// Host time of a call, in nanoseconds.
-const CALL_NS: u64 = 2_300;
+const CALL_NS: u64 = 1_500;
 
 /// Host time of a kernel launch.
-const LAUNCH_NS: u64 = 5_000;
+const LAUNCH_NS: u64 = 4_700;
 
-/// Bytes that a DMA engine moves in a nanosecond (55 GB/s in each direction).
-const DMA: u64 = 55;
+/// Bytes that a DMA engine moves in a nanosecond (54 GB/s in each direction).
+const DMA: u64 = 54;
 
-/// Bytes of mapped host memory that a kernel reads or writes in a nanosecond (35 GB/s).
-const KERNEL_HOST: u64 = 35;
+/// Nanoseconds that a DMA engine takes to begin a copy, however early it was asked.
+const GAP_NS: u64 = 1_600;
+
+/// Bytes of mapped host memory that a kernel reads or writes in a nanosecond (50 GB/s).
+const KERNEL_HOST: u64 = 50;
 
 /// Bytes of its own memory that a device reads or writes in a nanosecond (3 TB/s).
 const DEVICE: u64 = 3_000;
@@ -77,8 +81,8 @@ impl Clock {
         }
         match cost {
             Cost::None => ready,
-            Cost::ToDevice(len) => self.to_device.place(ready, len.div_ceil(DMA)),
-            Cost::ToHost(len) => self.to_host.place(ready, len.div_ceil(DMA)),
+            Cost::ToDevice(len) => self.to_device.place(ready, GAP_NS + len.div_ceil(DMA)),
+            Cost::ToHost(len) => self.to_host.place(ready, GAP_NS + len.div_ceil(DMA)),
             Cost::OnDevice(len) => ready + (2 * len).div_ceil(DEVICE),
             Cost::Fill(len) => ready + len.div_ceil(DEVICE),
             Cost::Kernel { host, device } => ready + host.div_ceil(KERNEL_HOST).max(device.div_ceil(DEVICE)),

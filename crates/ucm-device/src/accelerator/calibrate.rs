@@ -16,8 +16,10 @@ const BYTES: usize = Bench::LEN;
 const FRAGMENT: usize = 4 << 10;
 /// Small copies, one after the other.
 const CALLS: usize = 64;
+/// Bytes of copies that take longer than to begin them, so that the bus waits for none.
+const LONG: usize = 128 << 10;
 /// Each is measured so often; the fastest counts.
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 8;
 
 /// What was measured in this process, by what the device and its driver are.
 static KNOWN: Mutex<Option<HashMap<String, Costs>>> = Mutex::new(None);
@@ -86,10 +88,24 @@ impl<'a, 'b> Measure<'a, 'b> {
         let nothing = self.time(copy, Direction::ToHost, &[])?; // from one event to the next
         let calls = self.time(copy, Direction::ToHost, &tiny)?;
         let call = (calls - nothing).max(1.0) / CALLS as f64;
+        let long: Vec<Run> = (0..BYTES / LONG / 2)
+            .map(|i| Run {
+                at: i * LONG,
+                address: device + (2 * i * LONG) as u64,
+                len: LONG,
+            })
+            .collect();
+        let mut gap = [0.0; 2];
+        for way in ways {
+            let copy = single(&methods[way as usize]);
+            let [many, one] = [&long, &whole(long.len() * LONG)].map(|runs| self.time(copy, way, runs));
+            gap[way as usize] = ((many? - one?) / (long.len() - 1) as f64).max(0.0);
+        }
         let mut costs = Costs {
             call,
             launch: call,
             dma,
+            gap,
             mapped: dma,
             device: f64::INFINITY,
         };

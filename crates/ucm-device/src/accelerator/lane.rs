@@ -5,6 +5,7 @@
     reason = "begins copies of ranges that their makers vouched for, and waits for them"
 )]
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -50,22 +51,33 @@ impl Host<'_> {
         self.first.wrapping_add(at)
     }
 
-    fn mapped(self, at: usize) -> Option<u64> {
-        self.pinned?.mapped(self.at(at).expose_provenance())
+    /// The part of pinned memory that an offset is in; all that there may be where nothing is pinned.
+    pub(super) fn part(self, at: usize) -> Range<usize> {
+        let first = self.first.expose_provenance();
+        self.pinned.map_or(0..usize::MAX, |pinned| {
+            let part = pinned.part_of(first + at);
+            part.start.saturating_sub(first)..part.end - first
+        })
     }
 
     /// Whether pinned memory of its own begins at this offset: no copy goes over it.
     fn is_border(self, at: usize) -> bool {
-        let address = self.at(at).expose_provenance();
-        at > 0
-            && self
-                .pinned
-                .is_some_and(|pinned| pinned.next_border(address - 1) == address)
+        at > 0 && self.part(at).start == at
     }
 
-    /// Whether kernels can reach the host's side of runs.
-    pub(super) fn is_mapped(self, runs: &[Run]) -> bool {
-        runs.iter().all(|run| self.mapped(run.at).is_some())
+    /// The device's addresses of the host's side of runs; `None` where kernels cannot reach one.
+    pub(super) fn mapped(self, runs: &[Run]) -> Option<Vec<u64>> {
+        let pinned = self.pinned?;
+        let (mut inside, mut first) = (0..0, 0);
+        let address = |run: &Run| {
+            let at = self.at(run.at).expose_provenance();
+            if !inside.contains(&at) {
+                first = pinned.mapped(at)?;
+                inside = pinned.part_of(at);
+            }
+            Some(first + (at - inside.start) as u64)
+        };
+        runs.iter().map(address).collect()
     }
 }
 
@@ -272,19 +284,17 @@ impl Lane {
     /// # Safety
     /// As [`Lane::begin`].
     unsafe fn round_mapped(&mut self, direction: Direction, runs: &[Run], host: Host<'_>) -> Result<()> {
-        let mut pairs = Vec::with_capacity(runs.len());
-        for run in runs {
-            let Some(mapped) = host.mapped(run.at) else {
-                return Err(Error::internal(
-                    "a kernel was to reach host memory that the device cannot",
-                ));
-            };
-            let (from, to) = match direction {
-                Direction::ToDevice => (mapped, run.address),
-                Direction::ToHost => (run.address, mapped),
-            };
-            pairs.push([from, to, run.len as u64]);
-        }
+        let mapped = host
+            .mapped(runs)
+            .ok_or_else(|| Error::internal("a kernel was to reach host memory that the device cannot"))?;
+        let pairs: Vec<[u64; 3]> = runs
+            .iter()
+            .zip(mapped)
+            .map(|(run, mapped)| match direction {
+                Direction::ToDevice => [mapped, run.address, run.len as u64],
+                Direction::ToHost => [run.address, mapped, run.len as u64],
+            })
+            .collect();
         let stream = self.stream(direction);
         let descriptors = self.upload(&pairs, stream)?;
         let grid = grid(runs, BLOCKS[1]);

@@ -143,6 +143,7 @@ impl Accelerator {
             launch_ns = costs.launch,
             gb_s_to_device = costs.dma[Direction::ToDevice as usize],
             gb_s_to_host = costs.dma[Direction::ToHost as usize],
+            gap_ns = costs.gap[Direction::ToHost as usize],
             "{name} opened: {}; copies to it by {}, from it by {}",
             shared.runtime.description(),
             words(&methods[Direction::ToDevice as usize]),
@@ -352,20 +353,12 @@ impl AcceleratorCopier {
         host: *mut u8,
         pinned: Option<Arc<Pinned>>,
     ) -> Result<()> {
-        let first = host.expose_provenance();
         let runtime = &*self.shared.runtime;
-        let runs = plan::runs(
-            pieces,
-            |address| runtime.allocation(address),
-            |at| match &pinned {
-                Some(pinned) => pinned.next_border(first + at) - first,
-                None => usize::MAX,
-            },
-        );
         let host = Host {
             first: host,
             pinned: pinned.as_deref(),
         };
+        let runs = plan::runs(pieces, |address| runtime.allocation(address), |at| host.part(at));
         self.shared.with_lane(direction, |lane| {
             // SAFETY: the pieces' makers vouched for them until this call returns, and it returns when the lane's work
             // is over; so for the buffer, as the caller says.
@@ -397,7 +390,7 @@ impl Shared {
         host: Host<'_>,
     ) -> Result<()> {
         let can = |method: Method, runs: &[Run]| {
-            lane.can(method) && (method != Method::Kernel || host.is_mapped(runs))
+            lane.can(method) && (method != Method::Kernel || host.mapped(runs).is_some())
         };
         let methods = &self.methods[direction as usize];
         let large = match wanted {
@@ -406,8 +399,7 @@ impl Shared {
             Some(Method::Kernel) if methods.contains(&Method::Kernel) && can(Method::Kernel, &runs) => {
                 usize::MAX
             }
-            Some(_) => STAGED / 2,
-            None => self.costs.large(direction).min(STAGED / 2),
+            _ => STAGED / 2,
         };
         let (large, small): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(|run| run.len > large);
         let usable: Vec<Method> = methods

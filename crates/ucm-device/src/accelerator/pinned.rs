@@ -1,6 +1,7 @@
 //! Host memory that a device reaches at full speed: arenas, pinned part by part when a part is first used.
 #![allow(unsafe_code, reason = "tells the driver of mappings that arenas own")]
 
+use std::ops::Range;
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -45,9 +46,10 @@ impl Pinned {
         self.start <= address && address + len <= self.end
     }
 
-    /// Pins the parts that hold `len` bytes at `address`, those that are not yet, until the driver refuses one. There
-    /// is at least one byte.
-    fn pin(&self, address: usize, len: usize) {
+    /// Pins the parts that hold `len` bytes at `address`, those that are not yet, until the driver refuses one; the range
+    /// of these parts. There is at least one byte.
+    fn pin(&self, address: usize, len: usize) -> Range<usize> {
+        let whole = self.part_of(address).start..self.part_of(address + len - 1).end;
         let mut parts = self.parts.lock();
         for number in self.part(address)..=self.part(address + len - 1) {
             if parts[number] != Part::Untouched {
@@ -66,27 +68,29 @@ impl Pinned {
                     }
                     let untouched = parts.iter_mut().filter(|part| **part == Part::Untouched);
                     untouched.for_each(|part| *part = Part::Not);
-                    return;
+                    break;
                 }
             }
         }
+        whole
     }
 
     fn part(&self, address: usize) -> usize {
         (address - self.start) / self.part
     }
 
-    /// The device's address of a pinned byte, where it can reach it.
-    pub(super) fn mapped(&self, address: usize) -> Option<u64> {
-        match self.parts.lock()[self.part(address)] {
-            Part::Pinned(Some(first)) => Some(first + ((address - self.start) % self.part) as u64),
-            _ => None,
-        }
+    /// Where the part that holds `address` begins and ends.
+    pub(super) fn part_of(&self, address: usize) -> Range<usize> {
+        let start = self.start + self.part(address) * self.part;
+        start..self.end.min(start + self.part)
     }
 
-    /// Where the part that holds `address` ends.
-    pub(super) fn next_border(&self, address: usize) -> usize {
-        self.start + (self.part(address) + 1) * self.part
+    /// The device's address of the first byte of the part that holds `address`, where it can reach it.
+    pub(super) fn mapped(&self, address: usize) -> Option<u64> {
+        match self.parts.lock()[self.part(address)] {
+            Part::Pinned(first) => first,
+            _ => None,
+        }
     }
 
     /// Nothing of it is pinned any more, now and later, whatever still holds it; an error where the driver did not let
@@ -223,14 +227,21 @@ impl Arenas {
     /// those in none.
     pub(super) fn split(&self, pairs: &[(DeviceSpan, HostSpan)]) -> Vec<(Option<Arc<Pinned>>, Vec<Piece>)> {
         let mut parts: Vec<(Option<Arc<Pinned>>, Vec<Piece>)> = Vec::new();
+        let mut last = (0, 0..0); // where the piece before went, and what around it is pinned
         for &(span, host) in pairs.iter().filter(|(_, host)| !host.is_empty()) {
             let (at, len) = (host.addr() as usize, host.len() as usize);
+            let piece = Piece { at, span };
+            if last.1.start <= at && at + len <= last.1.end {
+                parts[last.0].1.push(piece);
+                continue;
+            }
             let holds = |(pinned, _): &(Option<Arc<Pinned>>, _)| {
                 pinned.as_ref().is_some_and(|pinned| pinned.holds(at, len))
             };
-            let piece = Piece { at, span };
-            if let Some((Some(pinned), pieces)) = parts.iter_mut().find(|part| holds(part)) {
-                pinned.pin(at, len);
+            if let Some(number) = parts.iter().position(holds)
+                && let (Some(pinned), pieces) = &mut parts[number]
+            {
+                last = (number, pinned.pin(at, len));
                 pieces.push(piece);
                 continue;
             }

@@ -246,7 +246,7 @@ impl Driver {
         unsafe { now() }
     }
 
-    /// Whether calls and copies cost what is published.
+    /// Whether calls and copies cost what they do on an H100.
     pub(crate) fn model(&self, on: bool) {
         let model: unsafe extern "C" fn(c_int) = self.function(c"softcuda_model");
         // SAFETY: a number.

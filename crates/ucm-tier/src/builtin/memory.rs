@@ -1,6 +1,8 @@
 //! The kind `cache`: memory that the processes of one host share.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::thread::available_parallelism;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -11,8 +13,9 @@ use ucm_device::MachineMemory;
 use crate::kind::{Amount, BuildContext, BuiltTier, StoreName, TierKind};
 use crate::memory::{MemoryBackend, MemoryConfig, Policy, cache_bytes};
 
-/// Threads that copy.
-const THREADS: usize = 2;
+/// Threads that copy, at least and at most: each reads some 8 GB/s of memory, and eight of them half of what a bus to a GPU
+/// takes.
+const THREADS: [usize; 2] = [2, 8];
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -59,12 +62,13 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
     } else {
         Some(cache_bytes(asked, context.processes, &MachineMemory::now()?)?)
     };
+    let threads = threads(context.processes);
     let config = MemoryConfig {
         policy: match options.cache_policy {
             PolicyName::Lru => Policy::Lru,
             PolicyName::S3Fifo => Policy::S3Fifo,
         },
-        threads: THREADS,
+        threads,
         scheduler_elsewhere: context.scheduler_elsewhere,
         ..MemoryConfig::new(
             context.identity.clone(),
@@ -78,6 +82,12 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
         pool: Arc::clone(backend.pool()),
         backend,
         codec: None,
-        max_stuck: THREADS,
+        max_stuck: threads,
     })
+}
+
+/// As many as half of the processors that each of the host's processes has for itself.
+fn threads(processes: u32) -> usize {
+    let processors = available_parallelism().map_or(1, NonZeroUsize::get);
+    (processors / 2 / processes.max(1) as usize).clamp(THREADS[0], THREADS[1])
 }
