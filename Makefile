@@ -143,7 +143,7 @@ test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## the Python tests, with vLL
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
-	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
+	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
 		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
@@ -222,11 +222,12 @@ ROOT ?=
 test-nfs: $(RUN_ENV) ## stores over NFS, two hosts on one export (ROOT=<mount point>[:<another of the same export>])
 	@UCM_NFS_ROOT=$(ROOT) UCM_TEST_LONG=1 $(STAGE) "pytest nfs" $(RUN_BIN)/python -m pytest --quiet -rs tests/trust/test_nfs.py
 
-# On a machine with a GPU; where there is none they say so. Without make: tests/gpu/checks.py and benches/python/gpu.py with
-# any Python that has torch and the wheel.
+# On a machine with a GPU; where there is none they say so. Without make: the same lines, with any Python that has torch and the
+# wheel.
 .PHONY: test-gpu
-test-gpu: $(RUN_ENV) ## copies, order, processes and errors on a GPU (GPU_ARGS=--quick)
+test-gpu: $(RUN_ENV) ## copies, order, processes, errors and Triton's kernels on a GPU (GPU_ARGS=--quick)
 	@$(RUN_BIN)/python tests/gpu/checks.py $(GPU_ARGS)
+	@$(RUN_BIN)/python -m pytest --quiet tests/triton || [ $$? = 5 ]  # no GPU: no tests
 
 # --- checks --------------------------------------------------------------------------------------------------------
 
@@ -277,8 +278,9 @@ bench-chat: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## the chat of many tur
 	@PYTHONPATH=python $(PEERS)/bin/python benches/python/chat.py --variant $(CHAT_OVER) $(CHAT_ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(RUN_ENV) ## copies of small pieces on a GPU beside one large copy and torch's (GPU_ARGS=--quick)
+bench-gpu: $(RUN_ENV) ## copies, blocks of a store and choosing on a GPU beside its limits and torch's ways (GPU_ARGS=--quick)
 	@$(RUN_BIN)/python benches/python/gpu.py $(GPU_ARGS)
+	@$(RUN_BIN)/python benches/python/gpu_sparse.py
 
 .PHONY: bench-sparse
 bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse: tables and docs/sparse-speed.svg (SPARSE_ARGS=)

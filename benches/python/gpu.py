@@ -7,8 +7,9 @@ network is needed. Where there is no GPU it says so and ends with 0. ``--device 
 Pieces of one size lie in a random order on the device and side by side in pinned memory of the host. Every figure is a
 ratio: the time of one large copy of as many bytes (torch's, or where torch has no such device ucm's own) by the time of
 the method, the median of rounds in which all take turns. 1.0 is as fast as the bus; more is noise. ``index`` is torch's
-``index_select`` or ``index_copy_`` with one copy, ``loop`` a ``copy_`` for each piece. Where vLLM is installed a tiny
-model's first token follows, cold and warm, by ``demo/run.py``.
+``index_select`` or ``index_copy_`` with one copy, ``loop`` a ``copy_`` for each piece. A second table is a store in the
+host's memory, which checks every byte: blocks of 64 layers that are dumped and loaded, beside one large copy of as many
+bytes. Where vLLM is installed a tiny model's first token follows, cold and warm, by ``demo/run.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 
 import ucm
 from ucm import trans
+from ucm.store.cache.connector import UcmCacheStore
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -39,6 +41,10 @@ METHODS = ("dma", "sm", "staging", "auto")
 SIZES = [256, 1024, 4096, 8192, 16_384, 32_768, 65_536, 262_144, 1_048_576, 4_194_304]
 COUNTS = [16, 256, 4096]
 MOST_BYTES = 256 << 20
+#: Blocks of the second table: bytes of a piece, pieces of a block, blocks.
+BLOCKS = [(16_384, 64, 256), (32_768, 64, 128), (65_536, 64, 64), (262_144, 64, 16)]
+#: Dumps before dumps are measured: memory that no one had touched is slow, once.
+WARM = 4
 
 #: Something that copies, and waits until it has.
 Work = Callable[[], object]
@@ -154,6 +160,56 @@ def rows(where: Place, quick: bool) -> list[dict[str, Any]]:
     return found
 
 
+def blocks(where: Place, quick: bool) -> list[dict[str, Any]]:
+    """A store in memory, blocks of several sizes; each row is printed when it is known."""
+    found: list[dict[str, Any]] = []
+    print(f"{'bytes':>8} {'pieces':>6} {'blocks':>6} {'dump':>8} {'load':>8}  of one large copy")
+    for piece, pieces, count in [(32_768, 16, 4)] if quick else BLOCKS:
+        device = trans.Device(where.platform)
+        device.setup(0)
+        point = Point(where, device, piece, pieces * count)
+        with Stored(point, where.platform, piece, pieces, count) as stored:
+            for _ in range(WARM):
+                stored.dump()
+            rounds = 3 if quick else 9
+            to_host, dumps = measure({"one copy": point.works(False)["one copy"], "dump": stored.dump}, rounds)
+            to_device, loads = measure({"one copy": point.works(True)["one copy"], "load": stored.load}, rounds)
+        row = {"piece": piece, "pieces": pieces, "blocks": count, "dump": dumps["dump"], "load": loads["load"]}
+        found.append(row | {"gb_s": [point.bytes / took / 1e9 for took in (to_device, to_host)]})
+        print(f"{piece:8} {pieces:6} {count:6} {row['dump']:8.3f} {row['load']:8.3f}", flush=True)
+    return found
+
+
+class Stored:
+    """Blocks in a store in memory, which has room for twice as many."""
+
+    def __init__(self, point: Point, platform: str, piece: int, pieces: int, count: int) -> None:
+        self._rows = np.ascontiguousarray(point.addresses.reshape(count, pieces))
+        self._count, self._turn = count, 0
+        size = piece * pieces
+        sizes: dict[str, Any] = {"tensor_size": piece, "shard_size": size, "block_size": size}
+        room = {"cache_size": 2 * point.bytes + (64 << 20), "staging_capacity": 2 * point.bytes + (8 << 20)}
+        self._store = UcmCacheStore(sizes | room | {"identity": f"bench of {piece}", "platform": platform})
+
+    def dump(self) -> None:
+        """All of them, under names of their own."""
+        self._turn += 1
+        self._store.wait(self._store.dump_data(self._names(), [0] * self._count, self._rows))
+
+    def load(self) -> None:
+        """Those that were dumped last."""
+        self._store.wait(self._store.load_data(self._names(), [0] * self._count, self._rows))
+
+    def _names(self) -> list[bytes]:
+        return [self._turn.to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(self._count)]
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._store.close()
+
+
 def vllm(where: Place) -> str:
     """The demo over a GPU: cold, warm, damaged. What came of it, in words."""
     if where.word != "cuda" or importlib.util.find_spec("vllm") is None:
@@ -177,10 +233,12 @@ def main() -> int:
         return 0
     print(f"ucm {ucm.__version__} on {where.word}; GB/s of one large copy, and the ratio of each method to it")
     found = rows(where, arguments.quick)
+    stored = blocks(where, arguments.quick)
     came = vllm(where)
     print(f"vLLM, cold and warm: {came}")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"device": where.word, "rows": found, "vllm": came}, indent=1) + "\n")
+        figures = {"device": where.word, "rows": found, "blocks": stored, "vllm": came}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if came == "failed" else 0
 
 

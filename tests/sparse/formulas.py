@@ -44,7 +44,7 @@ def paged_attention(q: Tensor, cache: Tensor, table: Tensor, length: int) -> Ten
     """What an unmodified paged kernel computes: ``q [heads, d]``, ``cache [2, blocks, b, h, d]``, ``table [n]``."""
     blocks = -(-length // cache.shape[2])
     k, v = (part[table[:blocks].long()].flatten(0, 1)[:length] for part in cache)
-    return masked_attention(q, k, v, torch.ones(length, dtype=torch.bool))
+    return masked_attention(q, k, v, torch.ones(length, dtype=torch.bool, device=q.device))
 
 
 @cache
@@ -83,6 +83,7 @@ class Engine:
     layers: int = 2
     blocks: int = 64
     group: int = GROUP
+    device: str = "cpu"
     requests: dict[str, Request] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
 
@@ -90,12 +91,13 @@ class Engine:
         g = self.geometry
         self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(self.layers)]
         self.caches = [
-            torch.full((2, self.blocks, g.block_size, g.kv_heads, g.head_dim), torch.nan) for _ in self.names
+            torch.full((2, self.blocks, g.block_size, g.kv_heads, g.head_dim), torch.nan, device=self.device)
+            for _ in self.names
         ]
         self.free = list(range(self.blocks - 1, 0, -1))
         self.kept: dict[tuple[str, int, int], list[int]] = {}
         if self.method is not None:
-            self.method.setup(g, self.names, self.blocks, max_sequences=8)
+            self.method.setup(g, self.names, self.blocks, max_sequences=8, device=self.device)
 
     def qkv(self, content: str, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of one token: they depend on what the prompt says, not on the request's name."""
@@ -125,15 +127,17 @@ class Engine:
         table = torch.tensor(
             [self.requests[name].table + [0] * (width - len(self.requests[name].table)) for name in counts],
             dtype=torch.int32,
+            device=self.device,
         )
-        lens = torch.tensor([row.tokens for row in rows], dtype=torch.int32)
+        lens = torch.tensor([row.tokens for row in rows], dtype=torch.int32, device=self.device)
         if self.method is not None:
             self.method.bind_sparse_metadata(SparseBatch(rows, self.finished))
         self.finished = []
         found: dict[str, list[Tensor]] = {row.request_id: [] for row in rows}
-        slot_mapping = torch.tensor(slots)
+        slot_mapping = torch.tensor(slots, device=self.device)
         for layer, name in enumerate(self.names):
-            q, k, v = (torch.stack(x) for x in zip(*(self.qkv(content, p, layer) for p in positions), strict=True))
+            each = zip(*(self.qkv(content, p, layer) for p in positions), strict=True)
+            q, k, v = (torch.stack(x).to(self.device) for x in each)
             self.caches[layer][0].view(-1, *k.shape[1:])[slot_mapping] = k
             self.caches[layer][1].view(-1, *v.shape[1:])[slot_mapping] = v
             metadata = SimpleNamespace(block_table=table, seq_lens=lens)

@@ -1,11 +1,13 @@
 """Kernels in Triton's interpreter, on a CPU: ``make test`` runs this directory in a process of its own, because Triton
-decides when it is imported whether it compiles or interprets."""
+decides when it is imported whether it compiles or interprets. On a GPU (``make test-gpu``) they are compiled, and what
+a test hands a kernel lies on the GPU for the length of the call."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,20 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sparse"))  # what selection is held against
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    collect_ignore_glob = ["test_*.py"]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _finds_gpu() -> bool:
+    if find_spec("torch") is None or find_spec("triton") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+ON_GPU = not INTERPRETED and _finds_gpu()
+if not INTERPRETED:
+    collect_ignore_glob = ["test_bytes.py" if ON_GPU else "test_*.py"]  # the interpreter is what counts bytes
 
 
 def _multiply_bf16() -> None:
@@ -39,8 +53,52 @@ def _multiply_bf16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-if "TRITON_INTERPRET" in os.environ and find_spec("triton"):
+if INTERPRETED and find_spec("triton"):
     _multiply_bf16()
+
+
+def _on_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for tensors of the host: a twin of each lies on the GPU, in the same order and with the same gaps, and
+    what the kernel wrote there comes back."""
+    import torch
+
+    def apply(to: Callable[[Any], Any], value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return to(value)
+        return type(value)(*(apply(to, part) for part in value)) if hasattr(value, "_fields") else value
+
+    @wraps(kernel)
+    def there(*arguments: Any, **named: Any) -> Any:
+        twins: list[tuple[Any, Any]] = []
+
+        def twin(tensor: Any) -> Any:
+            if tensor.device.type == "cuda":
+                return tensor
+            storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            moved = storage.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            twins.append((tensor, moved))
+            return moved
+
+        def back(tensor: Any) -> Any:
+            return next((host for host, moved in twins if moved is tensor), tensor.cpu())
+
+        result = kernel(*(apply(twin, x) for x in arguments), **{name: apply(twin, x) for name, x in named.items()})
+        if not twins:
+            return result
+        for host, moved in twins:
+            if not torch.equal(moved.cpu().contiguous().view(torch.uint8), host.contiguous().view(torch.uint8)):
+                host.copy_(moved)
+        return apply(back, result)
+
+    return there
+
+
+if ON_GPU:
+    from ucm.sparse.kernels import gpu
+
+    for _name, _kernel in list(vars(gpu).items()):
+        if getattr(_kernel, "__module__", "").startswith("ucm.sparse.kernels") and _name[0] != "_":
+            setattr(gpu, _name, _on_gpu(_kernel))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -27,8 +28,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def run(name: str, settings: dict[str, Any], device: str = "cpu") -> dict[Any, list[int]]:
+    """What two requests in a batch keep by step and layer."""
+    method = UcmSparseFactory.create_sparse_method(name, UcmSparseRole.WORKER, settings)  # type: ignore[arg-type]
+    engine = Engine(method, layers=1, device=device)
+    engine.run("a", 10 * BLOCK + 1, 0)
+    engine.run("b", 13 * BLOCK, 0)
+    for _ in range(3):
+        engine.step({"a": 1, "b": 1})
+    return engine.kept
+
+
 def kept(name: str, monkeypatch: pytest.MonkeyPatch, triton: bool) -> tuple[dict[Any, Any], set[str]]:
-    """What two requests in a batch keep by step and layer, and which kernels were called."""
+    """The same, and which kernels were called."""
     called: set[str] = set()
 
     class Counted:
@@ -41,12 +53,7 @@ def kept(name: str, monkeypatch: pytest.MonkeyPatch, triton: bool) -> tuple[dict
         patch.setattr(kernels, "retrieval", Counted())
         if not triton:
             patch.setattr(kernels, "_TYPES", ())
-        engine = Engine(UcmSparseFactory.create_sparse_method(name, UcmSparseRole.WORKER, SETTINGS[name]), layers=1)  # type: ignore[arg-type]
-        engine.run("a", 10 * BLOCK + 1, 0)
-        engine.run("b", 13 * BLOCK, 0)
-        for _ in range(3):
-            engine.step({"a": 1, "b": 1})
-    return engine.kept, called
+        return run(name, SETTINGS[name]), called
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -56,6 +63,15 @@ def test_triton_and_torch_keep_the_same(name: str, monkeypatch: pytest.MonkeyPat
     assert found == expected and not none
     assert called & {"select_blocks", "hash_select"} and len(called) > 1
     assert any(len(ids) < 10 for (request, step, _), ids in found.items() if request == "a" and step)
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="of a GPU")
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("name", [*SETTINGS, "KVStarMultiStep"])
+def test_a_gpu_and_the_host_keep_the_same(name: str, lag: int) -> None:
+    """With everything on the GPU: representations, choices, and with a lag the streams of the threads that choose."""
+    settings = SETTINGS.get(name, {}) | ({"lag": lag} if lag else {})
+    assert run(name, settings, "cuda") == run(name, settings)
 
 
 def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:

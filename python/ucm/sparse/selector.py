@@ -63,8 +63,8 @@ class Candidates:
     #: ``[r]``, int32: how many blocks and how many tokens each has.
     blocks: Tensor
     tokens: Tensor
-    #: How many blocks each may choose between the windows.
-    budgets: Sequence[int]
+    #: How many blocks each may choose between the windows; on a GPU a tensor there, int32.
+    budgets: Sequence[int] | Tensor
 
 
 @runtime_checkable

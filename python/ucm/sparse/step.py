@@ -77,7 +77,7 @@ class Step:
             table,
             torch.tensor(self.blocks, dtype=torch.int32, device=device),
             torch.tensor([self.rows[i].tokens for i in self.sparse], dtype=torch.int32, device=device),
-            budgets,
+            budgets if device.type == "cpu" else torch.tensor(budgets, dtype=torch.int32, device=device),
         )
         self._layers = len(store.layers)
         self._width = Kept.width(most, budgets, policy.init, policy.local)

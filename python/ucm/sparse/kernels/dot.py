@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
+from ucm.sparse.kernels.words import power_of_2
 from ucm.sparse.retrieval import OverHeads, OverReps
 
 #: Elements that a program reads at a time.
@@ -175,9 +176,9 @@ def _scores(
     out = torch.empty((rows, heads if over_heads == "apart" else 1, places), dtype=torch.float32, device=query.device)
     if not out.numel():
         return out
-    wide = triton.next_power_of_2(heads) * triton.next_power_of_2(size)
+    wide = power_of_2(heads) * power_of_2(size)
     tile = max(1, ELEMENTS // wide)
-    dot_block[(triton.cdiv(places, tile), rows)](
+    dot_block[(-(-places // tile), rows)](
         query,
         reps,
         reps if scales is None else scales,
@@ -205,8 +206,8 @@ def _scores(
         over_heads=over_heads,
         scaled=scales is not None,
         BLOCKS=tile,
-        HEADS=triton.next_power_of_2(heads),
-        SIZE=triton.next_power_of_2(size),
+        HEADS=power_of_2(heads),
+        SIZE=power_of_2(size),
         num_warps=WARPS,
     )
     return out

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
-from ucm.sparse.kernels.words import as_words
+from ucm.sparse.kernels.words import as_words, power_of_2
 
 #: Tokens, channels and bits of a tile, where the directions of a head are kept and where they are too many for that,
 #: and the warps of a program. AMD's hold fewer bits. Where a code has more bits than a tile, a vector is read once for
@@ -149,9 +149,9 @@ def hash_encode(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, s
         tile, channels, wide = kept if keep else passed
         parts = {torch.bfloat16: 1, torch.float16: 2}.get(vectors.dtype, 3)
         tile = tile if parts == 1 else tile // 2
-        wide = min(wide, max(32, triton.next_power_of_2(bits)))
-        tiles = triton.cdiv(bits, wide)
-        encode_write[(min(triton.cdiv(tokens, tile), max(1, PROGRAMS // (heads * tiles))), tiles, heads)](
+        wide = min(wide, max(32, power_of_2(bits)))
+        tiles = -(-bits // wide)
+        encode_write[(min(-(-tokens // tile), max(1, PROGRAMS // (heads * tiles))), tiles, heads)](
             vectors,
             weights.contiguous(),
             words,
@@ -171,7 +171,7 @@ def hash_encode(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, s
             parts=parts,
             keep=keep,
             TOKENS=tile,
-            CHANNELS=min(channels, max(16, triton.next_power_of_2(size))),
+            CHANNELS=min(channels, max(16, power_of_2(size))),
             BITS=wide,
             num_warps=warps,
             num_stages=2 if parts == 1 else 1,
@@ -181,7 +181,8 @@ def hash_encode(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, s
 
 def hash_encode_query(query: Tensor, weights: Tensor, kv_heads: int) -> Tensor:
     """:func:`ucm.sparse.retrieval.hash_encode_query`: codes of the mean of the query heads that share a KV head."""
-    return hash_encode(query.float().unflatten(1, (kv_heads, -1)).mean(dim=2), weights)
+    rows, _, size = query.shape
+    return hash_encode(query.view(rows, kv_heads, -1, size).mean(dim=2, dtype=torch.float32), weights)
 
 
 @triton.jit(do_not_specialize=["slot_count"])
@@ -230,5 +231,5 @@ def scatter_codes(codes: Tensor, slots: Tensor, cache: Tensor) -> None:
             *from_.stride()[:2],
             *to.stride()[:3],
             WORDS=from_.shape[2],
-            ELEMENTS=triton.next_power_of_2(heads * from_.shape[2]),
+            ELEMENTS=power_of_2(heads * from_.shape[2]),
         )

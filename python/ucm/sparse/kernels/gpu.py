@@ -44,6 +44,7 @@ scatter_codes = _launched(encode.scatter_codes)
 select_blocks = _launched(select.select_blocks)
 
 
+@_launched
 def hash_scores(
     query: Tensor,
     weights: Tensor,
@@ -56,10 +57,11 @@ def hash_scores(
     local: int = 0,
 ) -> Tensor:
     """:func:`ucm.sparse.retrieval.hash_scores`, by two kernels."""
-    asked, tokens = hash_encode_query(query, weights, codes.shape[2]), blocks * codes.shape[1]
-    return hamming_scores(asked, codes, table, tokens, heads_apart=heads_apart, init=init, local=local)
+    asked, tokens = encode.hash_encode_query(query, weights, codes.shape[2]), blocks * codes.shape[1]
+    return hamming.hamming_scores(asked, codes, table, tokens, heads_apart=heads_apart, init=init, local=local)
 
 
+@_launched
 def hash_select(
     query: Tensor,
     weights: Tensor,
@@ -67,14 +69,14 @@ def hash_select(
     code_table: Tensor,
     table: Tensor,
     tokens: Tensor,
-    budgets: Sequence[int],
+    budgets: Sequence[int] | Tensor,
     *,
     heads_apart: bool = False,
     init: int = 0,
     local: int = 1,
     into: Kept | None = None,
 ) -> Kept:
-    """:func:`ucm.sparse.retrieval.hash_select`, by three kernels."""
-    asked = hash_encode_query(query, weights, codes.shape[2])
-    scores = hamming_scores(asked, codes, code_table, tokens, heads_apart=heads_apart, init=init, local=local)
-    return select_blocks(scores, table, tokens, codes.shape[1], budgets, init=init, local=local, into=into)
+    """:func:`ucm.sparse.retrieval.hash_select`, by three kernels; ``budgets`` as of :func:`select_blocks`."""
+    asked = encode.hash_encode_query(query, weights, codes.shape[2])
+    scores = hamming.hamming_scores(asked, codes, code_table, tokens, heads_apart=heads_apart, init=init, local=local)
+    return select.select_blocks(scores, table, tokens, codes.shape[1], budgets, init=init, local=local, into=into)

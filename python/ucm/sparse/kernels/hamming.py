@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
-from ucm.sparse.kernels.words import as_words, popcount
+from ucm.sparse.kernels.words import as_words, popcount, power_of_2
 
 #: Words that a program reads at a time: 16 KiB.
 WORDS = 4096
@@ -157,10 +157,10 @@ def hamming_scores(
     words, slices = asked.shape[3], count.bit_length() if count > 1 else 0
     if slices:
         asked = _slices(asked, slices)
-    wide = triton.next_power_of_2(heads) * triton.next_power_of_2(words)
-    slots = min(triton.next_power_of_2(block_size), max(1, WORDS // wide))
+    wide = power_of_2(heads) * power_of_2(words)
+    slots = min(power_of_2(block_size), max(1, WORDS // wide))
     blocks = max(1, WORDS // (wide * slots)) if slots >= block_size else 1
-    hamming_block[(triton.cdiv(places, blocks), rows)](
+    hamming_block[(-(-places // blocks), rows)](
         asked,
         keys,
         table,
@@ -181,8 +181,8 @@ def hamming_scores(
         apart=heads_apart,
         BLOCKS=blocks,
         SLOTS=slots,
-        HEADS=triton.next_power_of_2(heads),
-        WORDS=triton.next_power_of_2(words),
+        HEADS=power_of_2(heads),
+        WORDS=power_of_2(words),
         num_warps=WARPS,
     )
     return out
@@ -199,9 +199,9 @@ def _slices(queries: Tensor, slices: int) -> Tensor:
         words,
         slices,
         BITS=8 * queries.element_size(),
-        SLICES=triton.next_power_of_2(slices),
-        QUERIES=triton.next_power_of_2(count),
-        WORDS=triton.next_power_of_2(words),
+        SLICES=power_of_2(slices),
+        QUERIES=power_of_2(count),
+        WORDS=power_of_2(words),
         num_warps=WARPS,
     )
     return out

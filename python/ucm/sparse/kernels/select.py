@@ -158,14 +158,15 @@ def select_blocks(
     table: Tensor,
     tokens: Tensor,
     block_size: int,
-    budgets: Sequence[int],
+    budgets: Sequence[int] | Tensor,
     *,
     init: int = 0,
     local: int = 1,
     into: Kept | None = None,
 ) -> Kept:
     """:func:`ucm.sparse.retrieval.select_blocks`. Lengths and ids are not looked at before the launch, which does not
-    wait for the GPU: a row has at most as many blocks as the table has places."""
+    wait for the GPU: a row has at most as many blocks as the table has places. Budgets may lie on the GPU (int32) and
+    are not looked at there either: what is kept goes into room that is large enough for them."""
     rows, heads, places = scores.shape
     shapes = {"scores": tuple(scores.shape), "table": tuple(table.shape), "tokens": tuple(tokens.shape)}
     if table.shape != (rows, places) or tokens.shape != (rows,) or len(budgets) != rows or table.stride(1) != 1:
@@ -173,7 +174,13 @@ def select_blocks(
     if scores.dtype not in (torch.float32, torch.int32):
         raise InvalidInputError("scores are float32 or int32", context={"scores": scores.dtype})
     local = max(local, 1)
-    needed = Kept.width(places, budgets, init, local)
+    if isinstance(budgets, Tensor):
+        if into is None:
+            raise InvalidInputError("how much room budgets on the GPU need is not known here, and none was given")
+        needed = 0
+    else:
+        needed = Kept.width(places, budgets, init, local)
+        budgets = torch.tensor(list(budgets), dtype=torch.int32, device=scores.device)
     if into is None:
         (into,) = Kept.rooms(1, rows, heads, needed, scores.device)
     width = into.table.shape[2]
@@ -187,7 +194,7 @@ def select_blocks(
             scores.contiguous(),
             table,
             tokens,
-            torch.tensor(list(budgets), dtype=torch.int32, device=scores.device),
+            budgets,
             *into,
             places,
             table.stride(0),

@@ -1,4 +1,4 @@
-"""What kernels over hash codes share: codes as words of four bytes, and how many bits of a word are set."""
+"""What kernels share: codes as words of four bytes, how many bits of a word are set, and powers of two."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def as_words(*codes: Tensor) -> list[Tensor]:
         if any(step % 4 for step in steps):
             return list(codes)
     return [each.view(torch.int32) for each in codes]
+
+
+def power_of_2(number: int) -> int:
+    """The least one that is no smaller. Triton's own is a function of its language: some microseconds a call."""
+    return 1 << (number - 1).bit_length()
