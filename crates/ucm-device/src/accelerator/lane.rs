@@ -24,9 +24,9 @@ pub(super) const STAGED: usize = 8 << 20;
 /// Descriptors of one round; a transfer of more makes several, each after the one before it.
 const DESCRIPTORS: usize = 16 << 10;
 
-/// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each. More would not be
-/// faster: two keep the bus busy in a direction.
-const ROOMS: usize = 4;
+/// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each. So many threads of a tier
+/// copy at a time.
+const ROOMS: usize = 8;
 
 /// Segments in the buffer begin at multiples of this.
 const ALIGNED: usize = 256;
