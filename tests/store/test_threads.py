@@ -38,8 +38,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     ),
 }
 
+#: On two processors, on which memory has two threads that copy.
 CHILD = """
 import json, os, sys, threading
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 from ucm.store import UcmConnectorFactoryV1
 from blocks import Memory, await_room, ids
 

@@ -259,7 +259,8 @@ def check_kept(
 ) -> None:
     width = min(table.shape[1], init + local + max(budgets)) + more
     (room,) = Kept.rooms(1, *scores.shape[:2], width)
-    kept = gpu.select_blocks(scores, table, tokens, size, budgets, init=init, local=local, into=room)
+    there = torch.tensor(budgets, dtype=torch.int32) if more else budgets  # as a step has them on a GPU
+    kept = gpu.select_blocks(scores, table, tokens, size, there, init=init, local=local, into=room)
     for row, head in itertools.product(range(len(tokens)), range(scores.shape[1])):
         length = int(tokens[row])
         n = -(-length // size)
@@ -315,6 +316,8 @@ def test_what_does_not_fit_is_said() -> None:
     scores = torch.zeros(2, 1, 16)
     with pytest.raises(InvalidInputError, match="more blocks than there are places"):
         gpu.select_blocks(scores, table, tokens, 2, [4, 4], init=1, local=1, into=Kept.rooms(1, 2, 1, 5)[0])
+    with pytest.raises(InvalidInputError, match="none was given"):
+        gpu.select_blocks(scores, table, tokens, 2, torch.tensor([4, 4], dtype=torch.int32))
     with pytest.raises(InvalidInputError, match="float32 or int32"):
         gpu.select_blocks(scores.double(), table, tokens, 2, [4, 4])
     with pytest.raises(InvalidInputError, match="do not fit each other"):

@@ -24,8 +24,8 @@ pub(super) const STAGED: usize = 8 << 20;
 /// Descriptors of one round; a transfer of more makes several, each after the one before it.
 const DESCRIPTORS: usize = 16 << 10;
 
-/// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each. So many threads of a tier
-/// copy at a time.
+/// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each. So many threads of the
+/// memory tier load at a time; what dumps meanwhile may find none left, and copies each run by itself.
 const ROOMS: usize = 8;
 
 /// Segments in the buffer begin at multiples of this.
@@ -65,19 +65,24 @@ impl Host<'_> {
         at > 0 && self.part(at).start == at
     }
 
-    /// The device's addresses of the host's side of runs; `None` where kernels cannot reach one.
-    pub(super) fn mapped(self, runs: &[Run]) -> Option<Vec<u64>> {
-        let pinned = self.pinned?;
+    /// Tells the device's addresses of the host's side of runs; `None` where kernels cannot reach it.
+    fn mapping(self) -> impl FnMut(&Run) -> Option<u64> {
         let (mut inside, mut first) = (0..0, 0);
-        let address = |run: &Run| {
+        move |run| {
             let at = self.at(run.at).expose_provenance();
             if !inside.contains(&at) {
+                let pinned = self.pinned?;
                 first = pinned.mapped(at)?;
                 inside = pinned.part_of(at);
             }
             Some(first + (at - inside.start) as u64)
-        };
-        runs.iter().map(address).collect()
+        }
+    }
+
+    /// Whether kernels can reach the host's side of runs.
+    pub(super) fn is_mapped(self, runs: &[Run]) -> bool {
+        let mut mapping = self.mapping();
+        runs.iter().all(|run| mapping(run).is_some())
     }
 }
 
@@ -284,17 +289,19 @@ impl Lane {
     /// # Safety
     /// As [`Lane::begin`].
     unsafe fn round_mapped(&mut self, direction: Direction, runs: &[Run], host: Host<'_>) -> Result<()> {
-        let mapped = host
-            .mapped(runs)
-            .ok_or_else(|| Error::internal("a kernel was to reach host memory that the device cannot"))?;
-        let pairs: Vec<[u64; 3]> = runs
-            .iter()
-            .zip(mapped)
-            .map(|(run, mapped)| match direction {
-                Direction::ToDevice => [mapped, run.address, run.len as u64],
-                Direction::ToHost => [run.address, mapped, run.len as u64],
-            })
-            .collect();
+        let (mut mapping, mut pairs) = (host.mapping(), Vec::with_capacity(runs.len()));
+        for run in runs {
+            let Some(mapped) = mapping(run) else {
+                return Err(Error::internal(
+                    "a kernel was to reach host memory that the device cannot",
+                ));
+            };
+            let (from, to) = match direction {
+                Direction::ToDevice => (mapped, run.address),
+                Direction::ToHost => (run.address, mapped),
+            };
+            pairs.push([from, to, run.len as u64]);
+        }
         let stream = self.stream(direction);
         let descriptors = self.upload(&pairs, stream)?;
         let grid = grid(runs, BLOCKS[1]);

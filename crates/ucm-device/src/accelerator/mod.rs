@@ -143,7 +143,8 @@ impl Accelerator {
             launch_ns = costs.launch,
             gb_s_to_device = costs.dma[Direction::ToDevice as usize],
             gb_s_to_host = costs.dma[Direction::ToHost as usize],
-            gap_ns = costs.gap[Direction::ToHost as usize],
+            gap_ns_to_device = costs.gap[Direction::ToDevice as usize],
+            gap_ns_to_host = costs.gap[Direction::ToHost as usize],
             "{name} opened: {}; copies to it by {}, from it by {}",
             shared.runtime.description(),
             words(&methods[Direction::ToDevice as usize]),
@@ -390,7 +391,7 @@ impl Shared {
         host: Host<'_>,
     ) -> Result<()> {
         let can = |method: Method, runs: &[Run]| {
-            lane.can(method) && (method != Method::Kernel || host.mapped(runs).is_some())
+            lane.can(method) && (method != Method::Kernel || host.is_mapped(runs))
         };
         let methods = &self.methods[direction as usize];
         let large = match wanted {

@@ -181,8 +181,9 @@ def hash_encode(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, s
 
 def hash_encode_query(query: Tensor, weights: Tensor, kv_heads: int) -> Tensor:
     """:func:`ucm.sparse.retrieval.hash_encode_query`: codes of the mean of the query heads that share a KV head."""
-    rows, _, size = query.shape
-    return hash_encode(query.view(rows, kv_heads, -1, size).mean(dim=2, dtype=torch.float32), weights)
+    rows, heads, size = query.shape
+    mean = query.view(rows, kv_heads, heads // kv_heads, size).mean(dim=2, dtype=torch.float32)
+    return hash_encode(mean, weights)
 
 
 @triton.jit(do_not_specialize=["slot_count"])

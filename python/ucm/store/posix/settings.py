@@ -40,9 +40,6 @@ _ANONYMOUS: dict[str, Any] = {
     "decode_context_parallel": 1,
 }
 
-#: Threads of a store that gather blocks, at least and at most.
-COPY_THREADS = (3, 6)
-
 _Bytes = Annotated[int, Field(ge=1)]
 
 T = TypeVar("T", bound="EngineSettings")
@@ -138,12 +135,6 @@ class EngineSettings(StoreSettings):
         """Name, version and bytes of every side shard, in order."""
         return [(name, side.version, side.bytes) for name, side in self.sides.items()]
 
-    def _copy_threads(self) -> int:
-        """Threads that gather blocks for dumps: all but one of them write what they gathered, and that one gathers on
-        where these wait for a medium. More than three where each process has so many processors for itself."""
-        processors = len(os.sched_getaffinity(0)) // self.processes
-        return min(max(COPY_THREADS[0], processors // 4), COPY_THREADS[1])
-
     def setup(self) -> str:
         """The description that the core takes, as JSON; times in seconds."""
         return json.dumps(
@@ -164,7 +155,7 @@ class EngineSettings(StoreSettings):
                 "scheduler_elsewhere": self.scheduler_elsewhere,
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
-                "copy_threads": self._copy_threads(),
+                "copy_threads": 3,  # two write what they gathered; the third gathers on where these wait for a medium
                 "lookup_s": self.deadlines.lookup_ms / 1000,
                 "load_s": self.deadlines.load_unknown_s,
                 "dump_s": self.deadlines.dump_s,
