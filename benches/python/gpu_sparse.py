@@ -16,9 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu"))
+
+from places import MissingError, place
 
 HEADS, KV_HEADS, DIM, BLOCK, BITS = 32, 8, 128, 128, 128
 #: Tokens of a request, requests, tokens that are kept.
@@ -185,13 +190,12 @@ def main() -> int:
     words.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
     given = words.parse_args()
     try:
-        import torch
-    except ImportError:
-        print("skipped, all of it: torch is not installed")
+        place("cuda")
+    except MissingError as missing:
+        print(f"skipped, all of it: {missing}")
         return 0
-    if not torch.cuda.is_available():
-        print(f"skipped, all of it: torch {torch.__version__} finds no GPU")
-        return 0
+    import torch
+
     moved = copied_gb_s()
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gb_s": moved}
     print(f"{about['device']}, torch {torch.__version__}; a copy on the GPU moves {moved:.0f} GB/s, read and written")
