@@ -65,14 +65,17 @@ impl<'a, 'b> Measure<'a, 'b> {
                 len,
             }]
         };
-        // Apart on the device, so that no two are one.
-        let small: Vec<Run> = (0..BYTES / FRAGMENT / 2)
-            .map(|i| Run {
-                at: i * FRAGMENT,
-                address: device + (2 * i * FRAGMENT) as u64,
-                len: FRAGMENT,
-            })
-            .collect();
+        // Half of the buffer in runs apart on the device, so that no two are one.
+        let apart = |len: usize| -> Vec<Run> {
+            (0..BYTES / len / 2)
+                .map(|i| Run {
+                    at: i * len,
+                    address: device + (2 * i * len) as u64,
+                    len,
+                })
+                .collect()
+        };
+        let (small, long) = (apart(FRAGMENT), apart(LONG));
         let tiny: Vec<Run> = small
             .iter()
             .take(CALLS)
@@ -88,13 +91,6 @@ impl<'a, 'b> Measure<'a, 'b> {
         let nothing = self.time(copy, Direction::ToHost, &[])?; // from one event to the next
         let calls = self.time(copy, Direction::ToHost, &tiny)?;
         let call = (calls - nothing).max(1.0) / CALLS as f64;
-        let long: Vec<Run> = (0..BYTES / LONG / 2)
-            .map(|i| Run {
-                at: i * LONG,
-                address: device + (2 * i * LONG) as u64,
-                len: LONG,
-            })
-            .collect();
         let mut gap = [0.0; 2];
         for way in ways {
             let copy = single(&methods[way as usize]);
