@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ucm.store.posix import UcmPosixStore
 
 #: Most starts of engines in one run of every day: each takes about ten seconds. Add to it with a reason.
-ENGINE_LIMIT = 53
+ENGINE_LIMIT = 48
 _hosts: list[EngineHost] = []
 
 
@@ -60,6 +60,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the engine's rows with another connector, with {root} for the directory that is harmed; "
         "of what ours counts nothing is then asked",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves to the long form what ``one_runner`` marks, on the second runner."""
+    if os.environ.get("UCM_TEST_LONG"):
+        return
+    skip = pytest.mark.skip(reason="one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both")
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if item.get_closest_marker("one_runner") and call is not None and call.params.get("runner") == "v2":
+            item.add_marker(skip)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

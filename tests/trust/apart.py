@@ -67,7 +67,7 @@ APART = (
 #: Cells that are known to fail, and why; they must fail.
 KNOWN: tuple[Apart, ...] = ()
 
-#: What every column but the first meets in the short form, where it means something.
+#: What every column but the first meets in the short form, where it means something; of engines, the second runner's.
 _SHORT = {
     *("flip: header checksum", "flip: last shard", "zeroed: everything", "truncated: middle", "longer: a byte"),
     *("swapped", "another identity", "newer version", "removed", "directory", "pipe"),
@@ -125,7 +125,9 @@ def through(row: Row, engine: str) -> bool:
         over_pc = next(column for column in COLUMNS if column.memory and column.in_segments)
         meets = isinstance(row, EngineRow) or (row.through != "no" and not why_not(row, over_pc))
         return meets and (LONG or row.line in _SHORT_OVER_PC)
-    return row.through == "short" or (LONG and row.through == "long")
+    if LONG:
+        return row.through != "no"
+    return row.through == "short" and (engine == V1 or row.line in _SHORT)
 
 
 def cells(rows: Sequence[R]) -> list[tuple[R, Column]]:

@@ -15,6 +15,8 @@ from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk
 from specs import EngineSpec, Result
 
+pytestmark = pytest.mark.one_runner
+
 #: What one dump and one load cannot do without: the event of the model's stream, small pieces by kernels, and the bus.
 FUNCTIONS = ("cuEventQuery", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
 

@@ -19,7 +19,10 @@ from throttled import Throttle
 
 from ucm.integration.vllm.connector.admission.admission import UNLEARNT
 
-pytestmark = pytest.mark.skipif(store_under_test() != "posix", reason="the throttled tier is a POSIX store")
+pytestmark = [
+    pytest.mark.one_runner,
+    pytest.mark.skipif(store_under_test() != "posix", reason="the throttled tier is a POSIX store"),
+]
 
 #: A load may take 2 s here however quickly this machine computes: enough for one that is not held up.
 DEADLINES = PATIENT | {"load_min_ms": 2000, "load_max_s": 5.0, "load_unknown_s": 5.0}

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cases import REPLACED, STORED, Case
 from checks import assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import new_disk
 from specs import EngineSpec, Result
+
+pytestmark = pytest.mark.one_runner
 
 CASE, LATE = STORED["middle"], STORED["shared_b"]
 

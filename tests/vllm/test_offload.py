@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,10 @@ from specs import BLOCK, ROOM, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.config.sparse import QuestConfig
 
-pytestmark = pytest.mark.skipif(IN_USE, reason="keys are read from memory that only a device may touch")
+pytestmark = [
+    pytest.mark.one_runner,
+    pytest.mark.skipif(IN_USE, reason="keys are read from memory that only a device may touch"),
+]
 
 LONGEST = 7040  # tokens
 RATIO, WINDOWS = 0.3, 3
@@ -63,8 +65,6 @@ def long_model(work: Path) -> Path:
 @pytest.fixture(scope="module")
 def long_spec(runner: str, work: Path, long_model: Path) -> EngineSpec:
     """An engine in this test's hands: it steps when it is told to."""
-    if runner == "v2" and not os.environ.get("UCM_TEST_LONG"):
-        pytest.skip("one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both")
     return EngineSpec(
         long_model,
         runner,
@@ -184,8 +184,6 @@ BYTES_READ = "sum(tier.get('bytes_read', 0) for tier in connector.stats()['tiers
 @pytest.fixture(scope="module")
 def deep(runner: str, work: Path, host: EngineHost) -> Engine:
     """An engine whose blocks are large, over a memory that has room for few of them."""
-    if runner == "v2" and not os.environ.get("UCM_TEST_LONG"):
-        pytest.skip("one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both")
     model = write_model(work / "deep-model", llama_config(DEEP_LAYERS) | {"max_position_embeddings": LONGEST})
     disk = new_disk(work, f"deep-{runner}")
     options = {"store_pipeline": "Cache|Posix", "cache_size": "4MiB", "layout": "file", **ROOM}

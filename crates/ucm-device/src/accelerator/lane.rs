@@ -14,15 +14,12 @@ use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::pinned::{Arenas, Pinned};
-use super::plan::{DESCRIPTOR, Method, Run};
+use super::plan::{DESCRIPTOR, DESCRIPTORS, Method, Run};
 use super::runtime::{Direction, Kernel, RawEvent, RawStream, Runtime, wait_until_over};
 use crate::arena::{ArenaOptions, HostArena};
 
 /// Bytes that are staged at once.
 pub(super) const STAGED: usize = 8 << 20;
-
-/// Descriptors of one round; a transfer of more makes several, each after the one before it.
-const DESCRIPTORS: usize = 16 << 10;
 
 /// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each. So many threads of the
 /// memory tier load at a time; what dumps meanwhile may find none left, and copies each run by itself.

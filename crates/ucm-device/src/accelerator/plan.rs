@@ -106,6 +106,9 @@ pub(super) struct Costs {
 /// Bytes of a descriptor on the device.
 pub(super) const DESCRIPTOR: usize = 24;
 
+/// Descriptors of one round; a transfer of more makes several, each after the one before it.
+pub(super) const DESCRIPTORS: usize = 16 << 10;
+
 impl Costs {
     /// Nanoseconds of a transfer of `count` runs of `bytes` in all, which make `segments` contiguous parts of the host
     /// buffer.
@@ -117,8 +120,18 @@ impl Costs {
         segments: usize,
         bytes: usize,
     ) -> f64 {
+        let rounds = match method {
+            Method::Kernel | Method::Staging => count.div_ceil(DESCRIPTORS).max(1) as f64,
+            Method::Dma | Method::Plain => 1.0,
+        };
+        let (n, bytes) = (count as f64 / rounds, bytes as f64 / rounds);
+        let parts = (segments as f64 / rounds).max(1.0);
+        rounds * self.round(method, direction, n, parts, bytes)
+    }
+
+    /// The same, of as many runs as one round has room for.
+    fn round(&self, method: Method, direction: Direction, n: f64, parts: f64, bytes: f64) -> f64 {
         let way = direction as usize;
-        let (n, parts, bytes) = (count as f64, segments as f64, bytes as f64);
         let moved = bytes / self.dma[way];
         // So many copies end: the host begins the next one while one goes on.
         let copies = |n: f64| {
