@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -220,6 +221,9 @@ async def serve(connection: Connection) -> None:
                 return
 
     threading.Thread(target=read, name="commands", daemon=True).start()
+    os.environ.update(first["environment"])
+    path = first["environment"]["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = path + [place for place in sys.path if place not in path]
     transfer = KVTransferConfig(**first["kv_transfer"]) if first["kv_transfer"] is not None else None
     config = AsyncEngineArgs(**first["args"], kv_transfer_config=transfer).create_engine_config()
     if first["fork"]:

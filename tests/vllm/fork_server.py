@@ -1,7 +1,8 @@
 """Processes of engines, forked from one that has imported vLLM: to import it takes longer than all else of a start.
 
 Run as ``fork_server.py <fd>``: a socket that brings the files of one engine after the other, until its other end is
-closed. There is a server for each environment, for vLLM reads it while it is imported.
+closed. There is a server for each environment in which vLLM is imported; what an engine's own has besides, its process
+sets (``engine_child.py``).
 """
 
 from __future__ import annotations

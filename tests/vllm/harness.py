@@ -79,7 +79,7 @@ class Engine:
         ours, theirs = socket.socketpair()
         try:
             with theirs, self.log.open("wb") as log:
-                server = ForkServer.of(self.spec.environment(), log.fileno())
+                server = ForkServer.of(self.spec.imported_in(), log.fileno())
                 self.process = server.fork(theirs.fileno(), log.fileno())
         except OSError as error:
             raise EngineError(f"no process for the engine: {error}\n{self.log_tail()}") from error

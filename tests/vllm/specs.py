@@ -96,6 +96,7 @@ class EngineSpec:
         return {
             "args": self.engine_args(),
             "kv_transfer": self.kv_transfer(),
+            "environment": self.environment(),
             "fork": fork,
             "in_process": self.in_process,
         }
@@ -145,6 +146,12 @@ class EngineSpec:
                 **self.extra_config,
             },
         }
+
+    def imported_in(self) -> dict[str, str]:
+        """The environment in which vLLM is imported: nothing reads what else :meth:`environment` says until an engine
+        starts."""
+        alike = self.but(env={}, pythonpath=(), in_process=False, tensor_parallel=1, accelerated=False)
+        return alike.environment()
 
     def environment(self) -> dict[str, str]:
         """The child's whole environment."""

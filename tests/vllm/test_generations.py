@@ -25,7 +25,7 @@ def test_weights_replaced(
     runner: str, host: EngineHost, model: Path, other_model: Path, work: Path, reference: dict[str, Result]
 ) -> None:
     store = new_disk(work, f"generations-{runner}").store()
-    spec = EngineSpec(model, runner, store, label=f"weights-{runner}", fork=False)
+    spec = EngineSpec(model, runner, store, label=f"weights-{runner}")
     server = _Life(host.get(spec), in_process=False)
     assert_same(server.ask(CASE), reference["middle"])
     server.replaced(model, other_model, reference)
