@@ -55,9 +55,14 @@ impl DeviceSpan {
         }
     }
 
-    /// Checks that the span can be used at all: no null address unless empty, no end past the address space.
+    /// Whether the span can be used at all: no null address unless empty, no end past the address space.
+    pub(crate) const fn is_sound(self) -> bool {
+        self.is_empty() || (self.addr != 0 && self.addr.checked_add(self.len).is_some())
+    }
+
+    /// The same, with what is wrong.
     pub(crate) fn check(self) -> Result<()> {
-        if self.is_empty() || (self.addr != 0 && self.addr.checked_add(self.len).is_some()) {
+        if self.is_sound() {
             return Ok(());
         }
         Err(Error::invalid("an address is null, or its range wraps around")
@@ -102,6 +107,11 @@ impl HostSpan {
     /// Whether it names no byte at all.
     pub const fn is_empty(self) -> bool {
         self.0.is_empty()
+    }
+
+    /// As [`DeviceSpan::is_sound`].
+    pub(crate) const fn is_sound(self) -> bool {
+        self.0.is_sound()
     }
 
     /// As [`DeviceSpan::check`].

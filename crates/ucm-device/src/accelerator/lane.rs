@@ -57,11 +57,6 @@ impl Host<'_> {
         })
     }
 
-    /// Whether pinned memory of its own begins at this offset: no copy goes over it.
-    fn is_border(self, at: usize) -> bool {
-        at > 0 && self.part(at).start == at
-    }
-
     /// Tells the device's addresses of the host's side of runs; `None` where kernels cannot reach it.
     fn mapping(self) -> impl FnMut(&Run) -> Option<u64> {
         let (mut inside, mut first) = (0..0, 0);
@@ -83,13 +78,16 @@ impl Host<'_> {
     }
 }
 
-/// Some runs that are staged together, each with its offset in the buffer.
+/// Runs that are staged together: `count` of them from `first` on, the longest of so many bytes.
+#[derive(Default)]
 struct Chunk {
     first: usize,
-    offsets: Vec<usize>,
+    count: usize,
+    longest: usize,
+    segments: Vec<Segment>,
 }
 
-/// A contiguous part of the host buffer and of a chunk.
+/// A contiguous part of the host buffer and of the buffer on the device.
 struct Segment {
     at: usize,
     offset: usize,
@@ -286,8 +284,8 @@ impl Lane {
     /// # Safety
     /// As [`Lane::begin`].
     unsafe fn round_mapped(&mut self, direction: Direction, runs: &[Run], host: Host<'_>) -> Result<()> {
-        let (mut mapping, mut pairs) = (host.mapping(), Vec::with_capacity(runs.len()));
-        for run in runs {
+        let mut mapping = host.mapping();
+        for (descriptor, run) in self.descriptors()?.iter_mut().zip(runs) {
             let Some(mapped) = mapping(run) else {
                 return Err(Error::internal(
                     "a kernel was to reach host memory that the device cannot",
@@ -297,15 +295,16 @@ impl Lane {
                 Direction::ToDevice => (mapped, run.address),
                 Direction::ToHost => (run.address, mapped),
             };
-            pairs.push([from, to, run.len as u64]);
+            *descriptor = [from, to, run.len as u64];
         }
         let stream = self.stream(direction);
-        let descriptors = self.upload(&pairs, stream)?;
-        let grid = grid(runs, BLOCKS[1]);
+        let descriptors = self.upload(runs.len(), stream)?;
+        let longest = runs.iter().map(|run| run.len).max().unwrap_or(0);
+        let grid = tiles(runs.len(), longest, BLOCKS[1]);
         // SAFETY: as the caller vouches; the descriptors are in the lane's own memory until the stream's work is over.
         unsafe {
             self.runtime
-                .launch(Kernel::Batch, descriptors, pairs.len() as u64, 0, grid, stream)
+                .launch(Kernel::Batch, descriptors, runs.len() as u64, 0, grid, stream)
         }
     }
 
@@ -314,20 +313,16 @@ impl Lane {
     /// # Safety
     /// As [`Lane::begin`].
     unsafe fn round_staged(&mut self, direction: Direction, runs: &[Run], host: Host<'_>) -> Result<()> {
-        let chunks = chunks(runs);
-        let mut pieces = Vec::with_capacity(runs.len());
-        for chunk in &chunks {
-            for (run, &offset) in runs[chunk.first..].iter().zip(&chunk.offsets) {
-                pieces.push([run.address, offset as u64, run.len as u64]);
-            }
-        }
+        let chunks = staged(runs, |at| host.part(at), self.descriptors()?);
         let stream = self.stream(direction);
-        let descriptors = self.upload(&pieces, stream)?;
+        let descriptors = self.upload(runs.len(), stream)?;
         let buffer = self.room()?.memory;
         for chunk in &chunks {
-            let some = &runs[chunk.first..chunk.first + chunk.offsets.len()];
-            let (first, count) = (descriptors + (chunk.first * DESCRIPTOR) as u64, some.len() as u64);
-            let grid = grid(some, BLOCKS[0]);
+            let (first, count) = (
+                descriptors + (chunk.first * DESCRIPTOR) as u64,
+                chunk.count as u64,
+            );
+            let grid = tiles(chunk.count, chunk.longest, BLOCKS[0]);
             // SAFETY: as the caller vouches; the buffer is the lane's own, and what is done with it is done in the
             // order of one stream.
             unsafe {
@@ -335,7 +330,7 @@ impl Lane {
                     self.runtime
                         .launch(Kernel::Gather, first, count, buffer, grid, stream)?;
                 }
-                for segment in segments(some, &chunk.offsets, |at| host.is_border(at)) {
+                for segment in &chunk.segments {
                     let (device, host) = (buffer + segment.offset as u64, host.at(segment.at));
                     self.copy(direction, device, host, segment.len)?;
                 }
@@ -387,7 +382,8 @@ impl Lane {
             if number > 0 {
                 self.wait(direction)?;
             }
-            let descriptors = self.upload(round, stream)?;
+            self.descriptors()?[..round.len()].copy_from_slice(round);
+            let descriptors = self.upload(round.len(), stream)?;
             let longest = round.iter().map(|pair| pair[2]).max().unwrap_or(0);
             let grid = tiles(round.len(), longest as usize, BLOCKS[0]);
             // SAFETY: as the caller vouches.
@@ -404,19 +400,22 @@ impl Lane {
         self.room.as_ref().ok_or_else(none)
     }
 
-    /// Begins to bring descriptors to the device; where they are there. The ones before must not be in use any more.
-    fn upload(&mut self, descriptors: &[[u64; 3]], stream: RawStream) -> Result<u64> {
+    /// Where descriptors are written. The ones before must not be in use any more.
+    fn descriptors(&mut self) -> Result<&mut [[u64; 3]]> {
+        let first = self.room()?.descriptors.at(0);
+        // SAFETY: the arena is the lane's own, begins at a page, has room for so many and holds numbers; nothing on the
+        // device reads it now, and the lane is borrowed for as long as the slice is.
+        Ok(unsafe { std::slice::from_raw_parts_mut(first.cast(), DESCRIPTORS) })
+    }
+
+    /// Begins to bring so many descriptors to the device; where they are there.
+    fn upload(&mut self, count: usize, stream: RawStream) -> Result<u64> {
         let room = self.room()?;
         let (to, from) = (room.memory + STAGED as u64, room.descriptors.at(0));
-        debug_assert!(descriptors.len() <= DESCRIPTORS);
-        // SAFETY: the arena is the lane's own, of room for so many, and nothing on the device reads it now; the range
-        // on the device is the lane's too.
-        unsafe {
-            let words = from.cast::<u64>();
-            std::ptr::copy_nonoverlapping(descriptors.as_ptr().cast(), words, 3 * descriptors.len());
-            self.runtime
-                .to_device(to, from, descriptors.len() * DESCRIPTOR, stream)?;
-        }
+        debug_assert!(count <= DESCRIPTORS);
+        // SAFETY: both ranges are the lane's own and have room for so many; no one writes to the one on the host until
+        // the stream's work is over.
+        unsafe { self.runtime.to_device(to, from, count * DESCRIPTOR, stream) }?;
         Ok(to)
     }
 }
@@ -433,62 +432,51 @@ impl Drop for Lane {
     }
 }
 
-/// Runs in the order of the host buffer, as many as fit into the buffer at a time; neighbours in the one are neighbours
-/// in the other. None is longer than the buffer.
-fn chunks(runs: &[Run]) -> Vec<Chunk> {
-    let mut chunks: Vec<Chunk> = Vec::new();
-    let mut end = 0_usize; // of what is in the last chunk, and in the host buffer
-    let mut host_end = usize::MAX;
-    for (number, run) in runs.iter().enumerate() {
-        let offset = if run.at == host_end {
+/// Chunks of runs, which are in the order of the host buffer, and their descriptors: as many as fit into the buffer on the
+/// device at a time. Neighbours in the one buffer are neighbours in the other; no segment crosses the border of two
+/// parts of pinned memory. No run is longer than the buffer.
+fn staged(runs: &[Run], part: impl Fn(usize) -> Range<usize>, descriptors: &mut [[u64; 3]]) -> Vec<Chunk> {
+    let (mut chunks, mut chunk) = (Vec::new(), Chunk::default());
+    let mut end = 0_usize; // of what is in the chunk, and in the host buffer
+    let (mut host_end, mut inside) = (usize::MAX, 0..0);
+    for (run, descriptor) in runs.iter().zip(descriptors) {
+        let is_next = run.at == host_end;
+        let is_same_part = inside.contains(&run.at);
+        if !is_same_part {
+            inside = part(run.at);
+        }
+        let mut offset = if is_next {
             end
         } else {
             end.next_multiple_of(ALIGNED)
         };
-        match chunks.last_mut() {
-            Some(chunk) if offset + run.len <= STAGED => {
-                chunk.offsets.push(offset);
-                end = offset + run.len;
-            }
-            _ => {
-                chunks.push(Chunk {
-                    first: number,
-                    offsets: vec![0],
-                });
-                end = run.len;
-            }
+        if offset + run.len > STAGED {
+            let first = chunk.first + chunk.count;
+            chunks.push(std::mem::replace(
+                &mut chunk,
+                Chunk {
+                    first,
+                    ..Chunk::default()
+                },
+            ));
+            offset = 0;
         }
-        host_end = run.at + run.len;
-    }
-    chunks
-}
-
-/// The contiguous parts of a chunk, none over a border.
-fn segments(runs: &[Run], offsets: &[usize], is_border: impl Fn(usize) -> bool) -> Vec<Segment> {
-    let mut segments: Vec<Segment> = Vec::new();
-    for (run, &offset) in runs.iter().zip(offsets) {
-        match segments.last_mut() {
-            Some(last)
-                if last.at + last.len == run.at && last.offset + last.len == offset && !is_border(run.at) =>
-            {
-                last.len += run.len;
-            }
-            _ => segments.push(Segment {
+        *descriptor = [run.address, offset as u64, run.len as u64];
+        match chunk.segments.last_mut() {
+            Some(last) if is_next && is_same_part => last.len += run.len,
+            _ => chunk.segments.push(Segment {
                 at: run.at,
                 offset,
                 len: run.len,
             }),
         }
+        chunk.count += 1;
+        chunk.longest = chunk.longest.max(run.len);
+        end = offset + run.len;
+        host_end = run.at + run.len;
     }
-    segments
-}
-
-fn grid(runs: &[Run], blocks: u32) -> [u32; 2] {
-    tiles(
-        runs.len(),
-        runs.iter().map(|run| run.len).max().unwrap_or(0),
-        blocks,
-    )
+    chunks.push(chunk);
+    chunks
 }
 
 /// A grid over descriptors and tiles of at most so many blocks of threads.

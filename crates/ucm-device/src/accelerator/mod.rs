@@ -402,7 +402,10 @@ impl Shared {
             }
             _ => STAGED / 2,
         };
-        let (large, small): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(|run| run.len > large);
+        let (large, small) = match runs.iter().any(|run| run.len > large) {
+            true => runs.into_iter().partition(|run| run.len > large),
+            false => (Vec::new(), runs),
+        };
         let usable: Vec<Method> = methods
             .iter()
             .copied()

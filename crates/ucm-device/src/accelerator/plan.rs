@@ -1,5 +1,6 @@
 //! How a transfer is made: which copies, by which method.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::span::Piece;
@@ -50,11 +51,11 @@ pub(super) fn runs(
     allocation: impl Fn(u64) -> Option<Range<u64>>,
     part: impl Fn(usize) -> Range<usize>,
 ) -> Vec<Run> {
-    let mut sorted: Vec<&Piece> = pieces.iter().filter(|piece| !piece.span.is_empty()).collect();
-    if !sorted.is_sorted_by_key(|piece| piece.at) {
-        sorted.sort_by_key(|piece| piece.at);
+    let mut sorted = Cow::Borrowed(pieces);
+    if !pieces.is_sorted_by_key(|piece| piece.at) {
+        sorted.to_mut().sort_by_key(|piece| piece.at);
     }
-    let mut runs: Vec<Run> = Vec::new();
+    let mut runs: Vec<Run> = Vec::with_capacity(pieces.len());
     let (mut known, mut inside) = (0..0, 0..0); // the allocation and the part that were asked for last
     let mut is_one = |first: u64, last: u64| {
         if !known.contains(&first) {
@@ -62,7 +63,7 @@ pub(super) fn runs(
         }
         known.contains(&first) && known.contains(&last)
     };
-    for piece in sorted {
+    for piece in sorted.iter().filter(|piece| !piece.span.is_empty()) {
         let (mut at, mut address, mut left) = (piece.at, piece.span.addr(), piece.span.len() as usize);
         while left > 0 {
             if !inside.contains(&at) {
