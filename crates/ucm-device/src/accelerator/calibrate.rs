@@ -14,8 +14,10 @@ use super::runtime::{Direction, RawEvent};
 const BYTES: usize = Bench::LEN;
 /// Bytes of a fragment where there are many.
 const FRAGMENT: usize = 4 << 10;
-/// And where a kernel reads them over the bus: short ones slower than long ones, of which staged copies are as fast.
+/// And of short ones, which a kernel moves over the bus more slowly.
 const SHORT: usize = 1 << 10;
+/// So many more of them are in as many bytes.
+const SHORTER: usize = BYTES / 2 / SHORT - BYTES / 2 / FRAGMENT;
 /// Small copies, one after the other.
 const CALLS: usize = 64;
 /// Bytes of copies that take longer than to begin them, so that the bus waits for none.
@@ -104,16 +106,21 @@ impl<'a, 'b> Measure<'a, 'b> {
             launch: call,
             dma,
             gap,
+            piece: [0.0; 2],
             mapped: dma,
             device: f64::INFINITY,
         };
         for way in ways {
             let may = |method| methods[way as usize].contains(&method);
             if may(Method::Kernel) {
-                let [one, all] = [&tiny[..1], &short[..]].map(|runs| self.time(Method::Kernel, way, runs));
-                let one = one? - nothing;
+                let [one, long, short] =
+                    [&tiny[..1], &small, &short].map(|runs| self.time(Method::Kernel, way, runs));
+                let (one, long) = (one? - nothing, long?);
                 costs.launch = (one - call).max(0.0);
-                costs.mapped[way as usize] = bytes_of(&short) / (all? - one).max(1.0);
+                let piece = ((short? - long) / SHORTER as f64).max(0.0);
+                let moved = (long - one - piece * small.len() as f64).max(1.0);
+                costs.piece[way as usize] = piece;
+                costs.mapped[way as usize] = bytes_of(&small) / moved;
             }
             if may(Method::Staging) {
                 let took = self.time(Method::Staging, way, &small)?;

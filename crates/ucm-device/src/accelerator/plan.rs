@@ -100,6 +100,8 @@ pub(super) struct Costs {
     pub(super) gap: [f64; 2],
     /// Of a kernel that reads the host's memory, and one that writes it.
     pub(super) mapped: [f64; 2],
+    /// Nanoseconds that such a kernel takes for a run besides its bytes.
+    pub(super) piece: [f64; 2],
     /// Of a kernel between two places on the device; each byte is read and written.
     pub(super) device: f64,
 }
@@ -145,7 +147,10 @@ impl Costs {
         let (host, device) = match (method, direction) {
             (Method::Dma, _) => (n * self.call, copies(n)),
             (Method::Plain, _) => (0.0, n * self.call + moved),
-            (Method::Kernel, _) => (self.call + self.launch, kernel + bytes / self.mapped[way]),
+            (Method::Kernel, _) => (
+                self.call + self.launch,
+                kernel + n * self.piece[way] + bytes / self.mapped[way],
+            ),
             (Method::Staging, _) => {
                 let host = self.call + self.launch + parts * self.call;
                 let on_device = bytes / self.device;
@@ -237,6 +242,7 @@ mod tests {
         dma: [55.0; 2],
         gap: [0.0; 2],
         mapped: [35.0; 2],
+        piece: [0.0; 2],
         device: 1500.0,
     };
 
@@ -265,6 +271,7 @@ mod tests {
             dma: [53.0; 2],
             gap: [1600.0; 2],
             mapped: [50.0; 2],
+            piece: [0.0; 2],
             device: 1500.0,
         };
         let of = |len: usize, count: usize| {
