@@ -50,7 +50,7 @@ BIN := $(VENV)/bin
 STAGE := tools/stage
 INSTALL := $(UV) pip install --quiet --constraint requirements/lock.txt --overrides requirements/overrides.txt
 NEXTEST := $(shell command -v cargo-nextest)
-RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock
+RUST_SOURCES := $(shell find crates -name tests -prune -o \( -name '*.rs' -o -name Cargo.toml \) -print) Cargo.toml Cargo.lock
 PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 
 export STAGE_RUN := $(shell date +%s.%N)
