@@ -113,14 +113,16 @@ impl<'a, 'b> Measure<'a, 'b> {
         for way in ways {
             let may = |method| methods[way as usize].contains(&method);
             if may(Method::Kernel) {
-                let [one, long, short] =
+                let [one, few, many] =
                     [&tiny[..1], &small, &short].map(|runs| self.time(Method::Kernel, way, runs));
-                let (one, long) = (one? - nothing, long?);
+                let (one, few, many) = (one? - nothing, few?, many?);
                 costs.launch = (one - call).max(0.0);
-                let piece = ((short? - long) / SHORTER as f64).max(0.0);
-                let moved = (long - one - piece * small.len() as f64).max(1.0);
+                let piece = ((many - few) / SHORTER as f64).max(0.0);
                 costs.piece[way as usize] = piece;
-                costs.mapped[way as usize] = bytes_of(&small) / moved;
+                let rate = |ns: f64| bytes_of(&small) / ns.max(1.0);
+                let (whole, rest) = (few - one, few - one - piece * small.len() as f64);
+                // Where hardly more than the number of runs counts, the rest says nothing of the bus.
+                costs.mapped[way as usize] = rate(rest).min(rate(whole).max(dma[way as usize]));
             }
             if may(Method::Staging) {
                 let took = self.time(Method::Staging, way, &small)?;
