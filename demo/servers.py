@@ -2,7 +2,7 @@
 port of its own of this machine, ended with the process that started it.
 
 ``redis-server`` is a package of the system (``make servers`` installs it where it may), ``s3s-fs`` an S3 server that
-keeps objects in files and is built by ``make servers-long``, ``moto`` one in Python that forgets them when it ends.
+keeps objects in files and is built by ``make servers-long``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -61,17 +60,7 @@ class Server:
 
     def start(self) -> None:
         """Starts it, and waits until it listens."""
-        # Through a pipe it hears when we end, however that is: its standard input is closed then.
-        keeper = 'trap "" TERM; "$@" </dev/null >/dev/null 2>&1 & pid=$!; echo $pid; read -r _; kill -9 $pid; wait $pid'
-        self._process = subprocess.Popen(
-            ["sh", "-c", keeper, "sh", *self._command(self.port)],
-            cwd=self._directory,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert self._process.stdout is not None
-        self._pid = int(self._process.stdout.readline())
+        self._pid = self._begin()
         deadline = time.monotonic() + PATIENCE
         while not self._listens():
             if time.monotonic() > deadline or not _is_there(self._pid):
@@ -85,6 +74,20 @@ class Server:
             return
         self._process.communicate(b"\n")
         self._process = None
+
+    def _begin(self) -> int:
+        """Starts its process and returns that one's id."""
+        # Through a pipe it hears when we end, however that is: its standard input is closed then.
+        keeper = 'trap "" TERM; "$@" </dev/null >/dev/null 2>&1 & pid=$!; echo $pid; read -r _; kill -9 $pid; wait $pid'
+        self._process = subprocess.Popen(
+            ["sh", "-c", keeper, "sh", *self._command(self.port)],
+            cwd=self._directory,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
 
     def restart(self) -> None:
         """Kills it and starts it again."""
@@ -127,12 +130,6 @@ def s3_server(directory: pathlib.Path) -> Server:
         lambda port: [str(program), "--host", "127.0.0.1", "--port", str(port), *keys, str(directory.resolve())],
         directory,
     )
-
-
-def moto_server(directory: pathlib.Path, *more: str) -> Server:
-    """moto's S3 server, in Python; the bucket is to be made with :func:`make_bucket`. It forgets what it had."""
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", *more]
-    return Server(lambda port: [*command, "-p", str(port)], directory)
 
 
 def _is_there(pid: int) -> bool:

@@ -7,10 +7,8 @@ the process that loads it (``tests/mooncake`` has its matrix), and 3FS is a libr
 from __future__ import annotations
 
 import ctypes
-import http.client
 import os
 import socket
-import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,9 @@ from typing import Any, BinaryIO, Protocol, Self
 
 import pytest
 from mooncake_pool import PACKAGE, Pool
+from moto_server import MotoServer
 
-from servers import BUCKET, MissingError, Server, moto_server, redis_server, s3_server
+from servers import BUCKET, MissingError, redis_server, s3_server
 
 #: What every name in a bucket begins with.
 PREFIX = "tests"
@@ -85,22 +84,6 @@ def _on_mooncake(at: str) -> dict[str, Any]:
 
 def _on_3fs(at: str) -> dict[str, Any]:
     return {"storage_backends": f"{at}/root", "hf3fs_library": SOFT3FS, "free_space_floor": 0}
-
-
-class _Moto:
-    """It has no bucket when it starts."""
-
-    def __call__(self, directory: Path) -> Server:
-        server = moto_server(directory)
-        start = server.start
-
-        def start_with_bucket() -> None:
-            start()
-            make_bucket(server.at)
-
-        server.start = start_with_bucket  # type: ignore[method-assign]
-        make_bucket(server.at)
-        return server
 
 
 class MooncakeMaster(Pool):
@@ -172,16 +155,6 @@ class Mount3fs:
         self.start()
 
 
-def make_bucket(at: str, tls: ssl.SSLContext | None = None) -> None:
-    """Makes the bucket on a server that asks nobody for keys."""
-    connection = http.client.HTTPConnection(at, timeout=30)
-    if tls is not None:
-        connection = http.client.HTTPSConnection(at, timeout=30, context=tls)
-    connection.request("PUT", f"/{BUCKET}")
-    connection.getresponse().read()
-    connection.close()
-
-
 REDIS = Column("redis", "UcmRedisStore", redis_server, _on_redis, keeps=False, http=False)
 REDIS_AOF = Column(
     "redis, kept",
@@ -192,7 +165,7 @@ REDIS_AOF = Column(
     http=False,
 )
 S3S_FS = Column("s3s-fs", "UcmObjectStore", s3_server, _on_s3, keeps=True, http=True)
-MOTO = Column("moto", "UcmObjectStore", _Moto(), _on_s3, keeps=False, http=True)
+MOTO = Column("moto", "UcmObjectStore", MotoServer, _on_s3, keeps=False, http=True)
 MOONCAKE = Column(
     "mooncake", "UcmMooncakeStore", MooncakeMaster, _on_mooncake, keeps=False, http=False, pythonpath=(str(PACKAGE),)
 )

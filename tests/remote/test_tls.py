@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import ssl
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,10 +11,11 @@ from typing import Any
 
 import pytest
 from blocks import PATIENT, Memory, ids
-from remote_columns import MOTO, make_bucket, started
+from moto_server import MotoServer
+from remote_columns import MOTO, started
 from test_matrix import loaded, opened
 
-from servers import MissingError, Server, moto_server
+from servers import MissingError
 from ucm.errors import ConfigError, UnhealthyError
 
 COUNT = 8
@@ -48,14 +48,14 @@ class Secure:
         return {"object_endpoint": f"https://{self.at}", "deadlines": PATIENT, **trusted}
 
 
-def secure_server(directory: Path) -> Server:
+def secure_server(directory: Path) -> MotoServer:
     """moto's server with a certificate of ours; the certificates lie beside its directory."""
     if shutil.which("openssl") is None:
         raise MissingError("openssl is not installed; `make servers` installs it as root (apt-get)")
     beside = directory.parent
     made = subprocess.run(["sh", "-c", CERTIFICATES], cwd=beside, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
-    return moto_server(directory, "-c", str(beside / "server.pem"), "-k", str(beside / "server.key"))
+    return MotoServer(directory, (beside / "server.pem", beside / "server.key"))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,6 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     """The server of these tests, which leave each other's blocks alone."""
     directory = tmp_path_factory.mktemp("tls")
     with started(replace(MOTO, start=secure_server), directory / "server") as server:
-        make_bucket(server.at, ssl.create_default_context(cafile=directory / "ours.pem"))
         yield Secure(server.at, directory)
 
 
