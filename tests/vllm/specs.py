@@ -79,7 +79,7 @@ class EngineSpec:
     transfer: Mapping[str, Any] | None = None
     label: str = ""
     #: Its processes are forked, as vLLM has it where there is a GPU; on the CPU it spawns them, and each imports
-    #: everything again: twice the time of a start. Those of several ranks are spawned whatever this says.
+    #: everything again: twice the time of a start.
     fork: bool = True
     #: Scheduler and worker live in the process of their user, who calls every step.
     in_process: bool = False
@@ -92,12 +92,11 @@ class EngineSpec:
 
     def first_message(self) -> dict[str, Any]:
         """What ``engine_child.py`` is told before all else."""
-        fork = self.fork and self.tensor_parallel == 1
         return {
             "args": self.engine_args(),
             "kv_transfer": self.kv_transfer(),
             "environment": self.environment(),
-            "fork": fork,
+            "fork": self.fork,
             "in_process": self.in_process,
         }
 
