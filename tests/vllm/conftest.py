@@ -79,9 +79,10 @@ def reference(work: Path, host: EngineHost, model: Path, other_model: Path) -> d
 
 @pytest.fixture(scope="session")
 def cold(runner: str, work: Path, host: EngineHost, model: Path, reference: dict[str, Result]) -> Life:
-    """The first life: all of ``STORED`` and ``CROWD`` asked, then the engine ended at once."""
+    """The first life: all of ``STORED`` and ``CROWD`` asked, then the engine ended at once. On the first runner its
+    processes are spawned, as those of users on a CPU are."""
     life = Life(runner, model, new_disk(work, f"blocks-{runner}"), {}, "", "")
-    engine = host.get(life.cold_spec)
+    engine = host.get(life.cold_spec.but(fork=runner == "v2"))
     policy, module = engine.scheduler()["kv_load_failure_policy"], engine.rpc("probe_runner")[0]
     answers = dict(zip(CROWD, engine.generate(*(case.ask() for case in CROWD.values())), strict=True))
     answers["salted"] = engine.generate(SALTED.ask(salt="red"))[0]

@@ -79,12 +79,10 @@ class Life:
 
     @property
     def cold_spec(self) -> EngineSpec:
-        """The engine that stored everything; on the first runner its processes are spawned, as those of users on a CPU
-        are."""
-        label, fork = f"cold-{self.runner}", self.runner == "v2"
-        return EngineSpec(self.model, self.runner, self.disk.store(), label=label, fork=fork)
+        """The engine that stored everything."""
+        return EngineSpec(self.model, self.runner, self.disk.store(), label=f"cold-{self.runner}")
 
     @property
     def warm_spec(self) -> EngineSpec:
-        """An engine that finds it, started alike: a smaller pool and gates before the store, the same identity."""
+        """An engine that finds it: a smaller pool and gates before the store, the same identity."""
         return self.cold_spec.but(store=self.disk.faulty(), blocks=40, label=f"warm-{self.runner}")

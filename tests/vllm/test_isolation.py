@@ -106,7 +106,7 @@ def test_changed_weights_never_hit(host: EngineHost, model: Path, cold: Life, re
     kept = (model / "model.safetensors").read_bytes()
     change_weights(model)
     try:
-        engine = host.get(cold.cold_spec.but(label="changed-weights", fork=True))
+        engine = host.get(cold.cold_spec.but(label="changed-weights"))
         answers = engine.generate(STORED["middle"].ask(), STORED["short"].ask())
     finally:
         host.stop()

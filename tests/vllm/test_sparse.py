@@ -75,7 +75,6 @@ def spec_of(life: Life, algorithm: str, keys: Mapping[str, Any], label: str) -> 
         blocks=40,
         extra_config={"sparse_type": algorithm, "ucm_sparse_config": {algorithm: dict(keys)}},
         label=f"{label}-{life.runner}",
-        fork=True,
     )
 
 
