@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,6 +38,8 @@ IMPORTED = [
 KEPT = 2
 #: Seconds that importing vLLM may take, or ending a server. They end hangs.
 DEADLINE = 300.0
+#: Seconds after which a process of an engine asks again whether another has something for it.
+PAUSE = 0.0003
 
 
 class EngineProcess:
@@ -131,6 +134,7 @@ def serve(control: socket.socket) -> int | None:
     """Forks engines until no more are wanted; in an engine's process it returns the descriptor of its connection."""
     for name in IMPORTED:
         importlib.import_module(name)
+    wait_asleep()
     sys.stdout.flush()
     gc.freeze()  # or the first collection of every engine would copy all of it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -141,6 +145,14 @@ def serve(control: socket.socket) -> int | None:
         for file in files:
             os.close(file)
     return None
+
+
+def wait_asleep() -> None:
+    """While an engine's processes wait for each other they ask again and again for a second: asleep in between, or it
+    takes one of two processors from all that is tested beside it."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(PAUSE)
 
 
 def fork_engine(connection: int, log: int, status: int) -> int:
