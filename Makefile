@@ -86,12 +86,13 @@ endif
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 
-# What starts engines takes longest and waits most, so that all the rest of Python is tested beside it.
+# What starts engines waits most, so that all the rest is tested beside it, in two lines more.
 BESIDE_ENGINES = tools/beside build "$(MAKE) test-without-engines" test-engines "$(MAKE) test-engines"
 .PHONY: test
-test: test-rust $(RUN_ENV) .tools/.stamp-mooncake ## everything this machine can test
+test: servers $(RUN_ENV) .tools/.stamp-mooncake ## everything this machine can test
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
-	@$(BESIDE_ENGINES) test-apart "$(MAKE) loom test-wheel test-kinds"
+	@$(STAGE) "build the tests of the crates" $(RUST_TESTS) --no-run
+	@$(BESIDE_ENGINES) test-rust "$(MAKE) test-rust loom test-wheel test-kinds"
 
 # ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
 .PHONY: test-rust
@@ -116,13 +117,16 @@ COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segmen
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 comma := ,
 
-test-rust: servers ## unit, property and documentation tests of the crates
 ifneq ($(NEXTEST),)
-	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
+RUST_TESTS := cargo nextest run --locked --workspace --exclude ucm-py
+else
+RUST_TESTS := cargo test --locked --quiet --workspace --exclude ucm-py --lib --bins --tests
+endif
+test-rust: servers ## unit, property and documentation tests of the crates
+	@$(STAGE) "tests of the crates" $(RUST_TESTS)
+ifneq ($(NEXTEST),)
 	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=zstd UCM_TEST_LAYOUT=segment \
 	    cargo nextest run --locked -p ucm-store -E '$(COMPRESSED)'
-else
-	@$(STAGE) "cargo test" cargo test --locked --quiet --workspace --exclude ucm-py --lib --bins --tests
 endif
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS),$(call over,$(column));) $(skipped)
@@ -171,12 +175,12 @@ test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core bu
 	@UCM_TEST_CORE=$(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/lib_core.so \
 		$(STAGE) "pytest kinds" $(BIN)/python -m pytest --quiet tests/kinds
 
-# What is too long for every day, in three lines at once, since its tests wait more than they compute.
+# What is too long for every day, in four lines at once, since its tests wait as much as they compute.
 .PHONY: test-long
 test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake ## every column of the stores, the trust matrix long (its tables: build/trust*.md), engines over all
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build "$(MAKE) test-long-engines" test-long-stores "$(MAKE) test-long-stores" \
-		test-long-rust "$(MAKE) test-long-rust"
+		test-long-processes "$(MAKE) test-long-processes" test-long-rust "$(MAKE) test-long-rust"
 
 .PHONY: test-long-rust
 test-long-rust: ## of these, the store's suites over all columns and devices, and copies
@@ -192,11 +196,16 @@ test-long-rust: ## of these, the store's suites over all columns and devices, an
 .PHONY: test-long-stores
 test-long-stores: $(RUN_ENV) ## of these, the trust matrix and the remote stores from Python, without engines
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
-		--ignore tests/trust/test_engine.py --trust-table build/trust.md
+		--ignore tests/trust/test_engine.py --trust-table build/trust.md -k "not test_processes"
 	@UCM_TEST_LONG=1 $(STAGE) "stores of the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote \
 		--ignore tests/remote/test_engine.py
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust --ignore tests/trust/test_engine.py
+
+.PHONY: test-long-processes
+test-long-processes: $(RUN_ENV) ## of these, the rows of the trust matrix in which processes die, or run beside others
+	@UCM_TEST_LONG=1 $(STAGE) "trust matrix of processes" $(RUN_BIN)/python -m pytest --timeout 3600 \
+		tests/trust/test_store.py -k test_processes --trust-table build/trust-processes.md
 
 .PHONY: test-long-engines
 test-long-engines: $(RUN_ENV) ## of these, what starts engines of vLLM, one at a time
@@ -205,7 +214,8 @@ test-long-engines: $(RUN_ENV) ## of these, what starts engines of vLLM, one at a
 	@UCM_TEST_LONG=1 $(STAGE) "engines over the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote/test_engine.py
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust/test_engine.py tests/vllm
-	@UCM_TEST_LONG=1 $(STAGE) "what is on one runner every day, on both" $(RUN_BIN)/python -m pytest -m one_runner tests/vllm
+	@UCM_TEST_LONG=1 UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "what is on one runner every day, on both" \
+		$(RUN_BIN)/python -m pytest -m one_runner tests/vllm
 	@UCM_TEST_LONG=1 $(STAGE) "examples" $(RUN_BIN)/python -m pytest tests/vllm/test_examples.py
 	@UCM_TEST_COMPILED=1 $(STAGE) "sparse attention, compiled" $(RUN_BIN)/python -m pytest tests/vllm/test_sparse.py -k "not v2"
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
