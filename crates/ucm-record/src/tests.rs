@@ -149,6 +149,30 @@ fn check_first_side(record: &[u8], layout: &RecordLayout) -> Result<(), MissReas
     Ok(())
 }
 
+/// A checksum behind what it covers leaves the same remainder whatever that was, so that of the header cannot tell whose
+/// preamble stands before it.
+#[test]
+fn what_a_slot_held_before_is_no_part_of_a_record_that_ends_early() {
+    let layout = layout(&[300], 2, vec![side("mean-k", 40)]);
+    let before = RecordMeta {
+        id: BlockId([9; 16]),
+        ..meta()
+    };
+    let (ours, mut slot) = (record(&layout, &meta(), 0), record(&layout, &before, 0));
+    let end = layout.side_data(0).unwrap().start;
+    for (len, reason) in [
+        (64, MissReason::Truncated),
+        (134, MissReason::Truncated),
+        (4095, MissReason::Truncated),
+        (4096, MissReason::Absent),
+        (end + 4095, MissReason::Absent),
+    ] {
+        slot[..len].copy_from_slice(&ours[..len]);
+        let checked = verify_side(&slot, len as u64, &expect(&layout), &layout.sides()[0]);
+        assert_eq!(checked.unwrap_err().reason, reason, "{len} bytes");
+    }
+}
+
 #[test]
 fn a_record_without_its_side_shards_is_that_of_a_layout_without_any() {
     let (plain, sided) = (

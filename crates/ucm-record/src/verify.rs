@@ -200,13 +200,17 @@ pub fn verify_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader
 
 /// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a record of `stored_len`
 /// bytes, which is verified here, and the pages of the side shard lie in it where they lie in the whole. Nothing else
-/// is looked at. `Absent` where the record has none of that name, version and length, or ends before it, or `bytes` do.
+/// is looked at, and nothing behind `stored_len`: a slot still has there what it held before, and the checksum of a header
+/// does not tell its own preamble from that of another record. `Absent` where the record has none of that name, version and
+/// length, or ends before it, or `bytes` do.
 pub fn verify_side<'a>(
     bytes: &'a [u8],
     stored_len: u64,
     expected: &Expect<'_>,
     wanted: &SideSpec,
 ) -> Result<&'a [u8], Refusal> {
+    let stored = usize::try_from(stored_len).unwrap_or(usize::MAX);
+    let bytes = bytes.get(..stored).unwrap_or(bytes);
     let header = verify_header(bytes, expected)?;
     readable(&header)?;
     let absent = |field, found: u64, expected| Refusal::new(MissReason::Absent, field, found, expected);

@@ -48,7 +48,8 @@ pub struct ReadDone {
     pub slot: Slot,
     /// Bytes read.
     pub read: usize,
-    /// Length of the record on the medium.
+    /// Length of the record on the medium: of one that ends before it should, where it ends. What the slot has behind that
+    /// is none of the record.
     pub stored_len: u64,
     /// The record where it lies, in place of the slot's bytes; what a medium lends to those who ask so
     /// ([`BlockRead::in_place`]).

@@ -103,7 +103,7 @@ impl Objects {
                     Outcome::Moved(one.read)
                 }
                 Some(error) if count == 1 => Outcome::Came(Err(error.clone())),
-                None if count == 1 => Outcome::Came(Ok(done(one.read.slot, got, len))), // the object is too short
+                None if count == 1 => Outcome::Came(Ok(done(one.read.slot, got, got as u64))), // the object ends there
                 _ => self.read_alone(io, one.read),
             }
         };

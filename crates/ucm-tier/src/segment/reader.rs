@@ -31,11 +31,23 @@ struct Placed {
 }
 
 impl Placed {
+    /// So much of it was read, and that is all that was asked for.
     fn read(self, read: usize) -> ReadDone {
+        let len = self.hit.len;
+        self.of_len(read, len)
+    }
+
+    /// The whole was asked for, and so much of it came: fewer bytes only where its file ends before it should.
+    fn read_whole(self, read: usize, want: usize) -> ReadDone {
+        let len = if read < want { read as u64 } else { self.hit.len };
+        self.of_len(read, len)
+    }
+
+    fn of_len(self, read: usize, stored_len: u64) -> ReadDone {
         ReadDone {
             slot: self.read.slot,
             read,
-            stored_len: self.hit.len,
+            stored_len,
             lent: None,
         }
     }
@@ -156,7 +168,7 @@ impl Segments {
                 io.read_into(&path, offset, vec![(bytes, want)], keep)
             };
             match read {
-                Ok(read) => return Outcome::Came(Ok(one.read(read))),
+                Ok(read) => return Outcome::Came(Ok(one.read_whole(read, want))),
                 Err(error) if error.kind() != ErrorKind::NotFound => {
                     return Outcome::Came(Err(explain(io, path, error)));
                 }
