@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ground import Ground, Memory, block_ids, counted
+from ground import Ground, Memory, block_ids, counted, wait_until
 
-from ucm.errors import UnhealthyError
+from ucm.errors import TaskError, UnhealthyError
 
 #: Blocks that are on their way at any time, so that a kill meets some in every state.
 WINDOW = 6
@@ -45,14 +45,21 @@ def write(root: Path, seed: int, count: int = BLOCKS, salt: str = "shared") -> N
 
     def finish() -> None:
         number, _memory, task = under_way.popleft()
-        ground.store.wait(task)
+        try:
+            ground.store.wait(task)
+        except TaskError:  # its storage was held up: by its test, or by a busy machine
+            wait_until(lambda: ground.is_healthy([names[number]]), "the block is stored")
         say("published", number)
 
     for number in order:
         if len(under_way) == WINDOW:
             finish()
         memory = Memory([names[number]], filled=True)
-        under_way.append((number, memory, ground.store.dump_data([names[number]], [0], memory.addresses())))
+        try:
+            under_way.append((number, memory, ground.store.dump_data([names[number]], [0], memory.addresses())))
+        except UnhealthyError:
+            wait_until(lambda number=number: ground.is_healthy([names[number]]), "the block is stored")  # type: ignore[misc]
+            say("published", number)
     while under_way:
         finish()
     ground.close()

@@ -32,7 +32,8 @@ def new_seed() -> int:
 def child(
     work: str, root: Path, seed: int, before: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """``child.py`` at some work, ``before`` its command line words of another that ends by becoming it."""
+    """``child.py`` at some work, ``before`` its command line words of another that ends by becoming it. What it said of
+    errors is printed, for a test that fails."""
     process = subprocess.Popen(
         [*before, sys.executable, str(CHILD), work, str(root), str(seed)],
         env={**os.environ, **(env or {})},
@@ -45,7 +46,7 @@ def child(
         yield process, process.stdout
     finally:
         process.kill()
-        process.communicate()
+        print(process.communicate()[1], end="")
 
 
 def ended_well(process: subprocess.Popen[str]) -> list[str]:
