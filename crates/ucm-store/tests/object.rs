@@ -23,6 +23,7 @@ use ucm_tier::backend::Flush;
 
 use common::segments::{begin, change, finds, is_over, loads};
 use common::servers::{S3, s3, s3_at};
+use common::sides::{CUTS, assert_cut, sided};
 use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
 /// A server of this test, and what a store is told of it; none where it was not built.
@@ -278,6 +279,16 @@ fn damage_of_an_object_is_a_miss_and_is_replaced() {
     assert!(loads(&anew, &[id(0), id(1), id(2), id(5)]));
     dumped(&anew, &ids(6));
     assert!(loads(&anew, &ids(6)));
+}
+
+#[test]
+fn an_object_that_ends_inside_a_header_has_no_side_shard() {
+    for len in CUTS {
+        let Some((dir, _server, setup)) = started() else {
+            return;
+        };
+        assert_cut(&Store::open(dir.path(), sided(setup)), len);
+    }
 }
 
 #[test]

@@ -11,9 +11,10 @@ use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
 
 use common::device::side_content;
-use common::segments::{change, quick};
+use common::segments::quick;
 use common::sides::{
-    CODES, MEAN, alone, default, dump, dump_alone, has_all, loads, of_one_root, sided, sides,
+    CODES, CUTS, MEAN, alone, assert_cut, default, dump, dump_alone, has_all, loads, of_one_root, sided,
+    sides,
 };
 use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
@@ -148,37 +149,15 @@ fn a_torn_file_is_a_block_without_side_shards_or_none() {
     assert_eq!(sides(&store, &ids(3), CODES), [false, true, true]);
 }
 
-/// The slot it is read into held another block's record a moment before.
 #[test]
 fn a_segment_that_ends_inside_a_header_has_no_side_shard() {
-    for len in [64, 134, 4095, 4096, 2 * 4096 + 4095] {
+    for len in CUTS {
         let dir = directory();
         let setup = Setup {
             above: Above::Nothing,
             ..sided(quick())
         };
-        let store = Store::open(dir.path(), setup);
-        let (cut, whole) = (id(1), id(3));
-        dump(&store, &[cut]);
-        dump(&store, &[whole]);
-        let place = store.places().into_iter().find(|place| place.id == cut).unwrap();
-        assert!(
-            store
-                .places()
-                .iter()
-                .all(|other| other.id == cut || other.file != place.file)
-        );
-        change(&place.file, |bytes| bytes.truncate(place.offset + len));
-        for name in [MEAN, CODES] {
-            assert_eq!(sides(&store, &[whole], name), [true]);
-            assert_eq!(
-                sides(&store, &[cut], name),
-                [false],
-                "{name}, cut after {len} bytes"
-            );
-        }
-        dump_alone(&store, &[cut], &[MEAN, CODES]);
-        assert!(has_all(&store, &[cut, whole]), "made again, they lie alone");
+        assert_cut(&Store::open(dir.path(), setup), len);
     }
 }
 

@@ -6,8 +6,8 @@ use ucm_store::engine::{Engine, SidesTask, Task, Until};
 use ucm_store::tiers::WritePolicy;
 
 use super::device::side_content;
-use super::segments::quick;
-use super::{Above, Device, Layout, Setup, Store};
+use super::segments::{Place, change, quick};
+use super::{Above, Device, Layout, Setup, Store, id};
 
 pub(crate) const MEAN: &str = "mean-k";
 pub(crate) const CODES: &str = "codes";
@@ -95,6 +95,32 @@ pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
     let loaded = store.load(&device, blocks).is_ok();
     assert!(!loaded || blocks.iter().all(|&block| device.is_right(block)));
     loaded
+}
+
+/// After so many bytes a record with side shards may end: in its header, at its end, and in the first side shard.
+pub(crate) const CUTS: [usize; 5] = [64, 134, 4095, 4096, 2 * 4096 + 4095];
+
+/// A record whose segment ends after so many of its bytes has no side shard, whatever the slot it is read into held: here
+/// the same of another block, a moment before.
+pub(crate) fn assert_cut(store: &Store, len: usize) {
+    let (cut, whole) = (id(1), id(3));
+    dump(store, &[cut]);
+    dump(store, &[whole]);
+    let places = store.places();
+    let place = places.iter().find(|place| place.id == cut).unwrap();
+    let beside = |other: &Place| other.id != cut && other.file == place.file;
+    assert!(!places.iter().any(beside), "each has a segment");
+    change(&place.file, |bytes| bytes.truncate(place.offset + len));
+    for name in [MEAN, CODES] {
+        assert_eq!(sides(store, &[whole], name), [true]);
+        assert_eq!(
+            sides(store, &[cut], name),
+            [false],
+            "{name}, cut after {len} bytes"
+        );
+    }
+    dump_alone(store, &[cut], &[MEAN, CODES]);
+    assert!(has_all(store, &[cut, whole]), "made again, they lie alone");
 }
 
 /// Side shards of blocks made again, and stored alone.

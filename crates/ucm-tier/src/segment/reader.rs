@@ -31,19 +31,7 @@ struct Placed {
 }
 
 impl Placed {
-    /// So much of it was read, and that is all that was asked for.
-    fn read(self, read: usize) -> ReadDone {
-        let len = self.hit.len;
-        self.of_len(read, len)
-    }
-
-    /// The whole was asked for, and so much of it came: fewer bytes only where its file ends before it should.
-    fn read_whole(self, read: usize, want: usize) -> ReadDone {
-        let len = if read < want { read as u64 } else { self.hit.len };
-        self.of_len(read, len)
-    }
-
-    fn of_len(self, read: usize, stored_len: u64) -> ReadDone {
+    fn read(self, read: usize, stored_len: u64) -> ReadDone {
         ReadDone {
             slot: self.read.slot,
             read,
@@ -120,7 +108,8 @@ impl Segments {
             }
             brought += want;
         }
-        Outcome::Came(Ok(one.read(brought)))
+        let len = one.hit.len;
+        Outcome::Came(Ok(one.read(brought, len)))
     }
 
     pub(super) fn path(&self, hit: &Hit) -> PathBuf {
@@ -144,11 +133,11 @@ impl Segments {
         let read = io.read_into(&self.path(&first), first.offset, into.collect(), !first.private);
         let mut left = read.unwrap_or_default();
         let outcome = |one: Placed| {
-            let want = want(&one.hit, one.read.slot.len());
+            let (want, len) = (want(&one.hit, one.read.slot.len()), one.hit.len);
             let got = left.min(want);
             left -= got;
             match got == want {
-                true => Outcome::Came(Ok(one.read(want))),
+                true => Outcome::Came(Ok(one.read(want, len))),
                 false => self.read_alone(io, one.read),
             }
         };
@@ -168,7 +157,11 @@ impl Segments {
                 io.read_into(&path, offset, vec![(bytes, want)], keep)
             };
             match read {
-                Ok(read) => return Outcome::Came(Ok(one.read_whole(read, want))),
+                // Fewer bytes came only where its file ends before it should.
+                Ok(read) => {
+                    let len = if read < want { read as u64 } else { one.hit.len };
+                    return Outcome::Came(Ok(one.read(read, len)));
+                }
                 Err(error) if error.kind() != ErrorKind::NotFound => {
                     return Outcome::Came(Err(explain(io, path, error)));
                 }
