@@ -162,7 +162,6 @@ def test_who_asks_for_it_is_not_kept_waiting_for_more_to_publish(tmp_path: Path,
             store.wait(task)
         while not all(other.lookup(IDS[:4])):  # segments of others are looked for once a second
             pass
-        assert len(list(tmp_path.glob("root/*/segments/*.seg"))) <= 2
 
 
 @pytest.mark.parametrize(
