@@ -25,8 +25,8 @@ PATIENT = {"lookup_ms": 20_000, "load_unknown_s": 60.0, "load_max_s": 60.0, "pro
 
 
 def await_room(store: UcmPosixStore) -> None:
-    """Returns when the store has counted what lies below its root. Before that a dump is refused after two seconds, and
-    on a busy machine the first count takes longer. A store for lookups never counts, nor does one that is not well."""
+    """Returns when the store has counted what lies below its root: a dump before that waits for it. A store for lookups
+    never counts, nor does one that is not well."""
     pause = threading.Event()
     for _ in range(6000):
         stats = store.stats()

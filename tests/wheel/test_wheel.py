@@ -129,7 +129,7 @@ config = {
 source = np.random.default_rng(1).integers(0, 256, (2, 65536), dtype=np.uint8)
 target = np.zeros_like(source)
 with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
-    while not store.stats()["storage_counted"]:  # until then a dump is refused after two seconds
+    while not store.stats()["storage_counted"]:  # until then a dump waits
         time.sleep(0.01)
     store.wait(store.dump([key], [0], [[source[0], source[1]]]))
 with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:

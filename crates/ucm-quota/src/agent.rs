@@ -46,8 +46,8 @@ impl Quota {
         let work = move || loop {
             let seen = notify.seen();
             let Some(space) = weak.upgrade() else { return };
-            if space.life.leaving.load(Ordering::Acquire) {
-                return space.resign();
+            if let Some(&until) = space.life.leaving.get() {
+                return space.resign(until);
             }
             let next = space.turn();
             drop(space);

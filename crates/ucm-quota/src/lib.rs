@@ -2,8 +2,8 @@
 //!
 //! One of the root's writers is its *collector*: it counts what lies below the root (all namespaces), removes the
 //! oldest records, and grants every writer an absolute running total, a little ahead of what that writer has used. A
-//! write is reserved against the grant, in memory; a writer whose grant is spent asks, waits two seconds, and then
-//! refuses. So the limit holds while the collector is dead, and with two of them. The parts:
+//! write is reserved against the grant, in memory; a writer whose grant is spent asks, waits a moment ([`patience`]), and
+//! then refuses. So the limit holds while the collector is dead, and with two of them. The parts:
 //!
 //! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: what they write to each other;
 //! * [`agent`]: the thread on which all of that happens; [`notes`]: what writers say of themselves; [`election`]: who is collector;
@@ -47,13 +47,13 @@ use count::Counting;
 use grant_table::GrantTable;
 use layout::{BLOCKS, Modes, record_name, shard_name};
 use remove::high;
-use writer_quota::{Answers, WriterQuota};
+use writer_quota::{Answers, PATIENCE, WriterQuota};
 
 pub use capacity::Capacity;
 pub use grant_table::Snapshot;
 pub use pause::Pause;
 pub use remove::Rules;
-pub use writer_quota::{OnReserved, Reservation};
+pub use writer_quota::{OnReserved, Reservation, patience};
 
 /// What a medium holds, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -141,8 +141,8 @@ pub struct Quota {
 struct Life {
     open: AtomicBool,
     closing: AtomicBool,
-    /// Nothing is written any more: the quota agent resigns and ends.
-    leaving: AtomicBool,
+    /// Nothing is written any more: the quota agent resigns, by then if it can, and ends.
+    leaving: OnceLock<MonotonicTime>,
     /// Jobs of [`Quota::in_background`] that have not ended, and what is rung when one has.
     background: Arc<(AtomicUsize, Notify)>,
 }
@@ -211,7 +211,7 @@ impl Quota {
     }
 
     /// Asks to write `bytes`. `then` is called exactly once, at once or from the quota agent's thread, with its first
-    /// turn after two seconds or the deadline at the latest: with a reservation for [`Quota::ended`], or with
+    /// turn after our [`patience`] or the deadline at the latest: with a reservation for [`Quota::ended`], or with
     /// `NoSpace`.
     pub fn reserve(&self, bytes: u64, deadline: MonotonicTime, then: OnReserved) {
         let mut answers = Answers::new();
@@ -265,7 +265,7 @@ impl Quota {
         let answer = Arc::clone(&completion);
         self.reserve(
             bytes,
-            until,
+            until.min(self.clock.now().after(PATIENCE)),
             Box::new(move |reservation| {
                 answer.complete(reservation);
             }),
@@ -372,7 +372,7 @@ impl Quota {
             }
             self.clock.sleep(ends, seen, Some(half));
         }
-        self.life.leaving.store(true, Ordering::Release);
+        let _ = self.life.leaving.set(until);
         self.notify.notify();
         self.worker.shutdown(until.since(self.clock.now()));
     }

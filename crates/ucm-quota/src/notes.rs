@@ -15,8 +15,8 @@ use crate::layout::FORMAT;
 
 /// Silence after which a writer has no grant any more, by the collector's clock; twice what the writer allows itself.
 const SILENCE: Duration = Duration::from_secs(600);
-/// Time to resign in, about as much as closing a store takes at most: on a busy disk a document takes its time, and
-/// a writer that leaves without a note is waited for.
+/// Time to resign in, at least: on a busy disk a document takes its time, and a writer that leaves without a note is waited
+/// for.
 const RESIGN: Duration = Duration::from_secs(2);
 
 impl Quota {
@@ -115,9 +115,9 @@ impl Quota {
     }
 
     /// Says that this writer is not there any more, so that no collector waits for it.
-    pub(super) fn resign(&self) {
+    pub(super) fn resign(&self, until: MonotonicTime) {
         let now = self.clock.now();
-        let deadline = now.after(RESIGN);
+        let deadline = until.max(now.after(RESIGN));
         let mut agent = self.agent.lock();
         let (writer, note) = self.my_note(now, 0);
         // Who still writes has not ended; and nothing is said in the place of another root.

@@ -10,14 +10,22 @@ use ucm_io::EROFS;
 
 use crate::pause::Pause;
 
-/// How long a write waits for a grant before it is refused: a collector at rest looks up once a second.
+/// How long a write waits for more before it is refused: a collector at rest looks up once a second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
+/// The same for a writer that was never granted anything: what lies there is counted first, and a collector that stands
+/// still is followed. Within the time that a dump has, unless its deadline is another one.
+const FIRST: Duration = Duration::from_secs(25);
 /// Most writes that wait.
 const MOST_WAITING: usize = 1 << 16;
 /// Least time between two times that the quota agent is asked to look although no write waits for it.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// How long a grant holds without news from its writer, by the writer's own clock; half of what the collector waits.
 pub const HOLDS: Duration = Duration::from_secs(300);
+
+/// How long a writer that was `granted` so many bytes so far lets a write wait for more.
+pub fn patience(granted: u64) -> Duration {
+    if granted == 0 { FIRST } else { PATIENCE }
+}
 
 /// What a reserved write hands back when it ended.
 #[derive(Debug, Clone, Copy)]
@@ -238,7 +246,7 @@ impl WriterQuota {
         answers: &mut Answers,
     ) -> bool {
         let (had, look) = self.reserve_now(bytes, now);
-        let until = now.after(PATIENCE).min(deadline);
+        let until = now.after(patience(self.granted)).min(deadline);
         match had.transpose() {
             Some(answer) => answers.push((then, answer)),
             None => self.queue.waiting.push_back(Waiting { bytes, until, then }),
@@ -432,6 +440,18 @@ mod tests {
         );
         quota.adopt(400);
         assert!(ask(&mut quota, 60, at(2003)).unwrap().is_ok());
+    }
+
+    #[test]
+    fn the_first_grant_is_waited_for_longer_once() {
+        let mut quota = WriterQuota::new(1, 40);
+        let mut answers = Answers::new();
+        assert!(ask(&mut quota, 40, at(0)).is_none());
+        quota.answer_waiting(at(24_999), &mut answers);
+        assert!(answers.is_empty(), "it may still be counted");
+        quota.answer_waiting(at(25_000), &mut answers);
+        assert_eq!(answers.pop().unwrap().1.unwrap_err().kind(), ErrorKind::NoSpace);
+        assert!(ask(&mut quota, 40, at(25_001)).unwrap().is_err());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use ucm_tier::backend::Flush;
 use ucm_tier::segment::Merging;
 
 use common::segments::{begin, change, finds, is_over, loads, patient, places, quick};
-use common::shared::{LONG, attempt, in_time, on};
+use common::shared::{LONG, in_time, keep, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
@@ -63,7 +63,7 @@ fn harms_the_footers_beside_their_writer(harm: fn(&mut Vec<u8>)) {
         finds(&store, &ids(2)) == [false; 2]
     });
     for block in ids(2) {
-        attempt(&store, &clock, &device, block).unwrap();
+        keep(&store, &clock, &device, block);
     }
     assert!(loads(&on(&clock, dir.path(), &quick()), &ids(2)));
 }
@@ -171,7 +171,7 @@ fn a_segment_that_vanished_under_a_reader_is_a_miss_and_nothing_is_refused() {
         reader.stat("slots_free") == reader.stat("slots")
     });
     for block in ids(2) {
-        attempt(&reader, &clock, &device, block).unwrap();
+        keep(&reader, &clock, &device, block);
     }
     assert!(loads(&reader, &ids(2)));
 }

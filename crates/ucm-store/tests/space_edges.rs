@@ -19,7 +19,7 @@ use ucm_store::engine::{Task, Until};
 
 use common::mount::{Place, copy_all};
 use common::only_over;
-use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
+use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, keep, on, small, stored};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 
 /// All files below a directory.
@@ -81,7 +81,7 @@ fn a_root_that_comes_back_with_more_in_it_is_counted_before_anything_is_granted(
     let (share, clock) = (place.path("share"), ManualClock::new());
     let store = on(&clock, &share, &setup);
     let device = Device::filled(&setup, &ids(60));
-    attempt(&store, &clock, &device, id(0)).unwrap();
+    keep(&store, &clock, &device, id(0));
     place.unmount("share");
     place.tmpfs("share", 4096);
     copy_all(&place.path("root"), &share);
@@ -104,7 +104,7 @@ fn what_became_evidence_while_room_was_made_still_counts() {
     let store = on(&clock, dir.path(), &setup);
     let device = Device::filled(&setup, &ids(20));
     for block in ids(20) {
-        attempt(&store, &clock, &device, block).unwrap();
+        keep(&store, &clock, &device, block);
     }
     drop(store);
     let store = on(&clock, dir.path(), &setup);
@@ -119,9 +119,7 @@ fn what_became_evidence_while_room_was_made_still_counts() {
     );
     let more = Device::filled(&setup, &[id(40)]);
     attempt(&store, &clock, &more, id(40)).unwrap_err();
-    in_time(&clock, Duration::from_secs(5), "room is made", || {
-        gate.waiting() > 0
-    });
+    in_time(&clock, LONG, "room is made", || gate.waiting() > 0);
     let quarantine = dir.path().join(identity("w").namespace()).join("quarantine");
     std::fs::create_dir(&quarantine).unwrap();
     for block in ids(20) {
@@ -176,7 +174,7 @@ fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
     let store = on(&clock, &root, &small(128));
     let device = Device::filled(&store.setup, &ids(100));
     for block in ids(100) {
-        attempt(&store, &clock, &device, block).unwrap();
+        keep(&store, &clock, &device, block);
     }
     // Somebody has all of them open, so that nothing gets free when they are removed.
     let open: Vec<_> = ids(100)
@@ -234,14 +232,10 @@ fn a_write_is_answered_though_the_medium_does_not_say_how_much_is_free() {
     let gate = writer.hang(OpKind::Space);
     in_time(&clock, LONG, "it hangs", || gate.waiting() > 0);
     let device = Device::filled(&setup, &ids(200));
-    let began = clock.now();
     let task = writer.engine.dump(device.rows(&[id(0)])).unwrap();
     in_time(&clock, LONG, "it ends", || ended(&writer, &task));
     gate.open();
     assert_eq!(task.failures()[0].1.kind(), ErrorKind::NoSpace);
-    // Some five seconds; on a busy machine the clock runs ahead of the keeper.
-    let took = clock.now().since(began);
-    assert!(took < Duration::from_secs(60), "{took:?}");
 }
 
 #[test]
@@ -249,7 +243,7 @@ fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
     let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
     let first = on(&clock, dir.path(), &elsewhere(&setup));
     let device = Device::filled(&setup, &ids(64));
-    attempt(&first, &clock, &device, id(0)).unwrap();
+    keep(&first, &clock, &device, id(0));
     let next = on(&clock, dir.path(), &setup);
     // The first one counts when it is followed.
     let gate = Gate::new();
@@ -260,7 +254,7 @@ fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
             .times(1),
     );
     attempt(&first, &clock, &device, id(1)).unwrap_err();
-    in_time(&clock, Duration::from_secs(5), "it counts", || gate.waiting() > 0);
+    in_time(&clock, LONG, "it counts", || gate.waiting() > 0);
     first.fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
     // Mostly while the first one's listing still has some of its half minute.
     in_time(&clock, LONG, "the other one follows", || {
@@ -422,7 +416,7 @@ fn what_was_written_while_it_was_counted_is_counted_once_when_no_one_writes() {
     let blocks = [ids(5), vec![twin]].concat();
     let device = Device::filled(&store.setup, &blocks);
     for &block in &blocks[..4] {
-        attempt(&store, &clock, &device, block).unwrap();
+        keep(&store, &clock, &device, block);
     }
     in_time(&clock, LONG, "it was counted", || {
         store.stat("storage_counted") == 1
@@ -430,9 +424,9 @@ fn what_was_written_while_it_was_counted_is_counted_once_when_no_one_writes() {
     let (gate, shard) = (store.gate(), store.file(twin));
     let hang = Rule::on(OpKind::List, Fault::HangBefore(gate.clone())).lane(LANE_SPACE);
     store.fault(hang.path(shard.parent().unwrap().to_string_lossy()).times(1));
-    attempt(&store, &clock, &device, blocks[4]).unwrap(); // more than a 16th of the limit: time for another count
+    keep(&store, &clock, &device, blocks[4]); // more than a 16th of the limit: time for another count
     in_time(&clock, LONG, "it is counted again", || gate.waiting() == 1);
-    attempt(&store, &clock, &device, twin).unwrap();
+    keep(&store, &clock, &device, twin);
     gate.open();
     let uses = |records| store.stat("storage_used_bytes") == records * RECORD;
     in_time(&clock, LONG, "the count has seen one that is charged too", || {

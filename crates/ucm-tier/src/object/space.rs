@@ -12,7 +12,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::IoJob;
 use ucm_quota::space_document::{HOLDS, Silence, SpaceDocument, Use};
-use ucm_quota::{Pause, Usage};
+use ucm_quota::{Pause, Usage, patience};
 
 use super::uses::Told;
 use super::{DOCUMENT, Objects};
@@ -22,8 +22,6 @@ use crate::backend::MediumStats;
 pub(super) const DEFAULT_CAPACITY: u64 = 100 << 30;
 /// Age at which segments go where nothing else bounds what lies there.
 const DEFAULT_EXPIRY: Duration = Duration::from_secs(7 * 24 * 3600);
-/// How long a write waits for room to be made.
-const PATIENCE: Duration = Duration::from_secs(2);
 /// How often a change of the document that others overtook is tried again, and the longest pause before that.
 const RACES: u32 = 8;
 const PAUSE: Duration = Duration::from_millis(40);
@@ -125,7 +123,8 @@ impl Objects {
 
     /// Room for `bytes`; `NoSpace` where there is none in time.
     pub(super) fn take_room(&self, io: &IoJob, bytes: u64) -> Result<()> {
-        let until = self.clock.now().after(PATIENCE).min(io.deadline());
+        let granted = self.space.state.lock().grant.used.granted;
+        let until = self.clock.now().after(patience(granted)).min(io.deadline());
         loop {
             io.still_wanted()?;
             let seen = self.space.changed.seen();
