@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from blocks import PATIENT  # noqa: E402
 from parts import Memory, Rig, configured_store  # noqa: E402
 from test_transfers import Worker  # noqa: E402
 
@@ -286,7 +287,8 @@ def test_a_directory_that_cannot_be_made_is_not_available(tmp_path: Path) -> Non
         {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"storage_backends": str(tmp_path / path)}}
         for path in ("file/below", "good")
     ]
-    config = load({"ucm_connectors": entries, "storage_capacity": "1GiB", "staging_capacity": "4MiB"}, {})
+    room = {"storage_capacity": "1GiB", "staging_capacity": "4MiB"}
+    config = load({"ucm_connectors": entries, **room, "deadlines": PATIENT}, {})
     first, second = stores_of(config, 1)
     assert (first.name, second.where) == ("UcmPosixStore", f"UcmPosixStore on {tmp_path / 'good'}")
     shapes = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity": "x", "part": (0, 0, 0)}

@@ -37,6 +37,8 @@ GAP = 13
 PIECE, PIECES = 24_576, 8
 SIZES = {"tensor_size": PIECE, "shard_size": PIECE * PIECES, "block_size": PIECE * PIECES}
 BLOCKS = 16
+#: Deadlines that a busy machine meets.
+PATIENT = {"lookup_ms": 20_000, "load_unknown_s": 60.0, "load_max_s": 60.0, "probe_s": 60.0}
 
 
 def random_bytes(seed: int, size: int) -> Bytes:
@@ -133,7 +135,7 @@ def store_of(where: Place, root: Path, **keys: Any) -> UcmPosixStore:
     """A store on files whose blocks lie on the device of a place."""
     config = {"storage_backends": str(root), "identity": "checks", "platform": where.platform}
     room = {"storage_capacity": "1GiB", "free_space_floor": 0}  # whatever else lies on this disk
-    return UcmPosixStore(config | room | SIZES | keys)
+    return UcmPosixStore(config | room | SIZES | {"deadlines": PATIENT} | keys)
 
 
 def memory_of(where: Place, root: Path) -> UcmCacheStore:

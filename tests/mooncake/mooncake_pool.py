@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 HERE = Path(__file__).resolve().parent
 PACKAGE = Path(__file__).resolve().parents[2] / ".tools" / "mooncake"
 #: Tries, a twentieth of a second apart, until something is there.
-TRIES = 600
+TRIES = 1200
 
 #: A process that lends memory until its input ends.
 LEND = """

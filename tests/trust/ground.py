@@ -54,7 +54,7 @@ def config(**changes: Any) -> dict[str, Any]:
         "storage_capacity": "64MiB",
         "free_space_floor": 0,
         "staging_capacity": "2MiB",
-        "deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60, "dump_s": 60},
+        "deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60, "dump_s": 60, "probe_s": 60, "shutdown_s": 30},
         # A breaker that tries again at once.
         "breaker": {"cool_down_s": 0.5},
         "posix_data_trans_concurrency": 4,

@@ -105,7 +105,10 @@ fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
 
 #[test]
 fn a_thread_opens_a_segment_of_its_own_while_another_opens_one() {
-    let (dir, setup) = (directory(), large(64, LONG));
+    let (dir, mut setup) = (directory(), large(64, LONG));
+    if let Layout::Segment(segments) = &mut setup.layout {
+        segments.size = 32 << 20; // the first grant is for several
+    }
     let store = Store::open(dir.path(), setup.clone());
     let blocks = ids(3 * RUN as u8);
     let device = Device::filled(&setup, &blocks);

@@ -15,7 +15,7 @@ use ucm_tier::backend::Flush;
 
 use common::device::side_content;
 use common::merging::{eager, filling, gone, seal};
-use common::segments::{die_at_seal, patient, quick};
+use common::segments::{await_taken_over, die_at_seal, patient, quick};
 use common::sides::{
     CODES, MEAN, alone, begin, columns, come, default, dump, dump_alone, has_all, loads, plain, sided, sides,
 };
@@ -227,6 +227,7 @@ fn what_a_dead_writer_left_is_taken_over_with_its_side_shards() {
         let device = Device::filled(&dead, &ids(4));
         die_at_seal(dir.path(), &dead, &device, &ids(4));
         let store = Store::open(dir.path(), reader);
+        await_taken_over(&store);
         assert_eq!(store.engine.lookup(&ids(4)).unwrap(), [true; 4]);
         assert!(loads(&store, &ids(4)));
         drop(store);

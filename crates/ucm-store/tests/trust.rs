@@ -15,6 +15,7 @@ use ucm_quota::evidence::QuarantineConfig;
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Pieces;
 
+use common::shared::LONG;
 use common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
 
 fn kind(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> ErrorKind {
@@ -338,7 +339,8 @@ fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
     let (dir, clock) = (directory(), ManualClock::new());
     let root = dir.path().join("share");
     std::fs::write(&root, "in the way").unwrap();
-    let setup = Setup::default();
+    let mut setup = Setup::default();
+    setup.deadlines.probe = LONG; // the clock below runs ahead of the look in the background, which is of many steps
     let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     let device = Device::filled(&setup, &ids(1));
@@ -349,7 +351,6 @@ fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
     std::fs::remove_file(&root).unwrap();
     let mut looks = 0_u32;
     eventually("the root is taken up", || {
-        // Seldom enough that the look in the background, of many steps, is not late on this clock.
         if looks.is_multiple_of(256) {
             clock.advance(Duration::from_secs(1));
         }

@@ -119,6 +119,11 @@ pub(crate) fn write(dir: &Path, setup: &Setup, blocks: &[BlockId]) {
     assert_eq!(store.segments().len(), 1);
 }
 
+/// Waits until nothing private of a dead writer is left: at opening that needs the first grant, else it comes soon after.
+pub(crate) fn await_taken_over(store: &Store) {
+    eventually("what the dead left is taken over", || store.privates().is_empty());
+}
+
 /// Leaves the private segment of a writer that died at its seal, with these blocks of a device in it.
 pub(crate) fn die_at_seal(root: &Path, setup: &Setup, device: &Device, blocks: &[BlockId]) -> PathBuf {
     let store = Store::open(root, setup.clone());
