@@ -86,12 +86,13 @@ endif
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 
-# What starts engines waits most, so that all the rest of Python is tested beside it.
+# What starts engines waits most, so that all the rest is tested beside it: of Python, and (in make test) the crates.
 BESIDE_ENGINES = tools/beside build "$(MAKE) test-without-engines" test-engines "$(MAKE) test-engines"
 .PHONY: test
-test: test-rust $(RUN_ENV) .tools/.stamp-mooncake ## everything this machine can test
+test: servers $(RUN_ENV) .tools/.stamp-mooncake ## everything this machine can test
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
-	@$(BESIDE_ENGINES) test-apart "$(MAKE) loom test-wheel test-kinds"
+	@$(STAGE) "build the tests of the crates" $(RUST_TESTS) --no-run
+	@$(BESIDE_ENGINES) test-crates "$(MAKE) test-rust loom test-wheel test-kinds"
 
 # ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
 .PHONY: test-rust
@@ -116,13 +117,13 @@ COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segmen
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 comma := ,
 
+RUST_TESTS := $(if $(NEXTEST),cargo nextest run --locked,cargo test --locked --quiet --lib --bins --tests) \
+	--workspace --exclude ucm-py
 test-rust: servers ## unit, property and documentation tests of the crates
+	@$(STAGE) "tests of the crates" $(RUST_TESTS)
 ifneq ($(NEXTEST),)
-	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
 	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=zstd UCM_TEST_LAYOUT=segment \
 	    cargo nextest run --locked -p ucm-store -E '$(COMPRESSED)'
-else
-	@$(STAGE) "cargo test" cargo test --locked --quiet --workspace --exclude ucm-py --lib --bins --tests
 endif
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS),$(call over,$(column));) $(skipped)
