@@ -279,8 +279,9 @@ fn who_is_refused_does_not_make_the_keeper_run() {
     let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
     let collector = on(&clock, dir.path(), &elsewhere(&setup));
     let writer = on(&clock, dir.path(), &setup);
+    let device = Device::filled(&setup, &ids(201));
+    keep(&writer, &clock, &device, id(200));
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
-    let device = Device::filled(&setup, &ids(200));
     let all: Vec<_> = ids(200);
     let spent = all
         .iter()
