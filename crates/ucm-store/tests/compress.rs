@@ -166,25 +166,22 @@ fn one_segment_holds_both_kinds() {
     let dir = directory();
     let store = Store::open(dir.path(), compressed());
     let mut device = filled(&ids(4));
-    let noise = |device: &mut Device, block: BlockId| {
-        let mut state = u64::from(block.0[0]) | 1;
-        device.change(block, |bytes| {
-            bytes.iter_mut().for_each(|byte| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                *byte = (state >> 56) as u8;
-            });
+    // One of noise: a thread that meets several in a row does not try the next.
+    let mut state = 1_u64;
+    device.change(id(1), |bytes| {
+        bytes.iter_mut().for_each(|byte| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            *byte = (state >> 56) as u8;
         });
-    };
-    noise(&mut device, id(1));
-    noise(&mut device, id(3));
+    });
     store.dump(&device, &ids(4)).unwrap();
     let counts = ["records_compressed", "records_as_is", "records_undecodable"];
-    assert_eq!(counts.map(|name| compression(&store, name)), [2, 2, 0]);
+    assert_eq!(counts.map(|name| compression(&store, name)), [3, 1, 0]);
     let shorter: Vec<bool> = ids(4)
         .iter()
         .map(|&block| place(&store, block).len < RECORD)
         .collect();
-    assert_eq!(shorter, [true, false, true, false]);
+    assert_eq!(shorter, [true, false, true, true]);
     let target = Device::blank(&compressed(), &ids(4));
     store.load(&target, &ids(4)).unwrap();
     assert!(target.equals(&device));
