@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from parts import Memory, Rig, configured_store  # noqa: E402
 from test_transfers import Worker  # noqa: E402
 
 from ucm.config import load  # noqa: E402
+from ucm.errors import ConfigError  # noqa: E402
 from ucm.integration.vllm.connector.configured_stores import ConfiguredStore, engine_stores, stores_of  # noqa: E402
 from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup  # noqa: E402
 from ucm.integration.vllm.connector.scheduler import store_selection as module  # noqa: E402
@@ -25,6 +27,7 @@ from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENIN
 from ucm.integration.vllm.connector.scheduler.store_selection import RETRY_S  # noqa: E402
 from ucm.store.factory_v1 import why_unavailable  # noqa: E402
 from ucm.store.posix import UcmPosixStore  # noqa: E402
+from ucm.store.posix.settings import read_settings, settings_of  # noqa: E402
 
 
 class Sick(Memory):
@@ -267,6 +270,27 @@ def test_memory_is_divided_among_the_ranks_of_one_host(
         config = load(keys | {"cache_size": "1MiB"}, {})
         (one,) = engine_stores(config, SimpleNamespace(**parallel))
         assert (one.config["processes"], one.config["scheduler_elsewhere"]) == (processes, several_hosts)
+
+
+def test_every_store_of_ours_is_told_of_the_engine() -> None:
+    config = load({"storage_backends": "/d"}, {})
+    (one,) = engine_stores(config, SimpleNamespace(world_size=2), step_tokens=8192)
+    assert (one.config["processes"], one.config["step_tokens"]) == (2, 8192)
+    sizes = {"tensor_size": 4096, "shard_size": 8192, "block_size": 8192, "block_tokens": 48, "dtype": "float16"}
+    settings = read_settings(dict(one.config) | sizes, settings_of("UcmPosixStore"), "UcmPosixStore")
+    told = json.loads(settings.setup())
+    assert (told["staging_bytes"], told["step_bytes"]) == (None, 171 * 8192)
+
+
+def test_a_store_of_the_users_is_left_alone_on_an_accelerator_unless_it_serves_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would take the device's addresses for the host's, and the engine's process would end."""
+    (one,) = stores_of(load({"ucm_connector_name": "Memory", "ucm_connector_module_path": "parts"}, {}), 1, "cuda")
+    with pytest.raises(ConfigError, match="Memory reads and writes the host's memory, and the KV lies on cuda"):
+        one.make({})
+    monkeypatch.setattr(Memory, "serves_accelerators", True)
+    assert one.make({}).config == {"platform": "cuda"}
 
 
 def test_a_store_of_the_core_is_told_the_platform() -> None:

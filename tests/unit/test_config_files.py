@@ -54,7 +54,7 @@ def test_every_value_is_shown_with_its_origin() -> None:
     assert 'storage_capacity = "40GiB"  (kv_connector_extra_config)' in lines
     assert "deadlines.lookup_ms = 9  (kv_connector_extra_config)" in lines
     assert "io_direct = true  (environment UCM_IO_DIRECT)" in lines
-    assert 'staging_capacity = "256MiB"  (default)' in lines
+    assert "staging_capacity = for two steps of the engine  (default)" in lines
     shown = {line.partition(" = ")[0] for line in lines}
     assert {key for key, _ in flatten(config)} - {"options", "ucm_connector_config"} <= shown
 

@@ -30,7 +30,6 @@ IMPORTED = [
     "vllm.v1.engine.llm_engine",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
     "prometheus_client",
 ]
@@ -134,6 +133,8 @@ def serve(control: socket.socket) -> int | None:
     """Forks engines until no more are wanted; in an engine's process it returns the descriptor of its connection."""
     for name in IMPORTED:
         importlib.import_module(name)
+    platform = importlib.import_module("vllm.platforms").current_platform
+    importlib.import_module(f"vllm.v1.worker.{'cpu' if platform.is_cpu() else 'gpu'}_worker")
     wait_asleep()
     sys.stdout.flush()
     gc.freeze()  # or the first collection of every engine would copy all of it

@@ -71,8 +71,9 @@ class Probe:
     """Methods added to the worker; each answers through ``collective_rpc``."""
 
     def probe_runner(self) -> str:
-        """Module of the model runner's base class: tells the V1 runner from the V2 runner."""
-        return type(self.model_runner).__mro__[1].__module__  # type: ignore[attr-defined]
+        """Module of the GPU's model runner, of which the CPU's is made: tells the V1 runner from the V2 runner."""
+        line = type(self.model_runner).__mro__  # type: ignore[attr-defined]
+        return next(each.__module__ for each in line if each.__name__ == "GPUModelRunner")
 
     def probe_scale_weights(self, factor: float) -> None:
         """Writes every weight that is there to be written, as a trainer's extension does."""

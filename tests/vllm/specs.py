@@ -21,6 +21,9 @@ BLOCK = 32
 #: Whether vLLM compiles the models of all engines, as it does for its users; half a minute more for each of them. Not
 #: with the second runner, whose Triton kernels are interpreted here.
 COMPILED = os.environ.get("UCM_TEST_COMPILED") == "1"
+#: Whether engines run on a GPU (docs/devices.md), with the attention of vLLM that computes in float32 there, and not on
+#: the CPU.
+ON_GPU = os.environ.get("UCM_TEST_GPU") == "1"
 #: Long enough for a machine that is busy with other things: a late lookup would be a miss, as it should.
 PATIENT = {
     "lookup_ms": 5000,
@@ -121,6 +124,8 @@ class EngineSpec:
             "disable_log_stats": False,
             "seed": 0,
         }
+        if ON_GPU:
+            args["attention_backend"] = "TRITON_ATTN"
         if self.lora:
             args |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
         return args | dict(self.args)
@@ -162,9 +167,6 @@ class EngineSpec:
         env |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.in_process else "1",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(self.tensor_parallel))
-            if self.tensor_parallel > 1
-            else "nobind",
             "OMP_NUM_THREADS": "1",
             "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "20",
             "VLLM_NO_USAGE_STATS": "1",
@@ -172,9 +174,15 @@ class EngineSpec:
         }
         if self.accelerated:
             env["UCM_TEST_DRIVER"] = os.environ["UCM_TEST_DRIVER"]
-        if self.runner == "v2":
-            env["TRITON_INTERPRET"] = "1"
-            path.insert(0, str(HERE / "triton_cpu"))
+        if ON_GPU:
+            # Without "ieee" answers depend on how a prompt is cut.
+            env |= {"TRITON_F32_DEFAULT": "ieee", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        else:
+            ranks = "|".join(str(rank) for rank in range(self.tensor_parallel))
+            env["VLLM_CPU_OMP_THREADS_BIND"] = ranks if self.tensor_parallel > 1 else "nobind"
+            if self.runner == "v2":
+                env["TRITON_INTERPRET"] = "1"
+                path.insert(0, str(HERE / "triton_cpu"))
         env["PYTHONPATH"] = os.pathsep.join(path)
         return env | dict(self.env)
 

@@ -29,6 +29,9 @@ Addresses = npt.NDArray[np.uint64]
 class PlainStore(UcmKVStoreBaseV1):
     """One file per block and shard, which holds the pieces back to back."""
 
+    #: The software driver takes memory of the host for its own (``accelerated.py``).
+    serves_accelerators = "UCM_TEST_DRIVER" in os.environ
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         root = config["storage_backends"]
@@ -124,6 +127,8 @@ class Faults:
 
 class FaultStore(UcmKVStoreBaseV1):
     """Another store behind gates. Its configuration: that of the other, ``control``, and ``inner`` (its name)."""
+
+    serves_accelerators = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

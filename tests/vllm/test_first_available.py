@@ -6,12 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cases import STORED
 from checks import assert_reused, assert_same
 from harness import EngineHost
-from specs import EngineSpec
+from specs import ON_GPU, EngineSpec
 
 
+@pytest.mark.skipif(ON_GPU, reason="the store is one of the host's memory")
 def test_the_first_available_store_serves(work: Path, host: EngineHost, model: Path) -> None:
     root = work / "first-available"
     root.mkdir()

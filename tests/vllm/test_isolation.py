@@ -12,7 +12,7 @@ from checks import assert_reused, assert_same
 from harness import EngineHost
 from lives import LAYERS, Life, new_disk
 from models import change_weights, gemma3_config, write_adapter, write_model
-from specs import EngineSpec, Result, StoreSpec, prompt
+from specs import ON_GPU, EngineSpec, Result, StoreSpec, prompt
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def plugin(work: Path) -> Path:
     return root
 
 
+@pytest.mark.skipif(ON_GPU, reason="the store is one of the host's memory")
 def test_store_by_name_without_prefix_caching_and_with_adapters(
     host: EngineHost, model: Path, work: Path, plugin: Path, reference: dict[str, Result]
 ) -> None:

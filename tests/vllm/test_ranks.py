@@ -10,6 +10,7 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 from cases import STORED, Case
 from checks import ask_until_reused, assert_as_computed, assert_chosen, assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
@@ -17,9 +18,11 @@ from lives import Disk, Life, new_disk
 from models import HEAD_SIZE, KV_HEADS
 from software_driver import IN_USE
 from sparse_reference import Llama, choosing
-from specs import BLOCK, EngineSpec, Result, prompt
+from specs import BLOCK, ON_GPU, EngineSpec, Result, prompt
 
 from ucm.config.sparse import QuestConfig
+
+pytestmark = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="a GPU for each rank")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
-use ucm_device::{DEFAULT_DEVICE, Transfer, open_device};
+use ucm_device::{DEFAULT_DEVICE, MachineMemory, Transfer, open_device};
 use ucm_infra::Clock;
 use ucm_record::{Keys, RecordLayout, SideSpec};
 use ucm_tier::registry::{Amount, BuildContext, seconds};
@@ -94,8 +94,12 @@ pub struct StoreSpec {
     pub scheduler_elsewhere: bool,
     /// Opens the store for lookups only.
     pub lookup_only: bool,
-    /// Host memory for staging.
-    pub staging_bytes: u64,
+    /// Host memory for staging; where nobody says how much, it holds the blocks of two steps, within a share of the memory.
+    #[serde(default)]
+    pub staging_bytes: Option<u64>,
+    /// Bytes of the blocks that one step of the engine can compute at most; 0 where that is not known.
+    #[serde(default)]
+    pub step_bytes: u64,
     /// Threads that copy from the device.
     pub copy_threads: usize,
     /// Deadline of a lookup.
@@ -123,6 +127,21 @@ pub struct StoreSpec {
     pub breaker_window_s: f64,
     /// How long it stays open.
     pub breaker_cool_down_s: f64,
+}
+
+/// Staging of a process where nothing more is known, and the least.
+const STAGING: u64 = 256 << 20;
+/// How much of the memory of machine and container all its processes may come to.
+const STAGING_SHARE: u64 = 16;
+
+/// The staging of a process whose engine computes blocks of so many bytes in a step, one of so many on this host. All of
+/// a step's blocks are offered at once, and those without a slot only when their request takes another step: there is
+/// room for two steps, of which a quarter is kept for loads.
+fn staging(step_bytes: u64, processes: u32, memory: Option<&MachineMemory>) -> u64 {
+    let most = memory.map_or(0, |memory| {
+        memory.total / STAGING_SHARE / u64::from(processes.max(1))
+    });
+    step_bytes.saturating_mul(2).min(most).max(STAGING)
 }
 
 impl StoreSpec {
@@ -172,7 +191,15 @@ impl StoreSpec {
         } else {
             record
         };
-        let staging_bytes = if self.lookup_only { 0 } else { self.staging_bytes };
+        let staging_bytes = match self.staging_bytes {
+            _ if self.lookup_only => 0,
+            Some(bytes) => bytes,
+            None => staging(
+                self.step_bytes,
+                self.processes,
+                MachineMemory::now().ok().as_ref(),
+            ),
+        };
         let deadlines = Deadlines {
             lookup: seconds("lookup_s", self.lookup_s)?,
             load: seconds("load_s", self.load_s)?,
@@ -264,4 +291,26 @@ fn default_transfer() -> String {
 
 fn default_device() -> String {
     DEFAULT_DEVICE.to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn staging_holds_two_steps_within_a_share_of_the_memory() {
+        let memory = |total| MachineMemory {
+            total,
+            available: total,
+            limited_by: "the machine".to_owned(),
+        };
+        let gib = 1 << 30;
+        assert_eq!(staging(0, 1, None), STAGING);
+        assert_eq!(staging(gib, 1, None), STAGING);
+        assert_eq!(staging(1 << 20, 1, Some(&memory(128 * gib))), STAGING);
+        assert_eq!(staging(gib, 1, Some(&memory(128 * gib))), 2 * gib);
+        assert_eq!(staging(gib, 8, Some(&memory(128 * gib))), gib);
+        assert_eq!(staging(u64::MAX, 0, Some(&memory(32 * gib))), 2 * gib);
+        assert_eq!(staging(gib, 8, Some(&memory(gib))), STAGING);
+    }
 }

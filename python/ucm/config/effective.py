@@ -31,6 +31,7 @@ SPARSE_SECTIONS = "sparse.config."
 DEFAULT_TEXT: dict[str, str] = {
     **TIER_UNSET,
     "block_size": "vLLM's",
+    "staging_capacity": "for two steps of the engine",
     "platform": "the one vLLM runs on",
     "ucm_connector_module_path": "none",
     "sparse.module_path": "none",

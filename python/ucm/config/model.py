@@ -165,7 +165,8 @@ else:
 class StoreSettings(_TierKeys):
     """Keys that every store of ucm has: those of the default kind of tier, and those of the engine."""
 
-    staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
+    #: None: for two steps of the engine (``ucm_store::builder``).
+    staging_capacity: Annotated[Size, Field(ge=1 << 20)] | None = None
     transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
     encryption_key_file: str | None = None

@@ -110,6 +110,10 @@ class UcmKVStoreBaseV1(ABC):
     #: A store whose :meth:`load_data` takes ``timeout`` (seconds, keyword) sets this.
     takes_load_timeout: bool = False
 
+    #: Whether rows may name memory of an accelerator: of an engine whose KV lies on one, a store that does not set this
+    #: is left alone. One that does is told ``platform``.
+    serves_accelerators: bool = False
+
     #: Names of the tiers, the top one first, of a store that has several.
     tier_names: tuple[str, ...] = ()
 

@@ -40,6 +40,8 @@ from ucm.store.v0_tasks import Lane, V0Task
 
 #: Blocks whose shards are still to come, at one time.
 INCOMPLETE = 4096
+#: Bytes of dumps copied and not written yet, where nobody says how many.
+_ROOM = 256 << 20
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -102,7 +104,7 @@ class V1OverV0(UcmKVStoreBaseV1):
         self._allowances = {"load": settings.deadlines.load_unknown_s, "dump": settings.deadlines.dump_s}
         self._clock = clock
         self._pieces = list(zip(np.cumsum([0, *self._shape.pieces]).tolist(), self._shape.pieces, strict=False))
-        self._room = max(settings.staging_capacity, self._shape.block)
+        self._room = max(settings.staging_capacity or _ROOM, self._shape.block)
         self._per_load = max(1, self._room // self._shape.shard)
         self._lock = threading.Lock()
         self._on_their_way = 0  # bytes of dumps

@@ -93,6 +93,8 @@ class EngineSettings(StoreSettings):
     processes: int = Field(default=1, ge=1)
     #: Whether the scheduler side may run on another host.
     scheduler_elsewhere: bool = False
+    #: Most tokens that a step of the engine computes; 0 where there is no engine.
+    step_tokens: int = Field(default=0, ge=0)
     deadlines: Deadlines = Deadlines()
     breaker: BreakerConfig = BreakerConfig()
 
@@ -155,6 +157,7 @@ class EngineSettings(StoreSettings):
                 "scheduler_elsewhere": self.scheduler_elsewhere,
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
+                "step_bytes": -(-self.step_tokens // max(self.block_tokens, 1)) * self.block_size,
                 "copy_threads": 3,  # two write what they gathered; the third gathers on where these wait for a medium
                 "lookup_s": self.deadlines.lookup_ms / 1000,
                 "load_s": self.deadlines.load_unknown_s,

@@ -11,8 +11,8 @@ from typing import Any
 
 from ucm.config import UcmConfig
 from ucm.config.sizes import without_login
-from ucm.config.stores import PIPELINE, STORES
-from ucm.store.factory_v1 import UcmConnectorFactoryV1
+from ucm.errors import ConfigError
+from ucm.store.factory_v1 import StoreClass, UcmConnectorFactoryV1
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 
@@ -26,41 +26,58 @@ class ConfiguredStore:
     make: Callable[[dict[str, Any]], UcmKVStoreBaseV1]
 
 
-#: Stores that may divide the machine's memory among the ranks.
-_IN_MEMORY = frozenset({PIPELINE, *(name for name, store in STORES.items() if store.kind.memory)})
-
-
-def engine_stores(config: UcmConfig, parallel: Any, platform: str = "host") -> list[ConfiguredStore]:
-    """The stores for an engine with this ``ParallelConfig`` of vLLM, whose KV lies on this platform.
+def engine_stores(
+    config: UcmConfig, parallel: Any, platform: str = "host", step_tokens: int = 0
+) -> list[ConfiguredStore]:
+    """The stores for an engine with this ``ParallelConfig`` of vLLM, whose KV lies on this platform, and which computes
+    at most so many tokens in a step.
 
     Memory is divided among the ranks of one host; where vLLM says nothing of hosts all ranks are on this one.
     """
     world = parallel.world_size
     here = getattr(parallel, "local_world_size", world)
     replicas = max(1, getattr(parallel, "data_parallel_size_local", 1))
-    return stores_of(config, here * replicas, platform, several_hosts=here < world)
+    return stores_of(config, here * replicas, platform, several_hosts=here < world, step_tokens=step_tokens)
 
 
 def stores_of(
-    config: UcmConfig, processes: int, platform: str = "host", *, several_hosts: bool = False
+    config: UcmConfig, processes: int, platform: str = "host", *, several_hosts: bool = False, step_tokens: int = 0
 ) -> list[ConfiguredStore]:
     """The stores a configuration names, in order, where so many processes of this host each open one."""
-    return [_configured_store(one, processes, platform, several_hosts) for one in (config, *config.alternatives)]
+    engine = {
+        "platform": platform,
+        "processes": processes,
+        "scheduler_elsewhere": several_hosts,
+        "step_tokens": step_tokens,
+    }
+    return [_configured_store(one, engine) for one in (config, *config.alternatives)]
 
 
-def _configured_store(config: UcmConfig, processes: int, platform: str, several_hosts: bool) -> ConfiguredStore:
+def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredStore:
+    """``engine``: what a store of ucm's is told of the engine."""
     name, module = config.ucm_connector_name, config.ucm_connector_module_path
 
     def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
+        platform = engine["platform"]
+        if config.user_store and platform != "host":
+            _must_serve_accelerators(UcmConnectorFactoryV1.resolve(name, module), platform)
+            store_config = store_config | {"platform": platform}
         return UcmConnectorFactoryV1.create_connector(name, store_config, module)
 
     told = config.store_config()
     if not config.user_store:
-        told["platform"] = platform
-    if not config.user_store and name in _IN_MEMORY:
-        told["processes"] = processes
-        told["scheduler_elsewhere"] = several_hosts
+        told |= engine
     roots = told.get("storage_backends") or config.root or ()
     where = without_login(roots if isinstance(roots, str) else ", ".join(map(str, roots)))
     full = f"{module}.{name}" if module else name
     return ConfiguredStore(full, f"{full} on {where}" if where else full, told, make)
+
+
+def _must_serve_accelerators(store: StoreClass, platform: str) -> None:
+    """Raises ConfigError for a store that would take the device's addresses for the host's: the process would end."""
+    if not getattr(store, "serves_accelerators", False):
+        raise ConfigError(
+            f"the store {store.__name__} reads and writes the host's memory, and the KV lies on {platform}: let it "
+            "copy from and to the device (ucm.trans), or hand its rows to a store of ucm's, and set "
+            "serves_accelerators = True in its class"
+        )

@@ -183,7 +183,7 @@ def make_scheduler(
     world = parallel.world_size
     platform = _served_platform(config)
     logger.info("the KV lies on %s (%s)", platform.word, "configured" if config.platform else "what vLLM runs on")
-    stores = engine_stores(config, parallel, platform.word)
+    stores = engine_stores(config, parallel, platform.word, _step_tokens(vllm_config))
     readiness = Readiness(
         own_identity=identity_without_weights(own),
         identity=identity,
@@ -235,6 +235,11 @@ def _leave_the_bound_core() -> None:
         logger.debug("the threads of the store stay where vLLM bound this rank: %r", error)
 
 
+def _step_tokens(vllm_config: VllmConfig) -> int:
+    """Most tokens that a step of the engine computes."""
+    return int(vllm_config.scheduler_config.max_num_batched_tokens or 0)
+
+
 def make_worker(
     config: UcmConfig,
     vllm_config: VllmConfig,
@@ -259,7 +264,7 @@ def make_worker(
         wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
         platform=platform,
-        stores=engine_stores(config, vllm_config.parallel_config, platform.word),
+        stores=engine_stores(config, vllm_config.parallel_config, platform.word, _step_tokens(vllm_config)),
         memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
         only_stores=_only_stores(vllm_config),
         sparse=sparse,
