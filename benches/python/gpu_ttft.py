@@ -34,7 +34,7 @@ RUNS = ("cold", "own", "warm")
 
 
 def write_model(directory: Path, layers: int) -> Path:
-    """Writes the checkpoint, a few layers a file."""
+    """Writes the checkpoint, a file for each layer."""
     directory.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -156,13 +156,15 @@ def main() -> None:
                 ask(running, prompt(1, max(chosen.tokens)))  # kernels are compiled
                 for length in chosen.tokens:
                     got = rows[f"{variant} {length}"] = measure(running, variant != "none", length, chosen)
-                    cold, own, warm = (statistics.median(got[run]) if got[run] else 0.0 for run in RUNS)
-                    print(
-                        f"| {variant} | {length} | {cold:.3f} | {own:.3f} | {warm:.3f} | {warm / cold:.2f} "
-                        f"| {statistics.median(got['cached'] or [0]):.0f} "
-                        f"| {got['same']} of {chosen.prompts}, {got['apart']:.4f} apart |",
-                        flush=True,
-                    )
+                    middle = {run: statistics.median(got[run]) for run in RUNS if got[run]}
+                    times = " | ".join(f"{middle[run]:.3f}" if run in middle else "-" for run in RUNS)
+                    ours = "- | - | -"
+                    if "warm" in middle:
+                        ours = (
+                            f"{middle['warm'] / middle['cold']:.2f} | {statistics.median(got['cached']):.0f} "
+                            f"| {got['same']} of {chosen.prompts}, {got['apart']:.4f} apart"
+                        )
+                    print(f"| {variant} | {length} | {times} | {ours} |", flush=True)
                     if chosen.json:
                         chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
 
