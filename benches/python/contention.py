@@ -65,6 +65,10 @@ def one_round(servers: list[Server], chats: int, chosen: argparse.Namespace, sai
     return dict(zip(FIGURES, (statistics.median(times), p90, total, used), strict=True))
 
 
+#: With a connector vLLM keeps another number of processors free than without one: both keep one.
+THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+
+
 @contextlib.contextmanager
 def pairs(variant: str, work: Path, blocks: int, length: int) -> Iterator[dict[str, list[Server]]]:
     """Both pairs of servers, up."""
@@ -75,9 +79,7 @@ def pairs(variant: str, work: Path, blocks: int, length: int) -> Iterator[dict[s
             root.mkdir()
             up[name] = [
                 stack.enter_context(
-                    one_of_several(
-                        name, work / "model", root, blocks, length, work / f"{name}-{n}.log", {"OMP_NUM_THREADS": "1"}
-                    )
+                    one_of_several(name, work / "model", root, blocks, length, work / f"{name}-{n}.log", THREADS)
                 )
                 for n in range(2)
             ]

@@ -18,6 +18,7 @@ from parts import BLOCK, Rig
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S
 from ucm.integration.vllm.connector.admission.compute_rate import ComputeSpeed
 from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
 from ucm.integration.vllm.connector.metadata import Load, LoadFailure, LoadServed, RankReport
@@ -25,8 +26,8 @@ from ucm.store import part_mask, record_ids
 
 #: Bytes of one block in these tests, of all ranks.
 BLOCK_BYTES = 1 << 20
-#: A load without a deadline of its own is given up after so many seconds, as ``deadlines.load_unknown_s`` says.
-UNKNOWN_S = 5.0
+#: A load that begins while the speed of computing is unknown is given up after so many seconds.
+UNKNOWN_S = UNKNOWN_LOAD_S
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Outcome:
     loaded: int
     declined: int
     learning: int
-    unknown: int  # loads that began without a deadline of their own
+    unknown: int  # loads that began while the speed of computing was unknown
 
     def mean(self, since: int = 0) -> float:
         """Mean time to the first token of the requests from ``since`` on, in seconds."""
@@ -229,8 +230,9 @@ class Simulation:
             live.above = min(len(load.blocks), live.arrival.stored - live.arrival.below)
             live.below = len(load.blocks) - live.above
             live.ends = max(tier.begin(clock.now, blocks * BLOCK_BYTES) for tier, blocks in self._parts(live))
-            self.unknown += load.timeout is None
-            live.deadline = clock.now + (UNKNOWN_S if load.timeout is None else load.timeout)
+            assert load.timeout is not None
+            self.unknown += load.timeout == UNKNOWN_S
+            live.deadline = clock.now + load.timeout
         clock.now += self._seconds(output.total_num_scheduled_tokens)
         self._loads_end()
         scheduler.step_ended()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,11 +14,14 @@ from parts import BLOCK, Clock, Rig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from ucm.config import parse
+from ucm.integration.vllm.connector import factory
 from ucm.integration.vllm.connector.admission.admission import (
     BEGUN,
     FIRST_S,
     LEARNING,
     TIERS,
+    UNKNOWN_LOAD_S,
     UNLEARNT,
     Admission,
     Cut,
@@ -84,6 +89,27 @@ def test_what_is_not_known_accepts() -> None:
     engine = Engine()
     engine.computes()
     assert engine.decide(100) == Verdict.LOAD  # the tier is not
+
+
+@pytest.mark.parametrize("mode", ["measured", "always"])
+def test_a_load_has_one_second_while_the_speed_of_computing_is_unknown(mode: str) -> None:
+    engine = Engine(mode)
+    assert engine.admission.began("r", whole(1000), 1) == UNKNOWN_LOAD_S == 1.0
+    engine.admission.ended("r")
+    engine.computes()
+    seconds = engine.admission.began("r", whole(1000), 1)
+    assert seconds == pytest.approx(2.0)  # twice what computing takes
+
+
+def test_a_deadline_that_was_configured_holds_for_first_loads() -> None:
+    """And the default of the key, which is that of a plain store, does not."""
+    scheduler = SimpleNamespace(max_num_batched_tokens=100)
+    vllm_config: Any = SimpleNamespace(scheduler_config=scheduler, max_concurrent_batches=1)
+    cases = [({}, 1.0), ({"load_unknown_s": 5}, 5.0), ({"load_unknown_s": 0.3}, 0.3)]
+    for deadlines, seconds in cases:
+        engine = parse({"storage_backends": "/nowhere", "deadlines": deadlines})
+        admission = factory._admission(engine, vllm_config)
+        assert admission.began("r", whole(1000), 1) == seconds
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,8 @@ def test_restart_reuses_every_full_block_whatever_the_order(factor: float, order
 
 
 def test_restart_of_a_queue_without_memory() -> None:
-    """All come at once, and their loads wait for each other longer than computing one of them takes."""
-    engine, arrivals = Engine(), all_stored(gap=0.0)[:100]
+    """All arrive at once. Their loads wait for each other longer than one prompt takes to compute."""
+    engine, arrivals = Engine(), all_stored(gap=0.0)[:60]
     measured, without = compare(engine, lambda: steady(0.001, 4 * _even(engine)), arrivals)
     assert measured.loaded == sum(arrival.stored for arrival in arrivals)
     assert measured.mean() < 0.6 * without.mean()

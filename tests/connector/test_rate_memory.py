@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Clock, Later, Rig
 
 from ucm.integration.vllm.connector.admission import rate_memory
-from ucm.integration.vllm.connector.admission.admission import TIERS, Admission
+from ucm.integration.vllm.connector.admission.admission import TIERS, Admission, Cut, Verdict
 from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate, ComputeSpeed
 from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
 from ucm.integration.vllm.connector.admission.rate_memory import LIMIT, NAME, RARELY_S, SOON_S, RateMemory, machine_name
@@ -39,7 +39,7 @@ class Life:
 
     def __init__(self, root: Path | None, identity: str = "i", machine: str = "m", store: str = "s") -> None:
         self.later, self.clock = Later(), Clock()
-        self.admission = Admission("measured", 0.8, ComputeRate(0.2, 30.0))
+        self.admission = Admission("measured", 0.8, ComputeRate(0.2, 30.0), self.clock)
         where = None if root is None else str(root)
         self.memory = RateMemory(where, self.admission, self.later, lambda: machine, self.clock)
         self.later.run()
@@ -77,6 +77,58 @@ def test_an_engine_of_another_identity_or_on_another_machine_knows_nothing(root:
     assert Life(root, **other).known() == (None, {})
     Life(root, **other).learns(ComputeSpeed(0.1, 0.1, 100), {})
     same(Life(root).known())
+
+
+def hit(tokens: int, tier: int = 0) -> Cut:
+    """A hit in one tier, of which each token is a byte."""
+    return Cut(tokens, {tier: tokens})
+
+
+#: Another identity on the same machine: it computes faster, and loads more slowly from tier 0.
+FASTER = ComputeSpeed(0.1, 0.0005, 1000)
+SLOWER = {0: LoadSpeed(0.5, 1e-5, 100, 10_000, 0.0), 2: LoadSpeed(0.1, 1e-6, 100, 100, 0.0)}
+
+
+def test_first_loads_go_by_the_best_speeds_that_the_machine_showed(root: Path) -> None:
+    Life(root).learns()
+    Life(root, identity="faster").learns(FASTER, SLOWER)
+    Life(root, identity="elsewhere", machine="other").learns(ComputeSpeed(0.0, 1e-6, 1000), {})
+    instant = {0: LoadSpeed(0.0, 1e-9, 1, 1, 0.0)}
+    Life(root, identity="of another store", store="other").learns(FASTER, instant)
+    life = Life(root, identity="new")
+    # Twice what FASTER takes for them, whatever this engine is called.
+    assert life.admission.began("r", hit(1000), 1) == pytest.approx(2 * 0.5)
+    speeds = [life.admission._tier(tier).rate.seconds(100) for tier in range(4)]
+    assert speeds[:3] == pytest.approx([0.25, 0.85, 0.1], rel=0.01)
+    assert speeds[3] is None
+
+
+def test_what_others_showed_declines_nothing_and_is_not_written_as_its_own(root: Path) -> None:
+    """A stored prompt is not computed to find out how fast this engine is."""
+    Life(root).learns(ComputeSpeed(0.0, 1e-6, 1000))
+    life = Life(root, identity="new")
+    for tier in range(3):
+        assert life.admission.decide([hit(1000, tier)], 1)[1] == Verdict.LOAD
+    assert life.admission.rates() == {}
+    life.memory.keep(life.clock.now)
+    assert life.later.jobs == []
+    assert life.known() == (None, {})
+
+
+def test_what_this_engine_measures_replaces_what_others_showed(root: Path) -> None:
+    Life(root).learns()
+    life = Life(root, identity="new")
+    life.admission.began("r", hit(1000), 1)
+    life.clock.now += 0.25
+    life.admission.step_ended()
+    life.admission.ended("r")
+    assert list(life.known()[1]) == [0]
+    for _ in range(2):
+        life.admission.compute_rate.planned({"r": 1000}, 1000, life.clock.now)
+        life.clock.now += 10.0
+        life.admission.step_ended()
+    assert life.admission.began("r", hit(1000), 1) == pytest.approx(20.0)
+    assert life.known()[0] is not None
 
 
 def test_of_another_store_the_speed_of_computing_is_known_alone(root: Path) -> None:

@@ -11,11 +11,6 @@ vLLM makes one connector in its scheduler and one in every worker. In this order
 - ``factory``: puts a half together from the configuration; ``connector``: the class that vLLM calls
 """
 
-import os
-
 from ucm.integration.vllm.connector.connector import UCMConnector, UCMDirectConnector
-from ucm.integration.vllm.connector.cores import cores_here, keep_a_core
-
-keep_a_core(cores_here(), os.environ)  # vLLM asks for the class before it starts a rank
 
 __all__ = ["UCMConnector", "UCMDirectConnector"]

@@ -1,27 +1,16 @@
-"""What vLLM on a CPU is told about processor cores."""
+"""With how many processor cores vLLM computes on a CPU: vLLM decides, ucm warns of few.
+
+A cache does not choose how many threads a model has, so nothing here changes vLLM's environment.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 
 #: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: what the user sets for both.
 _RESERVED, _BOUND = "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"
-#: Ranks share the processors of one memory node, which vLLM has for tests.
-_SHARED = "VLLM_CPU_SIM_MULTI_NUMA"
-
-
-def keep_a_core(cores: int, environ: MutableMapping[str, str]) -> None:
-    """On two cores, have vLLM keep the one free of computing that it keeps without a connector.
-
-    It would keep two as soon as any connector is configured, and none where that leaves none to compute on: it would
-    compute on both, and engines beside each other were several times slower than without ucm. It takes the number from
-    its environment when it starts the ranks, some time after it has looked at the connector's class, which is when
-    this is called. What the user wrote stays.
-    """
-    if cores == 2 and not environ.keys() & {_RESERVED, _BOUND, _SHARED}:
-        environ[_RESERVED] = "1"
 
 
 def cores_here() -> int:

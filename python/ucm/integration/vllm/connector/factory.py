@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ucm._core import run_threads_on
 from ucm.config import UcmConfig
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector.admission.admission import Admission
+from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S, Admission
 from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
 from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
 from ucm.integration.vllm.connector.background import IDLE, Background
@@ -149,7 +149,10 @@ def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
     step_tokens = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0
     overlap = max(1, getattr(vllm_config, "max_concurrent_batches", 2))
     compute_rate = ComputeRate(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap)
-    return Admission(config.admission, config.admission_share, compute_rate)
+    configured = config.origin("deadlines.load_unknown_s") != "default"
+    unknown_load_s = config.deadlines.load_unknown_s if configured else UNKNOWN_LOAD_S
+    mode, share = config.admission, config.admission_share
+    return Admission(mode, share, compute_rate, unknown_load_s=unknown_load_s)
 
 
 def _warn_of_few_cores(vllm_config: VllmConfig) -> None:

@@ -39,6 +39,9 @@ LEDGER = 4.0
 #: A load is behind when it has taken so many times what was expected, counted from the end of the step by which it had
 #: begun for certain: the first that ends may have been planned before it.
 BEHIND, BEGUN = 2.0, 2
+#: Seconds that a load may take while the speed of computing is unknown, of this engine and of any
+#: other on this machine. A plain store's loads have ``deadlines.load_unknown_s``.
+UNKNOWN_LOAD_S = 1.0
 #: Tiers told apart; those further down are one.
 TIERS = 8
 
@@ -91,10 +94,17 @@ class Admission:
     """One engine's judgement of hits, and what it knows of its loads."""
 
     def __init__(
-        self, mode: str, share: float, compute_rate: ComputeRate, clock: Callable[[], float] = time.monotonic
+        self,
+        mode: str,
+        share: float,
+        compute_rate: ComputeRate,
+        clock: Callable[[], float] = time.monotonic,
+        unknown_load_s: float = UNKNOWN_LOAD_S,
     ) -> None:
-        """``mode``: measured, always or never; ``share`` of the time to compute that a load may take."""
+        """``mode``: measured, always or never; ``share`` of the time to compute that a load may
+        take; ``unknown_load_s``: seconds that one may take while computing has no speed yet."""
         self._mode, self._share, self.compute_rate, self._clock = mode, share, compute_rate, clock
+        self._unknown_load_s = unknown_load_s
         self._tiers: dict[int, _Tier] = {}
         self._newest: _Tier | None = None
         self._loads: dict[str, _Load] = {}
@@ -205,9 +215,9 @@ class Admission:
 
     # Loads --------------------------------------------------------------------------------------------------
 
-    def began(self, request: str, cut: Cut, rest: int, *, learns: bool = False) -> float | None:
-        """A load was planned for a request that computes ``rest`` tokens besides; the seconds it may take, None for
-        the store's own deadline."""
+    def began(self, request: str, cut: Cut, rest: int, *, learns: bool = False) -> float:
+        """A load was planned for a request that computes ``rest`` tokens besides; returns the
+        seconds it may take."""
         self.forget(request)  # never two of one request
         known = {number: self._tier(number) for number in cut.sizes}
         ahead = {number: tier.waiting + cut.sizes[number] for number, tier in known.items()}
@@ -226,7 +236,13 @@ class Admission:
         for number, tier in known.items():
             tier.waiting += cut.sizes[number]
         self.learning_loads += learns
-        return self._loads[request].allowance
+        allowance = self._loads[request].allowance
+        return self._first_load_s(cut.tokens, rest) if allowance is None else allowance
+
+    def _first_load_s(self, tokens: int, rest: int) -> float:
+        """Seconds that a load may take before this engine has computed a prompt."""
+        borrowed = self.compute_rate.borrowed_allowance(tokens, rest)
+        return self._unknown_load_s if borrowed is None else borrowed
 
     def _slowest(self, sizes: Mapping[int, int]) -> int:
         """The tier that takes most of the time for so many bytes; one that is not known, if there is any."""
@@ -331,6 +347,13 @@ class Admission:
             self.compute_rate.recall(computing)
         for number, known in loading.items():
             self._tier(number).rate.recall(known)
+
+    def borrow(self, computing: ComputeSpeed | None, loading: Mapping[int, LoadSpeed]) -> None:
+        """Start with what others showed on this machine, where nothing is known of this engine."""
+        if computing is not None:
+            self.compute_rate.borrow(computing)
+        for number, known in loading.items():
+            self._tier(number).rate.recall(known, borrowed=True)
 
     # What is told -------------------------------------------------------------------------------------------
 

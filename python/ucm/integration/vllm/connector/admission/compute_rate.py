@@ -38,6 +38,14 @@ class ComputeSpeed(NamedTuple):
     cost: float  # seconds of a token
     tokens: int  # of a step that computes prompts, by which this was measured
 
+    def plausible(self) -> bool:
+        """Whether it can have been measured."""
+        return self.tokens >= MIN_TOKENS and self.cost > 0
+
+    def per_token(self) -> float:
+        """Seconds of a token in the steps by which it was measured."""
+        return self.overhead / self.tokens + self.cost
+
 
 class ComputeRate:
     """What the last steps took. Every method is cheap enough for each step or each request."""
@@ -55,6 +63,7 @@ class ComputeRate:
         self._ended_at = float("-inf")
         self._last = 0.0  # seconds of the last step that computed something, 0 when it computed nothing
         self._known: tuple[float, float] | None = None  # overhead, cost; None: to be worked out
+        self._borrowed: ComputeSpeed | None = None  # of another engine, used while _large is empty
 
     # What is seen -------------------------------------------------------------------------------------------
 
@@ -90,9 +99,9 @@ class ComputeRate:
 
     def seconds(self, tokens: int, rest: int = 1) -> float | None:
         """What computing ``tokens`` more of a prompt takes, of which ``rest`` are computed anyway; None: not known."""
-        if not self._large:
-            return None
-        overhead, cost = self._model()
+        return self._estimate(tokens, rest, *self._model()) if self._large else None
+
+    def _estimate(self, tokens: int, rest: int, overhead: float, cost: float) -> float:
         steps = 0
         if self._step_tokens > 0:
             steps = -(-(tokens + rest) // self._step_tokens) + (-rest // self._step_tokens)
@@ -112,7 +121,17 @@ class ComputeRate:
     def allowance(self, tokens: int, rest: int = 1) -> float | None:
         """Seconds a load of ``tokens`` may take; None while the speed is not known."""
         compute = self.seconds(tokens, rest)
-        return None if compute is None else min(max(FACTOR * compute, self._min_s), self._max_s)
+        return None if compute is None else self._allowed(compute)
+
+    def borrowed_allowance(self, tokens: int, rest: int = 1) -> float | None:
+        """The same by what another engine showed on this machine; None where that is unknown."""
+        other = self._borrowed
+        if other is None:
+            return None
+        return self._allowed(self._estimate(tokens, rest, other.overhead, other.cost))
+
+    def _allowed(self, compute: float) -> float:
+        return min(max(FACTOR * compute, self._min_s), self._max_s)
 
     def step_under_way(self, now: float) -> float:
         """What the step takes that is planned now if others compute in it, in seconds: a load is not seen to end
@@ -142,12 +161,19 @@ class ComputeRate:
     def recall(self, known: ComputeSpeed) -> None:
         """Start with what an earlier process knew. It counts as one step of each kind, so the next few outweigh it;
         nothing if steps were measured already."""
-        if self._large or known.tokens < MIN_TOKENS or known.cost <= 0:
+        if self._large or not known.plausible():
             return
         if known.overhead > 0:
             self._small.append(known.overhead)
         self._large.append((known.overhead + known.tokens * known.cost, known.tokens))
         self._known = None
+
+    def borrow(self, known: ComputeSpeed) -> None:
+        """Until a step of this engine is measured, the deadlines of loads follow from what another
+        engine showed on this machine. Nothing is declined because of it: it may be the speed of a
+        smaller model."""
+        if known.plausible():
+            self._borrowed = known
 
     def _model(self) -> tuple[float, float]:
         if self._known is None:

@@ -1,8 +1,10 @@
 """Keeps measured speeds across restarts, so that an engine starts with the rates of its last run.
 
 They are written to a small file beside the root's marker, for each identity and machine, and used until they are
-measured anew (:meth:`~.compute_rate.ComputeRate.recall`, :meth:`~.load_rate.LoadRate.recall`). Background threads read
-and write the file, so no step waits for it; where that fails, nothing is remembered.
+measured anew (:meth:`~.compute_rate.ComputeRate.recall`, :meth:`~.load_rate.LoadRate.recall`). An
+engine of which nothing is remembered begins with the best that others showed on the machine
+(:meth:`~.admission.Admission.borrow`). Background threads read and write the file, so no step waits
+for it; where that fails, nothing is remembered.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ucm.integration.vllm.connector.admission.admission import TIERS, Admission
@@ -29,6 +31,8 @@ NAME, LIMIT = "ucm-rates.json", 256
 SOON_S, RARELY_S = 5.0, 640.0
 #: The end of an engine waits so long for the last writing, in seconds; on a root that answers it takes milliseconds.
 CLOSE_S = 1.0
+#: Bytes of the load by which the speeds of others are compared.
+TYPICAL_LOAD = 16 << 20
 #: What a processor calls itself, by architecture.
 _PROCESSOR = ("vendor_id", "model name", "cpu family", "model", "CPU implementer", "CPU part", "cpu", "machine")
 
@@ -104,12 +108,14 @@ class RateMemory:
         read by now."""
         if self._file is None:
             return
-        self._key = f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}, {self._machine()}"
+        machine = self._machine()
+        self._key = f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}, {machine}"
         self._store = store
         self.due = self._clock() + self._pause
         if entry := self._found.get(self._key):
             self._recall(entry)
             self._written = dict(entry)
+        self._borrow([e for key, e in self._found.items() if key.partition(", ")[2] == machine])
 
     @harmless(None)
     def keep(self, now: float) -> None:
@@ -159,17 +165,35 @@ class RateMemory:
         return entry if self._beside is None else entry | self._beside.known()
 
     def _recall(self, entry: Mapping[str, Any]) -> None:
-        """Each part is checked by itself; one that makes no sense counts as missing."""
-        computing = _read_as(ComputeSpeed, entry.get("computing"))
-        stored = entry.get("loading")
-        tiers = stored if isinstance(stored, dict) and entry.get("store") == self._store else {}
-        read = {tier: _read_as(LoadSpeed, tiers.get(str(tier))) for tier in range(TIERS)}
-        loading = {tier: known for tier, known in read.items() if known is not None}
+        computing, loading = self._speeds(entry)
         self._admission.recall(computing, loading)
         if self._beside is not None:
             self._beside.recall(entry)
         if computing is not None or loading:
             logger.info("speeds remembered of this engine on this machine: %s", self._admission.rates())
+
+    def _borrow(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Where nothing is remembered of this engine: the best speeds in ``entries``, each part by
+        itself."""
+        computing, loading = None, dict[int, LoadSpeed]()
+        for entry in entries:
+            speed, tiers = self._speeds(entry)
+            if speed is not None and speed.plausible():
+                computing = min(computing or speed, speed, key=ComputeSpeed.per_token)
+            for tier, known in tiers.items():
+                best = loading.get(tier, known)
+                loading[tier] = min(best, known, key=lambda each: each.seconds(TYPICAL_LOAD))
+        self._admission.borrow(computing, loading)
+
+    def _speeds(self, entry: Mapping[str, Any]) -> tuple[ComputeSpeed | None, dict[int, LoadSpeed]]:
+        """The speeds of computing and of this store's tiers in an entry. A part that makes no sense
+        counts as missing."""
+        stored = entry.get("loading")
+        tiers = stored if isinstance(stored, dict) and entry.get("store") == self._store else {}
+        read = {tier: _read_as(LoadSpeed, tiers.get(str(tier))) for tier in range(TIERS)}
+        return _read_as(ComputeSpeed, entry.get("computing")), {
+            tier: known for tier, known in read.items() if known is not None
+        }
 
 
 def _spelled(rates: ComputeSpeed | LoadSpeed) -> dict[str, float]:

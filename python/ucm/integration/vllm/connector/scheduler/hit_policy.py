@@ -45,8 +45,8 @@ class HitPolicy:
             return first, MissReason.AUDIT
         return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
 
-    def begin_load(self, tracker: RequestTracker, tokens: int) -> float | None:
-        """A load of so many tokens is planned; the seconds it may take, None for the store's own deadline."""
+    def begin_load(self, tracker: RequestTracker, tokens: int) -> float:
+        """A load of so many tokens is planned; returns the seconds it may take."""
         request, rest = tracker.request, tracker.request.num_tokens - tracker.local - tokens
         first = tracker.local // self._block_tokens
         whole = self._cut(self._tiers(tracker, first, first + tokens // self._block_tokens))
