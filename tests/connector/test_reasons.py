@@ -173,6 +173,14 @@ def test_requests_and_engines_that_are_left_alone() -> None:
     assert balance(rig) == {"unsupported": 2}
 
 
+def test_a_request_that_may_not_read_is_stored_for_others() -> None:
+    rig = Rig()
+    request = rig.request("a", 2 * BLOCK)
+    request.skip_reading_prefix_cache = True
+    assert admit(rig, request) == 0
+    assert [(dump.first, len(dump.blocks)) for dump in rig.step(request).dumps] == [(0, 2)]
+
+
 def test_the_block_of_the_last_token() -> None:
     rig = Rig()
     request = rig.request("a", 3 * BLOCK)

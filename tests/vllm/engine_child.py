@@ -50,6 +50,16 @@ class Child:
         """Waits for the requests and answers what they produced, in order."""
         return [await self.tasks.pop(request_id) for request_id in ids]
 
+    async def embed(self, request_id: str, tokens: list[int]) -> list[float]:
+        """The vector that an embedding engine answers with."""
+        from vllm import PoolingParams
+        from vllm.inputs import TokensPrompt
+
+        params, last = PoolingParams(task="embed"), None
+        async for output in self.engine.encode(TokensPrompt(prompt_token_ids=tokens), params, request_id):
+            last = output
+        return [] if last is None else last.outputs.data.tolist()
+
     async def progress(self, ids: list[str]) -> list[tuple[int, bool]]:
         """Tokens produced so far and whether the request ended, for each id; waits for nothing."""
         return [(self.produced[i], i not in self.tasks or self.tasks[i].done()) for i in ids]

@@ -121,6 +121,10 @@ class Engine:
         """Runs one request alone."""
         return self.generate(Ask(tokens, max_tokens, **options))[0]
 
+    def embed(self, tokens: Sequence[int]) -> list[float]:
+        """The vector of a prompt, of an embedding engine."""
+        return list(self._call("embed", request_id=f"r{next(_numbers)}", tokens=list(tokens)))
+
     def progress(self, *ids: str) -> list[tuple[int, bool]]:
         """For each request the tokens produced so far, and whether it ended."""
         return [(int(produced), bool(ended)) for produced, ended in self._call("progress", ids=list(ids))]

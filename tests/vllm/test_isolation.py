@@ -101,6 +101,34 @@ def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> N
     assert len(said) == 1, said
 
 
+def test_an_engine_that_pools_whole_prompts_is_left_alone(host: EngineHost, model: Path, work: Path) -> None:
+    """A prompt may not continue from stored blocks there: asked twice, it gets the same answer and the engine lives."""
+    disk = new_disk(work, "pooling")
+    spec = EngineSpec(
+        model,
+        store=disk.store(),
+        args={
+            "runner": "pooling",
+            "convert": "embed",
+            "pooler_config": {"pooling_type": "MEAN"},
+            "enable_prefix_caching": None,
+            "enable_chunked_prefill": None,
+            "max_num_batched_tokens": None,
+        },
+        label="pooling",
+    )
+    engine = host.get(spec)
+    first = engine.embed(STORED["middle"].tokens)
+    engine.wait_idle()
+    other = engine.embed(STORED["short"].tokens)
+    assert other != first
+    assert engine.embed(STORED["middle"].tokens) == first
+    assert not disk.files()
+    said = [line for line in engine.log_text().splitlines() if "the cache is off" in line]
+    assert len(said) == 1, said
+    assert "pooling MEAN" in said[0]
+
+
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 def test_changed_weights_never_hit(host: EngineHost, model: Path, cold: Life, reference: dict[str, Result]) -> None:
     """Same path, same names, same sizes, a few other numbers: nothing stored before is used."""

@@ -374,15 +374,11 @@ def test_blocks_over_context_parallel_ranks_hold_more_tokens(engines: Any, tiny:
     assert block_tokens(config, scheduler) == 64
 
 
-def test_models_that_look_ahead_have_no_identity(engines: Any, tiny: Path) -> None:
-    from dataclasses import replace
-
+def test_scales_that_follow_from_the_first_request_have_no_identity(engines: Any, tiny: Path) -> None:
     config = engines.engine_config(tiny)
-    scheduler, _ = engines.kv_configs(config)
-    assert unidentifiable(config, scheduler) == ""
-    group = scheduler.kv_cache_groups[0]
-    group.kv_cache_spec = replace(group.kv_cache_spec, non_causal=True)
-    assert "later tokens" in unidentifiable(config, scheduler)
+    assert unidentifiable(config) == ""
+    config.cache_config.calculate_kv_scales = True
+    assert "KV scales" in unidentifiable(config)
 
 
 def test_adapter_settings_count_only_where_they_change_the_result(engines: Any, tiny: Path) -> None:

@@ -79,7 +79,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._make_sparse(config, vllm_config, role, kv_cache_config)
         self._off: MissReason | None = None
         self._miss_stats: MissStats | None = None
-        if off := why_off(config, vllm_config, kv_cache_config):
+        if off := why_off(config, vllm_config, kv_cache_config, decides=role == KVConnectorRole.SCHEDULER):
             if role == KVConnectorRole.SCHEDULER:
                 self._off, why = off
                 self._miss_stats = MissStats(vllm_config.cache_config.block_size, time.monotonic())

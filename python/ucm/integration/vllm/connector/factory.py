@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm._core import run_threads_on
@@ -32,6 +33,7 @@ from ucm.integration.vllm.connector.identity.packing import layer_specs, spec_ki
 from ucm.integration.vllm.connector.identity.tenant import TenantTags
 from ucm.integration.vllm.connector.identity.weight_files import weight_source
 from ucm.integration.vllm.connector.platforms import Platform, platform_of
+from ucm.integration.vllm.connector.prefix_reuse import caches_prefixes, why_not_reusable
 from ucm.integration.vllm.connector.root_file import state_directory
 from ucm.integration.vllm.connector.scheduler.lookup import Lookups
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness
@@ -52,9 +54,13 @@ _WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
 
 def why_off(
-    config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, decides: bool = True
 ) -> tuple[MissReason, str] | None:
-    """Why this engine cannot be served, as a reason and as a sentence; None when it can."""
+    """Why this engine cannot be served, as a reason and as a sentence; None when it can.
+
+    ``decides``: in the scheduler side, which decides by vLLM's flags of both sides whether requests may continue from
+    stored blocks; a worker sends its own flag to it.
+    """
     if not config.enabled:
         return MissReason.DISABLED, "UCM_DISABLE is set"
     if not config.enable_prefix_cache:
@@ -64,11 +70,13 @@ def why_off(
         return MissReason.UNSUPPORTED, text
     if isinstance(platform, Platform) and (text := unmapped(platform, vllm_config)):
         return MissReason.UNSUPPORTED, text
+    if decides and (text := why_not_reusable(vllm_config, kv_cache_config)):
+        return MissReason.UNSUPPORTED, text
     try:
         engine_identity(vllm_config, kv_cache_config, "")
     except Exception as error:
         return MissReason.IDENTITY_UNKNOWN, f"this engine has no identity: {error}"
-    text = unidentifiable(vllm_config, kv_cache_config)
+    text = unidentifiable(vllm_config)
     return (MissReason.IDENTITY_UNKNOWN, text) if text else None
 
 
@@ -193,7 +201,10 @@ def make_scheduler(
         selection=StoreSelection(stores, world, background, config.deadlines.probe_s),
         world=world,
         open_allowance=config.deadlines.probe_s,
+        why_not_reusable=partial(why_not_reusable, vllm_config, kv_cache_config),
     )
+    if not caches_prefixes(vllm_config):
+        logger.info("enable_prefix_caching is off, as you chose: vLLM keeps no prefixes, ucm stores and loads them")
     if (state := identity.wait()).kind == "pending":
         logger.info("the weights are still being hashed; requests are computed as usual until that is done")
     elif state.kind != "known":
@@ -271,5 +282,6 @@ def make_worker(
         memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
         only_stores=_only_stores(vllm_config),
         sparse=sparse,
+        prefix_caching=caches_prefixes(vllm_config),
         shutdown_allowance=config.deadlines.shutdown_s,
     )

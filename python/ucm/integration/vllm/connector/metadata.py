@@ -25,7 +25,7 @@ from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the sides of one engine always agree, and a mismatch switches ucm off.
-VERSION = 9
+VERSION = 10
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -150,6 +150,7 @@ class Handshake:
     problem: str = ""  # why this rank cannot take part, empty when it can
     stores: tuple[str, ...] = ()  # the configured stores, in order
     only_stores: str = ""  # why nothing may be loaded, empty when it may
+    prefix_caching: bool = True  # vLLM's flag there, which a worker may switch off while it builds the layers
 
 
 @dataclass(slots=True)

@@ -138,14 +138,8 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return differences(a, b)
 
 
-def unidentifiable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+def unidentifiable(vllm_config: VllmConfig) -> str:
     """Why blocks of this engine cannot be named by what came before them, as a sentence; empty when they can."""
-    if any(
-        getattr(spec, "non_causal", False)
-        for group in kv_cache_config.kv_cache_groups
-        for spec in packing.layer_specs(group.kv_cache_spec)
-    ) or getattr(getattr(vllm_config, "attention_config", None), "use_non_causal", False):
-        return "this model attends to later tokens, so a block depends on more than the tokens before it"
     if getattr(vllm_config.model_config, "is_diffusion", False):
         return "this model rewrites tokens it has already computed, so blocks have no lasting content"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):

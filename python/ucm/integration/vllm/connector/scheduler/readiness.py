@@ -59,16 +59,19 @@ class Readiness:
         selection: StoreSelection,
         world: int,
         open_allowance: float,
+        why_not_reusable: Callable[[bool], str] = lambda _workers: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``own_identity`` is without weights; ``open_allowance`` (seconds) is how long requests may wait for the
-        workers' first answer and for *opening*."""
+        workers' first answer and for *opening*; ``why_not_reusable``: why no request may continue from stored
+        blocks, given whether every worker caches prefixes."""
         self._own_identity = own_identity
         self._identity = identity
         self._checked = clock()
         self._selection = selection
         self._world = world
         self._allowance = open_allowance
+        self._why_not_reusable = why_not_reusable
         self._clock = clock
         self._pending_since: float | None = None  # the first step, or the first request
         self._opening_since = 0.0
@@ -118,6 +121,8 @@ class Readiness:
                 return self.off(f"{where} is configured for other stores ({theirs}) than the scheduler ({ours})")
             if differing := difference(self._own_identity, handshake.identity):
                 return self.off(f"{where} and the scheduler disagree on the identity: {'; '.join(differing)}")
+        if why := self._why_not_reusable(all(handshake.prefix_caching for handshake in handshakes)):
+            return self.off(why, MissReason.UNSUPPORTED)
         self._handshakes = handshakes
         self.ranks = [handshake.rank for handshake in handshakes]
         parts = {handshake.part: handshake for handshake in handshakes}

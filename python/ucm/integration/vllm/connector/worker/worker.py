@@ -69,6 +69,7 @@ class UCMConnectorWorker:
         stores: Sequence[ConfiguredStore],
         memory: ModelMemory | None = None,
         only_stores: str = "",
+        prefix_caching: bool = True,
         sparse: SparseWorker | None = None,
         shutdown_allowance: float = 3.0,
         health: StoreHealth | None = None,
@@ -76,7 +77,8 @@ class UCMConnectorWorker:
     ) -> None:
         """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
         weights; ``memory``: the weights in memory, None where they cannot be reached; ``only_stores`` says why nothing
-        may be loaded, if so; ``sparse``: sparse attention on this rank; ``shutdown_allowance`` is in seconds."""
+        may be loaded, if so; ``prefix_caching``: vLLM's flag in this process; ``sparse``: sparse attention on this
+        rank; ``shutdown_allowance`` is in seconds."""
         self.rank = rank
         self._memory = memory
         self._weights: WeightsReport | None = None  # to be told
@@ -90,6 +92,7 @@ class UCMConnectorWorker:
         self._platform = platform
         self._stores = list(stores)
         self._only_stores = only_stores
+        self._prefix_caching = prefix_caching
         self._shutdown_allowance = shutdown_allowance
         self._clock = clock
         self._layout: KVLayout | None = None
@@ -160,6 +163,7 @@ class UCMConnectorWorker:
             problem=self._problem,
             stores=stores,
             only_stores=self._only_stores,
+            prefix_caching=self._prefix_caching,
         )
 
     def _open(self, setup: StoreSetup) -> None:
