@@ -8,6 +8,7 @@ The first message is that of :meth:`specs.EngineSpec.first_message`; the answer
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -208,7 +209,14 @@ def answered(request_id: str, last: Any, first: float | None) -> dict[str, Any]:
     }
 
 
-async def serve(connection: Connection) -> None:
+def set_environment(environment: dict[str, str]) -> None:
+    """Takes over an environment, its search path for modules too: the process was forked from one that has its own."""
+    os.environ.update(environment)
+    path = environment["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = path + [place for place in sys.path if place not in path]
+
+
+async def serve(connection: Connection, first: dict[str, Any]) -> None:
     """Starts the engine and answers commands until ``shutdown``; if the other side goes away, everything ends."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -217,7 +225,6 @@ async def serve(connection: Connection) -> None:
 
     loop = asyncio.get_running_loop()
     commands: asyncio.Queue[tuple[int, str, dict[str, Any]]] = asyncio.Queue()
-    first = connection.recv()
 
     def read() -> None:
         while True:
@@ -231,9 +238,7 @@ async def serve(connection: Connection) -> None:
                 return
 
     threading.Thread(target=read, name="commands", daemon=True).start()
-    os.environ.update(first["environment"])
-    path = first["environment"]["PYTHONPATH"].split(os.pathsep)
-    sys.path[:] = path + [place for place in sys.path if place not in path]
+    set_environment(first["environment"])
     transfer = KVTransferConfig(**first["kv_transfer"]) if first["kv_transfer"] is not None else None
     config = AsyncEngineArgs(**first["args"], kv_transfer_config=transfer).create_engine_config()
     if first["fork"]:
@@ -265,7 +270,13 @@ def main(descriptor: int) -> None:
     """Serves the connection of that descriptor; an exception before the engine runs is told to the other side."""
     connection = Connection(descriptor)
     try:
-        asyncio.run(serve(connection))
+        first = connection.recv()
+        if "program" in first:
+            set_environment(first["environment"])
+            module, _, name = first["program"].partition(":")
+            connection.send(("ready", getattr(importlib.import_module(module), name)(**first["arguments"])))
+        else:
+            asyncio.run(serve(connection, first))
     except Exception:
         connection.send(("failed", traceback.format_exc()))
         raise

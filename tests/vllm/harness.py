@@ -16,8 +16,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,27 @@ def machine_lock() -> Iterator[None]:
     with open(Path(tempfile.gettempdir()) / "vllm.lock", "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+def run_program(program: str, environment: Mapping[str, str], log: Path, **arguments: Any) -> Any:
+    """The result of ``module:function`` in a new process, which has imported vLLM and nothing of ucm. It
+    may start engines. ``environment`` is added to that of an engine in its user's process."""
+    spec = EngineSpec(Path(), in_process=True, env=environment)
+    ours, theirs = socket.socketpair()
+    with machine_lock(), Connection(ours.detach()) as connection:
+        with theirs, log.open("wb") as file:
+            process = ForkServer.of(spec.imported_in(), file.fileno()).fork(theirs.fileno(), file.fileno())
+        try:
+            first = {"program": program, "environment": spec.environment(), "arguments": arguments}
+            connection.send(first)
+            answered = connection.poll(START_DEADLINE)
+            state, value = connection.recv() if answered else ("failed", "no answer")
+            assert state == "ready", f"{program}: {value}\n{log.read_text(errors='replace')[-6000:]}"
+            return value
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 class Engine:

@@ -256,11 +256,11 @@ class SparseEngine:
         from vllm.config import set_current_vllm_config
         from vllm.v1.core.kv_cache_utils import init_none_hash
 
-        from ucm.integration.vllm.attention import backends
+        from ucm.integration.vllm.attention import registering
 
         self.config = sparse_engine(engines, tiny, tmp_path, **keys)
         with set_current_vllm_config(self.config):
-            self.backend = backends.CPU_ATTN
+            self.backend = registering.CPU_ATTN
         specs = {name: self.backend.customize_spec(spec) for name, spec in engines.layer_specs(self.config).items()}
         self.kv_cache, (self.worker_kv_cache,) = engines.kv_configs(self.config, [specs])
         self.hash = _sha256()

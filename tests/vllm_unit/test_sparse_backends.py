@@ -7,6 +7,10 @@ kernels, so what is proven is what a kernel is given.
 
 from __future__ import annotations
 
+import ast
+import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +35,7 @@ from sparse_parts import (
 from torch import Tensor
 
 from ucm.errors import ConfigError
-from ucm.integration.vllm.attention import backends, registering
+from ucm.integration.vllm.attention import registering
 from ucm.integration.vllm.attention.configured import refuse_unsupported, sparse_config
 from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
 from ucm.integration.vllm.attention.impls import derive_impl
@@ -74,7 +78,84 @@ def test_a_name_leads_to_vllms_class_unless_sparse_attention_is_configured(
     assert issubclass(found.get_impl_cls(), CPUAttentionBackend.get_impl_cls())
     assert found.get_builder_cls().get_cudagraph_support(config, None) == AttentionCGSupport.NEVER
     with pytest.raises(AttributeError):
-        backends.FLASHINFER  # noqa: B018
+        registering.FLASHINFER  # noqa: B018
+
+
+def test_the_entry_imports_only_the_standard_library(tmp_path: Path) -> None:
+    """It is imported in every process of vLLM, whatever the state of ucm's own package."""
+    program = f"""
+import sys
+before = set(sys.modules)
+import {registering.__name__}
+print(sorted(name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=110)
+    assert set(ast.literal_eval(done.stdout)) == {
+        "ucm",
+        "ucm.errors",
+        "ucm.integration",
+        "ucm.integration.vllm",
+        "ucm.integration.vllm.attention",
+        "ucm.integration.vllm.attention.registering",
+    }
+
+
+def test_the_entry_knows_every_word_of_the_configuration() -> None:
+    from ucm.config.sources import FILE_KEYS
+    from ucm.config.words import ENVIRONMENT, SPARSE_ALGORITHMS
+
+    assert set(SPARSE_ALGORITHMS) == registering.ALGORITHMS
+    assert set(registering._FILES) == set(FILE_KEYS)
+    variables = {name for name, key in ENVIRONMENT.items() if key.startswith("sparse.")}
+    assert set(registering._SPARSE_VARIABLES) == variables
+
+
+@pytest.mark.parametrize(
+    ("extra", "environment", "loaded"),
+    [
+        ({"storage_backends": "/x"}, {}, False),
+        ({"storage_backends": "/x"}, {"UCM_SPARSE_TYPE": "Quest"}, True),
+        ({"storage_backends": "/x"}, {"UCM_CONFIG_FILE": "/x.yaml"}, True),
+        ({"ucm_config_path": "/x.yaml"}, {}, True),
+        ({"sparse": {"type": "Quest"}}, {}, True),
+        ({"sparse.type": "Quest"}, {}, True),
+        ({"vllm": {"GSA-On-Device": {}}}, {}, True),
+        ({"ucm_connectors": [{"ucm_connector_config": {"KVStar": {}}}]}, {}, True),
+        (QUEST, {}, True),
+        (QUEST, {"UCM_DISABLE": "Yes"}, False),
+        (QUEST, {"UCM_DISABLE": "0"}, True),
+    ],
+)
+def test_the_configuration_is_read_only_where_it_may_be_sparse(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], environment: dict[str, str], loaded: bool
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    ours = SimpleNamespace(kv_connector="UCMConnector", kv_connector_extra_config=extra)
+    theirs = SimpleNamespace(kv_connector="ExampleConnector", kv_connector_extra_config=extra)
+    child = {"kv_connector": "UCMDirectConnector", "kv_connector_extra_config": extra}
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [1, child]}}
+    several = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [outer]})
+    for transfer, wanted in ((ours, loaded), (several, loaded), (theirs, False), (None, False)):
+        assert registering._may_be_sparse(SimpleNamespace(kv_transfer_config=transfer)) is wanted
+    assert registering._may_be_sparse(None) is False
+
+
+def test_an_error_of_the_configuration_gives_vllms_class_and_one_warning(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connector's constructor is what reports it; no model is built with half of sparse attention before."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    monkeypatch.setattr(registering, "_warned", False)
+    monkeypatch.setattr(logging.getLogger("ucm"), "propagate", True)
+    config = sparse_engine(engines, tiny, tmp_path, sparse_type="Qwest")
+    with set_current_vllm_config(config):
+        assert registering.CPU_ATTN is registering.CPU_ATTN is CPUAttentionBackend
+    said = [record.getMessage() for record in caplog.records if record.name == "ucm.vllm"]
+    assert len(said) == 1
+    assert "Qwest" in said[0]
 
 
 def test_another_plugins_override_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +178,7 @@ def test_one_identity_with_and_without_selection(engines: Any, tiny: Path, tmp_p
     for sparse in (False, True):
         specs = engines.layer_specs(config)
         with set_current_vllm_config(config):
-            backend = backends.CPU_ATTN if sparse else CPUAttentionBackend
+            backend = registering.CPU_ATTN if sparse else CPUAttentionBackend
         specs = {name: backend.customize_spec(spec) for name, spec in specs.items()}
         layer = SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
         config.compilation_config.static_forward_context = dict.fromkeys(specs, layer)

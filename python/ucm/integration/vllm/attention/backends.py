@@ -1,8 +1,9 @@
-"""Our attention backends, made by deriving from vLLM's: one for each name, when it is first asked for.
+"""Our attention backends, derived from vLLM's: one for each name, made when it is first selected.
 
-``ucm.integration.vllm.attention.backends.CPU_ATTN`` is vLLM's CPU backend where the engine that is being built has no
-sparse attention, and else a class derived from it with another implementation, metadata builder and KV cache spec. It
-keeps the name, packs the same bytes, and passes through where nothing is selected.
+:func:`backend_for` gives vLLM's own class where the engine that is being built has no sparse
+attention, and else a class derived from it with another implementation, metadata builder and KV
+cache spec. It keeps the name, packs the same bytes, and passes through where nothing is selected.
+:mod:`.registering` is the only caller.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.attention.configured import sparse_config
-from ucm.integration.vllm.attention.registering import OVERRIDDEN
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,26 +20,13 @@ if TYPE_CHECKING:
 _made: dict[str, tuple[VllmConfig, type[AttentionBackend]]] = {}
 
 
-def __getattr__(name: str) -> type[AttentionBackend]:
-    if name not in OVERRIDDEN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm.config import get_current_vllm_config_or_none
-
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None or sparse_config(vllm_config) is None:
-        return vllms_own(name)
+def backend_for(name: str, own: type[AttentionBackend], vllm_config: VllmConfig) -> type[AttentionBackend]:
+    """The backend of this name in an engine with this configuration; ``own`` is vLLM's."""
+    if sparse_config(vllm_config) is None:
+        return own
     if name not in _made or _made[name][0] is not vllm_config:
-        _made[name] = vllm_config, derive(vllms_own(name), vllm_config)
+        _made[name] = vllm_config, derive(own, vllm_config)
     return _made[name][1]
-
-
-def vllms_own(name: str) -> type[AttentionBackend]:
-    """vLLM's class behind a name."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    found: type[AttentionBackend] = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
-    return found
 
 
 def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[AttentionBackend]:

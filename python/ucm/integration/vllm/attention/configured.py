@@ -6,26 +6,10 @@ from typing import Any
 
 from ucm.config import UcmConfig, load
 from ucm.errors import ConfigError
-
-#: Our connectors, as vLLM's configuration names them.
-CONNECTORS = ("UCMConnector", "UCMDirectConnector")
+from ucm.integration.vllm.attention.registering import extra_config
 
 #: What was found for the configuration that was asked about last; every layer of a model asks about the same one.
 _last: tuple[Any, UcmConfig | None] = (None, None)
-
-
-def extra_config(vllm_config: Any) -> Any:
-    """Our section of vLLM's configuration, also inside a MultiConnector; None where our connector is not configured."""
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    if transfer is None:
-        return None
-    if transfer.kv_connector in CONNECTORS:
-        return transfer.kv_connector_extra_config or {}
-    children = (transfer.kv_connector_extra_config or {}).get("connectors", ())
-    for child in children if isinstance(children, list | tuple) else ():
-        if isinstance(child, dict) and child.get("kv_connector") in CONNECTORS:
-            return child.get("kv_connector_extra_config") or {}
-    return None
 
 
 def sparse_config(vllm_config: Any) -> UcmConfig | None:

@@ -1,10 +1,25 @@
-"""Puts our attention backends behind vLLM's names, with :func:`register_backend`, vLLM's own way to override one.
+"""The entry to sparse attention, in every process of vLLM: paths behind the names of vLLM's backends.
 
-A name is overridden by a path into :mod:`.backends`, which is looked up when an engine selects its backend: without
-sparse attention in that engine's configuration the path leads to vLLM's own class, so nothing is different.
+:func:`register` overrides each name with a path into this module, by vLLM's own
+:func:`register_backend`. It runs before an engine has a configuration, and vLLM resolves the paths
+in engines without ucm too. So this module imports only the standard library and vLLM. The rest of
+ucm, and the compiled core, are imported where the configuration may ask for sparse attention.
+Everywhere else, and after any error, a path gives vLLM's own class.
 """
 
 from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+
+#: Our connectors, as vLLM's configuration names them.
+CONNECTORS = ("UCMConnector", "UCMDirectConnector")
 
 #: Names of vLLM's attention backends that have a block table and lengths for each row, which is all that we change.
 #: FlashInfer plans its kernels ahead from both, and sparse backends of vLLM's own choose tokens already.
@@ -20,7 +35,32 @@ OVERRIDDEN = (
     "CUTLASS_MLA",
 )
 
-_BACKENDS = "ucm.integration.vllm.attention.backends"
+#: Keys that name an algorithm, in lower case without punctuation; keys with "sparse" in them count
+#: too. A unit test compares them with ``ucm.config``, which cannot be imported here.
+ALGORITHMS = frozenset(
+    {
+        "esa",
+        "gsa",
+        "gsaondevice",
+        "kvstarmultistep",
+        "kvstar",
+        "blend",
+        "rerope",
+        "quest",
+        "infllm",
+        "periodic",
+        "random",
+        "windows",
+        "oracle",
+        "auto",
+    }
+)
+#: Variables, and keys of the dictionary, that name a configuration file. What it contains is not known here.
+_FILES = ("UCM_CONFIG_FILE", "ucm_config_path")
+_SPARSE_VARIABLES = ("UCM_SPARSE_TYPE", "ENABLE_SPARSE")
+_TRUE = ("true", "1", "yes", "on")
+
+_warned = False
 
 
 def register() -> None:
@@ -30,4 +70,89 @@ def register() -> None:
     for name in OVERRIDDEN:
         backend = AttentionBackendEnum.__members__.get(name)
         if backend is not None and not backend.is_overridden():
-            register_backend(backend, f"{_BACKENDS}.{name}")
+            register_backend(backend, f"{__name__}.{name}")
+
+
+def __getattr__(name: str) -> type[AttentionBackend]:
+    """The backend behind one of the names, in the engine whose configuration vLLM has set."""
+    if name not in OVERRIDDEN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    own = vllms_own(name)
+    try:
+        vllm_config = _current_config()
+        if not _may_be_sparse(vllm_config):
+            return own
+        from ucm.integration.vllm.attention.backends import backend_for
+
+        return backend_for(name, own, vllm_config)
+    except Exception as error:
+        _warn(error)
+        return own
+
+
+def vllms_own(name: str) -> type[AttentionBackend]:
+    """vLLM's class behind a name."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    found: type[AttentionBackend] = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+    return found
+
+
+def extra_config(vllm_config: Any) -> Any:
+    """Our section of vLLM's configuration, also inside a MultiConnector; None where there is none."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None:
+        return None
+    return _section(transfer.kv_connector, transfer.kv_connector_extra_config or {})
+
+
+def _section(connector: Any, extra: Any) -> Any:
+    if connector in CONNECTORS:
+        return extra
+    children = extra.get("connectors", ()) if isinstance(extra, Mapping) else ()
+    for child in children if isinstance(children, list | tuple) else ():
+        if not isinstance(child, Mapping):
+            continue
+        found = _section(child.get("kv_connector"), child.get("kv_connector_extra_config") or {})
+        if found is not None:
+            return found
+    return None
+
+
+def _current_config() -> VllmConfig | None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none()
+
+
+def _may_be_sparse(vllm_config: Any) -> bool:
+    """Whether our configuration has to be read. False without our connector, with ``UCM_DISABLE``,
+    or where nothing names sparse attention and no file is read."""
+    ours = extra_config(vllm_config)
+    if ours is None or os.environ.get("UCM_DISABLE", "").strip().lower() in _TRUE:
+        return False
+    variables = (*_SPARSE_VARIABLES, *_FILES)
+    return any(os.environ.get(name, "").strip() for name in variables) or _has_sparse_word(ours)
+
+
+def _has_sparse_word(value: Any) -> bool:
+    """Whether any key, at any depth, may be one of sparse attention or names a configuration file."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_sparse_word, value))
+    if not isinstance(value, Mapping):
+        return False
+    for key, inner in value.items():
+        word = str(key).lower().replace("-", "").replace("_", "")
+        if "sparse" in word or word in ALGORITHMS or key in _FILES or _has_sparse_word(inner):
+            return True
+    return False
+
+
+def _warn(error: Exception) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        logging.getLogger("ucm.vllm").warning(
+            "sparse attention is not used, vLLM's own attention backends are: %s: %s", type(error).__name__, error
+        )

@@ -1,12 +1,13 @@
-"""Entry point ``vllm.general_plugins``: makes our connectors known to vLLM by name, in every process of an engine, and
-stands behind the names of vLLM's attention backends, for engines with sparse attention."""
+"""Entry point ``vllm.general_plugins``, called in every process of an engine: registers our connectors
+with vLLM by name, and overrides vLLM's attention backends by name, for sparse attention.
+
+It runs in engines that do not use ucm too. Neither this module nor :mod:`..attention.registering`
+imports the compiled core or the configuration, so a core that cannot be imported does no harm there.
+"""
 
 from __future__ import annotations
 
 import logging
-
-#: Connectors vLLM can be given by name alone.
-NAMES = ("UCMConnector", "UCMDirectConnector")
 
 _MODULE = "ucm.integration.vllm.connector"
 
@@ -16,7 +17,9 @@ def register() -> None:
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        for name in NAMES:
+        from ucm.integration.vllm.attention.registering import CONNECTORS
+
+        for name in CONNECTORS:
             if name not in KVConnectorFactory._registry:
                 KVConnectorFactory.register_connector(name, _MODULE, name)
     except Exception as error:

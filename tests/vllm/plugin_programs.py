@@ -1,0 +1,161 @@
+"""Programs of ``test_plugin.py``, for processes that have imported vLLM and nothing of ucm."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from replaced import changed, snapshot
+
+QUEST = {"sparse_type": "Quest", "ucm_sparse_config": {"Quest": {"ratio": 0.2, "min_tokens": 0}}}
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _loaded() -> list[str]:
+    return sorted(name for name in sys.modules if name.partition(".")[0] in ("ucm", "ucmtrans"))
+
+
+def _backends() -> dict[str, bool]:
+    """For each name, whether vLLM's path gives vLLM's own class, or the error that this gives."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES
+
+    def found(resolve: Any) -> Any:
+        try:
+            return resolve()
+        except Exception as error:  # a backend of a platform that is not here
+            return repr(error)
+
+    def own(backend: Any) -> Any:
+        return found(lambda: resolve_obj_by_qualname(backend.value))
+
+    return {backend.name: found(backend.get_class) == own(backend) for backend in _ATTN_OVERRIDES}
+
+
+def without_core(model: str) -> dict[str, Any]:
+    """With a core that cannot be imported: what the nine paths give under several configurations,
+    and an engine that does not configure ucm."""
+    from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+    from vllm.plugins import load_general_plugins
+
+    said = _Warnings()
+    logging.getLogger("ucm.vllm").addHandler(said)
+    load_general_plugins()
+
+    def configured(connector: str, **extra: Any) -> VllmConfig:
+        config = VllmConfig()
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
+        )
+        return config
+
+    def inside(**extra: Any) -> VllmConfig:
+        children = [
+            {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+            {"kv_connector": "UCMConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
+        ]
+        return configured("MultiConnector", connectors=children)
+
+    root = {"storage_backends": "/nowhere"}
+    cases: dict[str, tuple[VllmConfig | None, dict[str, str]]] = {
+        "no configuration": (None, {}),
+        "no connector": (VllmConfig(), {"UCM_SPARSE_TYPE": "Quest", "UCM_CONFIG_FILE": "/nowhere"}),
+        "another connector": (configured("ExampleConnector", **QUEST), {}),
+        "dense": (configured("UCMConnector", ucm_connectors=[{"ucm_connector_config": root}]), {}),
+        "disabled": (configured("UCMConnector", **root, **QUEST), {"UCM_DISABLE": "1"}),
+        "sparse": (configured("UCMConnector", **root, **QUEST), {}),
+        "sparse inside another": (inside(**root, **QUEST), {}),
+        "a nested word": (configured("UCMConnector", vllm={"GSA": {}}), {}),
+        "a file": (configured("UCMDirectConnector", ucm_config_path="/nowhere"), {}),
+        "a variable": (configured("UCMConnector", **root), {"UCM_SPARSE_TYPE": "Quest"}),
+    }
+    answers: dict[str, Any] = {"package": importlib.import_module("ucm").__file__, "registered": _loaded()}
+    for name, (config, variables) in cases.items():
+        os.environ.update(variables)
+        said.texts.clear()
+        if config is None:
+            backends = _backends()
+        else:
+            with set_current_vllm_config(config):
+                backends = _backends()
+        answers[name] = {"backends": backends, "warnings": list(said.texts), "loaded": _loaded()}
+        for variable in variables:
+            del os.environ[variable]
+    answers["tokens"] = _generate(model)
+    return answers
+
+
+def lives(model: str, store: dict[str, Any]) -> dict[str, Any]:
+    """Objects of vLLM that are others than before: after an engine without the plug-in, after
+    ``register()``, after engines with ucm, dense and sparse, and after a method was replaced through
+    an alias."""
+    import ucm_names
+
+    for name in ucm_names.vllm_modules():
+        importlib.import_module(name)
+    answers: dict[str, Any] = {}
+    os.environ["VLLM_PLUGINS"] = ""
+    start = snapshot()
+    answers["alone tokens"] = _generate(model)
+    before = snapshot()
+    answers["vllm alone"] = changed(start, before)
+    from ucm.integration.vllm.plugin import register
+
+    register()
+    after = snapshot()
+    answers["register"] = changed(before, after)
+    for name, words in {"dense": {}, "sparse": QUEST}.items():
+        answers[f"{name} tokens"] = _generate(model, store | words)
+        now = snapshot()
+        answers[name] = changed(after, now)
+    module = importlib.import_module("vllm.v1.core.sched.scheduler")
+    target = module.Scheduler
+    target.schedule = lambda self: None
+    answers["alias"] = changed(now, snapshot())
+    answers["places"] = len(start)
+    return answers
+
+
+def _generate(model: str, store: dict[str, Any] | None = None) -> list[int]:
+    """Tokens of one prompt, of an engine in this process, which has ended then."""
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    _cached_get_attn_backend.cache_clear()  # it holds the classes of the engine before
+    transfer = None
+    if store is not None:
+        transfer = KVTransferConfig(kv_connector="UCMConnector", kv_role="kv_both", kv_connector_extra_config=store)
+    llm = LLM(
+        model=str(Path(model)),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=32,
+        max_model_len=512,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=16 << 20,
+        kv_transfer_config=transfer,
+    )
+    prompt = {"prompt_token_ids": list(range(3, 203))}
+    options = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    tokens = list(llm.generate([prompt], options, use_tqdm=False)[0].outputs[0].token_ids)
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    return tokens
