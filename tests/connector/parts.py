@@ -195,6 +195,12 @@ class Named:
         self.now: str | None = '{"weights":"w"}'
         self.after: dict[str, str | None] = {}  # by the text before, where memory was found to hold other weights
         self.words: list[WeightsReport] = []
+        self.forgotten = 0  # how often it was to be another one
+        self._pending = False
+
+    def forget(self) -> None:
+        self.forgotten += 1
+        self.now, self._pending = f'{{"weights":"reset {self.forgotten}"}}', True
 
     def text(self) -> str | None:
         return self.now
@@ -204,8 +210,9 @@ class Named:
 
     def update(self, words: list[WeightsReport]) -> bool:
         self.words = words
+        forgotten, self._pending = self._pending, False
         if all(word.unchanged for word in words):
-            return False
+            return forgotten
         self.now = self.after[self.now or ""]
         return True
 
@@ -252,6 +259,7 @@ class Rig:
             rates=self.rates,
             may_load=settings.pop("may_load", True),
             audit_one_in=settings.pop("audit_one_in", 0),
+            forget_on_reset=settings.pop("forget_on_reset", False),
             tenants=settings.pop("tenants", None),
             clock=self.clock,
             pause=self.pauses.append,

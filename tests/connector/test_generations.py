@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from parts import BLOCK, Rig
 from vllm.v1.core.block_pool import BlockHashToBlockMap
@@ -46,6 +48,49 @@ def test_unchanged_weights_hit_again_after_one_round(told: bool) -> None:
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False), "looked up anew"
     rig.later.run()
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (2 * BLOCK, True)
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["keep", "forget"])
+def test_a_reset_together_with_the_connector_keeps_or_forgets(
+    forget: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(forget_on_reset=forget)
+    request = rig.request("a", 3 * BLOCK)
+    rig.stored(request, 2)
+    rig.scheduler.request_finished(request)
+    empty(rig)
+    with caplog.at_level(logging.INFO, "ucm"):
+        assert rig.scheduler.reset_cache() is True
+    kept = "stored blocks stay; the weights are checked before they are used again"
+    assert (kept in caplog.text) == (not forget)
+    assert ("is forgotten" in caplog.text) == forget
+    rig.weights_checked(asked(rig, "b"))
+    if forget:
+        setup = rig.step().setup
+        assert setup is not None
+        assert setup.identity != A
+        rig.later.run()
+        rig.ready(2)
+    again = rig.request("c", 3 * BLOCK)
+    rig.later.run()
+    found = (0, False) if forget else (2 * BLOCK, True)
+    assert rig.scheduler.get_num_new_matched_tokens(again, 0) == found
+
+
+def test_vllms_own_reset_forgets_nothing() -> None:
+    rig = Rig(forget_on_reset=True)
+    empty(rig)
+    rig.weights_checked(asked(rig, "a"))
+    assert rig.readiness.phase == "open"
+    assert rig.readiness.identity_text == A
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_reset_fails_only_where_forgetting_failed(forget: bool) -> None:
+    rig = Rig(forget_on_reset=forget)
+    rig.named.forget = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    assert rig.scheduler.reset_cache() is not forget
 
 
 def test_a_word_about_an_earlier_generation_counts_for_nothing() -> None:

@@ -138,6 +138,7 @@ def test_what_the_prefix_cache_store_of_the_seeds_is_tuned_by_does_nothing_and_i
         ({"block_size": "2MiB"}, "block_size", 2 << 20),
         ({"hash_method": "MD5"}, "hash_method", "md5"),
         ({"dump": "prompt"}, "dump", "prompt"),
+        ({"on_reset": "Forget"}, "on_reset", "forget"),
         ({"verify": True}, "verify", "on"),  # what YAML makes of a bare `on`
         ({"enable_prefix_cache": "no"}, "enable_prefix_cache", False),
         ({"load_only_first_rank": True}, "load_only_first_rank", True),
@@ -185,6 +186,7 @@ def test_values(extra: dict[str, Any], key: str, value: object) -> None:
         ({"verify": False}, "cannot be switched off"),
         ({"hash_method": "sha1"}, "'sha256', 'blake3' or 'md5'"),
         ({"dump": "output"}, "'all' or 'prompt'"),
+        ({"on_reset": "empty"}, "'keep' or 'forget'"),
         ({"identity": {"weights": "declared:"}}, "pattern"),
         ({"identity": {"weights": "declared:  "}}, "pattern"),
         ({"deadlines": {"lookup_ms": 0}}, "greater than or equal to 1"),

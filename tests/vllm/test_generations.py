@@ -7,6 +7,7 @@ The second one is the fresh engine that must meet nothing but what its own files
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ def test_weights_replaced(
     server = _Life(host.get(spec), in_process=False)
     assert_same(server.ask(CASE), reference["middle"])
     server.replaced(model, other_model, reference)
+    host.stop()
+
+    forgetful = spec.but(extra_config={"on_reset": "forget"}, label=f"forgets-{runner}")
+    _Life(host.get(forgetful), in_process=False).forgets(reference["middle"])
     host.stop()
 
     trainer = _Life(host.get(spec.but(in_process=True, label=f"trainer-{runner}")), in_process=True)
@@ -63,11 +68,38 @@ class _Life:
         assert_same(answer, right)
         assert_reused(answer, case)
 
+    def resets(self) -> Iterator[str]:
+        """Every way to reset vLLM's caches together with the connector's, done one after the other."""
+        assert self.engine.call("reset_prefix_cache", reset_connector=True) is True
+        yield "reset_prefix_cache"
+        if not self.in_process:  # a server's
+            self.engine.call("pause_generation", clear_cache=True)
+            self.engine.call("resume_generation")
+            yield "pause_generation"
+        self.engine.call("sleep", level=1)
+        self.engine.call("wake_up")
+        yield "sleep"
+
+    def forgets(self, right: Result) -> None:
+        """``on_reset: forget``: what was stored before a reset is never a hit again, what is stored after it is. The
+        engine after this one finds the blocks of the engine before."""
+        self.hits(CASE, right)
+        for how in self.resets():
+            answer = self.ask(CASE)
+            assert_same(answer, right)
+            assert answer.cached == 0, f"{how} forgot nothing"
+            self.empty()
+            self.hits(CASE, right)
+        assert "what this engine stored is forgotten" in self.engine.log_text()
+
     def replaced(self, model: Path, other_model: Path, reference: dict[str, Result]) -> None:
         """All of it. ``CASE`` was asked before."""
         engine, right, others = self.engine, reference["middle"], reference[REPLACED["middle"]]
         self.empty()
         self.hits(CASE, right)  # nothing was replaced
+        for _ in self.resets():
+            self.hits(CASE, right)
+        assert "stored blocks stay; the weights are checked" in engine.log_text()
 
         engine.rpc("reload_weights", weights_path=str(other_model))
         self.empty()

@@ -223,6 +223,7 @@ class UcmConfig(StoreSettings):
     audit_one_in: Number = 0
     tenant_key_file: str | None = None
     dump: Annotated[Literal["all", "prompt"], BeforeValidator(word)] = "all"
+    on_reset: Annotated[Literal["keep", "forget"], BeforeValidator(word)] = "keep"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False
     platform: Literal["host", "cuda", "ascend", "musa", "maca", "hip"] | None = None

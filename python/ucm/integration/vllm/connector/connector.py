@@ -229,10 +229,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(None)
     def reset_cache(self) -> bool | None:
-        """vLLM's caches are being reset together with ours: the weights are looked at before it is used again."""
-        if self._scheduler is not None:
-            self._scheduler.reset_cache()
-        return True
+        """vLLM's caches are being reset together with ours: see ``on_reset`` in ``docs/configuration.md``.
+
+        vLLM takes None for success, and raises where the answer is False, also in a pause and before a sleep.
+        """
+        return True if self._scheduler is None else self._scheduler.reset_cache()
 
     # Worker side --------------------------------------------------------------------------------------------
 

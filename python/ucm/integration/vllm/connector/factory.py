@@ -221,6 +221,7 @@ def make_scheduler(
         rates=rates,
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
+        forget_on_reset=config.on_reset == "forget",
         tenants=TenantTags.configured(config.tenant_key_file),
         items_used=extra.used,
         exact_tokens=None if sparse is None else sparse.exact_tokens,

@@ -33,6 +33,8 @@ class LiveIdentity:
         self._weights = WeightsDigest(source, mode, root)
         self._renewed = False
         self._private = ""
+        self._word = ""  # joins the weights once what was stored before is to be forgotten
+        self._forgotten = False  # since the last comparison of the weights
 
     def wait(self) -> WeightsState:
         """What is known of the weights, after some seconds of waiting for it."""
@@ -43,6 +45,8 @@ class LiveIdentity:
         weights = self._private or self._named()
         if weights is None:
             return None
+        if self._word:
+            weights = f"{weights} {self._word}"
         whole = with_weights(self._own, weights)
         text = identity_text(whole)
         logger.info("identity of this engine's KV: %s, weights %s", identity_digest(whole).hex(), weights)
@@ -71,8 +75,19 @@ class LiveIdentity:
         state = self._weights.recheck(0.0)
         return "" if state.kind in ("known", "pending") else state.reason
 
+    def forget(self) -> None:
+        """Give this engine's KV a random name from the next :meth:`update` on, so that nothing stored before is found.
+
+        The name lasts as long as this process: an engine that is started later has the name of its weights again.
+        """
+        self._word, self._forgotten = f"reset:{secrets.token_hex(16)}", True
+
     def update(self, reports: list[WeightsReport]) -> bool:
         """Every rank has compared the weights in its memory: whether the identity is another one now."""
+        forgotten, self._forgotten = self._forgotten, False
+        return self._compared(reports) or forgotten
+
+    def _compared(self, reports: list[WeightsReport]) -> bool:
         if all(report.unchanged for report in reports):
             state = self._weights.state
             if self._private or state.kind in ("known", "pending"):

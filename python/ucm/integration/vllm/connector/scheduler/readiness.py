@@ -44,6 +44,9 @@ class Identity(Protocol):
     def why_invalid(self) -> str:
         """Why it no longer holds, or nothing; does not wait."""
 
+    def forget(self) -> None:
+        """Be another one from the next :meth:`update` on, for the life of this engine."""
+
     def update(self, reports: list[WeightsReport]) -> bool:
         """Every rank has compared the weights in its memory: whether the identity is another one now."""
 
@@ -131,11 +134,14 @@ class Readiness:
         self.block_bytes = sum(int(handshake.shapes.get("block_size", 0)) for handshake in parts.values())
         self.poll()
 
-    def begin_generation(self, emptied: bool) -> None:
+    def begin_generation(self, emptied: bool, *, forget: bool = False) -> None:
         """A new generation: from here on the weights in memory may have been replaced.
 
         ``emptied``: vLLM emptied its cache, as it is told to when weights are replaced; otherwise it was empty.
+        ``forget``: nothing that was stored before is found in the new generation, nor later in this engine's life.
         """
+        if forget:
+            self._identity.forget()
         self.generation += 1
         self._emptied = emptied
         self.weights_confirmed, self._weights_reports, self._check_wanted, self._check_asked_at = False, {}, False, None

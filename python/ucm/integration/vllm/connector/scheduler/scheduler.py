@@ -81,6 +81,7 @@ class UCMConnectorScheduler:
         rates: RateMemory | None = None,
         may_load: bool = True,
         audit_one_in: int = 0,
+        forget_on_reset: bool = False,
         items_used: Callable[[Any, int], None] | None = None,
         exact_tokens: Callable[[Request], int] | None = None,
         offload: OffloadPlanner | None = None,
@@ -92,6 +93,7 @@ class UCMConnectorScheduler:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
         ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM hands out only blocks that no step
         under way still writes; ``audit_one_in``: one hit in so many is computed and compared, 0 for none;
+        ``forget_on_reset``: what was stored before vLLM resets this connector is never a hit again here;
         ``items_used``: told which requests a step begins with, and how many tokens of each were computed before;
         ``exact_tokens``: how many of a request's first tokens have exact KV, all where it is None; ``offload``: which
         blocks leave the device, once they are stored; ``tenants``: what tells in a record's header whose it is, without
@@ -106,6 +108,7 @@ class UCMConnectorScheduler:
         self.admission = admission
         self._rates = rates
         self._may_load = may_load
+        self._forget_on_reset = forget_on_reset
         self._items_used = items_used
         self._exact_tokens = exact_tokens
         self._offload = offload
@@ -573,10 +576,22 @@ class UCMConnectorScheduler:
         name = tracker.request.request_id
         self._due[name] = min(self._due.get(name, FAR), (tracker.cursor + 1) * self._block_tokens)
 
-    def reset_cache(self) -> None:
-        """vLLM wants no connector to serve what was computed before, as after a change of the weights in memory."""
+    def reset_cache(self) -> bool:
+        """vLLM resets its caches together with this one, as after a change of the weights in memory.
+
+        False where what is stored should be forgotten and was not: vLLM then reports the reset as failed.
+        """
         self._device_cache = getattr(self._pool, "cached_block_hash_to_block", None)
-        self._begin_generation()
+        try:
+            self._begin_generation(forget=self._forget_on_reset)
+        except Exception as error:
+            logger.error("a reset of the cache failed: %r", error)
+            return not self._forget_on_reset
+        if self._forget_on_reset:
+            logger.info("vLLM reset the cache: what this engine stored is forgotten, until it is started again")
+        else:
+            logger.info("vLLM reset the cache: stored blocks stay; the weights are checked before they are used again")
+        return True
 
     def _notice_reset(self) -> None:
         """vLLM does not tell connectors when it empties its prefix cache, unless asked to; but then its pool has a new
@@ -584,17 +599,17 @@ class UCMConnectorScheduler:
         if self._pool is not None and self._pool.cached_block_hash_to_block is not self._device_cache:
             self._device_cache = self._pool.cached_block_hash_to_block
             self._begin_generation()
+            logger.info("vLLM emptied its prefix cache: the weights in memory are checked before it is used again")
 
-    def _begin_generation(self) -> None:
+    def _begin_generation(self, *, forget: bool = False) -> None:
         """The weights in memory may be others from here on. What was computed before is not offered any more."""
+        self.readiness.begin_generation(emptied=True, forget=forget)
         late, self._late_dumps = self._late_dumps, []
         self.dumps.drop(late)
         self._deferred.drop()
-        self.readiness.begin_generation(emptied=True)
         for name, tracker in self._live.items():
             tracker.invalidate()
             self._due[name] = self._block_tokens
-        logger.info("vLLM emptied its prefix cache: the weights in memory are looked at before it is used again")
 
     def _device_cache_is_empty(self) -> bool:
         return self._pool is not None and not len(self._pool.cached_block_hash_to_block)

@@ -1,0 +1,46 @@
+"""The identity of a running engine when what it stored is to be forgotten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+
+
+def test_forgetting_gives_another_name_until_the_engine_ends(engines: Any, tiny: Path) -> None:
+    """A random one: two engines that forget share nothing, and one that is started later has the first name again."""
+    own = engines.identity_of(tiny)
+    unchanged = [WeightsReport(1, True, None, 0)]
+
+    def started() -> LiveIdentity:
+        return LiveIdentity(own, WeightSource(str(tiny)), "declared:weights", None)
+
+    engine, other = started(), started()
+    before = engine.text()
+    assert not engine.update(unchanged)
+    names = {before}
+    for forgetful in (engine, engine, other):
+        forgetful.forget()
+        assert forgetful.update(unchanged), "the identity is another one"
+        assert not forgetful.update(unchanged), "and stays that"
+        names.add(forgetful.text())
+    assert len(names) == 4
+    assert started().text() == before
+    text = json.loads(engine.text() or "")
+    assert text.pop("weights").startswith("declared:weights reset:")
+    expected = json.loads(before or "")
+    expected.pop("weights")
+    assert text == expected
+
+
+def test_other_weights_keep_the_word_of_an_engine_that_forgot(engines: Any, tiny: Path) -> None:
+    engine = LiveIdentity(engines.identity_of(tiny), WeightSource(str(tiny)), "declared:weights", None)
+    engine.forget()
+    assert engine.update([WeightsReport(1, False, None, 0)])
+    weights = json.loads(engine.text() or "")["weights"]
+    assert weights.startswith("private:")
+    assert " reset:" in weights
