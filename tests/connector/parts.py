@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -261,6 +262,7 @@ class Rig:
             audit_one_in=settings.pop("audit_one_in", 0),
             forget_on_reset=settings.pop("forget_on_reset", False),
             tenants=settings.pop("tenants", None),
+            chance=settings.pop("chance", random.random),
             clock=self.clock,
             pause=self.pauses.append,
         )
@@ -323,12 +325,16 @@ class Rig:
         for rank in range(self.ranks) if ranks is None else ranks:
             self.store.ids.update(record_ids(keys, part_mask(0, 0, rank)))
 
-    def step(self, *requests: Request, new: bool = False, sync: bool = False) -> UCMConnectorMetadata:
-        """One step that computes all tokens of these requests that are not computed yet; ``sync``: on what another
-        connector loads in it."""
+    def step(
+        self, *requests: Request, new: bool = False, sync: bool = False, most: int = 1 << 30
+    ) -> UCMConnectorMetadata:
+        """One step that computes all tokens of these requests that are not computed yet, at most so many of each;
+        ``sync``: on what another connector loads in it."""
         output = SchedulerOutput.make_empty()
         output.has_sync_kv_loads = sync
-        missing = {request.request_id: request.num_tokens - request.num_computed_tokens for request in requests}
+        missing = {
+            request.request_id: min(request.num_tokens - request.num_computed_tokens, most) for request in requests
+        }
         output.num_scheduled_tokens = missing
         output.total_num_scheduled_tokens = sum(missing.values())
         output.scheduled_cached_reqs = CachedRequestData(
@@ -342,7 +348,7 @@ class Rig:
         )
         plan = self.scheduler.build_connector_meta(output)
         for request in requests:
-            request.num_computed_tokens = request.num_tokens
+            request.num_computed_tokens += missing[request.request_id]
         return plan
 
     def admit(self, request: Request) -> None:

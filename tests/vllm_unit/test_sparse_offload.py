@@ -26,10 +26,12 @@ from ucm.integration.vllm.connector.connector import UCMConnector
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.metadata import UCMConnectorWorkerMetadata
 from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
+from ucm.integration.vllm.connector.scheduler.lookup import Lookup
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 from ucm.integration.vllm.connector.worker.layered_store import LayeredStore
 from ucm.integration.vllm.connector.worker.sparse import SparseWorker
+from ucm.reasons import MissReason
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.methods import Quest
 from ucm.store.kv_layout import KVLayout
@@ -591,8 +593,9 @@ def test_keys_of_what_is_approximate_are_no_other_requests(engines: Any) -> None
     maker = KeyMaker("identity", BLOCK, "sha256", SimpleNamespace(of=lambda *_: None))  # type: ignore[arg-type]
     known, tracker = BlockTracker(), RequestTracker(request)  # type: ignore[arg-type]
     real = maker.first(request)  # type: ignore[arg-type]
-    lookup = SimpleNamespace(keys=real, hits=4, done=True, adopted=False, answered=True, hashing=False)
-    tracker.lookup = lookup  # type: ignore[assignment]
+    tracker.lookup = Lookup()
+    tracker.lookup.hashed(real)
+    tracker.lookup.answer((4, MissReason.ABSENT, bytes(4)))
     tracker.adopt(known)
     assert list(tracker.stored_keys(known)) == real
     assert tracker.grow(4, maker, known, 3) == 4

@@ -1,4 +1,4 @@
-"""What this engine knows about blocks in the store: present, being written, or refused by one of its ranks.
+"""What this engine knows about blocks in the store: present, evicted, being written, or refused by one of its ranks.
 
 This is a cache; lookups ask the store. It avoids offering a block that is present already, and it keeps a block from
 counting as a hit after a rank found its record bad or could not publish it.
@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ucm.integration.vllm.connector.scheduler.turnover import Turnover
+
 #: Most keys remembered of each kind; the oldest are forgotten (a forgotten one costs an offer the store ignores).
 PRESENT_LIMIT = 1 << 17
 REFUSED_LIMIT = 1 << 16
+#: Before any time.
+NEVER = float("-inf")
 
 
 class BlockTracker:
     """Bounded sets of block keys."""
 
-    def __init__(self, present_limit: int = PRESENT_LIMIT, refused_limit: int = REFUSED_LIMIT) -> None:
-        self._present: dict[bytes, None] = {}
+    def __init__(
+        self,
+        present_limit: int = PRESENT_LIMIT,
+        refused_limit: int = REFUSED_LIMIT,
+        turnover: Turnover | None = None,
+    ) -> None:
+        """``turnover``: told of blocks that were stored before and are asked for again."""
+        self.turnover = turnover or Turnover()
+        self._present: dict[bytes, float] = {}  # and since when, as far as is known
+        self._evicted: dict[bytes, None] = {}
         self._refused: dict[bytes, None] = {}
         self._newer: dict[bytes, None] = {}
         self._unpublished: dict[bytes, None] = {}
@@ -25,12 +37,25 @@ class BlockTracker:
         self._present_limit = present_limit
         self._refused_limit = refused_limit
 
-    def found(self, keys: Sequence[bytes], hits: int) -> None:
-        """A lookup answered: the first ``hits`` keys are there, what follows is unknown or absent."""
+    def found(self, keys: Sequence[bytes], hits: int, *, asked_at: float = NEVER, absent: bool = False) -> None:
+        """A lookup answered that began at ``asked_at``: the first ``hits`` keys are there. What
+        follows is unknown; with ``absent``, the next one is absent and the others are of no use."""
+        evicted = 0
         for key in keys[:hits]:
-            self._remember(self._present, key, self._present_limit)
+            self._evicted.pop(key, None)
+            self._add_present(key, asked_at)
         for key in keys[hits:]:
-            self._present.pop(key, None)
+            since = self._present.pop(key, None)
+            if since is None and key not in self._evicted:
+                continue  # it was never stored
+            if absent and (since is None or since < asked_at):
+                self._remember(self._evicted, key, self._present_limit)
+                evicted += 1
+        self.turnover.asked_again(hits, evicted)
+
+    def is_evicted(self, key: bytes) -> bool:
+        """Whether this block was in the store once and was absent when it was last asked for."""
+        return key in self._evicted
 
     def offerable(self, key: bytes) -> bool:
         """Whether offering this block makes sense now."""
@@ -52,13 +77,14 @@ class BlockTracker:
         for key in keys:
             self._writing[key] = job
 
-    def written(self, key: bytes) -> None:
+    def written(self, key: bytes, now: float = NEVER) -> None:
         """Every rank published its part: a hit from now on."""
         self._writing.pop(key, None)
+        self._evicted.pop(key, None)
         self._refused.pop(key, None)
         self._unpublished.pop(key, None)
         self._newer.pop(key, None)  # it was offered, so nothing of that name was there
-        self._remember(self._present, key, self._present_limit)
+        self._add_present(key, now)
 
     def not_written(self, key: bytes, refuse: bool) -> None:
         """Some rank did not publish its part. ``refuse``: and none must trust an older record of that name.
@@ -83,7 +109,7 @@ class BlockTracker:
         self._refused.pop(key, None)
         self._unpublished.pop(key, None)
         self._remember(self._newer, key, self._refused_limit)
-        self._remember(self._present, key, self._present_limit)
+        self._add_present(key, float("inf"))
 
     def trusted(self, keys: Sequence[bytes], upto: int) -> int:
         """How many of the first ``upto`` keys may be claimed: all before the first refused one."""
@@ -96,6 +122,12 @@ class BlockTracker:
     def is_refused(self, key: bytes) -> bool:
         """Whether this key was refused and not written since."""
         return key in self._refused or key in self._newer
+
+    def _add_present(self, key: bytes, since: float) -> None:
+        self._present.pop(key, None)
+        self._present[key] = since
+        if len(self._present) > self._present_limit:
+            del self._present[next(iter(self._present))]
 
     @staticmethod
     def _remember(kept: dict[bytes, None], key: bytes, limit: int) -> None:

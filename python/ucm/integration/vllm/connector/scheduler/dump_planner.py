@@ -136,7 +136,20 @@ class DumpPlanner:
 
     def _offerable(self, tracker: RequestTracker, at: int) -> bool:
         key = tracker.keys[at]
-        return self._block_tracker.offerable(key) or (at in tracker.audit and not self._block_tracker.is_writing(key))
+        if at in tracker.audit:
+            return not self._block_tracker.is_writing(key)
+        return self._block_tracker.offerable(key) and not self._held_back(tracker, at)
+
+    def _held_back(self, tracker: RequestTracker, at: int) -> bool:
+        """Whether the block belongs to a chain that was evicted from a store which is too small.
+
+        One draw decides for the chain, from its first evicted block on: what follows an absent block
+        is of no use."""
+        if not self._block_tracker.turnover.exceeded:
+            return False
+        if tracker.offered_below is None and self._block_tracker.is_evicted(tracker.keys[at]):
+            tracker.offered_below = self._block_tracker.turnover.offered_below()
+        return tracker.offered_below is not None and at >= tracker.offered_below
 
     def _job(self, tracker: RequestTracker, start: int, end: int, blocks: Sequence[KVCacheBlock]) -> Dump:
         keys, sources = tracker.keys[start:end], list(blocks[start:end])
@@ -213,7 +226,7 @@ class DumpPlanner:
             if row in failed:
                 self._block_tracker.not_written(key, refuse=row in refused)
             else:
-                self._block_tracker.written(key)
+                self._block_tracker.written(key, self._clock())
         self.published_blocks += len(job.keys) - len(failed)
         self.failed_blocks += len(refused)
         if not failed:

@@ -10,7 +10,7 @@ from ucm.integration.vllm.connector.admission.admission import Verdict
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 from ucm.integration.vllm.connector.miss_stats import Tally
-from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
+from ucm.integration.vllm.connector.scheduler.block_tracker import NEVER, BlockTracker
 from ucm.integration.vllm.connector.scheduler.lookup import Lookup
 from ucm.reasons import MissReason
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 #: An ordinal, or a number of tokens, that is never reached.
 FAR = 1 << 62
-
-#: Before any time.
-NEVER = float("-inf")
 
 
 class RequestTracker:
@@ -43,6 +40,7 @@ class RequestTracker:
         "loading",
         "local",
         "lookup",
+        "offered_below",
         "preemptions",
         "private_at",
         "ran_from",
@@ -64,6 +62,9 @@ class RequestTracker:
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
+        #: Only blocks before it are offered, since the chain was evicted from a store that is too
+        #: small; None: that is not so, or was not decided yet.
+        self.offered_below: int | None = None
         self.stored = 0  # blocks before it are in the store, on every rank
         self.selectable = True  # it may be selected from without being read
         self.private_at: int | None = None  # ordinal of the first key that no other request can have
@@ -116,6 +117,7 @@ class RequestTracker:
         self.audit_decided, self.audit, self.decided_hit = False, range(0), range(0)
         self.cursor, self.banned_from, self.confirming = 0, FAR, None
         self.stored, self.private_at = 0, None
+        self.offered_below = None
         self.touched_at = NEVER
 
     def invalidate(self) -> None:
@@ -134,7 +136,8 @@ class RequestTracker:
         if lookup.done and not lookup.adopted:
             lookup.adopted = True
             if lookup.answered:
-                block_tracker.found(lookup.keys, lookup.hits)
+                absent = lookup.reason in (MissReason.ABSENT, MissReason.OTHER_RANK)
+                block_tracker.found(lookup.keys, lookup.hits, asked_at=lookup.began, absent=absent)
                 return True
         return False
 

@@ -7,6 +7,7 @@ changed in it.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
 from ucm.integration.vllm.connector.scheduler.rank_hints import RankHints
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, Readiness
 from ucm.integration.vllm.connector.scheduler.request_tracker import FAR, RequestTracker
+from ucm.integration.vllm.connector.scheduler.turnover import READ_S, Turnover, limit_of
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.reasons import MissReason, named
 
@@ -89,6 +91,7 @@ class UCMConnectorScheduler:
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
         ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM hands out only blocks that no step
@@ -97,7 +100,7 @@ class UCMConnectorScheduler:
         ``items_used``: told which requests a step begins with, and how many tokens of each were computed before;
         ``exact_tokens``: how many of a request's first tokens have exact KV, all where it is None; ``offload``: which
         blocks leave the device, once they are stored; ``tenants``: what tells in a record's header whose it is, without
-        a key where it is None."""
+        a key where it is None; ``chance`` draws numbers from [0, 1)."""
         self.readiness = readiness
         self._make_keys = make_keys
         self._make_lookups = make_lookups
@@ -119,7 +122,9 @@ class UCMConnectorScheduler:
         )
         self._closers = closers
         self._clock, self._pause = clock, pause
-        self._block_tracker = BlockTracker()
+        self._turnover = Turnover(chance)
+        self._limit_due = float("-inf")  # when the store's limit is to be read
+        self._block_tracker = BlockTracker(turnover=self._turnover)
         self.health = RankHealth(clock)
         self._locally_visible = LocallyVisible()
         self._others = OtherConnectors(block_tokens)
@@ -348,6 +353,8 @@ class UCMConnectorScheduler:
             self._plan_deferred(is_open, dumps, now)
         is_open = is_open and self.readiness.weights_confirmed
         if is_open:
+            if now >= self._limit_due:
+                self._read_limit(now)
             try:
                 self._plan_dumps(output, dumps)
             except Exception as error:
@@ -373,6 +380,15 @@ class UCMConnectorScheduler:
                 self._items_used(tracker.request, 0)  # vLLM tells the ranks only of the data that they need
             else:
                 self._items_used(new, new.num_computed_tokens)
+
+    @harmless(None)
+    def _read_limit(self, now: float) -> None:
+        """How much the store holds. Offloaded blocks must be stored, however small it is."""
+        self._limit_due = now + READ_S
+        store = self.readiness.store
+        if store is not None and self._offload is None:
+            parts, kv_bytes = len(self.readiness.masks), self.readiness.block_bytes
+            self._turnover.limited(limit_of(store, parts, kv_bytes))
 
     def _relocate(self, lookup: Lookup) -> None:
         if self._lookups is not None:
