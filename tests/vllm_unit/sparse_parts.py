@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,26 +135,58 @@ def context_of(layers: dict[str, Layer], metadata: Any) -> Any:
     return SimpleNamespace(attn_metadata=dict.fromkeys(layers, metadata), no_compile_layers=layers)
 
 
+class Packing(NamedTuple):
+    """What the pages of a CPU hold, and the instruction set that they are packed for: vLLM's kernels end a process
+    that hands them another pair."""
+
+    dtype: torch.dtype = torch.float32
+    isa: str = "vec"
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Packing:
+        """That of vLLM on this processor."""
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return cls(dtype, _get_attn_isa(dtype, BLOCK, SIZE))
+
+
+#: What these tests compute with unless they name another.
+FLOATS = Packing()
 NAMES = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
 class Rig:
     """Two layers over one set of sequences, and the step that computes their last tokens."""
 
-    def __init__(self, config: Any, method: UcmSparseBase | None, rows: Rows, spare: int = 0) -> None:
+    def __init__(
+        self,
+        config: Any,
+        method: UcmSparseBase | None,
+        rows: Rows,
+        spare: int = 0,
+        packing: Packing = FLOATS,
+    ) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-        self.rows = rows
+        self.rows, self.packing = rows, packing
         kind = derive_impl(CPUAttentionBackendImpl, latent=False)
         self.layers: dict[str, Layer] = {}
         for name in NAMES:
             with set_current_vllm_config(config):
                 impl = kind(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
-            self.layers[name] = Layer(name, impl, torch.zeros(rows.blocks, KV_HEADS, BLOCK, 2 * SIZE))
+            cache = torch.zeros(rows.blocks, KV_HEADS, BLOCK, 2 * SIZE, dtype=packing.dtype)
+            self.layers[name] = Layer(name, impl, cache, packing.isa)
         if isinstance(method, BlockSparse):
             geometry = Geometry(BLOCK, KV_HEADS, SIZE)
-            method.setup(geometry, list(self.layers), rows.blocks, per_head=True, spare_blocks=spare)
+            method.setup(
+                geometry,
+                list(self.layers),
+                rows.blocks,
+                per_head=True,
+                spare_blocks=spare,
+                key_dtype=packing.dtype,
+            )
         self.host = None if method is None else SparseHost(method, self.layers)
         self.metadata = self._metadata()
         self._fill()
@@ -175,7 +207,7 @@ class Rig:
             scheduler_metadata=None,
             causal=True,
         )
-        made.scheduler_metadata = plan_of(made)
+        made.scheduler_metadata = plan_of(made, self.packing)
         return made
 
     def _fill(self) -> None:
@@ -183,7 +215,7 @@ class Rig:
         set_active_host(self.host)
         rows = self.rows
         slots = torch.cat([rows.slots(row) for row in range(len(rows.lengths))])
-        keys, values = torch.cat(rows.keys), torch.cat(rows.values)
+        keys, values = (torch.cat(each).to(self.packing.dtype) for each in (rows.keys, rows.values))
         if self.host is not None:
             self.host.begin_step(SparsePlan(BLOCK, 0), context_of(self.layers, self.metadata))
         for layer in self.layers.values():
@@ -216,7 +248,7 @@ class Rig:
         return output
 
 
-def plan_of(metadata: Any) -> Tensor:
+def plan_of(metadata: Any, packing: Packing = FLOATS) -> Tensor:
     """What vLLM's kernel computes ahead."""
     from vllm import _custom_ops as ops
 
@@ -226,11 +258,11 @@ def plan_of(metadata: Any) -> Tensor:
         num_kv_heads=KV_HEADS,
         head_dim=SIZE,
         seq_lens=metadata.seq_lens,
-        dtype=torch.float32,
+        dtype=packing.dtype,
         query_start_loc=metadata.query_start_loc,
         causal=True,
         sliding_window_size=-1,
-        isa="vec",
+        isa=packing.isa,
         enable_kv_split=True,
     )
 

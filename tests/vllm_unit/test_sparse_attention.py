@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Rig, Rows, context_of
+from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Packing, Rig, Rows, context_of
 from torch import Tensor
 
 from ucm.config.sparse import QuestConfig, WindowsConfig
-from ucm.integration.vllm.attention import break_even
+from ucm.errors import UnsupportedError
+from ucm.integration.vllm.attention import break_even, rewriting
 from ucm.integration.vllm.attention.break_even import measure
 from ucm.integration.vllm.attention.eager_hooks import EagerHooks
 from ucm.integration.vllm.attention.host import active_host, set_active_host
 from ucm.integration.vllm.attention.pages import key_reader
 from ucm.integration.vllm.attention.representations import Representations
 from ucm.integration.vllm.attention.rows import SparsePlan, in_order
+from ucm.integration.vllm.attention.tiles import ask_for_tiles
 from ucm.sparse import retrieval
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.method import BlockSparse
@@ -316,51 +318,103 @@ class Measured(Quest):
         return super().attention_begin(*args, **kwargs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [(Quest, {}), (Measured, {}), (Quest, {"shared_selection": True}), (Quest, {"min_concurrency": 2})],
+    [
+        (Quest, {}),
+        (Measured, {}),
+        (Quest, {"shared_selection": True}),
+        (Quest, {"min_concurrency": 2}),
+    ],
 )
 def test_measuring_leaves_the_cache_as_it_is(
-    config: Any, engines: Any, kind: type[Quest], settings: dict[str, Any]
+    config: Any,
+    kind: type[Quest],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
     """Its blocks hold the KV of requests that run. A user's own hook, ranks that wait for each other and a method that
     chooses for several requests at once are not measured: there it is arithmetic."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
     rows = Rows.of([1200], [1])
     method = kind(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, **settings))
-    rig = Rig(config, method, rows)
+    rig = Rig(config, method, rows, packing=Packing.of(dtype))
     before = [layer.kv_cache.clone() for layer in rig.layers.values()]
-    for layer in rig.layers.values():
-        layer.get_attn_backend = lambda: CPUAttentionBackend  # type: ignore[attr-defined]
-    spec = next(iter(engines.layer_specs(config).values()))
-    assert rig.host is not None
-    found = measure(rig.host, rig.layers, spec, config, rows.blocks)
+    found = measured(rig)
     assert all(torch.equal(layer.kv_cache, was) for layer, was in zip(rig.layers.values(), before, strict=True))
     if kind is Measured or settings:
         policy = method.policy
         assert found == 4 * (policy.windows + policy.budget(1024 // BLOCK)) * BLOCK
 
 
-def measured_layers(config: Any, engines: Any, lag: int) -> tuple[BlockSparse, break_even._Bench]:
-    """A method, and what is measured of its layers."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+def measured(rig: Rig) -> int:
+    """What a rank measures after the step of a rig."""
+    assert rig.host is not None
+    step = dict.fromkeys(rig.layers, rig.metadata)
+    sizes = {"block_tokens": BLOCK, "num_blocks": rig.rows.blocks, "max_tokens": 1024}
+    return measure(rig.host, rig.layers, step, **sizes)
 
+
+def test_what_is_measured_is_first_run_as_vllm_ran_it(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel on metadata that nothing else made can end the process. So the system is asked for the tiles of AMX,
+    then the layer is computed with the metadata of vLLM's own step, then with rows of other lengths in a copy of it:
+    their instruction set is the one that vLLM packed the pages for, whichever another builder would choose."""
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2))
+    rig = Rig(config, method, Rows.of([1200, 300], [1, 2]), packing=Packing.of(torch.bfloat16))
+    calls: list[Any] = []
+    for layer in rig.layers.values():
+        forward = layer.impl.forward
+
+        def computed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+            calls.append(args[5])
+            return _forward(*args, **kwargs)
+
+        monkeypatch.setattr(layer.impl, "forward", computed)
+    monkeypatch.setattr(break_even, "ask_for_tiles", lambda: calls.append("tiles"))
+    chosen: list[str] = []
+    plan = rewriting.cpu_plan
+
+    def planned(impl: Any, layer: Any, *args: Any) -> Any:
+        chosen.append(layer.isa)
+        return plan(impl, layer, *args)
+
+    monkeypatch.setattr(rewriting, "cpu_plan", planned)
+    before = vars(rig.metadata).copy()
+    measured(rig)
+    assert calls[:2] == ["tiles", rig.metadata]
+    made = calls[2:]
+    assert len(made) > 2
+    assert all(type(each) is type(rig.metadata) and each is not rig.metadata for each in made)
+    assert {int(each.num_actual_tokens) for each in made} == {1}
+    assert set(chosen) == {rig.packing.isa}
+    assert all(vars(rig.metadata)[name] is value for name, value in before.items()), "vLLM's object was changed"
+
+
+def test_tiles_that_the_system_refuses_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has, granted in ((False, False), (True, True), (True, False)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has: has)
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda granted=granted: granted)
+        if has and not granted:
+            with pytest.raises(UnsupportedError, match="tiles of AMX"):
+                ask_for_tiles()
+        else:
+            ask_for_tiles()
+
+
+def measured_layers(config: Any, lag: int) -> tuple[BlockSparse, break_even._Bench]:
+    """A method, and what is measured of its layers."""
     rows = Rows.of([1200], [1])
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, lag=lag))
     rig = Rig(config, method, rows)
-    for layer in rig.layers.values():
-        layer.get_attn_backend = lambda: CPUAttentionBackend  # type: ignore[attr-defined]
-    spec = next(iter(engines.layer_specs(config).values()))
     assert rig.host is not None
-    return method, break_even._bench(rig.host, method, rig.layers, NAMES[0], spec, config, rows.blocks)
+    layers = {"layers": 2, "selecting": 2, "block_tokens": BLOCK, "blocks": rows.blocks}
+    layer = rig.layers[NAMES[0]]
+    return method, break_even._Bench(rig.host, method, NAMES[0], layer, rig.metadata, **layers)
 
 
-def test_measuring_counts_what_choosing_takes_beside_the_model(
-    config: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measuring_counts_what_choosing_takes_beside_the_model(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a lag the first call of a layer waits for its choice; the second one goes on with that, choosing nothing."""
-    method, bench = measured_layers(config, engines, lag=1)
+    method, bench = measured_layers(config, lag=1)
     seconds = itertools.cycle([1.0, 5.0, 1.0])
     monkeypatch.setattr(break_even, "_timed", lambda work, device: next(seconds))
     dense, sparse = bench._times(600)
@@ -370,9 +424,10 @@ def test_measuring_counts_what_choosing_takes_beside_the_model(
 
 
 def test_what_else_runs_for_a_while_does_not_say_that_choosing_does_not_pay(
-    config: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+    config: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    method, bench = measured_layers(config, engines, lag=0)
+    method, bench = measured_layers(config, lag=0)
     now, calls = 0.0, itertools.count()
 
     def timed(work: Any, device: Any) -> float:

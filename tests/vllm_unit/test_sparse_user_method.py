@@ -5,6 +5,7 @@ and others get only what the method calls exact."""
 from __future__ import annotations
 
 import inspect
+import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,13 @@ import torch
 from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Rig, Rows, SparseEngine
 from torch import Tensor
 
+from ucm.integration.vllm.attention import break_even
 from ucm.integration.vllm.attention.host import SparseHost, active_host, set_active_host
 from ucm.integration.vllm.connector import factory
 from ucm.integration.vllm.connector.connector import UCMConnector
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
+from ucm.integration.vllm.connector.worker import sparse as worker_sparse
 from ucm.sparse.base import ALL_TOKENS, INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
 from ucm.sparse.methods import Quest
 from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
@@ -438,3 +441,65 @@ def test_others_get_what_a_users_method_calls_exact(start: Callable[..., Engine]
     assert half.stats()["published_blocks"] == blocks
     again = engine.request([*request.all_token_ids, 1, 2, 3], "b")
     assert engine.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == blocks * BLOCK
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., int]) -> list[str]:
+    """What a worker tries out or measures, and the layers that vLLM computes, in order."""
+    calls: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(worker_sparse, "measure", noted("measured", measure))
+    monkeypatch.setattr(worker_sparse, "key_reader", noted("pages", worker_sparse.key_reader))
+    monkeypatch.setattr(worker_sparse, "ask_for_tiles", noted("tiles", lambda: None), raising=False)
+    monkeypatch.setattr(Engine, "_attend", noted("layer", Engine._attend))
+    return calls
+
+
+def test_nothing_is_tried_out_or_measured_before_vllm_has_computed_a_step(
+    start: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernels end the process where they cannot run: those of a processor whose tiles nothing has asked for, or of
+    an instruction set that a page is not packed for. An idle engine is not kept stepping for it either."""
+    calls = watched(monkeypatch, lambda *_, **__: 700)
+    engine = start("Slots", ucm_sparse_config={"Quest": {"ratio": 0.3}})
+    sparse = engine.connector._sparse_scheduler
+    assert sparse is not None
+    for _ in range(2):
+        engine.step()
+        assert not engine.connector.has_pending_push_work()
+    assert calls == []
+    engine.scheduler.add_request(engine.request([at % 500 for at in range(4 * BLOCK)], "a"))
+    engine.step()
+    assert calls == ["layer"] * len(engine.layers) + ["tiles", "pages", "measured"]
+    assert not engine.connector.has_pending_push_work()
+    engine.step()
+    assert calls[-len(engine.layers) :] == ["layer"] * len(engine.layers), "once"
+    engine.step()
+    assert sparse.break_even.tokens == 700
+
+
+def test_a_measurement_that_fails_leaves_requests_dense_and_is_not_remembered(
+    start: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = watched(monkeypatch, lambda *_, **__: 1 // 0)
+    engine = start("Slots", ucm_sparse_config={"Quest": {"ratio": 0.3}})
+    engine.scheduler.add_request(engine.request([at % 500 for at in range(4 * BLOCK)], "a"))
+    with caplog.at_level(logging.WARNING, "ucm"):
+        for _ in range(4):
+            engine.step()
+    assert calls.count("measured") == 1
+    assert caplog.text.count("so requests stay dense: ZeroDivisionError") == 1
+    sparse = engine.connector._sparse_scheduler
+    assert sparse is not None
+    assert sparse.break_even.tokens >= break_even.NEVER
+    assert sparse.break_even.known() == {}
+    assert not engine.connector.has_pending_push_work()

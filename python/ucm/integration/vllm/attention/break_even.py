@@ -3,24 +3,33 @@
 Below it a request is dense, so that sparse attention is never slower. One layer's decode attention is timed dense and
 sparse at growing lengths, with random queries over whatever the blocks hold, and nothing is written. A step costs its
 layers and what choosing costs once a step; with a stride only every so many steps choose.
+
+A kernel that is run where it cannot run ends the process. So nothing is run here before vLLM has computed a step: the
+layer is computed first with the metadata of that step itself, then with copies of it in which the rows alone differ.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ucm.errors import UnsupportedError
 from ucm.integration.vllm.attention.host import SparseHost
+from ucm.integration.vllm.attention.rewriting import Rewriter
 from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.attention.tiles import ask_for_tiles
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.method import BlockSparse
 
 #: A request that no length makes sparse.
 NEVER = 1 << 40
+#: Reported by a rank that could not measure: requests stay dense, and the next engine tries again.
+FAILED = NEVER + 1
 #: Lengths that are tried, in tokens: the first one, and the last.
 FIRST, LAST = 512, 64 * 1024
 #: Each time is the best of so many, and of as many as go into so many seconds: what else runs on the machine takes a
@@ -45,7 +54,7 @@ class _Bench:
     method: BlockSparse
     name: str
     layer: Any
-    builder: Any
+    metadata: Any  # that of the last step that vLLM computed
     layers: int  # that a step has
     selecting: int  # of which so many choose
     block_tokens: int
@@ -58,16 +67,10 @@ class _Bench:
 
     def _times(self, tokens: int) -> tuple[float, float]:
         """Seconds of attention in a dense step, and in a sparse one."""
-        layer, impl = self.layer, self.layer.impl
-        device, dtype = layer.kv_cache.device, layer.kv_cache.dtype
-        metadata = self.builder.build(0, _common(tokens, self.block_tokens, self.blocks, device))
-        query = torch.randn(1, impl.num_heads, impl.head_size, device=device).to(dtype)
-        key = torch.zeros(1, impl.num_kv_heads, impl.head_size, device=device, dtype=dtype)
-        output = torch.zeros_like(query)
+        device = self.layer.kv_cache.device
+        metadata = _of_one_row(self.metadata, self.layer, tokens, self.block_tokens, self.blocks)
+        attend = self._attention(metadata)
         context = _Context({self.name: metadata})
-
-        def attend() -> None:
-            impl.forward(layer, query, key, key, layer.kv_cache, metadata, output=output)
 
         def begin(step: int) -> None:
             prefill = tokens - step
@@ -87,6 +90,21 @@ class _Bench:
             turns += 1
         sparse = choosing if policy.stride == 1 else (choosing + (policy.stride - 1) * later) / policy.stride
         return dense * self.layers, sparse + dense * (self.layers - self.selecting)
+
+    def repeat_step(self) -> None:
+        """The attention of vLLM's own step once more, by the same kernel with the same metadata."""
+        self._attention(self.metadata)()
+        _settle(self.layer.kv_cache.device)
+
+    def _attention(self, metadata: Any) -> Callable[[], None]:
+        """Computes the layer with this metadata, for random queries."""
+        layer, impl = self.layer, self.layer.impl
+        device, dtype = layer.kv_cache.device, layer.dtype
+        count = int(metadata.num_actual_tokens)
+        query = torch.randn(count, impl.num_heads, impl.head_size, device=device).to(dtype)
+        key = torch.zeros(count, impl.num_kv_heads, impl.head_size, device=device, dtype=dtype)
+        output = torch.zeros_like(query)
+        return lambda: impl.forward(layer, query, key, key, layer.kv_cache, metadata, output=output)
 
     def _step(self, begin: Callable[[int], None], attend: Callable[[], None], device: Any, step: int) -> float:
         """The layers that may choose, of a step that chooses (1), or that goes on with what was chosen (2)."""
@@ -111,8 +129,19 @@ class _Context:
         self.no_compile_layers: dict[str, Any] = {}
 
 
-def measure(host: SparseHost, layers: dict[str, Any], spec: Any, vllm_config: Any, num_blocks: int) -> int:
+def measure(
+    host: SparseHost,
+    layers: dict[str, Any],
+    step: Mapping[str, Any],
+    *,
+    block_tokens: int,
+    num_blocks: int,
+    max_tokens: int,
+) -> int:
     """Tokens from which on a request is worth choosing for; :data:`NEVER` where none within reach is.
+
+    ``step`` is the attention metadata, by layer, of the last step that vLLM computed; ``max_tokens`` the longest
+    request. Raises whatever a kernel raises, and :class:`~ucm.errors.UnsupportedError` where it may not run.
 
     Not measured is latent attention; nor a method with an ``attention_begin`` of its own: the keys and values that it
     is handed are written to the cache, whose blocks hold the KV of requests that run; nor ranks that choose together,
@@ -122,13 +151,26 @@ def measure(host: SparseHost, layers: dict[str, Any], spec: Any, vllm_config: An
     """
     method = host.blocks
     assert method is not None
-    limit = min(vllm_config.model_config.max_model_len, (num_blocks - 1) * spec.block_size, LAST)
-    by_rule: int = 4 * (method.policy.windows + method.policy.budget(-(-limit // spec.block_size))) * spec.block_size
+    limit = min(max_tokens, (num_blocks - 1) * block_tokens, LAST)
+    by_rule: int = 4 * (method.policy.windows + method.policy.budget(-(-limit // block_tokens))) * block_tokens
     name = next((name for name in layers if method.writes(name)), None)
     together = method.policy.shared_ranks or method.policy.min_concurrency > 1
     if name is None or method.selector.geometry.rope_dim or host.changes or together:
         return by_rule
-    bench = _bench(host, method, layers, name, spec, vllm_config, num_blocks)
+    selecting = sum(method.selects(each) for each in layers)
+    bench = _Bench(
+        host,
+        method,
+        name,
+        layers[name],
+        step[name],
+        layers=len(layers),
+        selecting=selecting,
+        block_tokens=block_tokens,
+        blocks=num_blocks,
+    )
+    ask_for_tiles()
+    bench.repeat_step()
     with method.store.as_if_ready(range(1, num_blocks)):
         try:
             return _first_that_pays(bench.pays, limit)
@@ -151,37 +193,24 @@ def _first_that_pays(pays: Callable[[int], bool], limit: int) -> int:
     return middle if found != NEVER and middle >= FIRST and pays(middle) else found
 
 
-def _bench(
-    host: SparseHost, method: BlockSparse, layers: dict[str, Any], name: str, spec: Any, vllm_config: Any, blocks: int
-) -> _Bench:
-    from vllm.config import set_current_vllm_config
-
-    layer = layers[name]
-    with set_current_vllm_config(vllm_config):
-        builder = layer.get_attn_backend().get_builder_cls()(spec, [name], vllm_config, layer.kv_cache.device)
-    selecting = sum(method.selects(each) for each in layers)
-    return _Bench(host, method, name, layer, builder, len(layers), selecting, spec.block_size, blocks)
-
-
-def _common(tokens: int, block_tokens: int, num_blocks: int, device: Any) -> Any:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    blocks = -(-tokens // block_tokens)
-    table = 1 + torch.arange(blocks, dtype=torch.int32, device=device)[None] % (num_blocks - 1)
-    start, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+def _of_one_row(step: Any, layer: Any, tokens: int, block_tokens: int, num_blocks: int) -> Any:
+    """The metadata of a step with its rows replaced by one, of one query and this length."""
+    if step.causal is not True:
+        raise UnsupportedError("the attention of this engine's steps is not causal")
+    device = step.seq_lens.device
+    table = 1 + torch.arange(-(-tokens // block_tokens), device=device)[None] % (num_blocks - 1)
     slot = int(table[0, -1]) * block_tokens + (tokens - 1) % block_tokens
-    return CommonAttentionMetadata(
-        query_start_loc=start.to(device),
-        query_start_loc_cpu=start,
-        seq_lens=lens.to(device),
-        num_reqs=1,
-        num_actual_tokens=1,
-        max_query_len=1,
-        max_seq_len=tokens,
-        block_table_tensor=table,
-        slot_mapping=torch.tensor([slot], dtype=torch.int64, device=device),
-        causal=True,
-    )
+    made = copy.copy(step)
+    for name in vars(step):
+        if name.startswith("mm_prefix"):  # of the step's rows, one by one
+            setattr(made, name, None)
+    made.num_actual_tokens = made.max_query_len = 1
+    made.max_seq_len = tokens
+    made.query_start_loc = torch.tensor([0, 1], dtype=step.query_start_loc.dtype, device=device)
+    made.seq_lens = torch.tensor([tokens], dtype=step.seq_lens.dtype, device=device)
+    made.block_table = table.to(step.block_table.dtype)
+    made.slot_mapping = torch.tensor([slot], dtype=step.slot_mapping.dtype, device=device)
+    return Rewriter().complete(layer.impl, layer, made, step, None, deep=False)
 
 
 def _timed(work: Callable[[], None], device: Any) -> float:

@@ -1,9 +1,9 @@
 """Reads keys back out of the pages of a KV cache, for blocks that were loaded instead of computed.
 
 On an accelerator a page is read as it is. The CPU backend arranges a page for the instruction set it computes with, and
-says nowhere how; so that is found out at the start: numbers are written to a page of our own by vLLM's function, and
-where each one went is where each key will be. Where that gives no permutation, keys cannot be read back, and blocks
-that are loaded are not selected from.
+says nowhere how; so that is found out once vLLM has written keys of a step: numbers are written to a page of our own by
+vLLM's function, and where each one went is where each key will be. Where that gives no permutation, keys cannot be read
+back, and blocks that are loaded are not selected from.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ ReadKeys = Callable[[Tensor, Tensor], Tensor]
 _DIGITS = 128
 
 
+def is_packed(backend: str) -> bool:
+    """Whether how a backend's pages are read is to be found out, by a kernel of vLLM's that vLLM has run before."""
+    return backend == "CPU_ATTN"
+
+
 def key_reader(layer: Any, backend: str, cache: Tensor, block_tokens: int) -> ReadKeys:
     """How the keys of a layer are read, of the backend of this name; ``cache`` is the layer's KV cache.
 
     Raises :class:`~ucm.errors.UnsupportedError` where they cannot be read.
     """
-    if backend == "CPU_ATTN":
+    if is_packed(backend):
         return _packed(layer, cache)
     if backend.endswith("MLA"):
         return lambda pages, ids: pages.index_select(0, ids).reshape(len(ids), block_tokens, 1, -1)

@@ -77,8 +77,9 @@ class Representations:
         shards: int = 1,
     ) -> None:
         """``caches``: the KV cache of each layer that has representations, by its number; ``read`` reads keys from
-        them, None where that is not possible; ``writer``: whether this rank stores its part; ``shards``: how
-        many the store makes of a block, each of which brings an equal share of what is kept beside."""
+        them, None where that is not possible, or not yet (:meth:`read_by`); ``writer``: whether this rank stores its
+        part; ``shards``: how many the store makes of a block, each of which brings an equal share of what is kept
+        beside."""
         self._method = method
         self._caches = dict(caches)
         self._layers = list(method.store.layers)
@@ -101,6 +102,10 @@ class Representations:
     def sides(self) -> dict[str, int]:
         """What a store is to keep beside the KV of a block, by name: bytes."""
         return {self.name: self.size} if 0 < self.size <= LARGEST else {}
+
+    def read_by(self, read: ReadKeys) -> None:
+        """Keys can be read from here on."""
+        self._read = read
 
     # Dumps ------------------------------------------------------------------------------------------------------
 

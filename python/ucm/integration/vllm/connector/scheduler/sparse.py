@@ -66,8 +66,8 @@ class BreakEven:
             self._next = max(self._measured)
 
     def known(self) -> dict[str, Any]:
-        """What is to be remembered."""
-        if self._method is None or not self._measured or not self._known:
+        """What is to be remembered; not that a rank failed to measure."""
+        if self._method is None or not self._measured or not self._known or self._next > NEVER:
             return {}
         return {"sparse": {"method": self._named(), "tokens": self._next}}
 
@@ -173,13 +173,14 @@ class SparseScheduler:
         then, as if it had something to load in the step. ``settled``: what is remembered of other runs is known."""
         output.has_sync_kv_loads = True
         plan = SparsePlan(block_tokens=self._block_tokens, break_even=self.break_even.tokens)
-        plan.measure = settled and self.break_even.ask()
         plan.metadata = self._hook("build_sparse_meta", output, self._requests)
         cached = output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._add(plan, name, computed, output.num_scheduled_tokens[name])
         for new in output.scheduled_new_reqs:
             self._add(plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
+        # Only with a step that vLLM computes: the ranks measure after it, by the kernels that it ran.
+        plan.measure = settled and bool(plan.rows) and self.break_even.ask()
         plan.finished, self._finished = self._finished, []
         plan.given, self._given = np.array(self._given, dtype=np.int64), []
         if self.offload is not None:  # last: what is taken here must arrive

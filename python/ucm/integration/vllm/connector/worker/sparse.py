@@ -11,15 +11,16 @@ import torch
 
 from ucm.config import UcmConfig
 from ucm.errors import ConfigError, UnsupportedError
-from ucm.integration.vllm.attention.break_even import NEVER, length_text, measure
+from ucm.integration.vllm.attention.break_even import FAILED, length_text, measure
 from ucm.integration.vllm.attention.eager_hooks import EagerHooks
 from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
 from ucm.integration.vllm.attention.making import make_method, set_up
 from ucm.integration.vllm.attention.offload import Offload, spare_rows
-from ucm.integration.vllm.attention.pages import key_reader
+from ucm.integration.vllm.attention.pages import is_packed, key_reader
 from ucm.integration.vllm.attention.registering import OVERRIDDEN
 from ucm.integration.vllm.attention.representations import Representations, caches_by_layer
 from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.attention.tiles import ask_for_tiles
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.packing import layer_specs
 from ucm.integration.vllm.connector.sparse_counts import SparseCounts
@@ -53,6 +54,9 @@ class SparseWorker:
         self._mask = b""
         self._writer = _writes(kv_cache_config)
         self._eager: EagerHooks | None = None
+        self._learn_pages: Callable[[], None] | None = None  # once vLLM has run a step
+        self._step: Mapping[str, Any] | None = None  # attention metadata of the step that runs, by layer
+        self._measures = False  # after the step that runs
         self._measured: int | None = None
         self._num_blocks = 0
         self._counts = SparseCounts(time.monotonic)
@@ -104,18 +108,25 @@ class SparseWorker:
         self, method: BlockSparse, layers: dict[str, Any], backend: str, caches: Mapping[str, Any], tokens: int
     ) -> None:
         first = next(iter(layers))
-        try:
-            read = key_reader(layers[first], backend, caches[first], tokens)
-        except UnsupportedError as error:
-            read = None
-            logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
-        self.representations = Representations(
+        made = self.representations = Representations(
             method,
             caches_by_layer(method, list(layers), caches),
-            read,
+            None,
             writer=self._writer,
             shards=len(caches) if method.settings.offload else 1,
         )
+
+        def learn() -> None:
+            try:
+                ask_for_tiles()
+                made.read_by(key_reader(layers[first], backend, caches[first], tokens))
+            except UnsupportedError as error:
+                logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
+
+        if is_packed(backend):
+            self._learn_pages = learn
+        else:
+            learn()
 
     def _make_offload(self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> Offload:
         """Raises :class:`~ucm.errors.ConfigError` where a layer could want a block that has left."""
@@ -160,25 +171,47 @@ class SparseWorker:
     # Steps --------------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: SparsePlan, context: Any) -> None:
-        """Before the model runs."""
+        """Before the model runs. Nothing is measured or tried out here: vLLM may not have run a step yet."""
         if self.host is None:
             return
-        if plan.measure:
-            self._measured = self._measure(self.host)
+        if self._measures:  # the step of that plan had no end
+            self._measured, self._measures = self._not_measured("the step had no end"), False
+        self._measures = plan.measure
+        metadata = getattr(context, "attn_metadata", None)
+        self._step = metadata if plan.rows and isinstance(metadata, Mapping) else None
         self.host.begin_step(plan, context)
 
-    def _measure(self, host: SparseHost) -> int:
+    def _after_first_steps(self, host: SparseHost, step: Mapping[str, Any]) -> None:
+        """What is tried out or measured by kernels of vLLM's, after a step in which vLLM ran them."""
+        learn, self._learn_pages = self._learn_pages, None
+        if learn is not None:
+            learn()
+        if self._measures:
+            self._measured, self._measures = self._measure(host, step), False
+
+    def _measure(self, host: SparseHost, step: Mapping[str, Any]) -> int:
         """From which length on choosing pays; where that cannot be measured, nothing is chosen."""
         spec = layer_specs(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
         began = time.perf_counter()
         try:
-            found = measure(host, host.layers, spec, self._vllm_config, self._num_blocks)
+            found = measure(
+                host,
+                host.layers,
+                step,
+                block_tokens=int(spec.block_size),
+                num_blocks=self._num_blocks,
+                max_tokens=self._vllm_config.model_config.max_model_len,
+            )
         except Exception as error:
-            logger.warning("sparse attention: what it gains could not be measured, so requests stay dense: %r", error)
-            return NEVER
+            return self._not_measured(repr(error))
         took = time.perf_counter() - began
         logger.info("sparse attention pays from %s tokens on (measured in %.1f s)", length_text(found), took)
         return found
+
+    @staticmethod
+    def _not_measured(why: str) -> int:
+        logger.warning("sparse attention: what it gains could not be measured, so requests stay dense: %s", why)
+        return FAILED
 
     def take_measured(self) -> int | None:
         """What was measured since the last call."""
@@ -199,6 +232,9 @@ class SparseWorker:
             self.host.end_step()
         if self.offload is not None:
             self.offload.end_step()
+        step, self._step = self._step, None
+        if self.host is not None and step is not None:
+            self._after_first_steps(self.host, step)
 
     def stats(self) -> dict[str, float]:
         """What the method counted."""
