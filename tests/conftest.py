@@ -6,7 +6,9 @@ Options stand here because pytest reads them only from what it loads first. The 
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 #: Most starts of engines in one run of every day: each takes about ten seconds. Add to it with a reason.
 ENGINE_LIMIT = 50
 _hosts: list[EngineHost] = []
+
+
+if os.environ.get("UCM_TEST_ISA"):  # before anything imports vLLM
+    sys.path.append(str(Path(__file__).with_name("vllm")))
+    importlib.import_module("instruction_sets").pin()
 
 
 @pytest.fixture(scope="session", autouse=True)

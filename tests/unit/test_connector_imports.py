@@ -18,7 +18,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({"sparse_counts"}),
     frozenset({"metrics"}),
     frozenset({"identity"}),
-    frozenset({"metadata"}),
+    frozenset({"metadata", "prefix_reuse"}),
     frozenset({"admission"}),
     frozenset({"scheduler", "worker"}),
     frozenset({"factory"}),

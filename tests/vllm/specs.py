@@ -160,7 +160,8 @@ class EngineSpec:
     def environment(self) -> dict[str, str]:
         """The child's whole environment."""
         others = ("VLLM_", "UCM_", "TRITON_", "PYTEST_")
-        env = {k: v for k, v in os.environ.items() if k == "UCM_STATE_DIR" or not k.startswith(others)}
+        kept = ("UCM_STATE_DIR", "UCM_TEST_ISA")
+        env = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(others)}
         # An engine is three processes; without this each of them compiles torch and vLLM anew.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         path = [*self.pythonpath, str(HERE), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]

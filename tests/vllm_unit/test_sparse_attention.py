@@ -556,6 +556,42 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
     assert work.beside(blocks, Beside({})) is None
 
 
+@pytest.mark.parametrize("kept", [None, 0, 4], ids=["no side shards", "none stored", "some stored"])
+@pytest.mark.parametrize("then", ["read", "unreadable", "loaded anew"])
+def test_what_is_loaded_before_vllm_has_computed_a_step_is_read_after_it(
+    config: Any,
+    kept: int | None,
+    then: str,
+) -> None:
+    """How pages are packed is not known before. The load is over, so nothing waits for a step that may not come."""
+    rows = Rows.of([300, 40], [1, 1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows)
+    rig.attend()
+    blocks = rows.table[0, :9].long().numpy()
+    before = {layer: method.store.get(layer, blocks) for layer in method.store.layers}
+    caches = {method.layer_number(name): layer.kv_cache for name, layer in rig.layers.items()}
+    read = key_reader(rig.layers[NAMES[0]], "CPU_ATTN", rig.layers[NAMES[0]].kv_cache, BLOCK)
+    work = Representations(method, caches, None, reads_later=True)
+    store = Beside({} if kept is None else work.sides)
+    if kept:
+        store.kept = dict(zip(IDS[:kept], work._bytes(blocks)[:kept], strict=True))
+    work.begin_load("r0", IDS[:9], blocks, store)
+    assert work.arrived("r0", blocks) or work.work() == ["r0"]
+    assert not method.store.ready(blocks)
+    for layer in method.store.layers:
+        method.store.put(layer, blocks[kept or 0 :], torch.zeros_like(before[layer][kept or 0 :]))
+    if then == "loaded anew":
+        work.begin_load("r1", IDS[:9], blocks, Beside({}))
+    work.read_by(None if then == "unreadable" else read)
+    assert method.store.ready(blocks) == (then == "read")
+    assert work.work() == [], "the load was over"
+    if then == "read":
+        assert all(torch.equal(method.store.get(layer, blocks), before[layer]) for layer in before)
+        assert [ids for ids, _ in store.stored] == ([] if kept is None else [IDS[kept:9]])
+    assert Representations(method, {}, None).arrived("r2", blocks)
+
+
 def test_blocks_that_another_connector_fills_have_no_representation(config: Any) -> None:
     """Theirs is that of what lay there before: they are not selected from, and nothing of it is stored beside them."""
     rows = Rows.of([300, 40], [1, 1])

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from instruction_sets import pin
+
 
 class _Driver:
     """A driver that says it is active; the interpreter never asks it for anything else."""
@@ -52,4 +54,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+pin()
 sys.meta_path.insert(0, _Finder())

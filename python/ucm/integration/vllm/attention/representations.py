@@ -12,7 +12,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,17 +73,20 @@ class Representations:
         read: ReadKeys | None,
         clock: Callable[[], float] = time.monotonic,
         *,
+        reads_later: bool = False,
         writer: bool = True,
         shards: int = 1,
     ) -> None:
         """``caches``: the KV cache of each layer that has representations, by its number; ``read`` reads keys from
-        them, None where that is not possible, or not yet (:meth:`read_by`); ``writer``: whether this rank stores its
-        part; ``shards``: how many the store makes of a block, each of which brings an equal share of what is kept
-        beside."""
+        them, None where that is not possible; ``reads_later``: it is given once vLLM has computed a step
+        (:meth:`read_by`); ``writer``: whether this rank stores its part; ``shards``: how many the store makes
+        of a block, each of which brings an equal share of what is kept beside."""
         self._method = method
         self._caches = dict(caches)
         self._layers = list(method.store.layers)
         self._read = read
+        self._reads_later = reads_later
+        self._postponed: list[_Job] = []  # until keys can be read; their loads are over
         self._clock = clock
         self._writer = writer
         self._loads: dict[str, _Load] = {}
@@ -103,9 +106,16 @@ class Representations:
         """What a store is to keep beside the KV of a block, by name: bytes."""
         return {self.name: self.size} if 0 < self.size <= LARGEST else {}
 
-    def read_by(self, read: ReadKeys) -> None:
-        """Keys can be read from here on."""
-        self._read = read
+    def read_by(self, read: ReadKeys | None) -> None:
+        """How keys are read, or that they cannot be. What waited for it is made at once: the first requests of an
+        engine choose from their first decode step on."""
+        self._read, self._reads_later = read, False
+        postponed, self._postponed = self._postponed, []
+        for job in postponed if read is not None else ():
+            try:
+                self._go_on(job, float("inf"))
+            except Exception as error:
+                throttle.warning("representations", "loaded blocks could not be encoded, and are dense: %r", error)
 
     # Dumps ------------------------------------------------------------------------------------------------------
 
@@ -129,6 +139,7 @@ class Representations:
         """These blocks are about to be filled with the records of these ids; those of ``unread`` are not, and their
         representations go to :attr:`rows_of` the request."""
         self._method.store.invalidate(blocks)
+        self._postponed = [job for job in self._postponed if not np.isin(job.blocks, blocks).any()]
         load = self._loads[request] = _Load(ids, blocks, store, len(unread))
         self._unselectable.discard(request)
         if self.name in store.side_sizes:
@@ -148,7 +159,11 @@ class Representations:
             self._unselectable.add(request)
             return True
         without = self._read is None and (load is None or load.task is None)
-        if without or not self._layers or not len(blocks):
+        if not self._layers or not len(blocks):
+            return True
+        if without:
+            if self._reads_later:
+                self._postponed.append(_Job(request, blocks, load))
             return True
         self._jobs.append(_Job(request, blocks, load))
         return False
@@ -217,6 +232,8 @@ class Representations:
         job.asked, job.missing = True, job.blocks[~found]
         if self._read is None:
             self._method.store.mark_ready(job.blocks[found])
+            if self._reads_later and len(job.missing):
+                self._postponed.append(_of_missing(job, found))
             job.missing = job.missing[:0]
         return True
 
@@ -273,6 +290,16 @@ class Representations:
         for layer, part in zip(self._layers, parts, strict=True):
             reps = torch.from_numpy(part.copy()).view(dtype).view(len(blocks), *shape)
             self._method.store.put(layer, blocks, reps)
+
+
+def _of_missing(job: _Job, found: npt.NDArray[np.bool_]) -> _Job:
+    """What is left of a job of which the store had some."""
+    blocks, load = job.blocks[~found], job.load
+    if load is not None:
+        ids = [each for each, there in zip(load.ids, found, strict=False) if not there]
+        load = replace(load, ids=ids, blocks=blocks, task=None)
+    stored = None if job.store_them is None else job.store_them[~found]
+    return _Job(job.request, blocks, load, stored, asked=True, missing=blocks)
 
 
 def _finished(store: UcmKVStoreBaseV1, task: Any) -> bool:

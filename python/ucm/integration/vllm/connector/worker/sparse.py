@@ -112,6 +112,7 @@ class SparseWorker:
             method,
             caches_by_layer(method, list(layers), caches),
             None,
+            reads_later=True,
             writer=self._writer,
             shards=len(caches) if method.settings.offload else 1,
         )
@@ -119,9 +120,11 @@ class SparseWorker:
         def learn() -> None:
             try:
                 ask_for_tiles()
-                made.read_by(key_reader(layers[first], backend, caches[first], tokens))
+                read = key_reader(layers[first], backend, caches[first], tokens)
             except UnsupportedError as error:
                 logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
+                read = None
+            made.read_by(read)
 
         if is_packed(backend):
             self._learn_pages = learn
