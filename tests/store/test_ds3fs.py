@@ -110,7 +110,7 @@ def test_a_pipeline_over_it(opened: Open, library: str) -> None:
 def test_without_3fs_blocks_go_through_the_mount_and_that_is_said_once(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "ucm.store.posix"):
+    with caplog.at_level(logging.WARNING, "ucm.store.ds3fs"):
         check(opened(hf3fs_library="/no/such/library.so"))
     said = [record.getMessage() for record in caplog.records if "without the rings of 3FS" in record.getMessage()]
     assert len(said) == 1 and "/no/such/library.so cannot be" in said[0]

@@ -10,7 +10,8 @@ import pytest
 from config_cases import fails
 
 from ucm.config import Capacity, UcmConfig, load, parse
-from ucm.config.words import ENVIRONMENT, MEANINGLESS
+from ucm.config.stores import BACKEND_WORDS, KNOWN_STORES
+from ucm.config.words import ENVIRONMENT, MEANINGLESS, MEANT_STORES, meant_store
 
 
 @pytest.mark.parametrize("key", sorted(set(MEANINGLESS) - {"use_scatter_gather"}))
@@ -62,9 +63,59 @@ def test_an_unknown_variable_is_only_a_warning() -> None:
 
 def test_keys_of_another_store_have_no_meaning() -> None:
     config = load({"storage_path": "/data", "ior_depth": 4}, {})
-    assert config.warnings == (
-        '"ior_depth": without effect here, and nothing is needed instead: it is a key of UcmDs3fsStore',
+    (warning,) = config.warnings
+    assert warning == (
+        '"ior_depth": without effect here; use UcmDs3fsStore, whose key it is, or leave it out: '
+        "UcmPosixStore has no such key"
     )
+
+
+@pytest.mark.parametrize(
+    ("configured", "below", "used"),
+    [
+        ({"storage_path": "/data"}, "Posix", "UcmPosixStore"),
+        ({"storage_path": "redis://server"}, "Redis", "UcmRedisStore"),
+        ({"store_pipeline": "Compress|Pc", "storage_path": "/data"}, "Compress|Pc", "Compress|Pc"),
+    ],
+)
+def test_a_size_of_memory_where_there_is_none_says_how_to_get_it(
+    configured: dict[str, Any], below: str, used: str
+) -> None:
+    (warning,) = load({**configured, "cache_size": "1GiB"}, {}).warnings
+    assert warning == (
+        f'"cache_size": without effect here; use `store_pipeline: "Cache|{below}"` to keep blocks in '
+        f"memory above it, or leave it out: {used} has no such key"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "store"),
+    [
+        ("s3", "object"),
+        ("gs", "object"),
+        ("minio", "object"),
+        ("disk", "posix"),
+        ("SSD", "posix"),
+        ("local", "posix"),
+        ("file", "posix"),
+        ("memory", "cache"),
+        ("ram", "cache"),
+        ("valkey", "redis"),
+        ("3fs", "ds3fs"),
+        ("nas", "nfs"),
+        ("possix", "posix"),
+    ],
+)
+def test_an_unknown_store_names_the_one_that_is_meant(word: str, store: str) -> None:
+    said = fails({"storage_backend": word, "storage_path": "/data"})
+    assert f'names the backend "{word}", which ucm does not know; did you mean "{store}"?' in said
+    assert f'did you mean "{store}"?' in fails({"store_pipeline": f"Cache|{word}", "path": "/data"})
+
+
+def test_every_word_for_a_medium_means_a_store() -> None:
+    for word in MEANT_STORES:
+        assert meant_store(word) in KNOWN_STORES
+        assert word not in BACKEND_WORDS
 
 
 @pytest.mark.parametrize("key", ["io_engine", "posix_io_engine"])

@@ -62,6 +62,16 @@ def test_an_unknown_name_shows_what_there_is_and_the_nearest() -> None:
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("UcmS3Store", "UcmObjectStore"), ("disk", "UcmPosixStore"), ("UcmMemoryStore", "UcmCacheStore")],
+)
+def test_a_name_of_a_medium_shows_the_store_that_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(UnknownConnectorError) as caught:
+        Factory.create_connector(name, {})
+    assert f'no store is registered as {name!r}; did you mean "{meant}"?' in str(caught.value)
+
+
 def test_a_stage_that_is_no_store_says_where_it_belongs() -> None:
     with pytest.raises(
         UnknownConnectorError, match="Compress keeps nothing itself; write it before the stage it is for"

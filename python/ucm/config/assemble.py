@@ -12,6 +12,7 @@ from ucm.config.built import problems_of
 from ucm.config.effective import show
 from ucm.config.layer import Entry, Layer, algorithm_name
 from ucm.config.model import StoreSettings, UcmConfig
+from ucm.config.pipelines import word_of
 from ucm.config.sizes import Capacity, scheme_of
 from ucm.config.sparse_keys import NEEDS, WHY, read_algorithm
 from ucm.config.stores import (
@@ -148,11 +149,12 @@ def _options(values: Values, ignored: Layer) -> dict[str, Any]:
     pipeline = values.get("store_pipeline")
     stages: list[dict[str, Any]] = pipeline.value if pipeline is not None else []
     allowed = option_keys(name, tuple(stage["store"] for stage in stages))
+    used = "|".join(word_of(stage["store"]) for stage in stages) or name
     given: dict[str, Any] = {}
     for key in [key for key in values if key.startswith("options.")]:
         option = key.partition(".")[2]
         if option not in allowed:
-            _ignore_option(ignored, option, values.pop(key).written)
+            _ignore_option(ignored, option, values.pop(key).written, used)
         elif stages:
             # Written beside the pipeline: it belongs to the stage that has it.
             for stage in stages:
@@ -166,7 +168,7 @@ def _options(values: Values, ignored: Layer) -> dict[str, Any]:
         mine = option_keys(stage["store"])
         for option in [option for option in stage["options"] if option not in mine]:
             del stage["options"][option]
-            _ignore_option(ignored, option, f"{where}.{option}")
+            _ignore_option(ignored, option, f"{where}.{option}", stage["store"])
         written = {
             option: Entry(value, pipeline.origin if pipeline is not None else where, f"{where}.{option}")
             for option, value in stage["options"].items()
@@ -175,8 +177,16 @@ def _options(values: Values, ignored: Layer) -> dict[str, Any]:
     return _checked_options(name, given, {option: values[f"options.{option}"] for option in given})
 
 
-def _ignore_option(ignored: Layer, option: str, written: str) -> None:
-    ignored.ignore(MEANINGLESS.get(option) or f"nothing: it is a key of {OPTION_OWNER[option]}", written)
+def _ignore_option(ignored: Layer, option: str, written: str, used: str) -> None:
+    """``used``: the store or the stages that are configured, none of which has the key."""
+    instead = MEANINGLESS.get(option)
+    if instead is None:
+        owner = OPTION_OWNER[option]
+        below = STORES[used].word.capitalize() if used in STORES else used
+        above = f'`store_pipeline: "{word_of(owner)}|{below}"` to keep blocks in memory above it'
+        with_it = above if STORES[owner].kind.memory else f"{owner}, whose key it is"
+        instead = f"{with_it}, or leave it out: {used} has no such key"
+    ignored.ignore(instead, written)
 
 
 def _checked_options(store: str, given: dict[str, Any], written: Values) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ucm.config.stores import BACKEND_WORDS, FOREIGN_STAGES, KNOWN_STORES
-from ucm.config.words import SPARSE_ALGORITHMS, hint
+from ucm.config.words import SPARSE_ALGORITHMS, hint, store_hint
 from ucm.errors import ConfigError
 
 
@@ -59,8 +59,8 @@ def store_of_word(word: Any, written: str) -> str:
     if lowered in FOREIGN_STAGES:
         return text
     raise ConfigError(
-        f'"{written}" names the backend "{text}", which ucm does not know{hint(text, (*BACKEND_WORDS, *KNOWN_STORES))}'
-        f" (known: {', '.join(BACKEND_WORDS)})"
+        f'"{written}" names the backend "{text}", which ucm does not know'
+        f"{store_hint(text, (*BACKEND_WORDS, *KNOWN_STORES))} (known: {', '.join(BACKEND_WORDS)})"
     )
 
 

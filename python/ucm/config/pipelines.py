@@ -19,7 +19,7 @@ from ucm.config.stores import (
     needs_directory,
     schemes_of,
 )
-from ucm.config.words import hint
+from ucm.config.words import hint, meant_store
 
 if TYPE_CHECKING:
     from ucm.config.model import Stage, StoreSettings
@@ -125,7 +125,7 @@ def pipeline_problems(stages: Sequence[Stage], settings: StoreSettings) -> Itera
         else:
             known = [word_of(store) for store in STORES if is_stage(store)]
             yield (
-                f'"{stage.store}" is no stage that ucm has{hint(stage.store, known)} '
+                f'"{stage.store}" is no stage that ucm has{_stage_hint(stage.store, known)} '
                 f"(stages: {', '.join(known)}, and Empty at the end)"
             )
     if unknown:
@@ -134,6 +134,12 @@ def pipeline_problems(stages: Sequence[Stage], settings: StoreSettings) -> Itera
     yield from _codecs(stages, settings)
     yield from _policies(media(stages))
     yield from _roots(stages, settings)
+
+
+def _stage_hint(word: str, known: Sequence[str]) -> str:
+    meant = meant_store(word)
+    stage = word_of(meant) if meant is not None else ""
+    return f'; did you mean "{stage}"?' if stage in known else hint(word, known)
 
 
 def _order(stages: Sequence[Stage]) -> Iterator[str]:

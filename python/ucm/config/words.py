@@ -9,7 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from ucm.config.stores import TIER_ALIASES, TIER_ENVIRONMENT, TIER_GIBIBYTES
+from ucm.config.stores import (
+    BACKEND_WORDS,
+    STORE_OF_SCHEME,
+    TIER_ALIASES,
+    TIER_ENVIRONMENT,
+    TIER_GIBIBYTES,
+)
 
 #: Other spelling -> key of the model, those of tiers included. Conversions of units are in :data:`GIBIBYTES`.
 ALIASES: dict[str, str] = {
@@ -121,6 +127,19 @@ UNUSED: dict[str, str] = {
     "profile.output": _NO_PROFILE,
 }
 
+#: Words for a medium that other caches use, or that name its make -> word of the store that is meant.
+MEANT_STORES: dict[str, str] = {
+    **dict.fromkeys(("disk", "ssd", "nvme", "hdd", "local", "localdisk", "local_disk"), "posix"),
+    **dict.fromkeys(("file", "files", "filesystem", "file_system", "fs", "directory", "path"), "posix"),
+    **dict.fromkeys(("lustre", "ceph", "cephfs", "gpfs", "weka", "beegfs", "fuse"), "posix"),
+    **dict.fromkeys(("nas", "share", "mount"), "nfs"),
+    **dict.fromkeys(("memory", "mem", "ram", "dram", "cpu", "host", "shm"), "cache"),
+    **dict.fromkeys(("bucket", "minio", "gcs", "azure", "blob", "oss", "objectstore"), "object"),
+    **dict.fromkeys(("valkey", "keydb", "dragonfly", "kvrocks"), "redis"),
+    **dict.fromkeys(("3fs", "hf3fs", "usrbio"), "ds3fs"),
+    **dict.fromkeys(("none", "null", "off", "nothing"), "empty"),
+}
+
 #: Sparse algorithms, in the spelling of the model; the key is their name in lower case without punctuation.
 SPARSE_ALGORITHMS: dict[str, str] = {
     "esa": "ESA",
@@ -209,7 +228,24 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_folded[found[0]] if found else None
 
 
+def meant_store(word: str) -> str | None:
+    """Class name of the store that a word means which is none of its names: a scheme of its addresses, or a word of
+    :data:`MEANT_STORES`, also as a class (``UcmS3Store``)."""
+    text = word.strip().lower()
+    if text.startswith("ucm"):
+        text = text.removeprefix("ucm").removesuffix("store")
+    return STORE_OF_SCHEME.get(text) or BACKEND_WORDS.get(MEANT_STORES.get(text, text))
+
+
 def hint(word: str, known: Iterable[str]) -> str:
     """``; did you mean "x"?`` or nothing."""
     near = nearest(word, known)
     return f'; did you mean "{near}"?' if near is not None else ""
+
+
+def store_hint(word: str, known: Iterable[str]) -> str:
+    """:func:`hint` for the name of a store: its meaning goes before its looks."""
+    meant, names = meant_store(word), tuple(known)
+    spellings = [name for name, store in BACKEND_WORDS.items() if store == meant]
+    found = next((name for name in (*spellings, meant) if name in names), None)
+    return f'; did you mean "{found}"?' if found is not None else hint(word, names)

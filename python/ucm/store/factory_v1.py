@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ucm.config.stores import BUILT_STORES, KNOWN_STORES, PIPELINE, STORES, instead_of, why_not_alone
-from ucm.config.words import hint
+from ucm.config.words import hint, store_hint
 from ucm.errors import ConfigError, UcmError, UnknownConnectorError
 from ucm.store.ucmstore import UcmKVStoreBase
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -120,7 +120,8 @@ class UcmConnectorFactoryV1:
             return why_not_alone(name) or f"{name} is not built yet; {instead_of(name)}"
         names = cls.registered()
         return (
-            f"no store is registered as {name!r}{hint(str(name), names)} (registered: {', '.join(names) or 'none'}; "
+            f"no store is registered as {name!r}{store_hint(str(name), names)} "
+            f"(registered: {', '.join(names) or 'none'}; "
             "your own: UcmConnectorFactoryV1.register_connector, or ucm_connector_module_path in the configuration)"
         )
 

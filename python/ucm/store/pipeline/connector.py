@@ -16,3 +16,7 @@ class UcmPipelineStore(UcmPosixStore):
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
         return read_pipeline_settings(config)
+
+    @classmethod
+    def _word(cls) -> str:
+        return "pipeline"

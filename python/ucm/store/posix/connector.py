@@ -14,13 +14,11 @@ import numpy.typing as npt
 from ucm._core import Asked, Store
 from ucm._core import Sides as CoreSides
 from ucm._core import Task as CoreTask
-from ucm.config.stores import DEFAULT_STORE
+from ucm.config.stores import DEFAULT_STORE, STORES
 from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError
 from ucm.store.kv_layout import KVLayout, block_numbers
 from ucm.store.posix.settings import EngineSettings, read_settings, settings_of
 from ucm.store.ucmstore_v1 import Priority, Sides, SidesTask, Task, UcmKVStoreBaseV1, Until
-
-logger = logging.getLogger("ucm.store.posix")
 
 #: Part of the top level that prefetches may fill ahead of need (one in so many), and most blocks of them.
 PREFETCH_SHARE, MAX_PREFETCH = 8, 1024
@@ -80,6 +78,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.settings = self._read(config)
+        self._logger = logging.getLogger(f"ucm.store.{self._word()}")
         self._last_warning = ""
         self._core = Store(self.settings.setup())
         self.side_sizes = {name: size for name, _, size in self._core.sides()}
@@ -93,6 +92,11 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
         """The checked keys; what a store of the core over other stages overrides."""
         return read_settings(config, settings_of(cls.store_name), cls.__name__)
+
+    @classmethod
+    def _word(cls) -> str:
+        """The store's word, under which it logs."""
+        return STORES[cls.store_name].word
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         found = self._open().lookup(block_ids)
@@ -348,7 +352,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         for level, message, fields in self._core.take_log():
             if level >= logging.WARNING:
                 self._last_warning = message
-            logger.log(level, "%s: %s", self.settings.label, message, extra={"fields": fields})
+            self._logger.log(level, "%s: %s", self.settings.label, message, extra={"fields": fields})
 
 
 def _handle(task: Any) -> CoreTask:

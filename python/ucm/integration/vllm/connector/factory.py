@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm._core import run_threads_on
 from ucm.config import UcmConfig
+from ucm.config.words import DISABLE_VARIABLE
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S, Admission
 from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
 
 #: KV specs whose blocks all hold lasting state, so that a prefix of blocks is all there is to a prefix.
 _WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+#: KV specs whose blocks vLLM frees behind a window, and its option that keeps them whole where other
+#: layers have full attention.
+_WINDOWS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"})
+_ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 
 def why_off(
@@ -62,9 +67,9 @@ def why_off(
     stored blocks; a worker sends its own flag to it.
     """
     if not config.enabled:
-        return MissReason.DISABLED, "UCM_DISABLE is set"
+        return MissReason.DISABLED, _switched_off(config, "enabled")
     if not config.enable_prefix_cache:
-        return MissReason.DISABLED, "enable_prefix_cache is false"
+        return MissReason.DISABLED, _switched_off(config, "enable_prefix_cache")
     platform = _platform(config)
     if text := platform if isinstance(platform, str) else _unsupported(vllm_config, kv_cache_config):
         return MissReason.UNSUPPORTED, text
@@ -78,6 +83,13 @@ def why_off(
         return MissReason.IDENTITY_UNKNOWN, f"this engine has no identity: {error}"
     text = unidentifiable(vllm_config)
     return (MissReason.IDENTITY_UNKNOWN, text) if text else None
+
+
+def _switched_off(config: UcmConfig, key: str) -> str:
+    origin = config.origin(key)
+    if origin.endswith(DISABLE_VARIABLE):
+        return f"{DISABLE_VARIABLE} is set in the environment; unset it to use the cache"
+    return f'"{key}" is false in {origin}; write true or leave it out to use the cache'
 
 
 def unmapped(platform: Platform, vllm_config: VllmConfig) -> str:
@@ -107,14 +119,28 @@ def _served_platform(config: UcmConfig) -> Platform:
 def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     nothing = "is not supported yet: nothing is claimed or stored"
     groups = kv_cache_config.kv_cache_groups
+    kinds = {spec_kind(spec) for group in groups for spec in layer_specs(group.kv_cache_spec)}
+    text = ", ".join(sorted(kinds))
     if len(groups) != 1:
-        return f"a model with {len(groups)} KV cache groups {nothing}"
-    other = {spec_kind(spec) for spec in layer_specs(groups[0].kv_cache_spec)} - _WHOLE_PREFIX
-    if other:
-        return f"KV of kind {', '.join(sorted(other))} {nothing}"
+        return f"a model with {len(groups)} KV cache groups ({text}) {nothing}{_in_one_group(kinds)}"
+    if kinds - _WHOLE_PREFIX:
+        return f"KV of kind {text} {nothing}{_in_one_group(kinds)}"
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
         return f"prefill context parallelism {nothing}"
     return ""
+
+
+def _in_one_group(kinds: set[str]) -> str:
+    """What to do about layers with windows, as the end of a sentence."""
+    others = kinds - _WHOLE_PREFIX
+    if not others or not others <= _WINDOWS:
+        return ""
+    if kinds == others:
+        return f"; {_ONE_GROUP} does not help a model whose layers all have windows"
+    return (
+        f"; start vLLM with {_ONE_GROUP}, which keeps the KV of layers with windows whole, in one "
+        "group with the others, so that it can be stored (it takes more memory of the device)"
+    )
 
 
 def _may_load(vllm_config: VllmConfig) -> bool:
