@@ -10,8 +10,17 @@ import pytest
 from config_cases import fails
 
 from ucm.config import Capacity, UcmConfig, load, parse
+from ucm.config.normalise import known_keys
 from ucm.config.stores import BACKEND_WORDS, KNOWN_STORES
-from ucm.config.words import ENVIRONMENT, MEANINGLESS, MEANT_STORES, meant_store
+from ucm.config.words import (
+    ENVIRONMENT,
+    MEANINGLESS,
+    MEANT_KEYS,
+    MEANT_STORES,
+    UNUSED,
+    meant_store,
+    nearest_key,
+)
 
 
 @pytest.mark.parametrize("key", sorted(set(MEANINGLESS) - {"use_scatter_gather"}))
@@ -110,6 +119,33 @@ def test_an_unknown_store_names_the_one_that_is_meant(word: str, store: str) -> 
     said = fails({"storage_backend": word, "storage_path": "/data"})
     assert f'names the backend "{word}", which ucm does not know; did you mean "{store}"?' in said
     assert f'did you mean "{store}"?' in fails({"store_pipeline": f"Cache|{word}", "path": "/data"})
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("directory", "storage_backends"),
+        ("cache_dir", "storage_backends"),
+        ("url", "storage_backends"),
+        ("max_size", "storage_capacity"),
+        ("disk_size", "storage_capacity"),
+        ("memory_size", "cache_size"),
+        ("compression", "codec"),
+        ("timeout", "deadlines"),
+        ("ttl", "expire_after"),
+        ("disable", "enabled"),
+    ],
+)
+def test_a_key_of_another_cache_names_the_one_that_is_meant(key: str, meant: str) -> None:
+    assert f'unknown key "{key}" in kv_connector_extra_config; did you mean "{meant}"?' in fails({key: "1"})
+    assert meant in known_keys()
+
+
+def test_no_hint_leads_to_a_key_without_effect() -> None:
+    for key in {*MEANINGLESS, *UNUSED}:
+        assert nearest_key(f"{key}s", known_keys()) not in {*MEANINGLESS, *UNUSED}
+    assert {*MEANT_KEYS.values()} <= known_keys()
+    assert not {*MEANT_KEYS} & known_keys()
 
 
 def test_every_word_for_a_medium_means_a_store() -> None:

@@ -17,7 +17,7 @@ from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import check_local
 from ucm.config.sparse_keys import read_algorithm
 from ucm.config.stores import BACKEND_WORDS, DEFAULT_STORE, KNOWN_STORES, OPTION_OWNER, PIPELINE
-from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, SPARSE_ALGORITHMS, hint
+from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, SPARSE_ALGORITHMS, hint, key_hint
 from ucm.errors import ConfigError
 
 
@@ -90,7 +90,7 @@ def _read_key(layer: Layer, key: str, value: Any, written: str) -> None:
         _choose(layer, algorithm, value, written, layer.source)
     else:
         raise ConfigError(
-            f'unknown key "{written}" in {layer.source}{hint(key, known_keys())}', context={"key": written}
+            f'unknown key "{written}" in {layer.source}{key_hint(key, known_keys())}', context={"key": written}
         )
 
 

@@ -140,6 +140,22 @@ MEANT_STORES: dict[str, str] = {
     **dict.fromkeys(("none", "null", "off", "nothing"), "empty"),
 }
 
+#: Keys of other caches, and keys a user may expect -> the key that is meant.
+MEANT_KEYS: dict[str, str] = {
+    **dict.fromkeys(("root", "root_dir", "dir", "directory", "cache_dir", "folder"), "storage_backends"),
+    **dict.fromkeys(("url", "redis_url", "remote_url", "bucket", "host"), "storage_backends"),
+    **dict.fromkeys(("size", "max_size", "disk_size", "max_disk_size"), "storage_capacity"),
+    **dict.fromkeys(("quota", "limit", "max_local_disk_size"), "storage_capacity"),
+    **dict.fromkeys(("memory_size", "ram_size", "cpu_size", "max_local_cpu_size"), "cache_size"),
+    **dict.fromkeys(("cpu_bytes_to_use", "dram_size"), "cache_size"),
+    **dict.fromkeys(("compression", "compress"), "codec"),
+    **dict.fromkeys(("encrypt", "encryption"), "encryption_key_file"),
+    **dict.fromkeys(("timeout", "timeouts"), "deadlines"),
+    **dict.fromkeys(("disable", "disabled"), "enabled"),
+    "ttl": "expire_after",
+    "chunk_size": "block_size",
+}
+
 #: Sparse algorithms, in the spelling of the model; the key is their name in lower case without punctuation.
 SPARSE_ALGORITHMS: dict[str, str] = {
     "esa": "ESA",
@@ -235,6 +251,19 @@ def meant_store(word: str) -> str | None:
     if text.startswith("ucm"):
         text = text.removeprefix("ucm").removesuffix("store")
     return STORE_OF_SCHEME.get(text) or BACKEND_WORDS.get(MEANT_STORES.get(text, text))
+
+
+def nearest_key(word: str, known: Iterable[str]) -> str | None:
+    """The key that a word means, else the one that looks most like it; none that has no effect."""
+    names = [name for name in known if name not in MEANINGLESS and name not in UNUSED]
+    meant = MEANT_KEYS.get(word.lower())
+    return meant if meant in names else nearest(word, names)
+
+
+def key_hint(word: str, known: Iterable[str]) -> str:
+    """As :func:`hint`, for a key."""
+    near = nearest_key(word, known)
+    return f'; did you mean "{near}"?' if near is not None else ""
 
 
 def hint(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
 from ucm.config.pipelines import place_problems, root_problems
 from ucm.config.sizes import without_login
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
-from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest, without_effect
+from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest_key, without_effect
 from ucm.errors import ConfigError, InvalidInputError
 
 #: Top-level keys of an identity, in order (``docs/format.md``); here those of a caller who names none.
@@ -227,7 +227,7 @@ def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
     config = in_our_words(config, known, store)
     for key in config:
         if key not in known:
-            near = nearest(key, known)
+            near = nearest_key(key, known)
             raise ConfigError(
                 f"{store} has no key {key!r}" + (f"; did you mean {near!r}?" if near else ""), context={"key": key}
             )
