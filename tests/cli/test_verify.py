@@ -160,8 +160,9 @@ def test_encrypted_records_are_judged_with_and_without_their_key(
 ) -> None:
     monkeypatch.delenv("UCM_ENCRYPTION_KEY", raising=False)
     key, other = tmp_path / "key", tmp_path / "other"
-    key.write_text("5a" * 32)
-    other.write_text("5b" * 32)
+    for file, text in ((key, "5a" * 32), (other, "5b" * 32)):
+        file.touch(0o600)
+        file.write_text(text)
     root.fill("one", 3, encryption_key_file=str(key))
     for arguments, decrypted in (((), 0), (("--key-file", key), 3), (("--key-file", other), 0)):
         document = ucm_json("verify", root.path, *arguments)
@@ -177,6 +178,10 @@ def test_encrypted_records_are_judged_with_and_without_their_key(
     key.write_text("5a")
     wrong = ucm("verify", root.path, "--key-file", key)
     assert (wrong.exit_code, "64 hex digits" in wrong.output) == (2, True)
+    key.chmod(0o644)
+    wrong = ucm("verify", root.path, "--key-file", key)
+    assert wrong.exit_code == 2
+    assert f"chmod 600 {key}" in wrong.output.replace("\n", " "), wrong.output
 
 
 def test_a_root_that_may_only_be_read_is_judged_all_the_same(

@@ -26,6 +26,7 @@ def salted(salt: str | None) -> SimpleNamespace:
 
 def test_a_tag_is_a_digest_of_the_salt_and_keyed_where_there_is_a_key(tmp_path: Path) -> None:
     file = tmp_path / "key"
+    file.touch(0o600)
     file.write_text(f"{KEY}\n")
     plain, keyed = TenantTags.configured(None, {}), TenantTags.configured(str(file), {})
     message = b"UCMTENANT" + "käse".encode()
@@ -39,12 +40,17 @@ def test_a_tag_is_a_digest_of_the_salt_and_keyed_where_there_is_a_key(tmp_path: 
 
 def test_a_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
     short = tmp_path / "short"
+    short.touch(0o600)
     short.write_text("secret")
     with pytest.raises(ConfigError, match="at least 16") as refused:
         TenantTags.configured(str(short), {})
     assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         TenantTags.configured(str(tmp_path / "none"), {})
+    short.write_text(KEY)
+    short.chmod(0o640)
+    with pytest.raises(ConfigError, match=f"tenant_key_file is a secret.*chmod 600 {short}"):
+        TenantTags.configured(str(short), {})
 
 
 def test_dumps_of_a_salted_request_say_whose_they_are() -> None:

@@ -33,6 +33,7 @@ def opened(common: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPat
         config = {**common, **SHAPE, "dtype": "bfloat16", **keys}
         if key is not None:
             file = tmp_path / f"key-{next(numbers)}"
+            file.touch(0o600)
             file.write_text(key)
             config["encryption_key_file"] = str(file)
         return open_store(name, config)

@@ -101,6 +101,7 @@ def test_changed_ciphertext_is_not_authentic_whatever_its_checksum(at: int, crc_
 
 def test_keys_are_read_from_a_file_or_the_environment_and_never_shown(tmp_path: Path) -> None:
     file = tmp_path / "key"
+    file.touch(0o600)
     file.write_text(f"# new\n{'00' * 32}\n{KEY.hex()}  # before\n")
     assert read_keys(str(file), {}) == {key_id(bytes(32)): bytes(32), key_id(KEY): KEY}
     assert read_keys(None, {"UCM_ENCRYPTION_KEY": KEY.hex()}) == {key_id(KEY): KEY}

@@ -267,14 +267,8 @@ fn encryption_keys(file: Option<&Path>) -> Result<Option<Arc<Keys>>> {
     let (text, origin) = match file {
         Some(path) => {
             let origin = format!("encryption_key_file {}", path.display());
-            let unread = "the file with the encryption key cannot be read";
-            let unread = |error: std::io::Error| Error::new(ErrorKind::Config, unread).caused_by(error);
-            (
-                std::fs::read_to_string(path)
-                    .map_err(unread)
-                    .map_err(|error| error.with("file", path.display()))?,
-                origin,
-            )
+            let bytes = ucm_tier::secret_file::read(path, "encryption_key_file")?;
+            (String::from_utf8_lossy(&bytes).into_owned(), origin)
         }
         None => match std::env::var(VARIABLE) {
             Ok(text) if !text.trim().is_empty() => (text, format!("environment {VARIABLE}")),

@@ -392,11 +392,10 @@ fn keys_that_are_wrong_are_told_to_no_one() {
         return;
     };
     let keys = dir.path().join("wrong");
-    std::fs::write(
+    common::servers::write_secret(
         &keys,
         "[default]\naws_access_key_id=falsch\naws_secret_access_key=geheim\n",
-    )
-    .unwrap();
+    );
     let store = Store::open(dir.path(), with(&setup, &[("object_credentials", json!(keys))]));
     assert_eq!(store.stat("healthy"), 0);
     assert_eq!(finds(&store, &ids(1)), [false]);

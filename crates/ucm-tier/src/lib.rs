@@ -33,6 +33,7 @@ mod root;
 mod root_layout;
 #[cfg(feature = "network")]
 pub mod scope;
+pub mod secret_file;
 pub mod segment;
 mod shared;
 pub mod side_by_side;

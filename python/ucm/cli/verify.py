@@ -24,6 +24,7 @@ from ucm.cli.options import Rate
 from ucm.cli.remote import AnyRoot, open_root, scheme_of
 from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Kind
 from ucm.cli.verifier import Pace, RecordVerifier, Verdict
+from ucm.errors import ConfigError
 from ucm.reasons import MissReason
 from ucm.store.cipher import VARIABLE, Keys, find_open, read_keys
 from ucm.store.record import Refused
@@ -99,9 +100,11 @@ def verify(
 def _keys(key_file: str | None) -> Keys | None:
     """What decrypts records, if there is a key: that of the file, else that of the environment."""
     try:
-        keys = read_keys(key_file)
+        keys = read_keys(key_file, what="--key-file")
     except OSError as error:
         raise click.UsageError(f"the key file {key_file} cannot be read: {error.strerror}") from None
+    except ConfigError as error:
+        raise click.UsageError(error.message) from None
     except ValueError as error:
         raise click.UsageError(f"{key_file or VARIABLE}: {error}") from None
     if not keys:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucm.reasons import MissReason
+from ucm.store.secret_file import read_secret
 
 if TYPE_CHECKING:
     from ucm.store.record import Crc, Header
@@ -187,13 +188,15 @@ def find_open() -> Open | None:
     return opened
 
 
-def read_keys(file: str | None, environ: Mapping[str, str] = os.environ) -> Mapping[bytes, bytes]:
+def read_keys(
+    file: str | None, environ: Mapping[str, str] = os.environ, what: str = "encryption_key_file"
+) -> Mapping[bytes, bytes]:
     """The keys of a file, else of the environment; none where neither is given.
 
-    Raises :class:`OSError`, and :class:`ValueError` for what is no key.
+    ``what`` names the file in errors. Raises :class:`OSError`, :class:`~ucm.errors.ConfigError` for a
+    file that other users may read, and :class:`ValueError` for what is no key.
     """
     if file is not None:
-        with open(os.path.expanduser(file), encoding="ascii", errors="replace") as opened:
-            return parse_keys(opened.read(1 << 16))
+        return parse_keys(read_secret(file, what, 1 << 16).decode("ascii", "replace"))
     text = environ.get(VARIABLE, "").strip()
     return parse_keys(text) if text else {}

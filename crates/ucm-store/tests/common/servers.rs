@@ -155,7 +155,7 @@ pub(crate) fn s3_at(port: u16, dir: &Path) -> Option<S3> {
         std::fs::create_dir_all(dir.join(BUCKET)).unwrap();
         let [id, secret] = KEYS;
         let text = format!("[default]\naws_access_key_id = {id}\naws_secret_access_key = {secret}\n");
-        std::fs::write(dir.join("keys"), text).unwrap();
+        write_secret(&dir.join("keys"), &text);
         let keys = format!("--access-key {id} --secret-key {secret}");
         let command = format!("{program} --host 127.0.0.1 --port {port} {keys} data");
         let server = Server::start(port, &dir, &command);
@@ -191,4 +191,18 @@ fn has(name: &str, made_by: &str, required_by: &str) -> bool {
         eprintln!("skipped: {name} is not there ({made_by})");
     }
     found.status.success()
+}
+
+/// Writes a file that holds a secret, for its owner alone.
+pub(crate) fn write_secret(path: &Path, text: &str) {
+    use std::os::unix::fs::OpenOptionsExt;
+
+    let mut options = std::fs::File::options();
+    let file = options
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path);
+    file.unwrap().write_all(text.as_bytes()).unwrap();
 }

@@ -24,6 +24,7 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use super::credentials;
 use crate::network::use_ring;
+use crate::secret_file;
 
 /// How long making a connection may take, and one request; deadlines of ours are mostly sooner.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -151,7 +152,12 @@ impl Bucket {
                             leave object_credentials out";
                 return Err(Error::new(ErrorKind::Config, text));
             }
-            _ => Self::google(place, &url, options, retry),
+            (_, file) => {
+                if let Some(file) = file {
+                    secret_file::read(file, "object_credentials")?;
+                }
+                Self::google(place, &url, options, retry)
+            }
         };
         let wrong = |error: object_store::Error| {
             let text = "no client can be made for this bucket";

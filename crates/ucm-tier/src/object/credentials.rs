@@ -2,13 +2,18 @@
 //! here to the client and nowhere else.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use object_store::aws::AmazonS3Builder;
 use ucm_core::{Error, ErrorKind, Result};
 
+use crate::secret_file;
+
 /// Where a variable of the environment is looked up.
 type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
+/// What reads a file, where there is one.
+type ReadFile<'a> = &'a dyn Fn(PathBuf) -> Result<Option<String>>;
 
 /// Variables that say by themselves who we are, so that no file is read.
 const SAID: [&str; 4] = [
@@ -23,16 +28,18 @@ const SAID: [&str; 4] = [
 /// where the file that is given has none.
 pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
     let environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let read = |path: PathBuf| std::fs::read_to_string(path).ok();
     let (found, mut builder) = match file {
-        None => (Profile::read(&environment, &read), AmazonS3Builder::from_env()),
+        None => (
+            Profile::read(&environment, &text_of)?,
+            AmazonS3Builder::from_env(),
+        ),
         Some(path) => {
             let only = |name: &str| match name {
                 "AWS_SHARED_CREDENTIALS_FILE" => path.to_str().map(str::to_owned),
                 "AWS_PROFILE" => environment(name),
                 _ => None,
             };
-            let found = Profile::read(&only, &read);
+            let found = Profile::read(&only, &text_of)?;
             if found.keys.is_none() {
                 let text = "this file has no keys: aws_access_key_id and aws_secret_access_key, below [default] or the name \
                             in AWS_PROFILE";
@@ -53,6 +60,22 @@ pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
     Ok(builder)
 }
 
+/// The text of a file of AWS's tools, if there is one that can be read. `Config` where it holds keys
+/// and others may read it.
+fn text_of(path: PathBuf) -> Result<Option<String>> {
+    let Ok(file) = File::open(&path) else {
+        return Ok(None);
+    };
+    let Ok(bytes) = secret_file::bytes_of(&file) else {
+        return Ok(None);
+    };
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    if text.contains("aws_secret_access_key") {
+        secret_file::check(&file, &path, "the keys of S3")?;
+    }
+    Ok(Some(text))
+}
+
 /// What the files say that the environment does not.
 #[derive(Default)]
 struct Profile {
@@ -62,22 +85,26 @@ struct Profile {
 }
 
 impl Profile {
-    fn read(environment: Environment<'_>, read: &dyn Fn(PathBuf) -> Option<String>) -> Self {
+    fn read(environment: Environment<'_>, read: ReadFile<'_>) -> Result<Self> {
         let home = environment("HOME").map(|home| PathBuf::from(home).join(".aws"));
         let file = |variable: &str, name: &str| {
             let path = environment(variable).map(PathBuf::from);
-            path.or_else(|| home.as_ref().map(|home| home.join(name)))
-                .and_then(read)
+            match path.or_else(|| home.as_ref().map(|home| home.join(name))) {
+                Some(path) => read(path),
+                None => Ok(None),
+            }
         };
+        let config = file("AWS_CONFIG_FILE", "config")?;
+        let credentials = file("AWS_SHARED_CREDENTIALS_FILE", "credentials")?;
         let name = environment("AWS_PROFILE").unwrap_or_else(|| "default".to_owned());
         let mut says = HashMap::new();
         // The file of keys counts for more than the other one, which names its sections in another way.
         for (text, section) in [
-            (file("AWS_CONFIG_FILE", "config"), format!("profile {name}")),
-            (file("AWS_CONFIG_FILE", "config"), name.clone()),
-            (file("AWS_SHARED_CREDENTIALS_FILE", "credentials"), name.clone()),
+            (&config, format!("profile {name}")),
+            (&config, name.clone()),
+            (&credentials, name.clone()),
         ] {
-            says.extend(section_of(&text.unwrap_or_default(), &section));
+            says.extend(section_of(text.as_deref().unwrap_or_default(), &section));
         }
         let mut found = Self::default();
         if environment("AWS_REGION")
@@ -94,7 +121,7 @@ impl Profile {
             found.keys = id.zip(secret);
             found.token = says.remove("aws_session_token");
         }
-        found
+        Ok(found)
     }
 }
 
@@ -130,12 +157,39 @@ mod tests {
                 .find(|(key, _)| *key == name)
                 .map(|(_, value)| (*value).to_owned())
         };
-        let file = |path: PathBuf| match path.to_str() {
-            Some("/home/.aws/credentials" | "/keys") => Some(KEYS.to_owned()),
-            Some("/home/.aws/config") => Some(CONFIG.to_owned()),
-            _ => None,
+        let file = |path: PathBuf| {
+            Ok(match path.to_str() {
+                Some("/home/.aws/credentials" | "/keys") => Some(KEYS.to_owned()),
+                Some("/home/.aws/config") => Some(CONFIG.to_owned()),
+                _ => None,
+            })
         };
-        Profile::read(&variable, &file)
+        Profile::read(&variable, &file).unwrap()
+    }
+
+    #[test]
+    fn a_file_with_keys_that_others_may_read_is_refused() {
+        use std::os::unix::fs::PermissionsExt;
+
+        let dir = tempfile::tempdir().unwrap();
+        let file = |text: &str, mode| {
+            let path = dir.path().join("file");
+            std::fs::write(&path, text).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            path
+        };
+        let error = text_of(file(KEYS, 0o644)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Config);
+        assert!(error.to_string().contains("chmod 600"), "{error}");
+        assert!(!error.to_string().contains("two"), "{error}");
+        assert!(of_s3(Some(&file(KEYS, 0o640))).is_err());
+        assert_eq!(text_of(file(KEYS, 0o600)).unwrap().as_deref(), Some(KEYS));
+        assert_eq!(
+            text_of(file(CONFIG, 0o644)).unwrap().as_deref(),
+            Some(CONFIG),
+            "no keys in it"
+        );
+        assert_eq!(text_of(dir.path().join("none")).unwrap(), None);
     }
 
     #[test]

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use redis::{ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, TlsCertificates};
 use ucm_core::{Error, ErrorKind, Result};
 
+use crate::secret_file;
+
 /// Who logs in, where that does not stand in the address.
 #[derive(Clone, Default)]
 pub struct Login {
@@ -100,7 +102,7 @@ impl TlsFiles {
         let own = |(certificate, key): &(PathBuf, PathBuf)| -> Result<ClientTlsConfig> {
             Ok(ClientTlsConfig {
                 client_cert: read_file(certificate)?,
-                client_key: read_file(key)?,
+                client_key: secret_file::read(key, "redis_tls_key")?,
             })
         };
         Ok(TlsCertificates {

@@ -15,6 +15,7 @@ from typing import Any
 
 from ucm.config.words import TENANT_KEY_VARIABLE
 from ucm.errors import ConfigError
+from ucm.store.secret_file import read_secret
 
 #: Bytes of a tag.
 TAG = 32
@@ -36,15 +37,15 @@ class TenantTags:
     def configured(cls, key_file: str | None, environ: Mapping[str, str] = os.environ) -> TenantTags:
         """With the key of this file, else of ``UCM_TENANT_KEY``, else without one.
 
-        Raises :class:`~ucm.errors.ConfigError` for a file that cannot be read and for a key that is too short.
+        Raises :class:`~ucm.errors.ConfigError` for a file that cannot be read or that other users may
+        read, and for a key that is too short.
         """
         key = environ.get(TENANT_KEY_VARIABLE, "").strip().encode("utf-8", "surrogateescape")
         origin = f"environment {TENANT_KEY_VARIABLE}"
         if key_file is not None:
             origin = f"tenant_key_file {key_file}"
             try:
-                with open(os.path.expanduser(key_file), "rb") as file:
-                    key = file.read(_MOST_KEY).strip()
+                key = read_secret(key_file, "tenant_key_file", _MOST_KEY).strip()
             except OSError as error:
                 raise ConfigError(f"{origin} cannot be read: {error.strerror}") from error
         elif not key:
