@@ -62,6 +62,38 @@ def test_no_hits_while_a_rank_is_unhealthy_and_hits_again_when_it_says_so() -> N
     assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (4 * BLOCK, True)
 
 
+def test_a_cache_that_no_rank_can_use_is_not_said_to_be_open(caplog: pytest.LogCaptureFixture) -> None:
+    """The store retries by itself, so it counts as opened. Until then the log has one warning."""
+    caplog.set_level(logging.INFO, logger="ucm")
+    rig = Rig(opened=False)
+    rig.shake()
+    rig.later.run()
+    rig.report(RankReport(0, ready=True, attempt=1, healthy=False))
+    rig.step()
+    assert "the cache is open" not in caplog.text
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1 and "rank 0: its store cannot be used" in said[0], said
+    assert "every request is computed and nothing is stored" in said[0]
+    rig.report(RankReport(0, ready=True, attempt=1))
+    rig.step()
+    assert "rank 0: its store can be used" in caplog.text
+    assert caplog.text.count("the cache is open on 1 rank(s)") == 1
+
+
+def test_a_cache_that_the_scheduler_side_cannot_look_up_in_is_not_said_to_be_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="ucm")
+    store = Moody()
+    store.well, store.asks = False, 1
+    rig = Rig(opened=False, stores=[configured_store("Moody", lambda config: store)])
+    rig.open()
+    assert "the cache is open" not in caplog.text
+    store.lookup([bytes(16)])
+    rig.report(RankReport(0, ready=True, attempt=1))
+    assert caplog.text.count("the cache is open on 1 rank(s)") == 1
+
+
 def test_nothing_is_offered_while_a_rank_is_unhealthy_and_all_of_it_afterwards() -> None:
     rig = Rig()
     request = rig.request("a", 3 * BLOCK)
@@ -112,7 +144,7 @@ def test_the_log_says_once_that_it_ends_and_that_it_begins_again(caplog: pytest.
         for healthy in (False, False, True, True):
             rig.report(RankReport(0, ready=True, healthy=healthy))
     said = [record.message for record in caplog.records if "rank 0" in record.message]
-    assert ["unhealthy" in text for text in said] == [True, False]
+    assert ["cannot be used" in text for text in said] == [True, False]
 
 
 # A rank -------------------------------------------------------------------------------------------------------

@@ -117,6 +117,8 @@ def test_a_line_of_the_core_carries_what_it_is_about(
     assert off.startswith(f"{in_the_way}: posix is switched off")
     assert (level, fields["tier"], set(fields)) == (logging.WARNING, "posix", {"tier", "error"})
     assert store.trouble() in off
+    for words in ("every lookup misses", "nothing is stored", in_the_way, "configure another place"):
+        assert words in off
     assert opened.startswith(f"{config['storage_backends']}: open: ")
     assert other.trouble() == ""
 

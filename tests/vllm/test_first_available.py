@@ -43,8 +43,8 @@ def test_the_first_available_store_serves(work: Path, host: EngineHost, model: P
     assert_reused(loaded, case)
     (line,) = [line for line in engine.log_text().splitlines() if "the first available is used" in line]
     assert f"of 3 stores the first available is used: v0_stores.FilesV0 on {root}" in line
-    assert "below: posix is switched off for now" in line
-    assert "/proc/ucm: rank 0: posix is switched off for now" in line
+    assert "below: posix is switched off until it can be used" in line
+    assert "/proc/ucm: rank 0: posix is switched off until it can be used" in line
     host.stop()
 
 

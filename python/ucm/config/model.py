@@ -287,9 +287,13 @@ class UcmConfig(StoreSettings):
     @property
     def root(self) -> str | None:
         """A directory of ours that blocks are kept in; None where there is none, or only the user's store knows it."""
+        return next(iter(self.roots), None)
+
+    @property
+    def roots(self) -> list[str]:
+        """The directories that blocks are kept in, as far as they are configured here."""
         of_stages = [root for stage in self.store_pipeline for root in stage.storage_backends]
-        directories = (root for root in (*of_stages, *self.storage_backends) if not scheme_of(root))
-        return next(directories, None)
+        return [root for root in (*of_stages, *self.storage_backends) if not scheme_of(root)]
 
     def origin(self, key: str) -> str:
         """Where the value of ``key`` (dotted) came from; ``default`` when no one set it."""

@@ -247,7 +247,7 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     # Several addresses are nodes of one cluster, of which the first tells it from others.
     roots = [root for stage in placed for root in stage.storage_backends[: None if _is_file(stage) else 1]]
     for root in roots:
-        real = _real(root) if len(roots) > 1 and not scheme_of(root) else root
+        real = real_path(root) if len(roots) > 1 and not scheme_of(root) else root
         if real in seen:
             yield f"two stages of the pipeline have the same directory {without_login(root)}; give each its own"
         seen[real] = root
@@ -280,7 +280,7 @@ def _shown(places: Sequence[str]) -> str:
     return ", ".join(map(without_login, places))
 
 
-def _real(path: str) -> str:
+def real_path(path: str) -> str:
     """The path without links, or as it is written where the file system does not say so in time."""
     found: list[str] = []
     asking = threading.Thread(target=lambda: found.append(os.path.realpath(path)), name="ucm-realpath", daemon=True)

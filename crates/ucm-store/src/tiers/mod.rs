@@ -499,11 +499,18 @@ impl Tiers {
                     ToString::to_string,
                 );
                 let kind = error.map_or("timeout", |error| error.kind().name());
+                let text = match self.tiers[number].state.ready.load(Ordering::Acquire) {
+                    true => format!("is switched off for now, {rest}: {why}"),
+                    false => format!(
+                        "is switched off until it can be used, {rest}, and nothing is stored there: {why}; mend that, or \
+                         configure another place. It is tried again by itself"
+                    ),
+                };
                 warn!(
                     store = self.records.writer,
                     tier = name,
                     error = kind,
-                    "{tier}{name} is switched off for now, {rest}: {why}"
+                    "{tier}{name} {text}"
                 );
             }
             Some(Change::Recovered) => {

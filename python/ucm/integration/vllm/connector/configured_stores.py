@@ -5,11 +5,13 @@ The scheduler side and every rank make the same list; :mod:`.scheduler.store_sel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ucm.config import UcmConfig
+from ucm.config.pipelines import real_path
 from ucm.config.sizes import without_login
 from ucm.errors import ConfigError
 from ucm.store.factory_v1 import StoreClass, UcmConnectorFactoryV1
@@ -51,6 +53,25 @@ def stores_of(
         "step_tokens": step_tokens,
     }
     return [_configured_store(one, engine) for one in (config, *config.alternatives)]
+
+
+def refuse_model_directory(config: UcmConfig, models: Iterable[str]) -> None:
+    """Raise :class:`~ucm.errors.ConfigError` for a root that is a model's directory, or lies in one.
+
+    ``models``: as vLLM is given them, directories or names.
+    """
+    directories = [real_path(model) for model in models if os.path.isdir(model)]
+    for root in (root for one in (config, *config.alternatives) for root in one.roots):
+        real = real_path(root)
+        for model in directories:
+            if os.path.commonpath((real, model)) == model:
+                which = "is the directory of the model"
+                if real != model:
+                    which = f"lies in the directory of the model, {model}"
+                raise ConfigError(
+                    f"storage_backends: {root} {which}; blocks are written, counted and removed below a "
+                    "root, so choose another directory, outside the model's"
+                )
 
 
 def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredStore:

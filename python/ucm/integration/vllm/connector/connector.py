@@ -24,8 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.configured import refuse_unsupported
+from ucm.integration.vllm.connector.configured_stores import refuse_model_directory
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
 from ucm.integration.vllm.connector.guard import harmless, logger, throttle
+from ucm.integration.vllm.connector.identity.weight_files import models_of
 from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, UCMConnectorWorkerMetadata
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
 from ucm.integration.vllm.connector.miss_stats import MissStats
@@ -72,6 +74,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         init_logger("ucm", config.log.level, config.log.file, log_format=config.log.format)
         for store in (config, *config.alternatives):
             UcmConnectorFactoryV1.resolve(store.ucm_connector_name, store.ucm_connector_module_path)
+        if config.enabled:
+            refuse_model_directory(config, models_of(vllm_config))
         self._exports_metrics = config.metrics.enabled
         self._scheduler: UCMConnectorScheduler | None = None
         self._worker: UCMConnectorWorker | None = None

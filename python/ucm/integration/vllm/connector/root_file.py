@@ -101,7 +101,10 @@ class RootFile:
     def read(self) -> dict[str, dict[str, Any]]:
         """What is there; nothing where there is no such file, or one of another version, or damage."""
         try:
-            with open(os.path.join(self._root, self._name), encoding="ascii") as file:
+            # A link in its place is none of ours, and makes way for the file that is written next.
+            how = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            handle = os.open(os.path.join(self._root, self._name), how)
+            with open(handle, encoding="ascii") as file:
                 stored = json.loads(file.read(LONGEST))
         except (OSError, ValueError, RecursionError):
             return {}

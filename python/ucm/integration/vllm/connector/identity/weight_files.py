@@ -99,6 +99,13 @@ def weight_source(vllm_config: VllmConfig) -> WeightSource:
     return _source(model, load, drafted)
 
 
+def models_of(vllm_config: VllmConfig) -> list[str]:
+    """The models of an engine, directories or names as vLLM was given them; one that drafts too."""
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    drafts = [getattr(speculative, "model", None)] if speculative is not None else []
+    return [str(model) for model in (vllm_config.model_config.model, *drafts) if model]
+
+
 def draft_model(vllm_config: VllmConfig) -> Any:
     """vLLM's ModelConfig of a model of its own whose layers draft tokens and keep KV beside the main one's, or None."""
     speculative: Any = getattr(vllm_config, "speculative_config", None)

@@ -26,10 +26,14 @@ class RankHealth:
         """A rank reports whether its store is healthy."""
         if healthy:
             if self._unhealthy.pop(rank, None) is not None:
-                logger.info("rank %d: its store answers again", rank)
+                logger.info("rank %d: its store can be used", rank)
             return
         if rank not in self._unhealthy:
-            logger.warning("rank %d: its store is unhealthy, every lookup misses until it answers again", rank)
+            logger.warning(
+                "rank %d: its store cannot be used (its own message says why), so every request is "
+                "computed and nothing is stored until it can",
+                rank,
+            )
         self._unhealthy[rank] = self._clock()
 
     @property

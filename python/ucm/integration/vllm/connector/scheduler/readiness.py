@@ -25,6 +25,7 @@ from ucm.integration.vllm.connector.metadata import Handshake, RankReport, Store
 from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
 from ucm.reasons import MissReason
 from ucm.store import part_mask
+from ucm.store.factory_v1 import why_unavailable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 PENDING, OPENING, OPEN, OFF = "pending", "opening", "open", "off"
@@ -78,6 +79,8 @@ class Readiness:
         self._clock = clock
         self._pending_since: float | None = None  # the first step, or the first request
         self._opening_since = 0.0
+        self._unusable: set[int] = set()  # ranks whose store reports that it fails for now
+        self._open_logged = False  # since the stores were opened last
         self._handshakes: Sequence[Handshake] | None = None
         self.phase = PENDING
         self.generation = 0
@@ -193,8 +196,16 @@ class Readiness:
                 self.off(f"the store: {self._selection.failed}")
             elif self._selection.chosen:
                 self.phase = OPEN
-                took = self._clock() - self._opening_since
-                logger.info("the cache is open on %d rank(s), after %.0f ms", self._world, took * 1e3)
+                self._log_open()
+
+    def _log_open(self) -> None:
+        """Log once that the cache is open: when every store can be used. Another one logs why not."""
+        store = self._selection.store
+        if self._open_logged or self._unusable or store is None or why_unavailable(store):
+            return
+        self._open_logged = True
+        took = self._clock() - self._opening_since
+        logger.info("the cache is open on %d rank(s), after %.0f ms", self._world, took * 1e3)
 
     def recheck(self) -> None:
         """Now and then: whether the identity still holds. Does not wait."""
@@ -206,6 +217,7 @@ class Readiness:
 
     def _open(self, text: str, handshake: Handshake) -> None:
         self.phase, self.identity_text, self._opening_since = OPENING, text, self._clock()
+        self._open_logged = False
         self.reason = MissReason.UNHEALTHY  # if it takes too long
         self._selection.begin(text, handshake.shapes | {"identity": text, "part": handshake.part, "device_id": -1})
 
@@ -220,8 +232,12 @@ class Readiness:
             self._on_weights_report(rank.rank, rank.weights)
         if rank.broken:
             self.off(f"rank {rank.rank}: {rank.broken}")
-        elif self.phase == OPENING:
+            return
+        (self._unusable.discard if rank.healthy else self._unusable.add)(rank.rank)
+        if self.phase == OPENING:
             self._selection.report(rank)
+        elif self.phase == OPEN:
+            self._log_open()
 
     def worth_waiting(self) -> bool:
         """Whether the workers' first answer is still to come, the ranks are looking at their weights, or the stores are
