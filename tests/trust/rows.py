@@ -173,7 +173,7 @@ _OTHERS = [
     FileRow(
         "link to another block",
         "under the block's name",
-        ("io_error",),
+        ("absent", "io_error"),
         harm.symlink_to_other,
         judged=False,
         engine="long",

@@ -5,24 +5,33 @@
 
 use std::path::Path;
 
-use rustix::fs::{Advice, AtFlags, FallocateFlags, Mode, OFlags};
+use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
-use crate::file::{Files, is_named, name_once, on_a_page};
+use crate::below::{At, Roots};
+use crate::file::{CANNOT_NAME, Files, is_named, name_once, on_a_page};
 use crate::meta::{dated, failed, is_absent, stat_one, to_meta};
 use crate::op::StillWanted;
 use crate::op::{FileMeta, Finish};
 use crate::probe::stated_align;
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 
+/// How a file is opened for writing: never creates one, and never waits for the other end of a pipe in
+/// the place of a file.
+const WRITE_FLAGS: OFlags = OFlags::WRONLY
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::NOCTTY)
+    .union(OFlags::NONBLOCK);
+
 impl Files {
     /// Creates a private file, sets room aside for it, and writes its first bytes.
     pub(crate) fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let fail = |e| failed(e, "cannot create the private file", path);
+        let at = self.roots.walk().at(path).map_err(fail)?;
         // If this fails, whatever has that name is not ours and stays.
-        let fd = retry(|| rustix::fs::open(path, flags, Mode::from_raw_mode(mode)))
-            .map_err(|e| failed(e, "cannot create the private file", path))?;
+        let fd = at.create(mode).map_err(fail)?;
         let mut file = File::new(fd, false);
         // Without it the file grows as it is written. What was set aside before the medium was full is given back.
         if room > 0 && retry(|| rustix::fs::fallocate(file.fd(), FallocateFlags::empty(), 0, room)).is_err() {
@@ -35,7 +44,7 @@ impl Files {
                     .map_err(|e| failed(e, "closing the private file failed", path))
             });
         if filled.is_err() {
-            let _ = retry(|| rustix::fs::unlink(path)); // best effort: swept by its age
+            let _ = at.unlink(); // best effort: swept by its age
         }
         filled
     }
@@ -53,7 +62,10 @@ impl Files {
                 .with("len", len));
         }
         let fail = |e| failed(e, "cannot write the file", path);
-        let mut file = self.with_ring(open_for_write(path).map_err(fail)?);
+        let mut file = self.with_ring(File::new(
+            self.roots.open_often(path, WRITE_FLAGS).map_err(fail)?,
+            false,
+        ));
         let fits = on_a_page(bytes) && offset.is_multiple_of(PAGE) && len.is_multiple_of(SECTOR);
         let mut through_cache = true;
         let written = if self.direct {
@@ -84,20 +96,32 @@ impl Files {
 
     /// Writes the end of a private file and gives it its name.
     pub(crate) fn finish(&self, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
-        let file = match open_for_write(job.private) {
-            Ok(file) => file,
-            Err(e) if is_absent(e) && is_finished(job) => return look(job.target),
-            Err(e) => return Err(failed(e, "cannot open the private file", job.private)),
+        let mut walk = self.roots.walk();
+        let target = walk
+            .at(job.target)
+            .map_err(|e| failed(e, CANNOT_NAME, job.target))?;
+        let no_private = |e| failed(e, "cannot open the private file", job.private);
+        let file = match walk.open(job.private, WRITE_FLAGS) {
+            Ok(fd) => File::new(fd, false),
+            Err(e) if is_absent(e) && is_finished(&self.roots, job) => return look(&target),
+            Err(e) => return Err(no_private(e)),
         };
-        let named = end_and_name(file, job, wanted);
+        let private = walk.at(job.private).map_err(no_private)?;
+        let named = end_and_name(file, job, &private, &target, wanted);
         if named.is_err() {
-            let _ = retry(|| rustix::fs::unlink(job.private)); // best effort: swept by its age
+            let _ = private.unlink(); // best effort: swept by its age
         }
         named
     }
 }
 
-fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
+fn end_and_name(
+    mut file: File,
+    job: &Finish<'_>,
+    private: &At<'_>,
+    target: &At<'_>,
+    wanted: StillWanted<'_>,
+) -> Result<FileMeta> {
     let fail = |e| failed(e, "cannot write the end of the file", job.private);
     let len = job.offset + job.footer.len() as u64;
     write_full(&mut file, job.footer, job.offset).map_err(fail)?;
@@ -105,7 +129,7 @@ fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Re
     file.close()
         .map_err(|e| failed(e, "closing the written file failed", job.private))?;
     // After the close, for that is when a network file system has settled length and time.
-    let meta = look(job.private)?;
+    let meta = look(private)?;
     if meta.len != len {
         let text = "the file has another length than what was written to it";
         return Err(Error::new(ErrorKind::Io, text)
@@ -117,18 +141,18 @@ fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Re
         let text = "the file was finished too late and gets no name";
         return Err(Error::new(ErrorKind::Timeout, text).with("path", job.target.display()));
     }
-    let named = name_once(job.private, job.target);
-    if is_named(named, job.private, job.target, &meta) {
-        return Ok(dated(job.target, meta, job.mtime_ns));
+    let named = name_once(private, target);
+    if is_named(named, private, target, &meta) {
+        return Ok(dated(target, meta, job.mtime_ns));
     }
     let errno = named.err().unwrap_or(Errno::IO);
-    Err(failed(errno, "cannot give the file its name", job.target))
+    Err(failed(errno, CANNOT_NAME, job.target))
 }
 
 /// Whether an earlier call did all of it: the file has its name, its length and its last bytes.
-fn is_finished(job: &Finish<'_>) -> bool {
+fn is_finished(roots: &Roots, job: &Finish<'_>) -> bool {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let Ok(fd) = retry(|| rustix::fs::open(job.target, flags, Mode::empty())) else {
+    let Ok(fd) = roots.walk().open(job.target, flags) else {
         return false;
     };
     let mut tail = vec![0; job.footer.len() + 1];
@@ -141,14 +165,8 @@ fn is_finished(job: &Finish<'_>) -> bool {
     read == Ok(job.footer.len()) && tail[..job.footer.len()] == *job.footer
 }
 
-fn look(path: &Path) -> Result<FileMeta> {
-    stat_one(path, AtFlags::SYMLINK_NOFOLLOW).map_err(|e| failed(e, "cannot look at the written file", path))
-}
-
-/// Never creates one, and never waits for the other end of a pipe that somebody put in the place of a file.
-fn open_for_write(path: &Path) -> rustix::io::Result<File> {
-    let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::NONBLOCK;
-    retry(|| rustix::fs::open(path, flags, Mode::empty())).map(|fd| File::new(fd, false))
+fn look(at: &At<'_>) -> Result<FileMeta> {
+    stat_one(at, AtFlags::SYMLINK_NOFOLLOW).map_err(|e| failed(e, "cannot look at the written file", at.path))
 }
 
 #[cfg(test)]
@@ -190,7 +208,9 @@ mod tests {
                 offset: 8192,
                 mtime_ns: 5_000_000_000,
             };
-            let early = || look(&private).unwrap().mtime_ns > job.mtime_ns; // by which others tell that its writer lives
+            let at = Roots::default();
+            let at = at.walk().at(&private).unwrap();
+            let early = || look(&at).unwrap().mtime_ns > job.mtime_ns; // by which others tell that its writer lives
             self.files.finish(&job, &|| wanted && early())
         }
     }

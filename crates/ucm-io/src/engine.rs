@@ -39,6 +39,11 @@ pub struct Closed(pub(crate) Vec<Arc<KeptFile>>);
 /// nowhere: it fails with `Timeout`. The methods of [`IoJob`](crate::IoJob) say what each does and answers.
 #[allow(missing_docs, reason = "the methods of the same names of IoJob say it")]
 pub trait IoEngine: Send + Sync {
+    /// From now on no symbolic link below this directory is followed, on the way to a name or at
+    /// its end; the directory itself may be reached by links. An operation that meets a link fails
+    /// with `Foreign`, and the error names the link.
+    fn keep_below(&self, root: &Path);
+
     fn read(
         &self,
         by: &Caller<'_>,

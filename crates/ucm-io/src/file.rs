@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use rustix::fs::{Advice, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
+use rustix::fs::{Advice, AtFlags, FileType, OFlags, RenameFlags};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
+use crate::below::{At, Roots};
 use crate::bounce_buffer::BounceBuffer;
 use crate::fd_cache::FdCache;
 use crate::meta::{dated, failed, is_absent, stat_one, to_meta};
@@ -19,21 +20,17 @@ use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::usrbio::Rings;
 use crate::writeback::WritebackThrottle;
 
-/// How a file is opened for reading, and how one is created.
+/// How a file is opened for reading.
 const READ_FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::CLOEXEC)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NOCTTY);
-const CREATE_FLAGS: OFlags = OFlags::WRONLY
-    .union(OFlags::CREATE)
-    .union(OFlags::EXCL)
-    .union(OFlags::CLOEXEC)
-    .union(OFlags::NOFOLLOW);
 
 // What went wrong.
 pub(crate) const CANNOT_READ: &str = "cannot read the file";
 const CANNOT_CREATE: &str = "cannot create the private file";
 const CANNOT_WRITE: &str = "cannot write the file";
+pub(crate) const CANNOT_NAME: &str = "cannot give the file its name";
 const CANNOT_CLOSE: &str = "closing the written file failed";
 
 /// Most devices remembered as refusing direct I/O.
@@ -42,6 +39,8 @@ const MAX_REFUSING: usize = 64;
 /// What the file operations of one engine know and count.
 #[derive(Debug, Default)]
 pub(crate) struct Files {
+    /// Below these no symbolic link is followed.
+    pub(crate) roots: Roots,
     /// Whether reads and writes of slots go past the page cache unless asked otherwise.
     pub(crate) direct: bool,
     /// Devices where that was found not to work, so that it is not tried again for every file.
@@ -85,7 +84,9 @@ impl Files {
         let fresh = mode == ReadMode::FreshDirect;
         let fits = fits_direct_read(buf, len, offset);
         let fail = |e| failed(e, CANNOT_READ, path);
-        let file = open_for_read(path, fresh || (self.direct && fits)).map_err(fail)?;
+        let file = self
+            .open_for_read(path, fresh || (self.direct && fits), false)
+            .map_err(fail)?;
         let mut file = self.with_ring(file);
         let stat = retry(|| rustix::fs::fstat(file.fd())).map_err(fail)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
@@ -118,14 +119,22 @@ impl Files {
     }
 
     pub(crate) fn publish(&self, job: &Publish<'_>, wanted: StillWanted<'_>) -> Result<Option<FileMeta>> {
+        let mut walk = self.roots.walk();
+        let private = walk
+            .at(job.private)
+            .map_err(|e| failed(e, CANNOT_CREATE, job.private))?;
+        let target = walk
+            .at(job.target)
+            .map_err(|e| failed(e, CANNOT_NAME, job.target))?;
         // If this fails, whatever has that name is not ours and stays.
-        let fd = retry(|| rustix::fs::open(job.private, CREATE_FLAGS, Mode::from_raw_mode(job.mode)))
+        let fd = private
+            .create(job.mode)
             .map_err(|e| failed(e, CANNOT_CREATE, job.private))?;
         let filled = self.fill(self.with_ring(File::new(fd, false)), job);
-        let named = filled.and_then(|()| self.name(job, wanted));
+        let named = filled.and_then(|()| name(job, &private, &target, wanted));
         if !matches!(named, Ok(Some(_))) {
             // Best effort: a private file that stays is swept later by its age.
-            let _ = retry(|| rustix::fs::unlink(job.private));
+            let _ = private.unlink();
         }
         named
     }
@@ -158,44 +167,26 @@ impl Files {
         file.close().map_err(|e| failed(e, CANNOT_CLOSE, job.private))
     }
 
-    /// Gives the closed file its name and then its time; none if the name is taken. Under its private name it keeps the time
-    /// of its last byte: by that others tell whether its writer lives.
-    fn name(&self, job: &Publish<'_>, wanted: StillWanted<'_>) -> Result<Option<FileMeta>> {
-        // After the close, for that is when a network file system has settled length and time.
-        let meta = stat_one(job.private, AtFlags::SYMLINK_NOFOLLOW)
-            .map_err(|e| failed(e, "cannot look at the written file", job.private))?;
-        if meta.len != job.bytes.len() as u64 {
-            return Err(Error::new(
-                ErrorKind::Io,
-                "the file has another length than what was written to it",
-            )
-            .with("path", job.private.display())
-            .with("written", job.bytes.len())
-            .with("found", meta.len));
+    /// Opens for reading, past the page cache if wanted and known to the file system. Never waits for
+    /// the other end of a pipe in the place of a file. `often`: by a root that is kept open.
+    pub(crate) fn open_for_read(&self, path: &Path, direct: bool, often: bool) -> rustix::io::Result<File> {
+        let base = READ_FLAGS;
+        let mut direct = direct;
+        let mut wait = OFlags::NONBLOCK;
+        loop {
+            let how = if direct { base | OFlags::DIRECT } else { base };
+            let opened = match often {
+                true => self.roots.open_often(path, how | wait),
+                false => self.roots.walk().open(path, how | wait),
+            };
+            match opened {
+                Ok(fd) => return Ok(File::new(fd, direct)),
+                Err(Errno::INVAL) if direct => direct = false,
+                // A lease on the file is being taken back; that is worth the wait, until our deadline.
+                Err(Errno::AGAIN) if !wait.is_empty() => wait = OFlags::empty(),
+                Err(error) => return Err(error),
+            }
         }
-        if !wanted() {
-            return Err(Error::new(
-                ErrorKind::Timeout,
-                "the file was written too late and is not published",
-            )
-            .with("path", job.target.display()));
-        }
-        let named = if job.replace {
-            retry(|| rustix::fs::rename(job.private, job.target))
-        } else {
-            name_once(job.private, job.target)
-        };
-        if is_named(named, job.private, job.target, &meta) {
-            return Ok(Some(match job.mtime_ns {
-                Some(mtime_ns) => dated(job.target, meta, mtime_ns),
-                None => meta,
-            }));
-        }
-        let errno = named.err().unwrap_or(Errno::IO);
-        if !job.replace && errno == Errno::EXIST {
-            return Ok(None);
-        }
-        Err(failed(errno, "cannot give the file its name", job.target))
     }
 
     /// Whether direct I/O may be tried on an open file of this device, of which the kernel says this.
@@ -227,6 +218,51 @@ impl Files {
             }
         }
     }
+}
+
+/// Gives the closed file its name and then its time; none if the name is taken. Under its private name it keeps the time
+/// of its last byte: by that others tell whether its writer lives.
+fn name(
+    job: &Publish<'_>,
+    private: &At<'_>,
+    target: &At<'_>,
+    wanted: StillWanted<'_>,
+) -> Result<Option<FileMeta>> {
+    // After the close, for that is when a network file system has settled length and time.
+    let meta = stat_one(private, AtFlags::SYMLINK_NOFOLLOW)
+        .map_err(|e| failed(e, "cannot look at the written file", job.private))?;
+    if meta.len != job.bytes.len() as u64 {
+        return Err(Error::new(
+            ErrorKind::Io,
+            "the file has another length than what was written to it",
+        )
+        .with("path", job.private.display())
+        .with("written", job.bytes.len())
+        .with("found", meta.len));
+    }
+    if !wanted() {
+        return Err(Error::new(
+            ErrorKind::Timeout,
+            "the file was written too late and is not published",
+        )
+        .with("path", job.target.display()));
+    }
+    let named = if job.replace {
+        private.rename(target)
+    } else {
+        name_once(private, target)
+    };
+    if is_named(named, private, target, &meta) {
+        return Ok(Some(match job.mtime_ns {
+            Some(mtime_ns) => dated(target, meta, mtime_ns),
+            None => meta,
+        }));
+    }
+    let errno = named.err().unwrap_or(Errno::IO);
+    if !job.replace && errno == Errno::EXIST {
+        return Ok(None);
+    }
+    Err(failed(errno, CANNOT_NAME, job.target))
 }
 
 /// A read must fit its buffer and the offsets that files have.
@@ -267,41 +303,39 @@ pub(crate) fn not_regular(path: &Path) -> Error {
     Error::new(ErrorKind::Foreign, "not a regular file").with("path", path.display())
 }
 
-/// Opens for reading, past the page cache if wanted and known to the file system. Never waits for the other end of a
-/// pipe that somebody put in the place of a file.
-pub(crate) fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
-    let base = READ_FLAGS;
-    let mut direct = direct;
-    let mut wait = OFlags::NONBLOCK;
-    loop {
-        let how = if direct { base | OFlags::DIRECT } else { base };
-        match retry(|| rustix::fs::open(path, how | wait, Mode::empty())) {
-            Ok(fd) => return Ok(File::new(fd, direct)),
-            Err(Errno::INVAL) if direct => direct = false,
-            // A lease on the file is being taken back; that is worth the wait, until our deadline.
-            Err(Errno::AGAIN) if !wait.is_empty() => wait = OFlags::empty(),
-            Err(error) => return Err(error),
-        }
-    }
-}
-
 /// Gives a file a name that no one has (EXIST otherwise). A local file system renames; others make a second name,
 /// which is as exclusive on a server, and drop the first.
-pub(crate) fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
-    match retry(|| rustix::fs::renameat_with(CWD, private, CWD, target, RenameFlags::NOREPLACE)) {
+pub(crate) fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result<()> {
+    match retry(|| {
+        rustix::fs::renameat_with(
+            private.dir(),
+            private.name(),
+            target.dir(),
+            target.name(),
+            RenameFlags::NOREPLACE,
+        )
+    }) {
         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
         renamed => return renamed,
     }
-    match retry(|| rustix::fs::link(private, target)) {
+    match retry(|| {
+        rustix::fs::linkat(
+            private.dir(),
+            private.name(),
+            target.dir(),
+            target.name(),
+            AtFlags::empty(),
+        )
+    }) {
         Ok(()) => {
             // Best effort: the second name is private, and swept by its age.
-            let _ = retry(|| rustix::fs::unlink(private));
+            let _ = private.unlink();
             Ok(())
         }
         Err(Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::MLINK) => {
             match stat_one(target, AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(_) => Err(Errno::EXIST),
-                Err(errno) if is_absent(errno) => retry(|| rustix::fs::rename(private, target)),
+                Err(errno) if is_absent(errno) => private.rename(target),
                 Err(errno) => Err(errno),
             }
         }
@@ -313,8 +347,8 @@ pub(crate) fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()>
 /// lost, and then finds the private name gone or the target there: it is done all the same if the target is our file.
 pub(crate) fn is_named(
     renamed: rustix::io::Result<()>,
-    private: &Path,
-    target: &Path,
+    private: &At<'_>,
+    target: &At<'_>,
     meta: &FileMeta,
 ) -> bool {
     let Err(errno) = renamed else {
@@ -324,7 +358,7 @@ pub(crate) fn is_named(
         && stat_one(target, AtFlags::SYMLINK_NOFOLLOW)
             .is_ok_and(|found| (found.dev, found.ino) == (meta.dev, meta.ino));
     if ours && errno == Errno::EXIST {
-        let _ = retry(|| rustix::fs::unlink(private)); // a second name, which the repeated call left
+        let _ = private.unlink(); // a second name, which the repeated call left
     }
     ours
 }
@@ -370,7 +404,9 @@ mod tests {
             mtime_ns: Some(5_000_000_000),
             durable: false,
         };
-        let time = |path| stat_one(path, AtFlags::SYMLINK_NOFOLLOW).unwrap().mtime_ns;
+        let roots = Roots::default();
+        let look = |path| stat_one(&roots.walk().at(path).unwrap(), AtFlags::SYMLINK_NOFOLLOW).unwrap();
+        let time = |path| look(path).mtime_ns;
         let before_its_name = || time(&private) > 5_000_000_000;
         let meta = Files::new(false)
             .publish(&job, &before_its_name)
@@ -384,13 +420,18 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let target = place.path().join("target");
         publish(place.path(), true).unwrap();
-        let ours = stat_one(&target, AtFlags::empty()).unwrap();
+        let roots = Roots::default();
+        let ours = stat_one(&roots.walk().at(&target).unwrap(), AtFlags::empty()).unwrap();
         let other = FileMeta {
             ino: ours.ino + 1,
             ..ours
         };
         let private = place.path().join("private");
-        let named = |renamed, target: &Path, meta| is_named(renamed, &private, target, meta);
+        let named = |renamed, target: &Path, meta| {
+            let mut walk = roots.walk();
+            let (private, target) = (walk.at(&private).unwrap(), walk.at(target).unwrap());
+            is_named(renamed, &private, &target, meta)
+        };
         assert!(named(Err(Errno::NOENT), &target, &ours));
         std::fs::hard_link(&target, &private).unwrap();
         assert!(named(Err(Errno::EXIST), &target, &ours), "a repeated link");
@@ -409,11 +450,11 @@ mod tests {
         let path = place.path().join("file");
         std::fs::write(&path, [0; 4096]).unwrap();
         let files = Files::new(true);
-        let file = open_for_read(&path, false).unwrap();
-        let dev = stat_one(&path, AtFlags::empty()).unwrap().dev;
+        let file = files.open_for_read(&path, false, false).unwrap();
+        let dev = to_meta(&rustix::fs::fstat(file.fd()).unwrap()).dev;
         let said = stated_align(file.fd());
         assert_eq!(files.usable(dev, || stated_align(file.fd())), said != Stated::Not);
-        let mut refused = open_for_read(&path, false).unwrap();
+        let mut refused = files.open_for_read(&path, false, false).unwrap();
         refused.note_refusal();
         files.note(&refused, dev, true);
         assert!(!files.usable(dev, || unreachable!("it refused")));

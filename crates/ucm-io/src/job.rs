@@ -15,8 +15,8 @@ use crate::probe::Probe;
 /// Straight-line code on one thread, as the files see it. Everything is done on the thread that calls; nothing more is done
 /// once no one waits for the job, and then everything fails with `Timeout`.
 ///
-/// The errors of all of them: `NotFound` for ENOENT and ESTALE, `NoSpace` for a full medium or quota, else `Io` with the
-/// number of the operating system; `InvalidInput` for what does not fit its buffer or the offsets of a file.
+/// The errors of all of them: `NotFound` for ENOENT and ESTALE, `NoSpace` for a full medium or quota, `Foreign` for a
+/// symbolic link that is not followed, else `Io` with the number of the operating system; `InvalidInput` for what does not fit its buffer or the offsets of a file.
 ///
 /// ```
 /// use std::path::PathBuf;
@@ -183,8 +183,9 @@ impl IoJob {
         self.run(|io, by| io.finish(by, &finish))
     }
 
-    /// Metadata of each path, links followed; a name that does not exist (ENOENT, ENOTDIR, ESTALE) is `None`. With
-    /// `stop_at_missing` the answer ends with the first of these.
+    /// Metadata of each path, links followed where no root is kept to ([`IoEngine::keep_below`]); below
+    /// one a link in the place of a file is `None`. So is a name that does not exist (ENOENT, ENOTDIR,
+    /// ESTALE). With `stop_at_missing` the answer ends with the first of these.
     pub fn stat(&self, paths: &[PathBuf], stop_at_missing: bool) -> Result<Vec<Option<FileMeta>>> {
         self.run(|io, by| io.stat(by, paths, stop_at_missing))
     }

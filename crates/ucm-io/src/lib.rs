@@ -7,6 +7,7 @@
 //! before an engine in tests and makes it fail, stall, tear and lie by script.
 
 mod append;
+mod below;
 mod bounce_buffer;
 mod engine;
 #[cfg(feature = "test-utils")]
@@ -29,6 +30,8 @@ mod writeback;
 
 /// The error number of a read-only file system, the same on every Linux.
 pub const EROFS: i32 = 30;
+/// The error number of a symbolic link that was not followed, the same on every Linux.
+pub const ELOOP: i32 = 40;
 
 pub use engine::{Caller, Close, Closed, IoEngine};
 #[cfg(feature = "test-utils")]

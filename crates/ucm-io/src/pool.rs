@@ -2,6 +2,7 @@
 //! and rename too, is made there, by the [`IoJob`] that the code is given. A thread whose job does not end by its deadline
 //! is written off with whatever its job holds, and another takes its place.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::Duration;
@@ -109,6 +110,11 @@ impl IoPool {
     /// Threads that make plain system calls; with `direct` past the page cache where the file system can.
     pub fn psync(direct: bool, options: &IoOptions) -> Result<Arc<Self>> {
         Self::new(PsyncEngine::new(direct), options)
+    }
+
+    /// From now on no symbolic link below this directory is followed: [`IoEngine::keep_below`].
+    pub fn keep_below(&self, root: &Path) {
+        self.engine.keep_below(root);
     }
 
     /// Runs `work` on a thread of that lane. `done` is called exactly once, on any thread, possibly before this returns:

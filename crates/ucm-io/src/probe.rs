@@ -11,6 +11,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
 use rustix::io::Errno;
 use ucm_core::{PAGE, Result};
 
+use crate::below::Roots;
 use crate::bounce_buffer::page_slots;
 use crate::meta::{failed, to_meta};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
@@ -125,7 +126,7 @@ pub(crate) fn stated(x: &Statx) -> Stated {
 
 /// Looks at the file system of `dir`: writes one page to a private file there, past the page cache where possible,
 /// reads it back and removes it. Errors say that the directory cannot be written.
-pub(crate) fn probe(dir: &Path, rings: Option<&Arc<Rings>>) -> Result<Probe> {
+pub(crate) fn probe(roots: &Roots, dir: &Path, rings: Option<&Arc<Rings>>) -> Result<Probe> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let name = format!(
         ".ucm-probe-{}-{}",
@@ -134,10 +135,13 @@ pub(crate) fn probe(dir: &Path, rings: Option<&Arc<Rings>>) -> Result<Probe> {
     );
     let path = dir.join(name);
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let fd = retry(|| rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR))
-        .map_err(|e| failed(e, "cannot create a file in the directory", dir))?;
+    let no_file = |e| failed(e, "cannot create a file in the directory", dir);
+    let at = roots.walk().at(&path).map_err(no_file)?;
+    let fd =
+        retry(|| rustix::fs::openat(at.dir(), at.name(), flags, Mode::RUSR | Mode::WUSR)).map_err(no_file)?;
     // Nameless from here on: a crash leaves nothing behind.
-    retry(|| rustix::fs::unlink(&path)).map_err(|e| failed(e, "cannot remove the probe's file", &path))?;
+    at.unlink()
+        .map_err(|e| failed(e, "cannot remove the probe's file", &path))?;
     let fail = |e| failed(e, "the directory's file system cannot be used", dir);
     let fs = retry(|| rustix::fs::fstatfs(&fd)).map_err(fail)?;
     let stat = retry(|| rustix::fs::fstat(&fd)).map_err(fail)?;

@@ -34,6 +34,14 @@ impl PsyncEngine {
         Arc::new(Self { files })
     }
 
+    /// The same as on a system without `openat2`.
+    #[cfg(feature = "test-utils")]
+    pub fn without_openat2(direct: bool) -> Arc<Self> {
+        let engine = Self::new(direct);
+        engine.files.roots.forget_openat2();
+        engine
+    }
+
     /// How many operations wanted direct I/O and went through the page cache.
     pub fn direct_fallbacks(&self) -> u64 {
         self.files.fallbacks()
@@ -41,6 +49,10 @@ impl PsyncEngine {
 }
 
 impl IoEngine for PsyncEngine {
+    fn keep_below(&self, root: &Path) {
+        self.files.roots.add(root);
+    }
+
     fn read(
         &self,
         _by: &Caller<'_>,
@@ -98,46 +110,48 @@ impl IoEngine for PsyncEngine {
         paths: &[PathBuf],
         stop_at_missing: bool,
     ) -> Result<Vec<Option<FileMeta>>> {
-        meta::stat(paths, stop_at_missing, by.wanted)
+        meta::stat(&self.files.roots, paths, stop_at_missing, by.wanted)
     }
 
     fn touch(&self, by: &Caller<'_>, files: &[(PathBuf, i64)]) -> Result<Vec<Result<bool>>> {
-        Ok(meta::touch(files, by.wanted))
+        Ok(meta::touch(&self.files.roots, files, by.wanted))
     }
 
     fn remove(&self, by: &Caller<'_>, paths: &[PathBuf]) -> Result<Vec<Result<bool>>> {
-        let removed = meta::remove(paths, by.wanted);
+        let removed = meta::remove(&self.files.roots, paths, by.wanted);
         drop(self.files.kept.take(paths, false));
         Ok(removed)
     }
 
     fn rename(&self, by: &Caller<'_>, from: &Path, to: &Path, ino: u64) -> Result<bool> {
-        meta::rename(from, to, ino, by.wanted)
+        meta::rename(&self.files.roots, from, to, ino, by.wanted)
     }
 
     fn list(&self, by: &Caller<'_>, dir: &Path) -> Result<Vec<(OsString, FileMeta)>> {
-        meta::list(dir, by.wanted)
+        meta::list(&self.files.roots, dir, by.wanted)
     }
 
     fn make_dir(&self, _by: &Caller<'_>, path: &Path, mode: u32) -> Result<bool> {
-        meta::make_dir(path, mode)
+        meta::make_dir(&self.files.roots, path, mode)
     }
 
     fn space(&self, _by: &Caller<'_>, path: &Path) -> Result<SpaceInfo> {
-        meta::space(path)
+        meta::space(&self.files.roots, path)
     }
 
     fn probe(&self, _by: &Caller<'_>, dir: &Path) -> Result<Probe> {
-        probe(dir, self.files.rings.as_ref())
+        probe(&self.files.roots, dir, self.files.rings.as_ref())
     }
 
     fn close(&self, which: Close<'_>) -> Closed {
-        let kept = &self.files.kept;
-        Closed(match which {
-            Close::Gone(paths) => kept.take(paths, false),
-            Close::Unused => kept.take(&[], true),
-            Close::All => kept.take_all(),
-        })
+        let (kept, roots) = (&self.files.kept, &self.files.roots);
+        let (mut closed, root) = match which {
+            Close::Gone(paths) => (kept.take(paths, false), None),
+            Close::Unused => (kept.take(&[], true), roots.take_kept(true)),
+            Close::All => (kept.take_all(), roots.take_kept(false)),
+        };
+        closed.extend(root);
+        Closed(closed)
     }
 
     fn kept(&self) -> usize {

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use ucm_core::{Error, Result};
 
 use crate::fd_cache::KeptFile;
-use crate::file::{CANNOT_READ, Files, check_read, fits_direct_read, not_regular, open_for_read};
+use crate::file::{CANNOT_READ, Files, check_read, fits_direct_read, not_regular};
 use crate::meta::{failed, to_meta};
 use crate::probe::stated_align;
 use crate::sys::{File, GiveUp, PortInto, SECTOR, read_into_full, retry};
@@ -135,8 +135,10 @@ impl Files {
 
     fn open_stretch(&self, stretch: &Stretch<'_, '_>) -> Result<File> {
         let direct = self.direct && stretch.fits;
-        let opened = match open_for_read(stretch.path, direct) {
-            Err(Errno::MFILE | Errno::NFILE) if self.kept.give_up() => open_for_read(stretch.path, direct),
+        let opened = match self.open_for_read(stretch.path, direct, true) {
+            Err(Errno::MFILE | Errno::NFILE) if self.kept.give_up() => {
+                self.open_for_read(stretch.path, direct, true)
+            }
             opened => opened,
         };
         opened

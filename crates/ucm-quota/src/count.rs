@@ -9,7 +9,6 @@ use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 
-use super::capacity::Capacity;
 use super::documents::Name;
 use super::remove::{Found, Kind, Need, high, low, plan};
 use super::{LANE_WORK, Leaving, OnLeaving, Quota, visit_records};
@@ -20,8 +19,6 @@ use crate::layout::{SEGMENTS, SegmentName, is_marker_private, is_namespace, is_p
 const STALE: Duration = Duration::from_secs(3600);
 /// Files removed per operation.
 const BATCH: usize = 64;
-/// What stays free on the file system unless the configuration says otherwise.
-const FLOOR: Capacity = Capacity::Percent(5.0);
 
 /// Why a count is made.
 #[derive(Debug, Clone, Copy, Default)]
@@ -181,8 +178,7 @@ impl Quota {
     pub(super) fn free_and_floor(&self, deadline: MonotonicTime) -> Result<(u64, u64)> {
         let path = self.config.root.clone();
         let space = self.call(deadline, move |io| io.space(&path))?;
-        let floor = self.config.rules.free_floor.unwrap_or(FLOOR);
-        Ok((space.free, floor.bytes(space.total)))
+        Ok((space.free, self.config.rules.floor(space.total)))
     }
 
     /// Removes what was planned; the answer is how many bytes that freed. Who has to be asked may take long: what that is

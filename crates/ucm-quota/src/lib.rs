@@ -40,7 +40,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Clock, Completion, LANE_SPACE, Lane, MonotonicTime, Notify, WorkerPool};
-use ucm_io::{FileMeta, IoJob, IoPool, Process};
+use ucm_io::{ELOOP, FileMeta, IoJob, IoPool, Process};
 
 use agent_state::QuotaAgent;
 use count::Counting;
@@ -49,7 +49,7 @@ use layout::{BLOCKS, Modes, record_name, shard_name};
 use remove::high;
 use writer_quota::{Answers, PATIENCE, WriterQuota};
 
-pub use capacity::Capacity;
+pub use capacity::{Capacity, in_units};
 pub use grant_table::Snapshot;
 pub use pause::Pause;
 pub use remove::Rules;
@@ -161,7 +161,10 @@ impl Quota {
             .lanes(&[lane("keep", 1), lane("work", 16)])
             .clock(Arc::clone(&clock))
             .build()?;
-        let quota = WriterQuota::new(ucm_infra::random_u64(), config.record_len);
+        let quota = WriterQuota {
+            root: config.root.display().to_string(),
+            ..WriterQuota::new(ucm_infra::random_u64(), config.record_len)
+        };
         Ok(Arc::new(Self {
             config,
             io,
@@ -402,7 +405,12 @@ impl Quota {
         if self.life.closing.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
-        self.call(deadline, move |io| io.list_if_there(&dir)) // it may be removed meanwhile
+        let listed = self.call(deadline, move |io| io.list_if_there(&dir)); // it may be removed before that
+        match listed {
+            // What a symbolic link leads to is not ours to count or to remove.
+            Err(error) if error.os_code() == Some(ELOOP) => Ok(Vec::new()),
+            listed => listed,
+        }
     }
 }
 

@@ -23,6 +23,16 @@ pub struct Rules {
     pub expire_after: Option<Duration>,
 }
 
+/// What stays free on the file system unless the configuration says otherwise.
+const FLOOR: Capacity = Capacity::Percent(5.0);
+
+impl Rules {
+    /// Bytes that stay free on a file system of `total` bytes.
+    pub fn floor(&self, total: u64) -> u64 {
+        self.free_floor.unwrap_or(FLOOR).bytes(total)
+    }
+}
+
 /// What a count found: a file that goes or stays whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
-use ucm_io::EROFS;
+use ucm_io::{ELOOP, EROFS};
 
 use crate::pause::Pause;
 
@@ -50,6 +50,8 @@ pub(super) type Answers = Vec<(OnReserved, Result<Reservation>)>;
 /// What one writer used and may use. All totals are bytes since it took its id.
 #[derive(Default)]
 pub(super) struct WriterQuota {
+    /// The root, for errors.
+    pub(super) root: String,
     /// Its id among the writers of the root; another one after a silence that made its grant void.
     pub(super) writer: u64,
     /// Total of the writes that were begun.
@@ -204,13 +206,19 @@ impl WriterQuota {
             return Some(full);
         }
         (bytes > self.free.left(self.reserved)?).then(|| {
-            Error::new(
-                ErrorKind::NoSpace,
-                "too little of the file system is free; make room on it, or lower free_space_floor",
-            )
-            .with("wanted", bytes)
-            .with("free", self.free.now(self.reserved))
-            .with("floor", self.free.floor)
+            let text = match self.free.floor {
+                // There is nothing to lower.
+                0 => {
+                    "the file system is full; make room on it, or have the oldest blocks removed before it is full: lower \
+                     storage_capacity, or give free_space_floor a value such as 5%"
+                }
+                _ => "too little of the file system is free; make room on it, or lower free_space_floor",
+            };
+            Error::new(ErrorKind::NoSpace, text)
+                .with("wanted", bytes)
+                .with("free", self.free.now(self.reserved))
+                .with("floor", self.free.floor)
+                .with("root", &self.root)
         })
     }
 
@@ -372,9 +380,9 @@ impl WriterQuota {
     }
 
     fn refusal(&self) -> Error {
-        // Nothing is short on a file system that is read-only: it says so itself.
-        let read_only = |trouble: &&Error| trouble.os_code() == Some(EROFS);
-        if let Some(trouble) = self.trouble.as_ref().filter(read_only) {
+        // Nothing is short on a read-only file system or behind a link: the error says so.
+        let no_way = |trouble: &&Error| matches!(trouble.os_code(), Some(EROFS | ELOOP));
+        if let Some(trouble) = self.trouble.as_ref().filter(no_way) {
             return trouble.clone();
         }
         let text = if self.told.counted {
@@ -384,7 +392,8 @@ impl WriterQuota {
         };
         let error = Error::new(ErrorKind::NoSpace, text)
             .with("limit", self.told.limit)
-            .with("used", self.used());
+            .with("used", self.used())
+            .with("root", &self.root);
         match &self.trouble {
             Some(trouble) => error.caused_by(trouble.clone()),
             None => error,
@@ -408,6 +417,7 @@ mod tests {
                 ..Told::default()
             },
             granted,
+            root: "/r".to_owned(),
             holds_until: at(300_000),
             ..WriterQuota::default()
         }
@@ -544,10 +554,38 @@ mod tests {
         let refused = ask(&mut quota, 40, at(0)).unwrap().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::NoSpace);
         assert!(
-            refused.to_string().contains("[wanted=40, free=1010, floor=1000]"),
+            refused
+                .to_string()
+                .contains("[wanted=40, free=1010, floor=1000, root=/r]"),
+            "{refused}"
+        );
+        assert!(
+            refused.to_string().contains("lower free_space_floor"),
             "{refused}"
         );
         quota.free = free(40);
         assert!(ask(&mut quota, 40, at(0)).unwrap().is_ok());
+    }
+
+    #[test]
+    fn a_full_disk_without_a_floor_is_not_advised_to_lower_it() {
+        let mut quota = granted(1000);
+        quota.free = Free {
+            bytes: Some(10),
+            floor: 0,
+            at: 0,
+        };
+        let refused = ask(&mut quota, 40, at(0)).unwrap().unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::NoSpace);
+        let text = refused.to_string();
+        assert!(
+            text.starts_with("the file system is full; make room on it"),
+            "{text}"
+        );
+        assert!(
+            text.contains("lower storage_capacity") && text.contains("root=/r"),
+            "{text}"
+        );
+        assert!(!text.contains("lower free_space_floor"), "{text}");
     }
 }

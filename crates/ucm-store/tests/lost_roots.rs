@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind};
 use ucm_infra::{LANE_DUMP, SystemClock};
-use ucm_io::{Fault, OpKind, Rule};
+use ucm_io::{Fault, IoJob, OpKind, PsyncEngine, Rule};
+use ucm_quota::{Capacity, Rules, in_units};
 use ucm_store::breaker::BreakerConfig;
 
 use common::mount::{Place, copy_all};
@@ -138,10 +139,71 @@ fn an_unmarked_root_that_is_read_only_is_taken_up_when_it_can_be_marked() {
     let store = Store::open(&place.path("root"), patient());
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
     assert_eq!((store.missed("unhealthy"), store.stat("healthy")), (2, 0));
-    assert_eq!(said(&store, "switched off"), 1);
+    let log = store.said();
+    let off: Vec<&String> = log.iter().filter(|line| line.contains("switched off")).collect();
+    assert_eq!(off.len(), 1, "{log:?}");
+    for words in [
+        "posix is switched off until it can be used",
+        "nothing is stored",
+        "Read-only",
+        "configure another place",
+    ] {
+        assert!(off[0].contains(words), "{words}: {}", off[0]);
+    }
+    assert!(
+        off[0].contains(&place.path("root").display().to_string()),
+        "{}",
+        off[0]
+    );
     place.read_only("root", false);
     taken_up(&store);
     all_is_well(&store, &Device::filled(&setup(), &ids(60)), &[]);
+}
+
+#[test]
+fn a_limit_above_its_file_system_is_logged_once_with_both_numbers_and_what_happens() {
+    only_over!(OneMedium, "it is about the root alone");
+    for (floor, then) in [
+        (None, ""),
+        (Some(Capacity::Percent(0.0)), "free_space_floor is 0"),
+    ] {
+        let dir = directory();
+        let setup = Setup {
+            capacity: Some(900 << 40),
+            rules: Rules {
+                free_floor: floor,
+                ..Rules::default()
+            },
+            ..setup()
+        };
+        let store = Store::open(dir.path(), setup.clone());
+        let total = IoJob::alone(PsyncEngine::new(false))
+            .space(dir.path())
+            .unwrap()
+            .total;
+        let then = match floor {
+            None => format!("less than {} of the file system is free", in_units(total / 20)),
+            Some(_) => then.to_owned(),
+        };
+        let log = store.said();
+        let large: Vec<&String> = log.iter().filter(|line| line.contains("never reached")).collect();
+        assert_eq!(large.len(), 1, "{log:?}");
+        let root = dir.path().display();
+        for words in [
+            format!("storage_capacity of {root} is 900 TiB"),
+            format!("its file system has {}", in_units(total)),
+            then,
+            "lower storage_capacity".to_owned(),
+        ] {
+            assert!(large[0].contains(&words), "{words}: {}", large[0]);
+        }
+        let fits = Setup {
+            capacity: Some(16 << 20),
+            ..setup
+        };
+        let other = Store::open(dir.path(), fits);
+        assert_eq!(said(&other, "never reached"), 0, "one that fits");
+    }
 }
 
 #[test]

@@ -58,7 +58,8 @@ impl Backend for PosixBackend {
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         let paths: Vec<_> = ids.iter().map(|&id| self.shared.layout.record(id)).collect();
-        let metas = io.stat(&paths, stop_at_missing)?;
+        let metas = io.stat(&paths, stop_at_missing);
+        let metas = metas.inspect_err(|error| self.shared.log_link(error))?;
         let mut found: Vec<_> = metas.iter().map(|&meta| self.shared.presence(meta)).collect();
         if found.contains(&Err(MissReason::WrongLength)) && self.shared.has_lengths_to_learn() {
             self.shared.learn_lengths(io);

@@ -11,8 +11,8 @@ use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result, limits};
 use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime};
 use ucm_io::{EROFS, FileMeta, IoJob, Publish, ReadMode};
-use ucm_quota::Capacity;
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
+use ucm_quota::{Capacity, in_units};
 
 use crate::layout_kind::RootLayout;
 use crate::shared::{MAKE_DIRS, MountPoint, Shared};
@@ -167,6 +167,7 @@ impl Shared {
         }
         self.tell_of_another_layout(&marker);
         let limit = self.limit(&marker, deadline)?;
+        self.compare_with_disk(limit, deadline);
         let marker = self.measured(marker, deadline)?;
         self.told_by(&marker);
         self.root.lock().uuid = Some(marker.uuid);
@@ -320,6 +321,32 @@ impl Shared {
         };
         self.check_limit(limit)?;
         Ok(limit)
+    }
+
+    /// Logs once that the limit is larger than the file system, and what removes blocks then.
+    fn compare_with_disk(&self, limit: u64, deadline: MonotonicTime) {
+        let Ok((total, _)) = self.space_info(deadline) else {
+            return;
+        };
+        if limit <= total || std::mem::replace(&mut self.root.lock().limit_logged, true) {
+            return;
+        }
+        let then = match self.config.rules.floor(total) {
+            0 => {
+                "nothing is removed before the file system is full, because free_space_floor is 0".to_owned()
+            }
+            floor => format!(
+                "the oldest blocks are removed when less than {} of the file system is free (free_space_floor)",
+                in_units(floor)
+            ),
+        };
+        let (root, limit, total) = (self.layout.root().display(), in_units(limit), in_units(total));
+        warn!(
+            store = self.config.writer,
+            %root,
+            "storage_capacity of {root} is {limit}, and its file system has {total}: the limit is never reached, and {then}; \
+             lower storage_capacity"
+        );
     }
 
     /// Whether enough records fit that those just written are not removed for the next.

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_infra::Clock;
-use ucm_io::{FileMeta, IoPool, Probe, Process};
+use ucm_io::{ELOOP, FileMeta, IoPool, Probe, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules};
@@ -116,6 +116,10 @@ pub(crate) struct Root {
     pub(crate) layout: Option<RootLayout>,
     /// The log was told that the configuration asks for another layout than it has.
     pub(crate) warned: bool,
+    /// A symbolic link below it was logged.
+    pub(crate) link_logged: bool,
+    /// A limit that is larger than its file system was logged.
+    pub(crate) limit_logged: bool,
     /// Somebody is looking whether it is back.
     pub(crate) looking: bool,
 }
@@ -129,6 +133,7 @@ impl Shared {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let layout = Layout::new(&config.root, &config.identity);
+        io.keep_below(&config.root);
         let space = QuotaConfig {
             root: config.root.clone(),
             process: config.process.clone(),
@@ -210,6 +215,19 @@ impl Shared {
         known.probed = Some(probe);
     }
 
+    /// Logs once that blocks are not found because of a symbolic link below the root.
+    pub(crate) fn log_link(&self, error: &Error) {
+        if is_link(error) && !std::mem::replace(&mut self.root.lock().link_logged, true) {
+            let root = self.layout.root().display();
+            warn!(
+                store = self.config.writer,
+                %root,
+                error = %error,
+                "blocks below {root} are misses: {error}"
+            );
+        }
+    }
+
     /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is
     /// not the root that was opened.
     pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
@@ -223,6 +241,11 @@ impl Shared {
         )
         .with("root", self.layout.root().display()))
     }
+}
+
+/// Whether an operation failed at a symbolic link below a root.
+pub(crate) fn is_link(error: &Error) -> bool {
+    error.kind() == ErrorKind::Foreign && error.os_code() == Some(ELOOP)
 }
 
 impl Bounded for Shared {

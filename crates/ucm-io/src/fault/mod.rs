@@ -185,6 +185,10 @@ fn names<'a, T>(items: &'a [T], name: impl Fn(&'a T) -> &'a PathBuf) -> Vec<&'a 
 }
 
 impl IoEngine for FaultyEngine {
+    fn keep_below(&self, root: &Path) {
+        self.inner.keep_below(root);
+    }
+
     fn read(
         &self,
         by: &Caller<'_>,

@@ -25,6 +25,7 @@ use super::recheck::Rechecked;
 use super::timer::TURN;
 use crate::backend::Done;
 use crate::pending_looks::PendingLooks;
+use crate::shared::is_link;
 
 /// Longest time between two listings.
 const LIST_AGAIN: Duration = Duration::from_secs(30);
@@ -147,7 +148,7 @@ impl Segments {
 
     /// Says in the log, once in a while, that what a segment holds is a miss because its end cannot be read.
     fn tell_unreadable(&self, name: SegmentName, error: &Error) {
-        if error.kind() != ErrorKind::Io {
+        if error.kind() != ErrorKind::Io && !is_link(error) {
             return;
         }
         let now = self.shared.clock.now();
@@ -178,18 +179,29 @@ impl Segments {
         }
     }
 
+    /// What was found, or nothing behind a symbolic link: what it leads to is not ours to read.
+    fn unless_linked<T: Default>(&self, found: Result<T>) -> Result<T> {
+        match found {
+            Err(error) if is_link(&error) => {
+                self.shared.log_link(&error);
+                Ok(T::default())
+            }
+            found => found,
+        }
+    }
+
     fn list_if_changed(&self, state: &mut State, asked: bool, deadline: MonotonicTime) -> Result<()> {
         let now = self.shared.clock.now();
         let dir = self.shared.layout.segments();
         let looked = dir.clone();
-        let meta = self.shared.call(deadline, move |io| io.look(looked))?;
+        let meta = self.unless_linked(self.shared.call(deadline, move |io| io.look(looked)))?;
         let same = state.seen == meta;
         let recent = state.listed.is_some_and(|at| now.since(at) < LIST_AGAIN);
         if same && state.settled && recent && !asked {
             return Ok(());
         }
         let before = self.index.public();
-        let listed = self.shared.call(deadline, move |io| io.list_if_there(&dir))?;
+        let listed = self.unless_linked(self.shared.call(deadline, move |io| io.list_if_there(&dir)))?;
         (state.seen, state.settled, state.listed) = (meta, same, Some(now));
         let whole = listed.len() < MAX_LIST;
         let files = listed.into_iter().filter(|(_, meta)| !meta.is_dir);

@@ -1,0 +1,442 @@
+//! Names below a root, resolved without following a symbolic link.
+//!
+//! A root is where its user says, and may be reached by links. Below it everything is ours: a link there would lead our
+//! reads, writes and removals to files of others. So every operation opens the root, walks from that descriptor to the
+//! directory of each name, and works relative to that directory. The walk is one `openat2`, or, where the kernel, a seccomp
+//! filter or the file system refuses that call, one `openat` for each directory.
+//!
+//! The descriptor of a root lives as long as one operation: one that is kept keeps a share from being
+//! unmounted, and leads to the old share after another one is mounted in its place. Only appends to
+//! segments (one for each record) and reads of segments use a kept one. It is closed when it was not
+//! used for a while, as descriptors of segments are, and as soon as any other operation finds another
+//! directory or another mount at the root's path: the marker is read about once a second.
+
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
+use rustix::io::Errno;
+
+use crate::fd_cache::KeptFile;
+use crate::sys::retry;
+
+/// How a directory is opened to resolve names in it.
+const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+const STRICTLY: ResolveFlags = ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS);
+
+/// The roots of one engine. Paths that lie below none of them are resolved as the kernel does.
+#[derive(Debug, Default)]
+pub(crate) struct Roots {
+    roots: RwLock<Vec<Arc<Path>>>,
+    /// `openat2` cannot be used here.
+    without_openat2: AtomicBool,
+    kept: Mutex<Option<KeptRoot>>,
+}
+
+/// The root that appends to segments and reads of them went to last.
+#[derive(Debug)]
+struct KeptRoot {
+    path: Arc<Path>,
+    root: Arc<KeptFile>,
+    /// Since [`Roots::take_kept`] was last called.
+    used: bool,
+}
+
+impl Roots {
+    /// No symbolic link below this directory is followed from now on.
+    pub(crate) fn add(&self, root: &Path) {
+        let mut roots = self.roots.write();
+        if !roots.iter().any(|known| **known == *root) {
+            roots.push(root.into());
+        }
+    }
+
+    /// As on a system without `openat2`.
+    #[cfg(any(test, feature = "test-utils"))]
+    pub(crate) fn forget_openat2(&self) {
+        self.without_openat2.store(true, Ordering::Relaxed);
+    }
+
+    /// Resolves the names of one operation.
+    pub(crate) fn walk(&self) -> Walk<'_> {
+        Walk {
+            roots: self,
+            root: None,
+            dir: None,
+        }
+    }
+
+    /// Opens a file as [`Walk::open`] does, by a root that stays open for the next such call.
+    pub(crate) fn open_often(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        let Some((root, rest)) = self.split(path) else {
+            return retry(|| rustix::fs::open(path, flags, Mode::empty()));
+        };
+        let root = match self.kept(&root) {
+            Some(kept) => kept,
+            None => match KeptFile::new(None, open_root(&root)?, false) {
+                Some(opened) => self.keep(root, opened),
+                None => return self.walk().open(path, flags), // too many descriptors are kept
+            },
+        };
+        match self.open_from(root.fd(), rest, flags, Mode::empty()) {
+            // The server knows that directory no longer, and may know the one at its path.
+            Err(Errno::STALE) => {
+                drop(self.take_kept(false));
+                self.walk().open(path, flags)
+            }
+            opened => opened,
+        }
+    }
+
+    fn kept(&self, path: &Arc<Path>) -> Option<Arc<KeptFile>> {
+        let mut kept = self.kept.lock();
+        let kept = kept.as_mut().filter(|kept| kept.path == *path)?;
+        kept.used = true;
+        Some(Arc::clone(&kept.root))
+    }
+
+    fn keep(&self, path: Arc<Path>, root: Arc<KeptFile>) -> Arc<KeptFile> {
+        let kept = KeptRoot {
+            path,
+            root: Arc::clone(&root),
+            used: true,
+        };
+        let before = self.kept.lock().replace(kept);
+        drop(before); // closed with no lock held
+        root
+    }
+
+    /// Takes the kept root out; with `unused` only if it was not used since the last such call.
+    pub(crate) fn take_kept(&self, unused: bool) -> Option<Arc<KeptFile>> {
+        let mut kept = self.kept.lock();
+        if unused && kept.as_mut().is_some_and(|kept| std::mem::take(&mut kept.used)) {
+            return None;
+        }
+        kept.take().map(|kept| kept.root)
+    }
+
+    /// Closes the kept root if it is not this one, which its path leads to now.
+    fn compare_kept(&self, path: &Arc<Path>, now: &OwnedFd) {
+        let kept = self.kept.lock();
+        let known = kept.as_ref().filter(|kept| kept.path == *path);
+        let Some(known) = known.map(|kept| Arc::clone(&kept.root)) else {
+            return;
+        };
+        drop(kept); // no lock is held over a system call
+        let (known_at, now_at) = (place_of(known.fd()), place_of(now.as_fd()));
+        if known_at.is_some() && known_at == now_at {
+            return;
+        }
+        let mut kept = self.kept.lock();
+        let same = kept.as_ref().is_some_and(|kept| Arc::ptr_eq(&kept.root, &known));
+        let taken = if same { kept.take() } else { None };
+        drop(kept);
+        drop(taken);
+    }
+
+    /// The innermost root above a path, and the path from there.
+    fn split<'p>(&self, path: &'p Path) -> Option<(Arc<Path>, &'p Path)> {
+        let roots = self.roots.read();
+        let above = |root: &Arc<Path>| Some((Arc::clone(root), below(root, path)?));
+        let found = roots.iter().filter_map(above);
+        found.min_by_key(|(_, rest)| rest.as_os_str().len())
+    }
+
+    /// Opens a name from a descriptor of its root; no link on the way is followed, and none at its end.
+    fn open_from(
+        &self,
+        root: BorrowedFd<'_>,
+        path: &Path,
+        flags: OFlags,
+        mode: Mode,
+    ) -> rustix::io::Result<OwnedFd> {
+        if !self.without_openat2.load(Ordering::Relaxed) {
+            // Its own way to refuse links names them also where a directory is wanted.
+            let flags = flags - OFlags::NOFOLLOW;
+            match retry(|| rustix::fs::openat2(root, path, flags, mode, STRICTLY)) {
+                Err(Errno::NOSYS) => self.without_openat2.store(true, Ordering::Relaxed),
+                // A seccomp filter, or what the walk below finds too.
+                Err(Errno::PERM) => {}
+                opened => return opened,
+            }
+        }
+        let mut dir: Option<OwnedFd> = None;
+        let mut parts = path.components().peekable();
+        while let Some(part) = parts.next() {
+            let name = match part {
+                Component::Normal(name) => name,
+                Component::CurDir => continue,
+                _ => return Err(Errno::XDEV),
+            };
+            let from = dir.as_ref().map_or(root, |dir| dir.as_fd());
+            if parts.peek().is_none() {
+                return open_here(from, name, flags, mode);
+            }
+            dir = Some(open_here(from, name, DIRECTORY, Mode::empty())?);
+        }
+        Err(Errno::INVAL) // no name
+    }
+}
+
+/// Opens a root, by links too.
+fn open_root(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let path = if path.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        path
+    };
+    retry(|| rustix::fs::open(path, DIRECTORY, Mode::empty()))
+}
+
+/// Which directory an open one is, and in which mount as far as the kernel says it.
+fn place_of(dir: BorrowedFd<'_>) -> Option<(u32, u32, u64, u64)> {
+    let (how, what) = (
+        AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, // no server is asked
+        StatxFlags::INO | StatxFlags::MNT_ID,
+    );
+    let found = retry(|| rustix::fs::statx(dir, c"", how, what)).ok()?;
+    Some((
+        found.stx_dev_major,
+        found.stx_dev_minor,
+        found.stx_ino,
+        found.stx_mnt_id,
+    ))
+}
+
+/// Opens a name in a directory unless it is a link (LOOP).
+fn open_here(dir: BorrowedFd<'_>, name: &OsStr, flags: OFlags, mode: Mode) -> rustix::io::Result<OwnedFd> {
+    match retry(|| rustix::fs::openat(dir, name, flags | OFlags::NOFOLLOW, mode)) {
+        // Where a directory is wanted the kernel says no more of a link.
+        Err(Errno::NOTDIR) if is_link(dir, name.as_ref()) => Err(Errno::LOOP),
+        opened => opened,
+    }
+}
+
+/// Whether a name is a symbolic link.
+fn is_link(dir: BorrowedFd<'_>, name: &Path) -> bool {
+    retry(|| rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW))
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
+}
+
+/// The link nearest to the end of a path, for an error about a link that was not followed.
+pub(crate) fn link_on(path: &Path) -> Option<&Path> {
+    path.ancestors().find(|path| is_link(CWD, path))
+}
+
+/// What follows a directory in a path, if something does.
+fn below<'p>(dir: &Path, path: &'p Path) -> Option<&'p Path> {
+    // Bytes, not components: this is done for every name.
+    let rest = path
+        .as_os_str()
+        .as_bytes()
+        .strip_prefix(dir.as_os_str().as_bytes())?;
+    let ends = dir.as_os_str().is_empty() || dir.as_os_str().as_bytes().ends_with(b"/");
+    let slashes = rest.iter().take_while(|&&byte| byte == b'/').count();
+    let rest = rest.get(slashes..)?;
+    ((ends || slashes > 0) && !rest.is_empty()).then(|| Path::new(OsStr::from_bytes(rest)))
+}
+
+/// The way of one operation to its names: the root and the last directory stay open until it ends.
+pub(crate) struct Walk<'r> {
+    roots: &'r Roots,
+    root: Option<(Arc<Path>, Arc<OwnedFd>)>,
+    dir: Option<(PathBuf, Arc<OwnedFd>)>,
+}
+
+/// A name in an open directory below a root, or a path that lies below none.
+#[derive(Clone)]
+pub(crate) struct At<'p> {
+    dir: Option<Arc<OwnedFd>>,
+    name: &'p Path,
+    /// The whole path, for errors.
+    pub(crate) path: &'p Path,
+}
+
+impl Walk<'_> {
+    /// The directory of a name and the name in it. An error if there is no such directory, or a link on the way (LOOP).
+    pub(crate) fn at<'p>(&mut self, path: &'p Path) -> rustix::io::Result<At<'p>> {
+        let Some((root, rest)) = self.roots.split(path) else {
+            return Ok(At {
+                dir: None,
+                name: path,
+                path,
+            });
+        };
+        let Some(name) = rest.file_name() else {
+            return Err(Errno::INVAL);
+        };
+        let root = self.root(&root)?;
+        let parent = rest.parent().unwrap_or(Path::new(""));
+        let dir = if parent.as_os_str().is_empty() {
+            root
+        } else {
+            self.dir(&root, path, parent)?
+        };
+        Ok(At {
+            dir: Some(dir),
+            name: Path::new(name),
+            path,
+        })
+    }
+
+    /// Opens what has this path: below a root no link is followed, on the way or at its end.
+    pub(crate) fn open(&mut self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        let Some((root, rest)) = self.roots.split(path) else {
+            return retry(|| rustix::fs::open(path, flags, Mode::empty()));
+        };
+        let root = self.root(&root)?;
+        self.roots.open_from(root.as_fd(), rest, flags, Mode::empty())
+    }
+
+    fn root(&mut self, path: &Arc<Path>) -> rustix::io::Result<Arc<OwnedFd>> {
+        if let Some((known, root)) = &self.root
+            && known == path
+        {
+            return Ok(Arc::clone(root));
+        }
+        let root = Arc::new(open_root(path)?);
+        self.roots.compare_kept(path, &root);
+        self.root = Some((Arc::clone(path), Arc::clone(&root)));
+        Ok(root)
+    }
+
+    /// The directory that a path lies in; `parent` from the root.
+    fn dir(&mut self, root: &OwnedFd, path: &Path, parent: &Path) -> rustix::io::Result<Arc<OwnedFd>> {
+        let whole = path.parent().unwrap_or(path);
+        if let Some((known, dir)) = &self.dir
+            && known.as_os_str() == whole.as_os_str()
+        {
+            return Ok(Arc::clone(dir));
+        }
+        let dir = Arc::new(
+            self.roots
+                .open_from(root.as_fd(), parent, DIRECTORY, Mode::empty())?,
+        );
+        self.dir = Some((whole.to_owned(), Arc::clone(&dir)));
+        Ok(dir)
+    }
+}
+
+impl At<'_> {
+    /// The directory.
+    pub(crate) fn dir(&self) -> BorrowedFd<'_> {
+        self.dir.as_ref().map_or(CWD, |dir| dir.as_fd())
+    }
+
+    /// The name in it.
+    pub(crate) fn name(&self) -> &Path {
+        self.name
+    }
+
+    /// Whether it lies below a root, so that a link in its place is none of ours.
+    pub(crate) fn is_below(&self) -> bool {
+        self.dir.is_some()
+    }
+
+    /// Creates the file; one that is there, or a link, is an error (EXIST).
+    pub(crate) fn create(&self, mode: u32) -> rustix::io::Result<OwnedFd> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        retry(|| rustix::fs::openat(self.dir(), self.name, flags, Mode::from_raw_mode(mode)))
+    }
+
+    /// Removes the name: a link itself, never what it leads to.
+    pub(crate) fn unlink(&self) -> rustix::io::Result<()> {
+        retry(|| rustix::fs::unlinkat(self.dir(), self.name, AtFlags::empty()))
+    }
+
+    /// Gives what has this name another one, over an existing one.
+    pub(crate) fn rename(&self, to: &At<'_>) -> rustix::io::Result<()> {
+        retry(|| rustix::fs::renameat(self.dir(), self.name, to.dir(), to.name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lies_below_a_root_is_known_by_its_path() {
+        let rest = |dir: &str, path: &'static str| below(Path::new(dir), Path::new(path));
+        assert_eq!(rest("/r", "/r/a/b"), Some(Path::new("a/b")));
+        assert_eq!(rest("/r/", "/r/a"), Some(Path::new("a")));
+        assert_eq!(rest("/r", "/r//a"), Some(Path::new("a")));
+        assert_eq!(rest("/", "/a"), Some(Path::new("a")));
+        assert_eq!(rest("", "a/b"), Some(Path::new("a/b")));
+        for (dir, path) in [
+            ("/r", "/r"),
+            ("/r", "/r/"),
+            ("/r", "/rest"),
+            ("/r", "/q/a"),
+            ("/r", "/"),
+        ] {
+            assert_eq!(rest(dir, path), None, "{dir} {path}");
+        }
+        let roots = Roots::default();
+        for root in ["/r", "/r/inner", "/r"] {
+            roots.add(Path::new(root));
+        }
+        assert_eq!(roots.roots.read().len(), 2);
+        let (root, rest) = roots.split(Path::new("/r/inner/a")).unwrap();
+        assert_eq!((&*root, rest), (Path::new("/r/inner"), Path::new("a")));
+    }
+
+    #[test]
+    fn a_path_that_leaves_its_root_is_not_opened() {
+        let place = tempfile::tempdir().unwrap();
+        let root = place.path().join("root");
+        std::fs::create_dir_all(root.join("a")).unwrap();
+        std::fs::write(place.path().join("outside"), b"x").unwrap();
+        for walks in [false, true] {
+            let roots = Roots::default();
+            roots.add(&root);
+            if walks {
+                roots.forget_openat2();
+            }
+            let open = |path: &str| roots.walk().open(&root.join(path), OFlags::RDONLY);
+            assert_eq!(open("../outside").unwrap_err(), Errno::XDEV, "{walks}");
+            assert_eq!(open("a/../../outside").unwrap_err(), Errno::XDEV, "{walks}");
+            assert!(open("a").is_ok() && open("./a").is_ok(), "{walks}");
+            assert_eq!(roots.walk().at(&root.join("a/..")).err(), Some(Errno::INVAL));
+        }
+    }
+
+    #[test]
+    fn a_kept_root_is_closed_when_it_is_unused_or_another_is_in_its_place() {
+        let place = tempfile::tempdir().unwrap();
+        let root = place.path().join("root");
+        let make = || {
+            std::fs::create_dir_all(root.join("a")).unwrap();
+            std::fs::write(root.join("a/file"), b"x").unwrap();
+        };
+        make();
+        let roots = Roots::default();
+        roots.add(&root);
+        let file = root.join("a/file");
+        let often = || roots.open_often(&file, OFlags::RDONLY).map(drop);
+        let keeps = || roots.kept.lock().is_some();
+        often().unwrap();
+        assert!(keeps());
+        assert!(roots.take_kept(true).is_none(), "it was used");
+        assert!(roots.take_kept(true).is_some() && !keeps());
+        often().unwrap();
+        roots.walk().open(&file, OFlags::RDONLY).unwrap();
+        assert!(keeps(), "the same directory");
+        std::fs::rename(&root, place.path().join("moved")).unwrap();
+        make();
+        roots.walk().at(&file).unwrap();
+        assert!(!keeps(), "another directory");
+        often().unwrap();
+        assert!(roots.take_kept(false).is_some() && !keeps());
+        // No link is followed by this way either.
+        std::fs::rename(root.join("a"), root.join("b")).unwrap();
+        std::os::unix::fs::symlink("b", root.join("a")).unwrap();
+        assert_eq!(often().unwrap_err(), Errno::LOOP);
+        roots.forget_openat2();
+        assert_eq!(often().unwrap_err(), Errno::LOOP);
+    }
+}
