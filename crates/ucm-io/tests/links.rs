@@ -124,7 +124,9 @@ fn every_operation(io: &IoJob, root: &Path) -> Vec<(&'static str, Option<Error>)
         ),
         (
             "read_parts",
-            err(io.read_parts(&file, 0, &[0..4096], &mut parts, true).map(drop)),
+            err(io
+                .read_parts(&file, 0, &[0..2048, 2048..4096], &mut parts, true)
+                .map(drop)),
         ),
         (
             "publish",
