@@ -30,6 +30,7 @@ from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     Dump,
     Load,
+    StoreRoom,
     StoreSetup,
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
@@ -37,7 +38,7 @@ from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     split_keys,
 )
 from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform  # noqa: E402
-from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker  # noqa: E402
+from ucm.integration.vllm.connector.worker.worker import ROOM_S, UCMConnectorWorker  # noqa: E402
 from ucm.store import part_mask, record_ids  # noqa: E402
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1  # noqa: E402
 
@@ -642,3 +643,26 @@ def test_what_is_under_way_on_a_store_ends_with_it_when_another_is_opened() -> N
     worker.step(dumps=[dump(2, [3])])
     assert worker.store is not None
     assert len(worker.store.kept) == 1
+
+
+@pytest.mark.parametrize("writer", [True, False])
+def test_a_rank_that_writes_reports_now_and_then_how_much_its_store_holds(writer: bool) -> None:
+    class Bounded(Scripted):
+        def stats(self) -> dict[str, Any]:
+            return {"tiers": [{"name": "posix", "capacity_bytes": 1000, "used_bytes": 10 * len(self.tasks)}]}
+
+    worker = Worker(writer, kind=Bounded)
+    clock = worker.connector._clock
+    assert isinstance(clock, Clock)
+    worker.open()
+    rooms = []
+    for job in range(1, 5):
+        clock.now += ROOM_S / 2
+        worker.step(dumps=[dump(job, [2])])
+        assert worker.store is not None
+        worker.store.end("staged", "published")
+        report = worker.step()[2]
+        rooms.append(None if report is None else report.ranks[0].room)
+    record = 2 * TOKENS * SIZE * 4
+    told = [StoreRoom("posix", 1000, 10 * tasks, record) for tasks in (2, 4)]
+    assert [room for room in rooms if room] == (told if writer else [])

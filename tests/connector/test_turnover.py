@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from parts import BLOCK, Memory, Rig, configured_store, eventually, small_store
 from parts import dump as dump_real
 
 from ucm.errors import UcmError
-from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, split_keys
-from ucm.integration.vllm.connector.scheduler.turnover import WINDOW, StoreLimit, Turnover
+from ucm.integration.vllm.connector.metadata import StoreRoom, UCMConnectorMetadata, split_keys
+from ucm.integration.vllm.connector.scheduler.turnover import WINDOW, StoreLimit, Turnover, limit_of
+from ucm.integration.vllm.connector.worker.store_hints import store_room
 from ucm.store import UcmConnectorFactoryV1, part_mask, record_ids
 from ucm.store.posix import UcmPosixStore
 
-RECORD = 8192
+KV, RECORD = 4096, 8192
 
 
 class Limited(Memory):
@@ -73,7 +75,7 @@ class Engine:
             admission="always",
             chance=random.Random(1).random,
         )
-        self.write, self.served, self.hits = write, 0, 0
+        self.store, self.write, self.served, self.hits = store, write, 0, 0
 
     def serve(self, prompt: int, blocks: int) -> None:
         """A request with this prompt, to its end, four blocks in a step."""
@@ -109,7 +111,7 @@ class Engine:
             for dump in plan.dumps:
                 self.write(record_ids(split_keys(dump.keys), part_mask(0, 0, rank)), dump.first)
         rig.clock.now += 1.0
-        reports = [rig.ended(plan, rank) for rank in range(rig.ranks)]
+        reports = [replace(rig.ended(plan, rank), room=store_room(self.store, KV)) for rank in range(rig.ranks)]
         rig.report(*reports, recved={loaded} if loaded else None)
         rig.scheduler.step_ended()
         rig.later.run()
@@ -236,6 +238,30 @@ def test_what_is_remembered_is_bounded() -> None:
     assert turnover.exceeded  # in what is remembered, which is less than the store holds
     turnover.limited(None)
     assert not turnover.exceeded
+
+
+def test_the_limit_is_that_of_all_parts_once_each_has_been_reported() -> None:
+    disk = StoreRoom("posix2", 1000, 400, 10), StoreRoom("posix2", 1000, 600, 15)
+    assert limit_of(disk[:1], 2) is None
+    assert limit_of(disk, 2) == StoreLimit("posix2", "storage_capacity", 40, 25, full=True)
+    memory = StoreRoom("memory", 1000, 400, 10), StoreRoom("memory", 600, 0, 10)
+    assert limit_of(memory, 2) == StoreLimit("memory", "cache_size", 60, 20, full=False)
+
+
+def test_a_rank_reports_the_limit_that_a_store_for_lookups_does_not_know(tmp_path: Path) -> None:
+    keys = small_store(tmp_path) | {"storage_capacity": 25 * RECORD}
+    rank = UcmConnectorFactoryV1.create_connector("UcmPosixStore", keys)
+    lookups = UcmConnectorFactoryV1.create_connector("UcmPosixStore", keys | {"device_id": -1})
+    assert isinstance(rank, UcmPosixStore)
+    dump_real(rank, [bytes(16)])
+    eventually("the use is counted", lambda: (found := store_room(rank, KV)) is not None and found.used > 0)
+    found = store_room(rank, KV)
+    assert found is not None
+    assert (found.tier, found.capacity, found.record) == ("posix", 25 * RECORD, RECORD)
+    assert store_room(lookups, KV) is None
+    assert store_room(Memory(), KV) is None  # a store of a user's own
+    rank.close()
+    lookups.close()
 
 
 def test_over_a_real_store(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the sides of one engine always agree, and a mismatch switches ucm off.
-VERSION = 10
+VERSION = 11
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -153,6 +153,16 @@ class Handshake:
     prefix_caching: bool = True  # vLLM's flag there, which a worker may switch off while it builds the layers
 
 
+@dataclass(frozen=True, slots=True)
+class StoreRoom:
+    """How much the largest tier of a rank's store holds, in bytes."""
+
+    tier: str
+    capacity: int
+    used: int
+    record: int  # of one block's part on this rank
+
+
 @dataclass(slots=True)
 class RankReport:
     """What happened on one rank since its last report."""
@@ -175,6 +185,7 @@ class RankReport:
     prefetch_room: int = 0  # blocks that may be brought up there ahead of need
     served: list[LoadServed] = field(default_factory=list)
     weights: WeightsReport | None = None  # when it was asked for
+    room: StoreRoom | None = None  # now and then, where its store reports one
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ from ucm.integration.vllm.connector.metadata import (
     Dump,
     Handshake,
     Load,
+    RankReport,
+    StoreRoom,
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
     join_keys,
@@ -43,7 +45,7 @@ from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
 from ucm.integration.vllm.connector.scheduler.rank_hints import RankHints
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, Readiness
 from ucm.integration.vllm.connector.scheduler.request_tracker import FAR, RequestTracker
-from ucm.integration.vllm.connector.scheduler.turnover import READ_S, Turnover, limit_of
+from ucm.integration.vllm.connector.scheduler.turnover import Turnover, limit_of
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.reasons import MissReason, named
 
@@ -123,7 +125,7 @@ class UCMConnectorScheduler:
         self._closers = closers
         self._clock, self._pause = clock, pause
         self._turnover = Turnover(chance)
-        self._limit_due = float("-inf")  # when the store's limit is to be read
+        self._rooms: dict[int, StoreRoom] = {}  # of each rank that writes
         self._block_tracker = BlockTracker(turnover=self._turnover)
         self.health = RankHealth(clock)
         self._locally_visible = LocallyVisible()
@@ -353,8 +355,6 @@ class UCMConnectorScheduler:
             self._plan_deferred(is_open, dumps, now)
         is_open = is_open and self.readiness.weights_confirmed
         if is_open:
-            if now >= self._limit_due:
-                self._read_limit(now)
             try:
                 self._plan_dumps(output, dumps)
             except Exception as error:
@@ -380,15 +380,6 @@ class UCMConnectorScheduler:
                 self._items_used(tracker.request, 0)  # vLLM tells the ranks only of the data that they need
             else:
                 self._items_used(new, new.num_computed_tokens)
-
-    @harmless(None)
-    def _read_limit(self, now: float) -> None:
-        """How much the store holds. Offloaded blocks must be stored, however small it is."""
-        self._limit_due = now + READ_S
-        store = self.readiness.store
-        if store is not None and self._offload is None:
-            parts, kv_bytes = len(self.readiness.masks), self.readiness.block_bytes
-            self._turnover.limited(limit_of(store, parts, kv_bytes))
 
     def _relocate(self, lookup: Lookup) -> None:
         if self._lookups is not None:
@@ -540,6 +531,7 @@ class UCMConnectorScheduler:
             self.health.report(rank.rank, rank.healthy)
             self._locally_visible.report(rank.rank, rank.gained, rank.lost)
             self._rank_hints.report(rank)
+            self._on_room(rank)
             for served in rank.served:
                 self.admission.served(served.request, served.tiers)
             for failure in rank.load_failures:
@@ -560,6 +552,12 @@ class UCMConnectorScheduler:
                 for tracker in self._live.values():
                     self._rewound(tracker)
         self.miss_stats.dumped(self.dumps.published_blocks - published, self.dumps.failed_blocks - failed)
+
+    def _on_room(self, rank: RankReport) -> None:
+        """How much the store holds. Offloaded blocks must be stored, however small it is."""
+        if rank.room is not None and self._offload is None:
+            self._rooms[rank.rank] = rank.room
+            self._turnover.limited(limit_of(self._rooms.values(), len(self.readiness.masks)))
 
     def _refuse(self, keys: Sequence[bytes]) -> None:
         """The records of these blocks are bad or gone: they are no hits, and no reason to leave the device."""

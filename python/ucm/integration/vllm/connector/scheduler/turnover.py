@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ucm.integration.vllm.connector.guard import logger
-from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+from ucm.integration.vllm.connector.metadata import StoreRoom
 
 #: An evicted chain is stored again with this probability.
 CHANCE = 1 / 16
@@ -29,8 +29,6 @@ LIMIT_KEYS = {
     "redis": "maxmemory of the server",
     "mooncake": "global_segment_size",
 }
-#: Seconds between two reads of the store's limit.
-READ_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,22 +42,19 @@ class StoreLimit:
     full: bool  # at least half of it is in use
 
 
-def limit_of(store: UcmKVStoreBaseV1, parts: int, kv_bytes: int) -> StoreLimit | None:
-    """The limit of a store for blocks of so many parts, with ``kv_bytes`` of KV in all of them; None
-    where the store does not report one."""
-    tiers = store.stats().get("tiers")
-    if not isinstance(tiers, list) or not tiers or not tiers[-1]["capacity_bytes"]:
+def limit_of(rooms: Collection[StoreRoom], parts: int) -> StoreLimit | None:
+    """The limit for blocks of so many parts, of which each rank that writes one reports its room;
+    None before all have. Memory holds the parts of its rank, any other tier those of all."""
+    if len(rooms) < max(parts, 1):
         return None
-    largest = max(tiers, key=lambda tier: int(tier["capacity_bytes"]))
-    capacity, used = int(largest["capacity_bytes"]), int(largest["used_bytes"])
-    block_bytes = max(parts * getattr(store, "record_len", 0), kv_bytes, 1)
-    name = str(largest["name"])
+    least = min(rooms, key=lambda room: room.capacity // room.record)
+    name, block_bytes = least.tier.rstrip("0123456789"), sum(room.record for room in rooms)
     return StoreLimit(
-        tier=name,
-        key=LIMIT_KEYS.get(name.rstrip("0123456789"), "storage_capacity"),
-        blocks=capacity // block_bytes,
+        tier=least.tier,
+        key=LIMIT_KEYS.get(name, "storage_capacity"),
+        blocks=least.capacity // (least.record if name == "memory" else block_bytes),
         block_bytes=block_bytes,
-        full=2 * used >= capacity,
+        full=any(2 * room.used >= room.capacity for room in rooms),
     )
 
 

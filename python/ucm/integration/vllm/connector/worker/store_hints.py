@@ -8,7 +8,7 @@ memory. What they hold in memory of their own they are told too.
 from __future__ import annotations
 
 from ucm.integration.vllm.connector.guard import throttle
-from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, join_keys
+from ucm.integration.vllm.connector.metadata import StoreRoom, UCMConnectorMetadata, join_keys
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -29,6 +29,22 @@ def prefetch_room(store: UcmKVStoreBaseV1) -> int:
     except Exception as error:
         throttle.warning("prefetch_room", "the store's prefetch_room() failed: %r", error)
         return 0
+
+
+def store_room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
+    """How much this rank's store holds of blocks with so many bytes of KV; None where it reports no
+    limit. A store for lookups alone does not know it, so the scheduler side cannot ask its own."""
+    try:
+        tiers = store.stats().get("tiers")
+        if not isinstance(tiers, list) or not tiers or not tiers[-1]["capacity_bytes"]:
+            return None
+        largest = max(tiers, key=lambda tier: int(tier["capacity_bytes"]))
+        capacity, used = int(largest["capacity_bytes"]), int(largest["used_bytes"])
+        record = int(getattr(store, "record_len", block_bytes))
+        return StoreRoom(str(largest["name"]), capacity, used, max(record, 1))
+    except Exception as error:
+        throttle.warning("room", "the limit of the store cannot be read: %r", error)
+        return None
 
 
 def pass_hints(plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes, writer: bool) -> None:

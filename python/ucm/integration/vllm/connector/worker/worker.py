@@ -22,6 +22,7 @@ from ucm.integration.vllm.connector.metadata import (
     VERSION,
     Handshake,
     RankReport,
+    StoreRoom,
     StoreSetup,
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
@@ -34,6 +35,7 @@ from ucm.integration.vllm.connector.worker.store_health import StoreHealth
 from ucm.integration.vllm.connector.worker.store_hints import (
     pass_hints,
     prefetch_room,
+    store_room,
     take_locally_visible,
     wants_touches,
 )
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 CLOSE_S = 0.5
 #: Below so many free slots the scheduler side is told about every change.
 _FEW_SLOTS = 256
+#: Seconds between two reports of how much the store holds.
+ROOM_S = 1.0
 
 
 class UCMConnectorWorker:
@@ -108,6 +112,7 @@ class UCMConnectorWorker:
         self._told_slots: int | None = -1
         self._told_blocks = (0, 0)
         self._prefetch_room = 0
+        self._room_due = float("-inf")  # when the store's limit is to be reported
         self._plan: UCMConnectorMetadata | None = None
         self._closed = False
         self._sparse = sparse
@@ -339,9 +344,18 @@ class UCMConnectorWorker:
                     prefetch_room=self._prefetch_room,
                     served=served,
                     weights=weights,
+                    room=self._take_room(),
                 )
             ]
         )
+
+    def _take_room(self) -> StoreRoom | None:
+        """The limit of the store on a rank that writes, at most every :data:`ROOM_S`."""
+        now = self._clock()
+        if self._store is None or self._layout is None or not self._writer or now < self._room_due:
+            return None
+        self._room_due = now + ROOM_S
+        return store_room(self._store, self._layout.block_bytes)
 
     def take_bytes(self) -> dict[str, int] | None:
         """Bytes of KV loaded and published on this rank since the last call, None when there were none."""
