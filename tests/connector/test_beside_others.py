@@ -26,6 +26,7 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
+from ucm.integration.vllm.connector.worker.pending_loads import PendingLoads
 
 
 def blocks_of(plan: UCMConnectorMetadata) -> list[tuple[int, int]]:
@@ -212,6 +213,7 @@ def half(scheduler: Any = None, worker: Any = None) -> UCMConnector:
     """One of our connectors without a configuration."""
     made = object.__new__(UCMConnector)
     made._scheduler, made._worker = scheduler, worker
+    made._pending, made._found, made._unsent, made._block_tokens = PendingLoads(), {}, {}, BLOCK
     return made
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from cases import FRESH, STORED, Case, output_blocks
 from checks import ask_until_reused, assert_reused, assert_same, assert_stored
-from harness import Engine, wait_until
+from harness import Engine, EngineHost, run_program, wait_until
 from lives import Disk, Life, store_under_test
-from specs import BLOCK, Ask, Result
+from specs import BLOCK, PATIENT, Ask, Result
 
 _salts = itertools.count()
 
@@ -249,3 +250,23 @@ def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -
     if store_under_test() == "plain":
         path.write_bytes(whole)  # this store believes in lengths of its own and in nothing else
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
+
+
+def test_methods_that_raise(host: EngineHost, model: Path, tmp_path: Path) -> None:
+    """Some of what ``tests/vllm_unit/test_hooks.py`` does for every method, in an engine."""
+    host.stop()
+    store = {
+        "storage_backends": str(tmp_path / "root"),
+        "storage_capacity": "1GiB",
+        "free_space_floor": 0,
+        "admission": "always",
+        "deadlines": PATIENT,
+    }
+    answers = run_program("programs:raising", {}, tmp_path / "log", model=str(model), store=store)
+    assert answers["loaded"] > 0
+    why, failures, pending = answers.pop("why"), answers.pop("failures"), answers.pop("pending")
+    assert min(failures) > 0
+    assert all("build_connector_meta" in reason for reason in why)
+    assert pending is False
+    answers.pop("loaded")
+    assert len({tuple(tokens) for tokens in answers.values()}) == 1, answers

@@ -36,7 +36,7 @@ def test_a_core_that_cannot_be_imported_harms_no_engine_without_ucm(
 ) -> None:
     host.stop()
     path = {"PYTHONPATH": f"{broken}:{Path(__file__).parent}"}
-    answers = run_program("plugin_programs:without_core", path, tmp_path / "log", model=str(model))
+    answers = run_program("programs:without_core", path, tmp_path / "log", model=str(model))
     assert answers.pop("package") == str(broken / "ucm" / "__init__.py")
     assert set(answers.pop("registered")) <= LEAF
     assert len(answers.pop("tokens")) == 4
@@ -82,7 +82,7 @@ def test_nothing_of_vllm_is_another_object_after_ucm(host: EngineHost, model: Pa
     """Promise 7 by behaviour. What an engine without the plug-in changes in vLLM is vLLM's own."""
     host.stop()
     store = {"storage_backends": str(tmp_path / "root"), "storage_capacity": "1GiB", "free_space_floor": 0}
-    answers = run_program("plugin_programs:lives", {}, tmp_path / "log", model=str(model), store=store)
+    answers = run_program("programs:lives", {}, tmp_path / "log", model=str(model), store=store)
     assert answers["places"] > 10_000
     own = set(answers["vllm alone"])
     assert set(answers["register"]) == CONNECTORS | BACKENDS

@@ -26,7 +26,8 @@ def _load(name: str) -> ModuleType:
 
 
 _engine_free = _load("engine_free")
-sys.modules["sparse_parts"] = _load("sparse_parts")  # what two modules of tests import
+for name in ("sparse_parts", "toy_engine"):  # what modules of tests import
+    sys.modules[name] = _load(name)
 
 
 @pytest.fixture(scope="session")

@@ -222,7 +222,7 @@ def test_a_lost_block_goes_the_whole_way_to_the_scheduler_half(config: Any, rows
     rig = Offloaded(config, rows)
     connector, worker = UCMConnector.__new__(UCMConnector), SparseWorker.__new__(SparseWorker)
     worker.offload, worker._measured = rig.offload, None
-    connector._sparse_worker, connector._worker = worker, None
+    connector._sparse_worker, connector._worker, connector._scheduler = worker, None, None
     assert connector.build_connector_worker_meta() is None
     rig.pages.absent = {next(block for block in kept_by(config, rows)[0] if block in LEFT)}
     set_active_host(rig.host)

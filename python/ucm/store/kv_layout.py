@@ -1,6 +1,6 @@
 """From the KV tensors of a model to the addresses of the pieces of a block. Arithmetic only; torch is never imported.
 
-Since vLLM 0.30 every layer is a view ``[block, head, token, element]`` of one buffer in one of several physical orders;
+Every layer is a view ``[block, head, token, element]`` of one buffer in one of several physical orders;
 MLA has one head. Others keep several tensors for a layer: K and V, or the parts of MLA with and without a position. A
 block of a tensor is one or several contiguous runs of bytes: which ones is read off the strides.
 """

@@ -7,21 +7,23 @@ from typing import Any
 from ucm.config import UcmConfig, load
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.registering import extra_config
+from ucm.integration.vllm.compat.versions import installed, why_unserved
 
 #: What was found for the configuration that was asked about last; every layer of a model asks about the same one.
 _last: tuple[Any, UcmConfig | None] = (None, None)
 
 
 def sparse_config(vllm_config: Any) -> UcmConfig | None:
-    """Our configuration where it asks for sparse attention, else None. Raises :class:`~ucm.errors.ConfigError` where it
-    is wrong."""
+    """Our configuration where it asks for sparse attention and this version of vLLM is served, else None. Raises
+    :class:`~ucm.errors.ConfigError` where it is wrong."""
     global _last
     found = extra_config(vllm_config)
     if found is None:
         return None
     if _last[0] is not found:
         config = load(found)
-        _last = found, config if config.enabled and config.sparse.enabled else None
+        wanted = config.enabled and config.sparse.enabled and not why_unserved(installed())
+        _last = found, config if wanted else None
     return _last[1]
 
 

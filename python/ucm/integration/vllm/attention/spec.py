@@ -157,17 +157,20 @@ class SparseManager(FullAttentionManager):
         request_id: str,
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
-        record_for_zeroing: bool = True,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Blocks that are loaded. Of a prompt that is selected from in the store, those of the windows."""
         unread = self._unread(request_id)
         if not unread:
             super().allocate_external_computed_blocks(
-                request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing
+                request_id, num_local_computed_tokens, num_external_computed_tokens, *args, **kwargs
             )
             return
         tokens = num_local_computed_tokens + num_external_computed_tokens
         new = self.block_pool.get_new_blocks(-(-tokens // self.block_size) - len(unread))
+        # Whether they are to be zeroed before they are used, which only newer versions say.
+        record_for_zeroing = args[0] if args else kwargs.get("record_for_zeroing", True)
         if self._record_new_block_ids and record_for_zeroing:
             self.new_block_ids.extend(block.block_id for block in new)
         absent = [self._null_block] * len(unread)

@@ -1,16 +1,18 @@
 """The class vLLM calls: it builds the half for its role and passes every call on.
 
-Nothing raises into vLLM once the engine runs: what fails becomes a miss and a log line. A wrong configuration is
-reported by the constructor, before the engine starts.
+Nothing raises into vLLM once the engine runs: what fails becomes a miss and a log line, and after a bounded number of
+failures the side is given up. The other side learns it by the next metadata or report, and every load that vLLM waits
+for is reported all the same. A wrong configuration is reported by the constructor, before the engine starts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,15 +26,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.configured import refuse_unsupported
+from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
 from ucm.integration.vllm.connector.configured_stores import refuse_model_directory
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
-from ucm.integration.vllm.connector.guard import harmless, logger, throttle
+from ucm.integration.vllm.connector.guard import Failures, harmless, logger, throttle
+from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.identity.weight_files import models_of
-from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, UCMConnectorWorkerMetadata
+from ucm.integration.vllm.connector.metadata import Load, RankReport, UCMConnectorMetadata, UCMConnectorWorkerMetadata
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
 from ucm.integration.vllm.connector.miss_stats import MissStats
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
+from ucm.integration.vllm.connector.worker.pending_loads import PendingLoads
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.logger import init_logger
 from ucm.reasons import MissReason
@@ -79,10 +84,16 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._exports_metrics = config.metrics.enabled
         self._scheduler: UCMConnectorScheduler | None = None
         self._worker: UCMConnectorWorker | None = None
-        if config.enabled and config.sparse.enabled:
+        self._found: dict[str, int] = {}  # tokens that vLLM found on the device, of requests that it may admit
+        self._unsent: dict[str, Load] = {}  # loads that vLLM waits for, until the workers are sent them
+        self._pending = PendingLoads()  # of this rank
+        version = installed()
+        if config.enabled and config.sparse.enabled and not why_unserved(version):
             self._make_sparse(config, vllm_config, role, kv_cache_config)
         self._off: MissReason | None = None
         self._miss_stats: MissStats | None = None
+        if (text := why_untested(version)) and role == KVConnectorRole.SCHEDULER:
+            logger.warning("%s", text)
         if off := why_off(config, vllm_config, kv_cache_config, decides=role == KVConnectorRole.SCHEDULER):
             if role == KVConnectorRole.SCHEDULER:
                 self._off, why = off
@@ -94,6 +105,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._recompute_failed_loads()
             self._scheduler = make_scheduler(config, vllm_config, kv_cache_config, self._sparse_scheduler)
             self._miss_stats = self._scheduler.miss_stats
+            self._block_tokens = block_tokens(vllm_config, kv_cache_config)
             for line in config.describe():
                 logger.debug("configuration: %s", line)
 
@@ -134,22 +146,40 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info('kv_load_failure_policy of this connector set to "recompute": a failed load is no error')
 
     @property
+    def failures(self) -> Failures | None:
+        """Those of the side that this connector has; None where the cache is off."""
+        return getattr(self._scheduler or self._worker, "failures", None)
+
+    @property
+    def given_up(self) -> str:
+        """Why the side is given up, empty while it is not."""
+        return "" if self.failures is None else self.failures.why
+
+    def _give_up(self, why: str) -> None:
+        if self.failures is not None:
+            self.failures.give_up(why)
+
+    @property
     def requires_kv_delivery(self) -> bool:
         """A cache hands nothing over that anybody depends on."""
         return False
 
     # Scheduler side -----------------------------------------------------------------------------------------
 
-    @harmless(None)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """vLLM's block tables and pool."""
+        """vLLM's block tables and pool. Sparse attention is not guarded here: without them vLLM's own
+        prefix cache would take approximate KV, so the engine does not start."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._sparse_scheduler is not None:
             self._sparse_scheduler.bind_kv_cache_manager(kv_cache_manager)
+        self._bind_manager(kv_cache_manager)
+
+    @harmless(None, vital=True)
+    def _bind_manager(self, kv_cache_manager: KVCacheManager) -> None:
         if self._scheduler is not None:
             self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
-    @harmless(None)
+    @harmless(None, vital=True)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """vLLM's pool of blocks."""
         if self._scheduler is not None:
@@ -160,82 +190,128 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Another connector's, inside a MultiConnector: our workers answer in their first step."""
 
-    @harmless(None)
     def on_new_request(self, request: Request) -> None:
         """A request arrived: its lookup begins."""
         if self._sparse_scheduler is not None:
-            self._sparse_scheduler.on_new_request(request)
+            self._sparse(self._sparse_scheduler.on_new_request, request)
+        if self.given_up and self._miss_stats is not None:
+            self._miss_stats.bypassed(request, MissReason.INTERNAL)
+        self._begin_lookup(request)
+
+    @harmless(None)
+    def _begin_lookup(self, request: Request) -> None:
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
         elif self._miss_stats is not None and self._off is not None:
             self._miss_stats.bypassed(request, self._off)
 
-    @harmless((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, or None while that is being looked up; loads are asynchronous."""
         if self._sparse_scheduler is not None:
-            self._sparse_scheduler.found_on_device(request, num_computed_tokens)
+            self._sparse(self._sparse_scheduler.found_on_device, request, num_computed_tokens)
+        self._found[request.request_id] = num_computed_tokens
+        return self._matched_tokens(request, num_computed_tokens)
+
+    @harmless((0, False))
+    def _matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were allocated. Not guarded: a load that vLLM expects must not get lost."""
+        """Blocks were allocated. From here on vLLM waits for the load of the external tokens."""
         if self._sparse_scheduler is not None:
-            self._sparse_scheduler.update_state_after_alloc(request, blocks)
+            self._sparse(self._sparse_scheduler.update_state_after_alloc, request, blocks)
+        found = self._found.pop(request.request_id, 0)
+        if self._scheduler is None:
+            return
+        if num_external_tokens > 0:
+            first, count = found // self._block_tokens, num_external_tokens // self._block_tokens
+            ids = [block.block_id for block in blocks.blocks[0][first : first + count] if not block.is_null]
+            self._unsent[request.request_id] = Load(request.request_id, first, b"", np.array(ids, np.int64))
+        self._plan_load(request, blocks, num_external_tokens)
+
+    @harmless(None)
+    def _plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    @harmless(NOTHING)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do in this step."""
-        plan = NOTHING if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
+        plan = self._with_unplanned_loads(self._plan_step(scheduler_output))
         if self._sparse_scheduler is None:
             return plan
         settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
-        try:
-            return replace(plan, sparse=self._sparse_scheduler.plan(scheduler_output, settled))
-        except Exception as error:  # the loads that vLLM waits for are sent
-            throttle.warning("sparse plan", "sparse attention of a step could not be planned: %r", error)
-            return plan
+        sparse = self._sparse(self._sparse_scheduler.plan, scheduler_output, settled)
+        return plan if sparse is None else replace(plan, sparse=sparse)
 
     @harmless(None)
+    def _plan_step(self, scheduler_output: SchedulerOutput) -> UCMConnectorMetadata | None:
+        return NOTHING if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
+
+    def _with_unplanned_loads(self, plan: UCMConnectorMetadata | None) -> UCMConnectorMetadata:
+        """A step's plan, with the loads that vLLM waits for and that it should have and has not. ``plan`` is None where
+        it failed: a load may be in the next one then, unless there is none."""
+        why = self.given_up
+        if plan is None and not why:
+            return UCMConnectorMetadata(flush_all=True)
+        planned = {sent.request for sent in plan.loads} if plan is not None else set()
+        undone = [lost for name, lost in self._unsent.items() if name not in planned]
+        self._unsent.clear()
+        if why or undone:
+            plan = replace(plan or NOTHING, undone=undone, given_up=why, flush_all=plan is None or bool(why))
+        assert plan is not None
+        return plan
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers did."""
         news = connector_output.kv_connector_worker_meta
         if self._sparse_scheduler is not None and isinstance(news, UCMConnectorWorkerMetadata):
-            self._sparse_scheduler.measured(news.break_even)
+            self._sparse(self._sparse_scheduler.measured, news.break_even)
+        opening = self._scheduler is not None and self._scheduler.readiness.phase not in (OPEN, OFF)
+        if not self._read_output(connector_output) and opening:
+            self._give_up("a report of the workers that is sent once was not read")
+
+    @harmless(False)
+    def _read_output(self, connector_output: KVConnectorOutput) -> bool:
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
+        return True
 
-    @harmless((False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; its blocks may be freed, what is still to be read of them is read in time."""
+        self._found.pop(request.request_id, None)
+        self._on_finished(request)
+        if self._sparse_scheduler is not None:
+            self._sparse(self._sparse_scheduler.request_finished, request)
+        return False, None
+
+    @harmless(None)
+    def _on_finished(self, request: Request) -> None:
         if self._scheduler is not None:
             self._scheduler.request_finished(request)
-        if self._sparse_scheduler is not None:
-            self._sparse_scheduler.request_finished(request)
-        return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same where vLLM has several KV groups, or could have."""
-        ended: tuple[bool, dict[str, Any] | None] = self.request_finished(request, block_ids[0] if block_ids else [])
-        return ended
+        return self.request_finished(request, block_ids[0] if block_ids else [])
 
-    @harmless(False)
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping."""
-        if self._sparse_scheduler is not None and self._sparse_scheduler.measuring:
-            return True
+        measuring = self._sparse_scheduler is not None and self._sparse_scheduler.measuring
+        return measuring or self._has_work()
+
+    @harmless(False)
+    def _has_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_pending_push_work
 
-    @harmless(None)
+    @harmless(True, vital=True)
     def reset_cache(self) -> bool | None:
         """vLLM's caches are being reset together with ours: see ``on_reset`` in ``docs/configuration.md``.
 
-        vLLM takes None for success, and raises where the answer is False, also in a pause and before a sleep.
+        vLLM takes None for success, and raises where the answer is False, also in a pause and before a sleep. A side
+        that is given up serves nothing that was stored.
         """
         return True if self._scheduler is None else self._scheduler.reset_cache()
 
@@ -248,20 +324,46 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
 
-    @harmless(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The plan of the step that begins."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, UCMConnectorMetadata):
-            self._worker.bind_connector_metadata(connector_metadata)
+        if self._worker is None or not isinstance(connector_metadata, UCMConnectorMetadata):
+            return
+        plan = connector_metadata
+        self._pending.sent([*plan.loads, *plan.undone])
+        self._pending.lost(plan.undone)
+        if plan.given_up:
+            self._give_up(plan.given_up)
+        if self._bind_plan(plan):
+            return
+        if plan.setup is not None or plan.check_weights is not None:
+            self._give_up("a step's metadata that are sent once were not read")
+        self._drop_step()
 
-    @harmless(None)
+    @harmless(False)
+    def _bind_plan(self, plan: UCMConnectorMetadata) -> bool:
+        if self._worker is not None:
+            self._worker.bind_connector_metadata(plan)
+        return True
+
+    def _drop_step(self) -> None:
+        """The plan of a step was not taken over, or in part."""
+        try:
+            if self._worker is not None:
+                self._worker.drop_step()
+        except Exception as error:
+            self._give_up(f"a step could not be dropped: {error!r}")
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the step's loads; before or after the forward pass, vLLM decides."""
         if self._sparse_worker is not None and self.has_connector_metadata():
             plan = self._get_connector_metadata()
             if isinstance(plan, UCMConnectorMetadata) and plan.sparse is not None:
-                self._sparse_worker.begin_step(plan.sparse, forward_context)
+                self._sparse(self._sparse_worker.begin_step, plan.sparse, forward_context)
+        self._start_loads()
+
+    @harmless(None)
+    def _start_loads(self) -> None:
         if self._worker is not None:
             self._worker.start_load_kv()
 
@@ -273,26 +375,53 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Nothing to do by layer: whole blocks are dumped after the step."""
 
-    @harmless(None)
     def wait_for_save(self) -> None:
         """Begin the step's dumps; their sources stay as they are for now, so there is nothing to wait for."""
         if self._sparse_worker is not None:
-            self._sparse_worker.end_step()
+            self._sparse(self._sparse_worker.end_step)
+        self._start_dumps()
+
+    @harmless(None)
+    def _start_dumps(self) -> None:
         if self._worker is not None:
             self._worker.start_dumps()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose load ended."""
-        return None, None if self._worker is None else self._worker.take_ended_loads() or None
+        """Requests whose load ended, each once."""
+        if self._worker is None:
+            return None, None
+        ended = self._ended_loads()
+        if ended is None or self._worker.failures.count:  # a load may be lost
+            under_way = self._worker.loads_under_way(look=ended is None)
+            self._pending.lost_but(under_way | (ended or set()))
+        names = self._pending.report(ended or ())
+        for lost in self._pending.unfilled:
+            self._worker.loads.forget(lost)
+        return None, names or None
+
+    @harmless(None)
+    def _ended_loads(self) -> set[str] | None:
+        return set() if self._worker is None else self._worker.take_ended_loads()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Device blocks a load did not fill."""
-        return set() if self._worker is None else self._worker.get_block_ids_with_load_errors()
+        bad, unfilled = self._bad_blocks(), self._pending.unfilled
+        if bad is None and self._worker is not None:
+            unfilled = self._pending.reported
+            for lost in unfilled:
+                self._worker.loads.forget(lost)
+        return (bad or set()).union(*(lost.blocks.tolist() for lost in unfilled))
 
     @harmless(None)
+    def _bad_blocks(self) -> set[int] | None:
+        return set() if self._worker is None else self._worker.get_block_ids_with_load_errors()
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """News for the scheduler side."""
-        news = None if self._worker is None else self._worker.build_connector_worker_meta()
+        news = self._worker_news()
+        if self._worker is not None and self.given_up:
+            broken = f"given up: {self.given_up}"
+            news = UCMConnectorWorkerMetadata(ranks=[RankReport(self._worker.rank, broken=broken)])
         measured = None if self._sparse_worker is None else self._sparse_worker.take_measured()
         lost = [] if self._sparse_worker is None else self._sparse_worker.take_lost()
         if measured is not None or lost:
@@ -300,13 +429,27 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             news.break_even, news.lost = [] if measured is None else [measured], lost
         return news
 
+    @harmless(None)
+    def _worker_news(self) -> UCMConnectorWorkerMetadata | None:
+        return None if self._worker is None else self._worker.build_connector_worker_meta()
+
+    @staticmethod
+    def _sparse(function: Callable[..., Any], *args: Any) -> Any:
+        """What one of sparse attention's own methods returns, None where it raises: loads and dumps go on."""
+        try:
+            return function(*args)
+        except Exception as error:
+            name = function.__name__
+            throttle.warning(f"sparse {name}", "%s of sparse attention failed: %r", name, error)
+            return None
+
     # Both ---------------------------------------------------------------------------------------------------
 
-    @harmless(None)
+    @harmless(None, after=True)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this half counted since vLLM's last question, None when nothing."""
         news: dict[str, Any] = {}
-        if self._scheduler is not None:
+        if self._scheduler is not None and not self.given_up:
             self._scheduler.step_ended()  # this is asked at the end of every step
         if self._miss_stats is not None:
             news |= self._miss_stats.take() or {}
@@ -339,19 +482,22 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return UcmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    @harmless(dict)
+    @harmless(dict, after=True)
     def stats(self) -> dict[str, Any]:
         """Counters of this half since it began; those of the store with the worker's."""
         if self._scheduler is not None:
             return dict(self._scheduler.stats())
         return {} if self._worker is None else self._worker.stats()
 
-    @harmless(None)
     def shutdown(self) -> None:
         """Let dumps end, within the shutdown deadline, and close the stores."""
         for sparse in (self._sparse_worker, self._sparse_scheduler):
             if sparse is not None:
-                sparse.close()
+                self._sparse(sparse.close)
+        self._close()
+
+    @harmless(None, after=True)
+    def _close(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
         if self._scheduler is not None:

@@ -11,6 +11,7 @@ from ucm._core import run_threads_on
 from ucm.config import UcmConfig
 from ucm.config.words import DISABLE_VARIABLE
 from ucm.errors import ConfigError
+from ucm.integration.vllm.compat.versions import installed, why_unserved
 from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S, Admission
 from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
 from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
@@ -68,6 +69,8 @@ def why_off(
     """
     if not config.enabled:
         return MissReason.DISABLED, _switched_off(config, "enabled")
+    if text := why_unserved(installed()):
+        return MissReason.UNSUPPORTED, text
     if not config.enable_prefix_cache:
         return MissReason.DISABLED, _switched_off(config, "enable_prefix_cache")
     platform = _platform(config)

@@ -1,4 +1,8 @@
-"""Logging and error handling for code that vLLM calls: failures become misses, and repeated warnings are limited."""
+"""Logging and error handling for code that vLLM calls: failures become misses, and repeated warnings are limited.
+
+Methods that vLLM calls are :func:`harmless`. Each side of a connector counts what its methods raise
+in one :class:`Failures`; at the bound the side is given up, and its methods are not called again.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,9 @@ R = TypeVar("R")
 
 #: Seconds between two log lines about the same thing.
 QUIET_S = 60.0
+#: Exceptions of one side's methods, of all together, after which it is given up. The store's own
+#: failures are no exceptions here: they end as misses in the methods.
+MOST_FAILURES = 16
 
 
 class Throttle:
@@ -51,22 +58,61 @@ def info_once(message: str, *args: object) -> None:
         logger.info("%s", text)
 
 
-def harmless(default: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A method that never raises into vLLM: an exception is logged now and then, and ``default`` returned.
+class Failures:
+    """What the methods of one side raised so far. After :data:`MOST_FAILURES`, or after one that is
+    vital, the side is given up for the life of its engine."""
 
+    def __init__(self, side: str, on_give_up: Callable[[str], None] | None = None) -> None:
+        """``side`` is its name in the log; ``on_give_up`` is called once, with the reason."""
+        self._side, self._on_give_up = side, on_give_up
+        self.count = 0
+        self.why = ""  # the side is given up, empty while it is not
+
+    def note(self, name: str, error: Exception, *, vital: bool = False) -> None:
+        """A method of this name raised; ``vital``: without it nothing the side does is right."""
+        self.count += 1
+        throttle.warning(f"{self._side} {name}", "%s failed, treated as a miss: %r", name, error)
+        logger.debug("traceback", exc_info=error)
+        if vital or self.count >= MOST_FAILURES:
+            self.give_up(f"{self.count} calls failed, the last in {name}: {error!r}")
+
+    def give_up(self, why: str) -> None:
+        """Call the side's methods no more."""
+        if self.why:
+            return
+        self.why = why
+        logger.warning("%s: given up until the engine is started again: %s", self._side, why)
+        if self._on_give_up is None:
+            return
+        try:
+            self._on_give_up(why)
+        except Exception as error:
+            logger.warning("%s: its work could not be ended: %r", self._side, error)
+
+
+def harmless(default: Any, *, vital: bool = False, after: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A method that never raises into vLLM: an exception is noted, and ``default`` returned.
+
+    Where the object has ``failures``, a :class:`Failures`, it is noted there, and the method is not
+    called once the side is given up, unless ``after``. ``vital``: see :meth:`Failures.note`.
     ``default`` may be a function without arguments, called for each answer.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                throttle.warning(function.__qualname__, "%s failed, treated as a miss: %r", function.__name__, error)
-                logger.debug("traceback", exc_info=True)
-                answer: R = default() if callable(default) else default
-                return answer
+            found = getattr(args[0], "failures", None)
+            failures = found if isinstance(found, Failures) else None  # a class has none of its own
+            if after or failures is None or not failures.why:
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:
+                    if failures is None:
+                        throttle.warning(function.__qualname__, "%s failed: %r", function.__name__, error)
+                    else:
+                        failures.note(function.__name__, error, vital=vital)
+            answer: R = default() if callable(default) else default
+            return answer
 
         return guarded
 

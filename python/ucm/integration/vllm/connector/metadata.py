@@ -105,6 +105,11 @@ class UCMConnectorMetadata(KVConnectorMetadata):
     jobs_to_flush: list[int] = field(
         default_factory=list
     )  # dumps whose blocks others got: read before this step writes
+    #: Read the blocks of all dumps under way before this step writes: which of them are taken is not known.
+    flush_all: bool = False
+    #: Loads that vLLM waits for and the scheduler side cannot plan: failed, without keys.
+    undone: list[Load] = field(default_factory=list)
+    given_up: str = ""  # why the scheduler side does nothing any more; the workers end too
     check_weights: int | None = None  # compare the weights in memory with those known, for this generation
     sparse: SparsePlan | None = None  # where sparse attention is configured
 

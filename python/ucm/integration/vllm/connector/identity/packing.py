@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import InvalidInputError
+from ucm.integration.vllm.compat.versions import installed
 from ucm.integration.vllm.connector.identity.canonical import plain
 
 if TYPE_CHECKING:
@@ -135,12 +136,11 @@ def _backend_name(backend: Any) -> str:
 
 def kv_packing(vllm_config: VllmConfig, groups: Sequence[Any]) -> dict[str, Any]:
     """How a backend arranges the numbers inside one block, which no shape tells."""
-    import vllm
     from vllm.platforms import current_platform
 
     described: dict[str, Any] = {
         # Any build may mend a model or change a kernel without a change of shape.
-        "engine": f"vllm {vllm.__version__}",
+        "engine": f"vllm {installed()}",
         "groups": [_group_packing(vllm_config, group, bool(current_platform.is_cpu())) for group in groups],
         "platform": plain(getattr(current_platform, "_enum", None)) or current_platform.device_type,
     }

@@ -210,6 +210,11 @@ class DumpPlanner:
                 for key in job.keys:
                     self._block_tracker.not_written(key, refuse=False)
 
+    def forget(self) -> None:
+        """No job is followed any more; the ranks end what they have begun."""
+        self._jobs.clear()
+        self._unread = 0
+
     def _release(self, job: _Job) -> None:
         if job.staged >= self._ranks:
             self._read(job)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ucm.integration.vllm.connector.admission.admission import Admission
 from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
-from ucm.integration.vllm.connector.guard import harmless, logger, throttle
+from ucm.integration.vllm.connector.guard import Failures, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.identity.tenant import TenantTags
 from ucm.integration.vllm.connector.metadata import (
@@ -43,7 +43,7 @@ from ucm.integration.vllm.connector.scheduler.miss_reasons import misses
 from ucm.integration.vllm.connector.scheduler.other_connectors import OtherConnectors
 from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
 from ucm.integration.vllm.connector.scheduler.rank_hints import RankHints
-from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, Readiness
+from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENING, Readiness
 from ucm.integration.vllm.connector.scheduler.request_tracker import FAR, RequestTracker
 from ucm.integration.vllm.connector.scheduler.turnover import Turnover, limit_of
 from ucm.integration.vllm.connector.tier_counts import TierCounts
@@ -104,6 +104,7 @@ class UCMConnectorScheduler:
         blocks leave the device, once they are stored; ``tenants``: what tells in a record's header whose it is, without
         a key where it is None; ``chance`` draws numbers from [0, 1)."""
         self.readiness = readiness
+        self.failures = Failures("scheduler side", self._abandon)
         self._make_keys = make_keys
         self._make_lookups = make_lookups
         self._block_tokens = block_tokens
@@ -331,7 +332,8 @@ class UCMConnectorScheduler:
         try:
             plan = self._plan(output)
         except Exception as error:
-            throttle.warning("plan", "a step could not be planned: %r", error)
+            # While the stores are being opened a plan has what is sent once.
+            self.failures.note("planning a step", error, vital=self.readiness.phase == OPENING)
             plan = UCMConnectorMetadata(loads=self._loads)
             self._loads = []
         if to_flush:
@@ -358,7 +360,7 @@ class UCMConnectorScheduler:
             try:
                 self._plan_dumps(output, dumps)
             except Exception as error:
-                throttle.warning("offers", "blocks of a step could not be offered: %r", error)
+                self.failures.note("offering blocks of a step", error)
         loads, check_weights = self._loads, self.readiness.take_weights_check()
         touched, prefetch = self._rank_hints.take() if is_open else ([], None)
         if not output.total_num_scheduled_tokens:
@@ -412,7 +414,7 @@ class UCMConnectorScheduler:
                 settled = before - getattr(live[name].request, "num_in_flight_tokens", 0)
                 plans = self._offer(live[name], computed, settled, room)
             except Exception as error:
-                throttle.warning("offer", "blocks of a request could not be offered: %r", error)
+                self.failures.note("offering blocks of a request", error)
                 due[name] = FAR
                 continue
             room -= sum(len(plan.blocks) for plan in plans)
@@ -599,7 +601,7 @@ class UCMConnectorScheduler:
         try:
             self._begin_generation(forget=self._forget_on_reset)
         except Exception as error:
-            logger.error("a reset of the cache failed: %r", error)
+            self.failures.note("a reset of the cache", error, vital=True)
             return not self._forget_on_reset
         if self._forget_on_reset:
             logger.info("vLLM reset the cache: what this engine stored is forgotten, until it is started again")
@@ -632,6 +634,14 @@ class UCMConnectorScheduler:
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should take a step: stores are being opened, or something is still to be sent."""
         return self.readiness.busy() or bool(self._late_dumps) or bool(self._deferred)
+
+    def _abandon(self, why: str) -> None:
+        """Given up: nothing is claimed, offered or held any more."""
+        self.readiness.off(f"the scheduler side failed: {why}", MissReason.INTERNAL)
+        self._live, self._due = {}, {}
+        self._loads, self._late_dumps = [], []
+        self.dumps.forget()
+        self._deferred.drop()
 
     def take_tiers(self) -> dict[str, Any]:
         """What the tiers of this half's store did since they were last told of, about once a second."""

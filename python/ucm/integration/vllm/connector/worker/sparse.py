@@ -21,6 +21,7 @@ from ucm.integration.vllm.attention.registering import OVERRIDDEN
 from ucm.integration.vllm.attention.representations import Representations, caches_by_layer
 from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.integration.vllm.attention.tiles import ask_for_tiles
+from ucm.integration.vllm.compat.block_size import common_block_size
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.packing import layer_specs
 from ucm.integration.vllm.connector.sparse_counts import SparseCounts
@@ -279,9 +280,7 @@ def _backend_of(layers: Mapping[str, Any]) -> str:
 
 def _check_kernel_blocks(layer: Any, spec: Any) -> None:
     """A kernel that splits vLLM's blocks has a block table of the pieces."""
-    from vllm.v1.worker.utils import select_common_block_size
-
-    size = select_common_block_size(spec.block_size, [layer.get_attn_backend()], [spec])
+    size = common_block_size(spec.block_size, layer.get_attn_backend(), spec)
     if size != spec.block_size:
         raise ConfigError(
             f"sparse attention: this backend computes with blocks of {size} tokens and vLLM keeps blocks of "

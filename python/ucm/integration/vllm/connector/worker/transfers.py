@@ -213,6 +213,19 @@ class Loads:
         self._failures.append(failure)
         self._ended.add(load.request)
 
+    def under_way(self, *, look: bool) -> set[str]:
+        """Requests of whose loads something may still write to device blocks; ``look``: the store is asked, because
+        :meth:`poll` failed."""
+        running = [one for one in self._running if not look or not finished(one.store, one.task)]
+        return {one.work.request for one in running} | ({} if look else self._selecting).keys()
+
+    def forget(self, load: Load) -> None:
+        """This load was reported without what is kept of it here, which may be of other loads of its request later."""
+        self._running = [one for one in self._running if one.work is not load]
+        self._selecting.pop(load.request, None)
+        self._ended.discard(load.request)
+        self._bad_blocks.difference_update(load.blocks.tolist())
+
     def take_ended(self) -> set[str]:
         """Requests whose load ended since the last call, each named once."""
         ended, self._ended = self._ended, set()
@@ -306,14 +319,15 @@ class Dumps:
     def _refuse(self, dump: Dump, busy: bool) -> None:
         self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
 
-    def flush(self, jobs: Collection[int]) -> None:
-        """Return when the source blocks of these jobs were read, or never will be: they are about to be overwritten.
+    def flush(self, jobs: Collection[int] | None) -> None:
+        """Return when the source blocks of these jobs (None: of all) were read, or never will be: they are about to be
+        overwritten.
 
         Reading is a copy in memory, begun a step ago or earlier, so there is rarely anything to wait for; what hangs
         is ended by the store's deadline of a dump.
         """
         for running in self._running:
-            if running.work.job in jobs and not running.staged:
+            if (jobs is None or running.work.job in jobs) and not running.staged:
                 try:
                     if running.store.has_staged_level:
                         running.store.wait(running.task, until="staged")

@@ -15,7 +15,7 @@ import torch
 
 from ucm.errors import ConfigError, InvalidInputError
 from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
-from ucm.integration.vllm.connector.guard import logger, throttle
+from ucm.integration.vllm.connector.guard import Failures, logger, throttle
 from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.integration.vllm.connector.metadata import (
@@ -84,6 +84,7 @@ class UCMConnectorWorker:
         may be loaded, if so; ``prefix_caching``: vLLM's flag in this process; ``sparse``: sparse attention on this
         rank; ``shutdown_allowance`` is in seconds."""
         self.rank = rank
+        self.failures = Failures(f"rank {rank}", lambda _why: self.drop_step())
         self._memory = memory
         self._weights: WeightsReport | None = None  # to be told
         self._part = part
@@ -234,6 +235,8 @@ class UCMConnectorWorker:
         vLLM does not ask every pipeline rank to save, and a dump that no rank answers for is never over."""
         self.start_load_kv()
         self.start_dumps()
+        if plan.flush_all:
+            self.dumps.flush(None)
         self._plan = plan
         if plan.version != VERSION:
             self._broken = f"the scheduler speaks version {plan.version}, this rank {VERSION}"
@@ -255,6 +258,18 @@ class UCMConnectorWorker:
         self.start_dumps()
         plan.dumps = [dump for dump in dumps if dump.job not in plan.jobs_to_flush]
         self.dumps.flush(plan.jobs_to_flush)
+
+    def drop_step(self) -> None:
+        """Begin nothing more of the steps so far, and have the blocks of all dumps under way read: after an error it is
+        not known which of them this step writes."""
+        self._plan = None
+        self.dumps.flush(None)
+
+    def loads_under_way(self, *, look: bool) -> set[str]:
+        """Requests whose loads are begun and may still write to device blocks, or are to begin; see
+        :meth:`.transfers.Loads.under_way`."""
+        planned = self._plan.loads if self._plan is not None else []
+        return self.loads.under_way(look=look) | {load.request for load in planned}
 
     def _compare_weights(self, generation: int) -> WeightsReport:
         if self._memory is not None:

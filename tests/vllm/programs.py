@@ -1,4 +1,4 @@
-"""Programs of ``test_plugin.py``, for processes that have imported vLLM and nothing of ucm."""
+"""Programs of ``test_plugin.py`` and ``test_faults.py``, for processes that have imported vLLM and nothing of ucm."""
 
 from __future__ import annotations
 
@@ -129,11 +129,63 @@ def lives(model: str, store: dict[str, Any]) -> dict[str, Any]:
     return answers
 
 
+def raising(model: str, store: dict[str, Any]) -> dict[str, Any]:
+    """One engine whose connector's methods raise: tokens of one prompt, at first and under each fault, and how many of
+    its tokens were loaded just before the faults."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    llm, params = _engine(model, store)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    worker = get_kv_transfer_group()
+    answers: dict[str, Any] = {"loaded": 0}
+    answers["computed"], _ = _ask(llm, params)
+    for _ in range(1000):  # what is stored becomes visible after a moment
+        llm.reset_prefix_cache()
+        answers["warm"], answers["loaded"] = _ask(llm, params)
+        if answers["loaded"]:
+            break
+
+    def plant(side: Any, name: str, *, once: bool) -> None:
+        def raises(*_: Any) -> None:
+            if once:
+                delattr(side, name)
+            raise RuntimeError(f"planted in {name}")
+
+        setattr(side, name, raises)
+
+    for side, name, once in (
+        (worker._worker, "take_ended_loads", True),
+        (worker._worker, "get_block_ids_with_load_errors", True),
+        (scheduler._scheduler, "update_state_after_alloc", True),
+        (scheduler._scheduler, "build_connector_meta", False),
+    ):
+        plant(side, name, once=once)
+        llm.reset_prefix_cache()
+        answers[name], _ = _ask(llm, params)
+    answers["failures"] = [worker.failures.count, scheduler.failures.count]
+    for _ in range(32):  # an engine that steps until the side is given up
+        llm.reset_prefix_cache()
+        answers["given up"], _ = _ask(llm, params)
+        if scheduler.failures.why and worker.failures.why:
+            break
+    answers["why"] = [scheduler.failures.why, worker.failures.why]
+    answers["pending"] = scheduler.has_pending_push_work()
+    _end(llm)
+    return answers
+
+
 def _generate(model: str, store: dict[str, Any] | None = None) -> list[int]:
     """Tokens of one prompt, of an engine in this process, which has ended then."""
+    llm, params = _engine(model, store)
+    tokens, _ = _ask(llm, params)
+    _end(llm)
+    return tokens
+
+
+def _engine(model: str, store: dict[str, Any] | None) -> tuple[Any, Any]:
+    """An engine in this process, and how it samples."""
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     _cached_get_attn_backend.cache_clear()  # it holds the classes of the engine before
@@ -151,11 +203,18 @@ def _generate(model: str, store: dict[str, Any] | None = None) -> list[int]:
         kv_cache_memory_bytes=16 << 20,
         kv_transfer_config=transfer,
     )
-    prompt = {"prompt_token_ids": list(range(3, 203))}
-    options = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
-    tokens = list(llm.generate([prompt], options, use_tqdm=False)[0].outputs[0].token_ids)
+    return llm, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+
+
+def _ask(llm: Any, params: Any) -> tuple[list[int], int]:
+    """Tokens of one prompt, and how many of its own were not computed."""
+    answer = llm.generate([{"prompt_token_ids": list(range(3, 203))}], params, use_tqdm=False)[0]
+    return list(answer.outputs[0].token_ids), int(answer.num_cached_tokens or 0)
+
+
+def _end(llm: Any) -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
     llm.llm_engine.engine_core.shutdown()
-    del llm
     cleanup_dist_env_and_memory()
     gc.collect()
-    return tokens

@@ -1,0 +1,43 @@
+"""The versions of vLLM that ucm serves: one table, asked where a connector is built."""
+
+from __future__ import annotations
+
+import re
+
+#: Major and minor version of the releases that ucm was tested with, from the oldest.
+SERVED: tuple[tuple[int, int], ...] = ((0, 30), (0, 31), (0, 32), (0, 33))
+
+
+def installed() -> str:
+    """The version of vLLM in this process, its local part included."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def why_unserved(version: str) -> str:
+    """Why the cache stays off under this version, as a sentence; empty where it may be used."""
+    found = _release(version)
+    if found is None or found >= SERVED[0]:
+        return ""
+    return f"ucm serves vLLM {_text(SERVED[0])} to {_text(SERVED[-1])}, and this is vLLM {version}: update vLLM"
+
+
+def why_untested(version: str) -> str:
+    """What to know of a version that is served and not in the table, as a sentence; empty where it is."""
+    if why_unserved(version) or _release(version) in SERVED:
+        return ""
+    return (
+        f"vLLM {version} is not among the versions that ucm was tested with "
+        f"({_text(SERVED[0])} to {_text(SERVED[-1])}); the cache is used all the same"
+    )
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    """Major and minor version; None of a build without a release number, which says "dev"."""
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _text(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"

@@ -1,0 +1,180 @@
+"""Every method that vLLM calls may raise, on either side, at any time: all requests end, with the right tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_engine import BLOCK, LateStore, ToyEngine, expected
+
+PROMPTS = {
+    "long": [(7 * at) % 400 + 3 for at in range(6 * BLOCK + 5)],
+    "shared": [(7 * at) % 400 + 3 for at in range(4 * BLOCK)] + [11] * 20,
+    "other": [(5 * at) % 390 + 9 for at in range(5 * BLOCK + 1)],
+}
+FRESH = {"fresh": [(3 * at) % 380 + 5 for at in range(3 * BLOCK + 9)]}
+COUNT = 5
+
+
+@pytest.fixture
+def life(engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], ToyEngine]]:
+    """Makes engines, one after the other over the same store."""
+    made: list[ToyEngine] = []
+    monkeypatch.setattr(LateStore, "blocks", {})
+
+    def make() -> ToyEngine:
+        made.append(ToyEngine(engines, tiny, monkeypatch))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def right(prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {name: expected(tokens, COUNT) for name, tokens in prompts.items()}
+
+
+def test_the_toy_engine_stores_and_loads(life: Callable[[], ToyEngine]) -> None:
+    first = life()
+    assert first.generate(PROMPTS, COUNT) == right(PROMPTS)
+    first.until(lambda: len(LateStore.blocks) >= 11)
+    first.until(first.idle)
+    second = life()
+    assert second.generate(PROMPTS | FRESH, COUNT) == right(PROMPTS | FRESH)
+    assert {"long", "shared", "other"} <= set(second.reported)
+    assert sorted(second.reported) == sorted(second.loads)
+    second.until(second.idle)
+
+
+#: Methods of the two sides that the connector calls for vLLM, by side.
+HOOKS = {
+    "scheduler": [
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "update_connector_output",
+        "request_finished",
+        "step_ended",
+        "has_pending_push_work",
+        "take_tiers",
+    ],
+    "worker": [
+        "bind_connector_metadata",
+        "start_load_kv",
+        "start_dumps",
+        "take_ended_loads",
+        "get_block_ids_with_load_errors",
+        "build_connector_worker_meta",
+        "take_bytes",
+        "take_tiers",
+    ],
+}
+#: Of these, those that vLLM calls at most twice for a request: many requests are needed to give a side up.
+RARE = {"on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"}
+
+
+class PlantedError(RuntimeError):
+    """What the methods of these tests raise."""
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, side: Any, name: str, first: int, last: int | None = None) -> list[int]:
+    """Has a method raise from its ``first`` call on, to the ``last``; its calls so far are counted in the list."""
+    calls = [0]
+
+    def raises() -> None:
+        calls[0] += 1
+        if calls[0] >= first and (last is None or calls[0] <= last):
+            raise PlantedError(name)
+
+    real = getattr(type(side), name)
+    if isinstance(real, property):
+
+        def value(self: Any) -> Any:
+            if self is side:
+                raises()
+            return real.fget(self)  # type: ignore[misc]
+
+        monkeypatch.setattr(type(side), name, property(value))
+    else:
+
+        def method(*args: Any) -> Any:
+            raises()
+            return real(side, *args)
+
+        monkeypatch.setattr(side, name, method)
+    return calls
+
+
+def sides_of(engine: ToyEngine) -> dict[str, Any]:
+    return {"scheduler": engine.connector._scheduler, "worker": engine.worker._worker}
+
+
+@pytest.fixture(scope="module")
+def blocks() -> dict[bytes, bytes]:
+    """What a first life stores of ``PROMPTS``, once it has."""
+    return {}
+
+
+@pytest.fixture
+def stored(life: Callable[[], ToyEngine], blocks: dict[bytes, bytes]) -> None:
+    """A first life has stored all of ``PROMPTS``."""
+    if not blocks:
+        engine = life()
+        assert engine.generate(PROMPTS, COUNT) == right(PROMPTS)
+        engine.until(lambda: len(LateStore.blocks) >= 11)
+        engine.until(engine.idle)
+        blocks.update(LateStore.blocks)
+    LateStore.blocks.update(blocks)
+
+
+def run(engine: ToyEngine) -> None:
+    """Requests with loads and without, then others in their blocks: all right, and nothing is left over."""
+    assert engine.generate(PROMPTS | FRESH, COUNT) == right(PROMPTS | FRESH)
+    again = {f"{name} again": [token + 1 for token in tokens] for name, tokens in PROMPTS.items()}
+    assert engine.generate(again, COUNT) == right(again)
+    assert sorted(engine.reported) == sorted(engine.loads), "each load is reported exactly once"
+    engine.until(engine.idle)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize(("side", "name"), [(side, name) for side in HOOKS for name in HOOKS[side]])
+def test_a_method_that_raises_from_some_call_on(
+    life: Callable[[], ToyEngine],
+    stored: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    side: str,
+    name: str,
+    first: int,
+) -> None:
+    engine = life()
+    with monkeypatch.context() as planted:
+        plant(planted, sides_of(engine)[side], name, first)
+        run(engine)
+        if name not in RARE:
+            engine.until(lambda: engine.off)
+            assert not engine.connector.has_pending_push_work()
+            engine.generate({"late": FRESH["fresh"]}, COUNT)
+            assert not engine.connector._scheduler._live
+    said = [record for record in caplog.records if "PlantedError" in record.getMessage()]
+    assert len(said) <= 4, "no message repeats without end"
+    # What this life has stored is right.
+    after = life()
+    run(after)
+    assert not after.off
+
+
+@pytest.mark.parametrize("call", [2, 4])
+@pytest.mark.parametrize(("side", "name"), [(side, name) for side in HOOKS for name in HOOKS[side]])
+def test_a_method_that_raises_once(
+    life: Callable[[], ToyEngine], stored: None, monkeypatch: pytest.MonkeyPatch, side: str, name: str, call: int
+) -> None:
+    engine = life()
+    with monkeypatch.context() as planted:
+        plant(planted, sides_of(engine)[side], name, call, call)
+        run(engine)
+    run(life())

@@ -1,0 +1,248 @@
+"""vLLM's own scheduler and both sides of the connector around a model of arithmetic, without an engine.
+
+The KV of a token is a number made of its token id and of the KV of the token before it, which is read
+from the cache; an output token is made of the KV of all tokens of its request. So a block with foreign
+bytes changes every token after it. The store of these tests copies at the latest moment that it may: a
+load when it is found finished, a dump when it is found staged. So a load that is reported too early
+writes into blocks of other requests, and a dump that is forgotten stores bytes of others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ucm.errors import TaskError
+from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
+
+BLOCK, BLOCKS, HEADS, ELEMENTS, LAYERS, PRIME = 32, 24, 2, 64, 2, 65521
+#: Polls after which a load has ended, and after which the blocks of a dump were read.
+LOAD_POLLS, STAGE_POLLS = 4, 3
+#: Steps after which a test fails: more than any run takes that goes on at all.
+STEPS = 3000
+
+
+class _Task(Task):
+    def __init__(self, rows: list[tuple[bytes, list[int]]], polls: int) -> None:
+        super().__init__()
+        self.rows, self.polls, self.left, self.missing = rows, polls, polls, []
+
+
+class LateStore(UcmKVStoreBaseV1):
+    """Blocks in the memory of this process."""
+
+    blocks: ClassVar[dict[bytes, bytes]] = {}
+    has_staged_level = True
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        return [block in self.blocks for block in block_ids]
+
+    def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> _Task:
+        return _Task(list(zip(block_ids, addrs.tolist(), strict=True)), LOAD_POLLS)
+
+    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> _Task:
+        task = _Task(list(zip(block_ids, addrs.tolist(), strict=True)), STAGE_POLLS)
+        task.handle = "dump"
+        return task
+
+    def check(self, task: Any, until: Until = "published") -> bool:
+        task.left -= 1
+        if task.left <= 0:
+            self._finish(task)
+        return bool(task.left <= 0)
+
+    def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
+        self._finish(task)
+        if task.missing:
+            raise TaskError("not there")
+
+    def _finish(self, task: Any) -> None:
+        task.left, rows, task.rows = 0, task.rows, []
+        for block, addresses in rows:
+            size = (
+                self.config["tensor_size_list"][0] if "tensor_size_list" in self.config else self.config["tensor_size"]
+            )
+            if task.handle == "dump":
+                self.blocks[block] = b"".join(ctypes.string_at(address, size) for address in addresses)
+            elif block in self.blocks:
+                for at, address in enumerate(addresses):
+                    ctypes.memmove(address, self.blocks[block][at * size : (at + 1) * size], size)
+            else:
+                task.missing.append(block)
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """The right output tokens."""
+    tokens, states = list(prompt), []
+    for _ in range(count):
+        while len(states) < len(tokens):
+            states.append(_state(states[-1] if states else 1, tokens[len(states)]))
+        tokens.append(_answer(states))
+    return tokens[len(prompt) :]
+
+
+def _state(before: int, token: int) -> int:
+    return (before * 31 + token + 7) % PRIME
+
+
+def _answer(states: Sequence[int]) -> int:
+    return sum(state * (at % 13 + 1) for at, state in enumerate(states)) % 500
+
+
+class ToyEngine:
+    """One life of an engine."""
+
+    def __init__(self, engines: Any, model: Any, patch: Any) -> None:
+        """``engines``: helpers of ``engine_free.py``; ``patch``: pytest's monkeypatch."""
+        from vllm.config import KVTransferConfig, set_current_vllm_config
+        from vllm.distributed import parallel_state
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        from ucm.integration.vllm.connector import UCMConnector
+
+        for name in ("get_pp_group", "get_tp_group"):
+            patch.setattr(parallel_state, name, lambda: SimpleNamespace(rank_in_group=0, world_size=1))
+        entry = {
+            "ucm_connector_name": "LateStore",
+            "ucm_connector_module_path": __name__,
+            "ucm_connector_config": {},
+        }
+        extra = {
+            "ucm_connectors": [entry],
+            "admission": "always",
+            "identity": {"weights": "declared:toy"},
+            "deadlines": {"lookup_ms": 20_000, "probe_s": 60.0, "shutdown_s": 1.0},
+        }
+        transfer = KVTransferConfig(
+            kv_connector="UCMConnector",
+            kv_connector_module_path="ucm.integration.vllm.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config=extra,
+        )
+        self.config = engines.engine_config(
+            model,
+            kv_transfer_config=transfer,
+            max_model_len=512,
+            max_num_batched_tokens=128,
+            max_num_seqs=4,
+            num_gpu_blocks_override=BLOCKS + 1,
+            async_scheduling=False,
+            enable_chunked_prefill=True,
+        )
+        kv_cache, (worker_kv_cache,) = engines.kv_configs(self.config)
+        self.config.cache_config.num_gpu_blocks = kv_cache.num_blocks
+        with set_current_vllm_config(self.config):
+            unused: Any = SimpleNamespace(accept_tokens=lambda *_: True)
+            self.scheduler = Scheduler(self.config, kv_cache, unused, BLOCK, hash_block_size=BLOCK)
+            self.worker = UCMConnector(self.config, KVConnectorRole.WORKER, worker_kv_cache)
+        self.connector: Any = self.scheduler.connector
+        names = worker_kv_cache.kv_cache_groups[0].layer_names
+        self.caches = {name: torch.zeros(kv_cache.num_blocks, HEADS, BLOCK, ELEMENTS) for name in names}
+        self.worker.register_kv_caches(self.caches)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.reported: list[str] = []  # requests whose load was reported as ended, by the worker
+        self.loads: list[str] = []  # requests of which vLLM waits for a load from then on
+        allocated = self.connector.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
+            self.loads += [request.request_id] if tokens else []
+            allocated(request, blocks, tokens)
+
+        self.connector.update_state_after_alloc = update_state_after_alloc
+        self._pause = threading.Event()
+
+    def generate(self, prompts: dict[str, list[int]], count: int) -> dict[str, list[int]]:
+        """The output tokens of requests that run at the same time."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        requests = {}
+        for name, tokens in prompts.items():
+            options = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
+            requests[name] = Request(name, tokens, options, None, block_hasher=self._hasher)
+            self.scheduler.add_request(requests[name])
+        self.until(lambda: all(request.is_finished() for request in requests.values()))
+        return {name: list(request.output_token_ids) for name, request in requests.items()}
+
+    def until(self, so: Callable[[], bool]) -> None:
+        """Steps until it is so."""
+        for _ in range(STEPS):
+            if so():
+                return
+            if not self.step():
+                self.connector.has_pending_push_work()
+                self._pause.wait(0.001)  # threads look up and open stores
+        raise AssertionError("the engine goes on and on")
+
+    def step(self) -> int:
+        """One step of engine core and worker; the tokens that it computed."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        output = self.scheduler.schedule()
+        worker, context = self.worker, SimpleNamespace(attn_metadata=None)
+        worker.bind_connector_metadata(output.kv_connector_metadata)
+        worker.start_load_kv(context)
+        sampled = {name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()}
+        worker.wait_for_save()
+        results = worker.get_transfer_results(output.finished_req_ids)
+        self.reported += sorted(results.finished_recving)
+        transfers = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        names = list(sampled)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=list(sampled.values()),
+                kv_connector_output=transfers,
+            ),
+        )
+        return int(output.total_num_scheduled_tokens)
+
+    def _forward(self, name: str, count: int) -> list[int]:
+        """Computes ``count`` tokens of a request: their KV, and the next token where these are all."""
+        request = self.scheduler.requests[name]
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        end, tokens = request.num_computed_tokens, request.all_token_ids  # counted ahead by the scheduler
+        for layer, cache in enumerate(self.caches.values()):
+            for at in range(end - count, end):
+                before = int(cache[table[(at - 1) // BLOCK], 0, (at - 1) % BLOCK, 0]) if at else 1 + layer
+                cache[table[at // BLOCK], :, at % BLOCK] = _state(before, tokens[at])
+        if end < len(tokens):
+            return []
+        cache = next(iter(self.caches.values()))
+        places = np.arange(end)
+        states = cache[np.array(table)[places // BLOCK], 0, places % BLOCK, 0].long().tolist()
+        return [_answer(states)]
+
+    @property
+    def off(self) -> bool:
+        """Whether the cache is off, as it is once the scheduler side knows that either side was given up."""
+        return self.connector._scheduler.readiness.phase == "off"
+
+    def idle(self) -> bool:
+        """Whether every block is free and nothing is waited for."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return not self.scheduler.requests and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+    def close(self) -> None:
+        """The end of both sides."""
+        self.worker.shutdown()
+        self.connector.shutdown()
