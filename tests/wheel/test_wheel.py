@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes.util
+import json
+import os
+import shutil
 import subprocess
+import sys
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -31,9 +35,66 @@ def run(python: Path, env: dict[str, str], program: str, tmp_path: Path) -> str:
     return done.stdout.strip()
 
 
-def test_one_wheel_serves_every_python_from_3_11_on(wheel: Path, names: list[str]) -> None:
+def pythons() -> list[Path]:
+    """Interpreters of CPython 3.11 and newer on this machine, one of each version: on the PATH, and pyenv's. Builds
+    without the GIL have another ABI."""
+    program = """
+import platform, sys, sysconfig
+free = sysconfig.get_config_var("Py_GIL_DISABLED")
+if platform.python_implementation() == "CPython" and sys.version_info >= (3, 11) and not free:
+    print(*sys.version_info[:2], sep=".")
+"""
+    on_path = [shutil.which(f"python3.{minor}") for minor in range(11, 30)]
+    places = [Path(place) for place in (sys.executable, *on_path) if place]
+    places += sorted((Path.home() / ".pyenv" / "versions").glob("3.*/bin/python3"))
+    found: dict[str, Path] = {}
+    for place in places:
+        command = [str(place), "-I", "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if version := done.stdout.strip():  # a shim of pyenv fails where its version is not chosen
+            found.setdefault(version, place)
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the wheel."""
+    place = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    return place
+
+
+def test_one_wheel_serves_every_python_from_3_11_on(
+    wheel: Path, names: list[str], unpacked: Path, clean_env: dict[str, str], tmp_path: Path
+) -> None:
+    """The extension is loaded and called in every Python here, whichever the wheel was built with."""
     assert "-cp311-abi3-" in wheel.name
     assert [name for name in names if name.endswith(".so")] == ["ucm/_core.abi3.so"]
+    program = f"""
+import json, sys
+sys.path.insert(0, {str(unpacked)!r})
+import ucm._core
+assert ucm._core.__file__ == {str(unpacked / "ucm" / "_core.abi3.so")!r}
+kinds = json.loads(ucm._core.tier_kinds())
+print(len(kinds) > 0, ucm._core.part_mask(0, 1, 2).hex())
+"""
+    answers = {run(python, clean_env, program, tmp_path) for python in pythons()}
+    assert len(answers) == 1
+    assert answers.pop().startswith("True ")
+
+
+def test_the_extension_uses_the_stable_abi_alone(wheel: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+    """No symbol beyond those that Python 3.11 promises to every later version: of these not all can be here."""
+    command = [os.environ["UCM_TEST_UV"], "tool", "run", "abi3audit==0.0.26", "--strict", "--report", str(wheel)]
+    done = subprocess.run(
+        command, env=clean_env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (audited,) = json.loads(done.stdout)["specs"].values()
+    (extension,) = audited["wheel"]
+    assert extension["name"] == "_core.abi3.so"
+    assert extension["result"]["is_abi3"], extension
 
 
 def test_wheel_carries_types_licence_and_nothing_of_the_repository(names: list[str]) -> None:
