@@ -7,3 +7,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "store"))
+sys.path.append(str(Path(__file__).parents[1] / "vllm"))

@@ -1,7 +1,8 @@
-"""What an adapter computed is offered when its files were looked at afterwards; what ended before that is held."""
+"""Blocks of ended requests that wait: for a check of an adapter's files, or for staging."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from vllm.v1.request import Request
 from ucm.integration.vllm.connector.identity.adapters import RECHECK_S, AdapterDigests
 from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
-from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata
+from ucm.integration.vllm.connector.metadata import RankReport, UCMConnectorMetadata
+from ucm.integration.vllm.connector.miss_stats import UNSTORED
+from ucm.integration.vllm.connector.scheduler import deferred_dumps
+from ucm.integration.vllm.connector.scheduler.deferred_dumps import ROOM_S
+from ucm.integration.vllm.connector.scheduler.dump_planner import BUSY_PAUSE_S
 
 
 class Looks(AdapterDigests):
@@ -175,3 +180,86 @@ def test_items_of_every_request_that_begins_are_told_of() -> None:
     output.num_scheduled_tokens = {"a": 1, "b": 1, "c": 1}
     rig.scheduler.build_connector_meta(output)
     assert told == [(request, 0), (stranger, 5)]
+
+
+def with_little_room(blocks: int) -> tuple[Rig, UCMConnectorMetadata]:
+    """A request of ``blocks`` blocks whose one step found room for two of them."""
+    rig = Rig()
+    rig.report(RankReport(0, ready=True, attempt=1, free_slots=2))
+    request = rig.request("a", blocks * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    assert offered(plan) == [(0, 2)]
+    rig.scheduler.request_finished(request)
+    rig.tables.free(request)
+    return rig, plan
+
+
+def stored(rig: Rig, plan: UCMConnectorMetadata, free: int, busy: bool = False) -> None:
+    """A rank's dumps of a plan ended, or were refused; it has ``free`` free slots."""
+    failed = tuple(range(len(plan.dumps[0].blocks))) if busy else ()
+    rig.report(replace(rig.ended(plan, failed=failed, busy=busy), free_slots=free))
+
+
+def unstored(rig: Rig) -> dict[str, int]:
+    """Blocks that found no room, by reason."""
+    counted = rig.scheduler.miss_stats.take() or {}
+    mine = [name for name in counted if name.startswith(UNSTORED)]
+    return {name.removeprefix(UNSTORED): counted[name] for name in mine}
+
+
+def test_what_found_no_room_is_offered_after_its_request_has_ended() -> None:
+    rig, plan = with_little_room(7)
+    assert rig.scheduler.has_pending_push_work
+    assert offered(rig.step()) == [], "there is no room yet"
+    for first, blocks in [(2, 2), (4, 2)]:
+        stored(rig, plan, free=2)
+        plan = rig.step()
+        assert offered(plan) == [(first, blocks)]
+    stored(rig, plan, free=0, busy=True)
+    assert unstored(rig) == {"busy": 2}
+    assert rig.scheduler.has_pending_push_work
+    rig.clock.now += BUSY_PAUSE_S
+    rig.report(RankReport(0, ready=True, attempt=1, last_job=plan.dumps[0].job, free_slots=5))
+    plan = rig.step()
+    assert offered(plan) == [(4, 3)], "what was refused is offered again"
+    stored(rig, plan, free=5)
+    assert not rig.scheduler.has_pending_push_work
+    assert rig.scheduler.dumps.published_blocks == 7
+    assert unstored(rig) == {}
+
+
+def test_blocks_that_vllm_reuses_before_there_is_room_are_not_offered() -> None:
+    rig, plan = with_little_room(7)
+    # Eight that the request did not use, and its last three.
+    taken = rig.tables.block_pool.get_new_blocks(8 + 3)
+    stored(rig, plan, free=10)
+    plan = rig.step()
+    assert offered(plan) == [(2, 2)]
+    assert {block.block_id for block in taken}.isdisjoint(plan.dumps[0].blocks.tolist())
+    assert unstored(rig) == {"overwritten": 3}
+    stored(rig, plan, free=10)
+    assert not rig.scheduler.has_pending_push_work
+
+
+@pytest.mark.parametrize("room", ["none", "too late"])
+def test_an_engine_waits_no_longer_than_a_second_for_room(room: str) -> None:
+    rig, plan = with_little_room(7)
+    for _ in range(5):
+        assert offered(rig.step()) == []
+        rig.clock.now += ROOM_S / 5
+        rig.report(RankReport(0, ready=True, attempt=1, last_job=plan.dumps[0].job, free_slots=0))
+    assert offered(rig.step()) == []
+    assert not rig.scheduler.has_pending_push_work
+    assert unstored(rig) == {"ended": 5}
+    if room == "too late":
+        stored(rig, plan, free=10)
+        assert offered(rig.step()) == []
+
+
+def test_only_so_many_blocks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred_dumps, "MOST_BLOCKS", 3)
+    rig, plan = with_little_room(7)
+    stored(rig, plan, free=10)
+    assert offered(rig.step()) == [(2, 3)]
+    assert unstored(rig) == {"ended": 2}

@@ -43,6 +43,7 @@ COUNTERS = {
     **{sparse_counts.COUNTER + name: texts for name, texts in sparse_counts.SPARSE_COUNTERS.items()},
 }
 MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
+UNSTORED_BLOCKS = ("ucm_unstored_blocks", "Blocks not stored for want of staging, by reason.")
 
 #: Speeds as the scheduler side knows them -> (name in Prometheus, what is measured). The newest counts.
 GAUGES = {
@@ -121,6 +122,7 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         show = functools.partial(_metric, metric_types[PrometheusGauge], multiprocess_mode="mostrecent")
         measure = functools.partial(_metric, metric_types[PrometheusHistogram], buckets=BUCKETS)
         missed = make(*MISSED_BLOCKS, (*labelnames, "reason"))
+        unstored = make(*UNSTORED_BLOCKS, (*labelnames, "reason"))
         self._tier_counters = {key: make(*texts, (*labelnames, "tier")) for key, texts in TIER_COUNTERS.items()}
         self._tier_gauges = {key: show(*texts, (*labelnames, "tier", "half")) for key, texts in TIER_GAUGES.items()}
         self._values = per_engine_labelvalues
@@ -131,6 +133,8 @@ class UcmPromMetrics(KVConnectorPromMetrics):
             counters = {key: make(*texts, tuple(labelnames)).labels(*values) for key, texts in COUNTERS.items()}
             for reason in MissReason:
                 counters[miss_stats.MISSED + reason] = missed.labels(*values, str(reason))
+            for why in (miss_stats.BUSY, miss_stats.ENDED, miss_stats.OVERWRITTEN):
+                counters[miss_stats.UNSTORED + why] = unstored.labels(*values, why)
             self._counters[engine] = counters
             self._gauges[engine] = {
                 key: show(*texts, tuple(labelnames)).labels(*values) for key, texts in GAUGES.items()

@@ -30,6 +30,11 @@ TIMES = 1024
 #: Names of the counters; that of a missed block ends with its reason.
 ASKED, HIT, LOADED, PUBLISHED, UNPUBLISHED = "asked", "hit", "loaded", "published", "unpublished"
 MISSED = "missed."
+#: Blocks not stored for want of staging; the name of the counter ends with the reason. Busy: a rank
+#: had no free slot, and they are offered again. Ended: their request had ended, and no slot became
+#: free in time. Overwritten: it had ended, and vLLM reused their device blocks.
+UNSTORED = "unstored."
+BUSY, ENDED, OVERWRITTEN = "busy", "ended", "overwritten"
 #: Counts tokens, not blocks.
 DECLINED_TOKENS = "declined_tokens"
 #: Name of the times of lookups, in seconds.
@@ -131,6 +136,10 @@ class MissStats:
         """So many blocks were published by every rank, and so many could not be."""
         self._count(PUBLISHED, published)
         self._count(UNPUBLISHED, failed)
+
+    def unstored(self, reason: str, blocks: int) -> None:
+        """These blocks were not stored for want of staging."""
+        self._count(UNSTORED + reason, blocks)
 
     def _count(self, name: str, blocks: int) -> None:
         if blocks > 0:

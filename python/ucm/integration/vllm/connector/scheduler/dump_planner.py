@@ -78,6 +78,7 @@ class DumpPlanner:
         self._heard = self._asked = float("-inf")
         self.published_blocks = 0
         self.failed_blocks = 0
+        self.busy_blocks = 0  # refused by a rank without a free slot
 
     def bind(self, pool: BlockPool) -> None:
         """The pool whose blocks are dumped."""
@@ -234,6 +235,7 @@ class DumpPlanner:
                 self._block_tracker.written(key, self._clock())
         self.published_blocks += len(job.keys) - len(failed)
         self.failed_blocks += len(refused)
+        self.busy_blocks += len(failed) - len(refused)
         if not failed:
             self._fail_pause = FAIL_PAUSE_S
             return

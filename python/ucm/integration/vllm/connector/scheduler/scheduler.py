@@ -32,7 +32,7 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.miss_stats import MissStats
+from ucm.integration.vllm.connector.miss_stats import BUSY, MissStats
 from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
 from ucm.integration.vllm.connector.scheduler.deferred_dumps import DeferredDumps
 from ucm.integration.vllm.connector.scheduler.dump_planner import DumpPlanner
@@ -467,14 +467,14 @@ class UCMConnectorScheduler:
         return plans
 
     def _defer(self, tracker: RequestTracker, computed: int) -> None:
-        """The request ends: keep what is not confirmed yet, and begin to find out."""
+        """The request ends: keep what is to be checked, or found no room."""
         request = tracker.request
         upto = min(min(computed, self._limit(request)) // self._block_tokens, tracker.wrong_from)
         if self._manager is None or self._keys is None or not tracker.keyable or upto <= tracker.cursor:
             return
         now = self._clock()
-        if self._keys.current(request, now) is not None:
-            return  # what could be offered was
+        if self._keys.current(request, now) is False:
+            return
         upto = tracker.grow(upto, self._keys, self._block_tracker)
         self._deferred.add(tracker, upto, self._manager.get_blocks(request.request_id).blocks[0], now)
 
@@ -485,6 +485,8 @@ class UCMConnectorScheduler:
         for tracker, plans in self._deferred.take(self._keys, now):
             self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
             dumps += plans
+        for reason, blocks in self._deferred.take_lost().items():
+            self.miss_stats.unstored(reason, blocks)
 
     @harmless(None)
     def _touch(self, tracker: RequestTracker, blocks: int) -> None:
@@ -527,6 +529,7 @@ class UCMConnectorScheduler:
         if handshakes := [rank.handshake for rank in report.ranks if rank.handshake is not None]:
             self._on_handshakes(handshakes)
         published, failed = self.dumps.published_blocks, self.dumps.failed_blocks
+        busy = self.dumps.busy_blocks
         self._on_lost_blocks(report.lost)
         for rank in report.ranks:
             self.readiness.report(rank)
@@ -549,11 +552,12 @@ class UCMConnectorScheduler:
                     tracker.failed_because(failure.first, reasons)
                     self._rewound(tracker)
                 throttle.warning("load failed", "request %s: a load failed, computing instead", failure.request)
-            self.dumps.report(rank, self._live.values())
+            self.dumps.report(rank, [*self._live.values(), *self._deferred.trackers])
             if any(result.failed for result in rank.done):
                 for tracker in self._live.values():
                     self._rewound(tracker)
         self.miss_stats.dumped(self.dumps.published_blocks - published, self.dumps.failed_blocks - failed)
+        self.miss_stats.unstored(BUSY, self.dumps.busy_blocks - busy)
 
     def _on_room(self, rank: RankReport) -> None:
         """How much the store holds. Offloaded blocks must be stored, however small it is."""
