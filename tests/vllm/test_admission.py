@@ -5,6 +5,7 @@ Decisions and counts only: what the speeds are on this machine is for ``benches/
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from cases import STORED
 from checks import assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk, over_device, store_under_test
-from specs import BLOCK, PATIENT, ROOM, EngineSpec, Result, StoreSpec
+from specs import BLOCK, PATIENT, ROOM, Ask, EngineSpec, Result, StoreSpec, prompt
 from throttled import Throttle
 
 from ucm.integration.vllm.connector.admission.admission import UNLEARNT
@@ -91,6 +92,14 @@ def test_no_request_loses_a_step_and_no_idle_engine_takes_one(segments: Engine) 
     # Publishing a segment takes a second, and nobody steps for that.
     segments.wait_idle()
     wait_until(lambda: not count(segments, "has_pending_push_work.__int__()"), "the engine rests")
+    # A store for lookups does not know how much fits: a rank reports that with its dumps.
+    seeds = itertools.count(100)
+
+    def limited() -> bool:
+        segments.generate(Ask(prompt(next(seeds), 2 * BLOCK), 1))
+        return segments.scheduler_eval("connector._scheduler._turnover._limit is not None") == "True"
+
+    wait_until(limited, "a rank has reported the limit of its store")
 
 
 def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle: Throttle) -> None:
