@@ -79,7 +79,8 @@ class Faults:
     """The files through which a test speaks to the stores of an engine, and hears from them.
 
     ``hold-lookup``, ``hold-load``, ``hold-dump``: while the file is there, the operation does not go on; a number in
-    it is a deadline in seconds after which the operation fails. ``fail-lookup``, ``fail-load``, ``fail-dump``: it
+    it is a deadline in seconds after which the operation fails. A load fails at the deadline that the connector gave
+    it, and says so (``load-late``). ``fail-lookup``, ``fail-load``, ``fail-dump``: it
     fails, for all blocks or for the ids (hex, one a line) in the file; a line ``rank=N`` fails that tensor rank's.
     ``busy-dump``: refused at once, always or as often as a number in the file says.
     """
@@ -107,9 +108,9 @@ class Faults:
         except FileNotFoundError:
             return None
 
-    def say(self, event: str, ids: Sequence[bytes], rank: int) -> None:
+    def say(self, event: str, ids: Sequence[bytes], rank: int, seconds: float | None = None) -> None:
         """Appends to the record of events, whole or not at all."""
-        line = json.dumps({"event": event, "ids": [i.hex() for i in ids], "rank": rank}) + "\n"
+        line = json.dumps({"event": event, "ids": [i.hex() for i in ids], "rank": rank, "seconds": seconds}) + "\n"
         descriptor = os.open(self.control / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(descriptor, line.encode())
@@ -129,6 +130,7 @@ class FaultStore(UcmKVStoreBaseV1):
     """Another store behind gates. Its configuration: that of the other, ``control``, and ``inner`` (its name)."""
 
     serves_accelerators = True
+    takes_load_timeout = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -153,8 +155,10 @@ class FaultStore(UcmKVStoreBaseV1):
             raise StoreIOError("the test made this lookup fail")
         return self._inner.lookup(block_ids)
 
-    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses) -> Task:
-        return Task(self._pool.submit(self._load, list(block_ids), list(shard_index), addrs.copy()))
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, timeout: float | None = None
+    ) -> Task:
+        return Task(self._pool.submit(self._load, list(block_ids), list(shard_index), addrs.copy(), timeout))
 
     def dump_data(
         self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, prerequisite_handle: int = 0
@@ -205,9 +209,13 @@ class FaultStore(UcmKVStoreBaseV1):
             self._inner.close()
         super().close()
 
-    def _load(self, block_ids: list[bytes], shards: list[int], addrs: Addresses) -> Any:
+    def _load(self, block_ids: list[bytes], shards: list[int], addrs: Addresses, timeout: float | None) -> Any:
         self._faults.say("load", block_ids, self._rank)
-        self._hold("hold-load")
+        try:
+            self._hold("hold-load", timeout)
+        except DeadlineError:
+            self._faults.say("load-late", block_ids, self._rank, timeout)
+            raise
         bad = self._failures("fail-load", block_ids)
         good = [row for row in range(len(block_ids)) if row not in bad]
         task = None
@@ -241,12 +249,15 @@ class FaultStore(UcmKVStoreBaseV1):
             if everything or block_id.hex() in chosen
         }
 
-    def _hold(self, name: str) -> None:
+    def _hold(self, name: str, timeout: float | None = None) -> None:
         start, pause = time.monotonic(), threading.Event()
         while (content := self._faults.active(name)) is not None:
             # A held operation ends by itself before the test's own deadline, so that a broken test cannot hang.
-            if time.monotonic() - start > (float(content) if content else 180.0):
+            held = time.monotonic() - start
+            if held > (float(content) if content else 180.0):
                 raise DeadlineError(f"{name}: the test made this operation miss its deadline")
+            if timeout is not None and held > timeout:
+                raise DeadlineError(f"{name}: not within the {timeout} s that it was given")
             pause.wait(0.005)
 
 

@@ -84,13 +84,30 @@ def test_failed_loads_of_concurrent_requests(warm: Engine, cold: Life, reference
     assert_back_to_normal(warm, cold.disk, "shared_a", reference["shared_a"])
 
 
+#: Where the scheduler side keeps the seconds that a load may take: at least, at most, and while speeds are unknown.
+BOUNDS = (
+    "(connector._scheduler.admission.compute_rate, '_min_s'), (connector._scheduler.admission.compute_rate, '_max_s'), "
+    "(connector._scheduler.admission, '_unknown_load_s')"
+)
+
+
 def test_load_past_its_deadline(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """The store gives the load up at its deadline; the request computes."""
-    since = len(cold.disk.faults.events("load"))
-    cold.disk.faults.set("hold-load", "0.3")
-    answer = warm.generate(STORED["middle"].ask())[0]
-    assert loads_of(cold.disk, since) > 0
+    """A load that does not end is given up at the deadline that the connector gave it. The request computes."""
+    faults, before = cold.disk.faults, warm.metrics().get("ucm_missed_blocks_total:timeout", 0)
+    late = len(faults.events("load-late"))
+    # The bounds of a user who does not wait as patiently as these tests.
+    patient = warm.scheduler_eval(f"[getattr(*place) for place in ({BOUNDS})]")
+    warm.scheduler_eval(f"[setattr(*place, 0.3) for place in ({BOUNDS})]")
+    try:
+        faults.set("hold-load")  # until it is cleared, which is after the answer
+        answer = warm.generate(STORED["middle"].ask())[0]
+        (event,) = faults.events("load-late")[late:]
+    finally:
+        warm.scheduler_eval(f"[setattr(*place, value) for place, value in zip(({BOUNDS}), {patient})]")
+    assert event["seconds"] == 0.3
+    assert len(event["ids"]) >= STORED["middle"].full_blocks
     assert_same(answer, reference["middle"])
+    assert warm.metrics()["ucm_missed_blocks_total:timeout"] - before > 0
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
 
 
