@@ -328,7 +328,7 @@ class Rig:
     def step(
         self, *requests: Request, new: bool = False, sync: bool = False, most: int = 1 << 30
     ) -> UCMConnectorMetadata:
-        """One step that computes all tokens of these requests that are not computed yet, at most so many of each;
+        """One step that computes all tokens of these requests that are not computed yet, at most ``most`` of each;
         ``sync``: on what another connector loads in it."""
         output = SchedulerOutput.make_empty()
         output.has_sync_kv_loads = sync

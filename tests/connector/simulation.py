@@ -26,7 +26,7 @@ from ucm.store import part_mask, record_ids
 
 #: Bytes of one block in these tests, of all ranks.
 BLOCK_BYTES = 1 << 20
-#: A load that begins while the speed of computing is unknown is given up after so many seconds.
+#: Seconds after which a load is given up that begins while the speed of computing is unknown.
 UNKNOWN_S = UNKNOWN_LOAD_S
 
 

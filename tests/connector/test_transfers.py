@@ -664,5 +664,5 @@ def test_a_rank_that_writes_reports_now_and_then_how_much_its_store_holds(writer
         report = worker.step()[2]
         rooms.append(None if report is None else report.ranks[0].room)
     record = 2 * TOKENS * SIZE * 4
-    told = [StoreRoom("posix", 1000, 10 * tasks, record) for tasks in (2, 4)]
-    assert [room for room in rooms if room] == (told if writer else [])
+    reported = [StoreRoom("posix", 1000, 10 * tasks, record) for tasks in (2, 4)]
+    assert [room for room in rooms if room] == (reported if writer else [])

@@ -28,7 +28,7 @@ KV, RECORD = 4096, 8192
 
 
 class Limited(Memory):
-    """A store that holds so many records and evicts by oldest use, the end of a chain first."""
+    """A store that holds ``records`` records and evicts by oldest use, the end of a chain first."""
 
     record_len = RECORD
 
@@ -118,7 +118,7 @@ class Engine:
 
 
 def run(limit: int, prompts: Sequence[int], blocks: int, ranks: int = 1, rule: bool = True) -> tuple[int, int]:
-    """Blocks written and hit where ``limit`` blocks fit and these prompts of so many blocks come."""
+    """Blocks written and hit where ``limit`` blocks fit; each prompt has ``blocks`` blocks."""
     store = Limited(limit * ranks, reports=rule)
     engine = Engine(store, store.write, ranks)
     for prompt in prompts:

@@ -254,7 +254,7 @@ def meant_store(word: str) -> str | None:
 
 
 def nearest_key(word: str, known: Iterable[str]) -> str | None:
-    """The key that a word means, else the one that looks most like it; none that has no effect."""
+    """The key that a word means, else the one spelled most like it; none that has no effect."""
     names = [name for name in known if name not in MEANINGLESS and name not in UNUSED]
     meant = MEANT_KEYS.get(word.lower())
     return meant if meant in names else nearest(word, names)
@@ -273,7 +273,7 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 
 def store_hint(word: str, known: Iterable[str]) -> str:
-    """:func:`hint` for the name of a store: its meaning goes before its looks."""
+    """:func:`hint` for the name of a store: its meaning goes before its spelling."""
     meant, names = meant_store(word), tuple(known)
     spellings = [name for name, store in BACKEND_WORDS.items() if store == meant]
     found = next((name for name in (*spellings, meant) if name in names), None)

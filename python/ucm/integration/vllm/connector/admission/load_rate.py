@@ -33,7 +33,7 @@ class LoadSpeed(NamedTuple):
     given_up: float  # share of loads that did not end in time
 
     def seconds(self, size: int) -> float:
-        """What a load of so many bytes takes."""
+        """Seconds that a load of ``size`` bytes takes."""
         return self.fixed + size * self.per_byte
 
 

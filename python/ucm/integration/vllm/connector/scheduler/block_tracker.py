@@ -26,7 +26,7 @@ class BlockTracker:
         refused_limit: int = REFUSED_LIMIT,
         turnover: Turnover | None = None,
     ) -> None:
-        """``turnover``: told of blocks that were stored before and are asked for again."""
+        """``turnover`` counts hits and evictions of blocks that were stored before."""
         self.turnover = turnover or Turnover()
         self._present: dict[bytes, float] = {}  # and since when, as far as is known
         self._evicted: dict[bytes, None] = {}

@@ -46,7 +46,7 @@ class HitPolicy:
         return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
 
     def begin_load(self, tracker: RequestTracker, tokens: int) -> float:
-        """A load of so many tokens is planned; returns the seconds it may take."""
+        """A load of ``tokens`` tokens is planned; returns the seconds it may take."""
         request, rest = tracker.request, tracker.request.num_tokens - tracker.local - tokens
         first = tracker.local // self._block_tokens
         whole = self._cut(self._tiers(tracker, first, first + tokens // self._block_tokens))

@@ -43,8 +43,8 @@ class StoreLimit:
 
 
 def limit_of(rooms: Collection[StoreRoom], parts: int) -> StoreLimit | None:
-    """The limit for blocks of so many parts, of which each rank that writes one reports its room;
-    None before all have. Memory holds the parts of its rank, any other tier those of all."""
+    """The limit for blocks of ``parts`` parts. Each rank that writes one reports its room; None until
+    all have reported. Memory holds the parts of its rank, any other tier those of all."""
     if len(rooms) < max(parts, 1):
         return None
     least = min(rooms, key=lambda room: room.capacity // room.record)
@@ -76,7 +76,7 @@ class Turnover:
         self._judge()
 
     def asked_again(self, hits: int, evicted: int) -> None:
-        """A request asked for blocks that were stored before: so many are hits, so many are absent.
+        """A request asked for blocks that were stored before: ``hits`` are there, ``evicted`` are absent.
 
         Absent blocks of a store with room were removed for another reason, and count for nothing."""
         if self._limit is None:

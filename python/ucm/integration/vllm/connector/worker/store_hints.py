@@ -32,7 +32,7 @@ def prefetch_room(store: UcmKVStoreBaseV1) -> int:
 
 
 def store_room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
-    """How much this rank's store holds of blocks with so many bytes of KV; None where it reports no
+    """How much this rank's store holds, for blocks with ``block_bytes`` of KV; None where it reports no
     limit. A store for lookups alone does not know it, so the scheduler side cannot ask its own."""
     try:
         tiers = store.stats().get("tiers")
