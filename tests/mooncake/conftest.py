@@ -19,6 +19,7 @@ PACKAGE = HERE.parents[1] / ".tools" / "mooncake"
 sys.path[:0] = [str(HERE), str(HERE.parent / "store"), str(PACKAGE)]
 
 from mooncake_pool import Pool  # noqa: E402
+from required_servers import missing_server  # noqa: E402
 
 
 def why_not() -> str:
@@ -32,10 +33,15 @@ def why_not() -> str:
     return ""
 
 
+def need_mooncake() -> None:
+    """Skip the test, or fail it, where Mooncake does not run."""
+    if reason := why_not():
+        missing_server(reason)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _mooncake() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
+    need_mooncake()
     pytest.importorskip("ucm._core", reason="the core is not compiled here")
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
-import pytest
 from mooncake_pool import PACKAGE, Pool
 from moto_server import MotoServer
+from required_servers import missing_server
 
 from servers import BUCKET, MissingError, redis_server, s3_server
 
@@ -209,6 +209,4 @@ def started(column: Column, directory: Path) -> Any:
     try:
         return column.start(directory)
     except MissingError as missing:
-        if os.environ.get("UCM_REQUIRE_SERVERS"):
-            raise
-        pytest.skip(str(missing))
+        missing_server(str(missing))

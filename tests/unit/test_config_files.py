@@ -72,7 +72,7 @@ def test_secrets_are_never_shown() -> None:
     for text in (str(config), repr(config)):
         assert "hunter2" not in text
     assert "seen" in str(config)
-    assert "redis://<hidden>@host/0" in str(config)
+    assert "redis://user:***@host/0" in str(config)
     assert config.store_config() == own
 
 

@@ -36,7 +36,7 @@ def test_an_address_names_its_store(place: Any, store: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ({"storage_backends": "ftp://u:p@host/prefix"}, "ftp://<hidden>@host/prefix is no place for UcmPosixStore"),
+        ({"storage_backends": "ftp://u:p@host/prefix"}, "ftp://u:***@host/prefix is no place for UcmPosixStore"),
         ({"storage_backends": ["redis://host", "/b"]}, "/b is no place for UcmRedisStore"),
         ({"storage_backends": ["/b", "redis://u:p@host"]}, "UcmRedisStore, which takes it"),
         ({"storage_backend": "object", "path": "/data"}, "/data is no place for UcmObjectStore; give s3://..."),
@@ -76,4 +76,4 @@ def test_a_password_is_shown_nowhere() -> None:
     config = load({"storage_backends": "redis://me:secret@host", "redis_password": "hidden-too"}, {})
     shown = str(config)
     assert "secret" not in shown and "hidden-too" not in shown
-    assert "redis://<hidden>@host" in shown
+    assert "redis://me:***@host" in shown

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ucm._core import Place
 
 _Item = tuple[str, str, int, int, str]
+#: Most bytes of a document that is read, whatever the server says of its size (``limits.rs``).
+_LONGEST_DOCUMENT = 4 << 20
 _MANIFEST_OF_PART = re.compile(r"manifest-g\d+p\d+t\d+\.json")
 _LONGEST_DOCUMENT = 16 << 20
 _REDIS = ("redis", "rediss")
@@ -170,7 +172,7 @@ class RemoteRoot:
     def _json(self, item: _Item) -> Any:
         if item[2] > _LONGEST_DOCUMENT:
             raise ValueError(f"more than {_LONGEST_DOCUMENT} bytes")
-        text = self.read(item, 0, item[2])
+        text = self.read(item, 0, min(item[2], _LONGEST_DOCUMENT))
         return None if text is None else json.loads(text)
 
     def _manifest(self, namespace: str) -> Any:
@@ -254,6 +256,7 @@ def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
 
     from ucm._core import Place
     from ucm.config.fields import Section, section_of
+    from ucm.config.secret import for_core
     from ucm.config.stores import STORE_OF_SCHEME, STORES
 
     store = STORE_OF_SCHEME.get(scheme_of(url))
@@ -278,7 +281,7 @@ def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     options = STORES[store].told(lambda key: getattr(section, key))
     del options["kind"]
-    return Place(kind.word, json.dumps(options))
+    return Place(kind.word, for_core(options))
 
 
 def _found(kind: Kind, item: _Item) -> Found:

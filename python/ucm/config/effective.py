@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
+from ucm.config.secret import is_secret
 from ucm.config.sizes import HIDDEN, Capacity, show_size, without_login
 from ucm.config.stores import TIER_MODES, TIER_SIZES, TIER_UNSET
-
-#: Names of keys whose values are never shown.
-_SECRET_NAME = re.compile(
-    r"secret|passw|passphrase|credential|private_?key|access_?key|api_?key|(^|[_.-])(auth|token|key)$|auth_?token",
-    re.IGNORECASE,
-)
 
 #: Keys whose numbers are bytes.
 SIZES: frozenset[str] = TIER_SIZES | {"staging_capacity"}
@@ -48,18 +42,13 @@ DEFAULT_TEXT: dict[str, str] = {
 }
 
 
-def is_secret(name: str) -> bool:
-    """Whether a key of this name holds something that must not be printed."""
-    return _SECRET_NAME.search(name) is not None
-
-
 def show(name: str, value: Any) -> str:
     """A value as text, with what must not be printed replaced by ``<hidden>``."""
     return json.dumps(_shown(name, value), ensure_ascii=False, default=str)
 
 
 def _shown(name: str, value: Any) -> Any:
-    if value is not None and is_secret(name):
+    if isinstance(value, SecretStr) or (value is not None and is_secret(name)):
         return HIDDEN
     if isinstance(value, Capacity):
         return str(value)

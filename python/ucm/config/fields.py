@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, SkipValidation, create_model
 
+from ucm.config.secret import parse_secret
 from ucm.config.sizes import (
     Capacity,
     parse_age,
@@ -59,7 +60,8 @@ Port = Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=65535)]
 
 
 def plain(value: Any) -> Any:
-    """A value as it can be written, and as the core reads it: no object of ours in it."""
+    """A value as it can be written, and as the core reads it, its secrets still hidden
+    (:func:`ucm.config.secret.revealed`)."""
     if isinstance(value, Capacity):
         return value.bytes if value.bytes is not None else str(value)
     if isinstance(value, Section):
@@ -107,9 +109,11 @@ def _reading(schema: Schema) -> tuple[Any, Reader]:
         return Literal[several], partial(_choice, several)
     match schema.get("format"):
         case "directories" | "addresses":
-            return tuple[str, ...], parse_paths
+            return tuple[SkipValidation[str], ...], parse_paths  # an Address among them stays one
         case "heats":
             return tuple[tuple[str, str], ...], parse_heats
+        case "secret":
+            return SecretStr, parse_secret
         case "size":
             return int, parse_size
         case "age":

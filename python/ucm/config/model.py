@@ -28,6 +28,7 @@ from ucm.config.fields import (
     unless_none,
     word,
 )
+from ucm.config.secret import concealed, revealed
 from ucm.config.sizes import Capacity, parse_capacity, scheme_of
 from ucm.config.sparse import ALGORITHMS, AlgorithmSections
 from ucm.config.stores import COMMON, DEFAULT_STORE, KNOWN_STORES
@@ -210,7 +211,9 @@ class UcmConfig(StoreSettings):
     enabled: Flag = True
     ucm_connector_name: str = DEFAULT_STORE
     ucm_connector_module_path: str | None = None
-    ucm_connector_config: dict[str, Any] = Field(default_factory=dict, repr=False)
+    ucm_connector_config: Annotated[dict[str, Any], BeforeValidator(concealed)] = Field(
+        default_factory=dict, repr=False
+    )
     store_pipeline: tuple[Stage, ...] = ()
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
     kv_connector: Literal["UCMConnector", "UCMDirectConnector", "UCMBlendConnector"] = "UCMConnector"
@@ -303,7 +306,7 @@ class UcmConfig(StoreSettings):
         """What the store's constructor gets, before the connector adds sizes, identity and part.
 
         One of ucm's stores gets every key it has. A user's own store gets its ``ucm_connector_config`` as written,
-        and those keys of ucm's stores that were set outside it.
+        and those keys of ucm's stores that were set outside it, its secrets readable.
         """
         keys = [key for key in StoreSettings.model_fields if key not in STORE_SECTIONS]
         common = {key: plain(getattr(self, key)) for key in keys}
@@ -320,7 +323,7 @@ class UcmConfig(StoreSettings):
             name for name, keys in sections.items() if any(self.origin(f"{name}.{key}") != "default" for key in keys)
         }
         config.update({name: sections[name] for name in given})
-        return config
+        return dict(revealed(config))
 
     def describe(self) -> list[str]:
         """The effective configuration, one line per key, each with its origin; secrets are not shown.

@@ -27,13 +27,15 @@ _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _NFS_ADDRESS = re.compile(r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-#: User and password inside an address.
-_LOGIN = re.compile(r"(?<=://)[^\s]*(?=@)")
+#: User and password inside an address; the password is what follows the first colon.
+_LOGIN = re.compile(r"(?<=://)(?P<user>[^\s:@/]*:)?[^\s]*(?=@)")
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
 #: What stands in the place of what is never shown.
 HIDDEN = "<hidden>"
+#: The same of a password in an address.
+_ASTERISKS = "***"
 
 #: The largest size that is believed, in bytes: what a signed 64-bit offset can name.
 MAX_SIZE = 2**63 - 1
@@ -138,24 +140,30 @@ def parse_paths(value: Any) -> tuple[str, ...]:
             check_local(f"{piece}:{following}")
             if scheme_of(f"{piece}:{following}"):
                 raise ValueError(
-                    f"{text!r} has an address among directories; write a list, [/some/directory, s3://...]"
+                    f"{without_login(text)!r} has an address among directories; write a list, [/some/directory, s3://...]"
                 )
     elif isinstance(value, list | tuple):
         pieces = value
     else:
-        raise ValueError(f"{value!r} is not a directory; write a path, a:b:c, or a list of paths")
+        kind = type(value).__name__
+        raise ValueError(f"this {kind} is not a directory; write a path, a:b:c, or a list of paths")
     paths: list[str] = []
     for piece in pieces:
         if not isinstance(piece, str | os.PathLike) or not os.fspath(piece):
-            raise ValueError(f"{piece!r} is not a directory; write a path, a:b:c, or a list of paths")
+            kind = "empty text" if piece == "" else type(piece).__name__
+            raise ValueError(f"this {kind} is not a directory; write a path, a:b:c, or a list of paths")
         check_local(os.fspath(piece))
         text = os.fspath(piece)
-        path = text if scheme_of(text) else os.path.abspath(os.path.expanduser(text))
+        path = _as_address(text) if scheme_of(text) else os.path.abspath(os.path.expanduser(text))
         if path not in paths:
             paths.append(path)
     if not paths:
         raise ValueError("it names no directory; write a path, a:b:c, or a list of paths")
     return tuple(paths)
+
+
+def _as_address(text: str) -> str:
+    return text if isinstance(text, Address) or not has_login(text) else Address(text)
 
 
 def scheme_of(place: str) -> str:
@@ -165,8 +173,41 @@ def scheme_of(place: str) -> str:
 
 
 def without_login(text: str) -> str:
-    """A text with what stands for user and password in an address replaced by ``<hidden>``."""
-    return _LOGIN.sub(HIDDEN, text)
+    """A text with the password in an address replaced: ``redis://user:***@host``. A login without a colon, which may
+    be one secret, is replaced whole."""
+    return _LOGIN.sub(lambda login: (login["user"] or "") + _ASTERISKS, text)
+
+
+def has_login(text: str) -> bool:
+    """Whether a text has an address with a login in it."""
+    return _LOGIN.search(text) is not None
+
+
+class Address(str):
+    """An address with a login. Its text shows no password; :attr:`written` does, and is for
+    :func:`ucm.config.secret.revealed` alone."""
+
+    __slots__ = ("written",)
+
+    written: str
+
+    def __new__(cls, written: str) -> Address:
+        """The address that was ``written``, with its login."""
+        address = super().__new__(cls, without_login(written))
+        address.written = written
+        return address
+
+    def __eq__(self, other: object) -> bool:
+        return self.written == (other.written if isinstance(other, Address) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.written)
+
+    def __reduce__(self) -> tuple[type[Address], tuple[str]]:
+        return Address, (self.written,)
 
 
 #: How fast a directory may be said to be.

@@ -150,7 +150,7 @@ pub(crate) fn s3(dir: &Path) -> Option<S3> {
 pub(crate) fn s3_at(port: u16, dir: &Path) -> Option<S3> {
     let program = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.tools/bin/s3s-fs");
     // Only `make test-long` builds it.
-    has(program, "make servers-long", "UCM_TEST_LONG").then(|| {
+    has(program, "make servers-long", is_set("UCM_TEST_LONG")).then(|| {
         let dir = dir.to_owned();
         std::fs::create_dir_all(dir.join(BUCKET)).unwrap();
         let [id, secret] = KEYS;
@@ -176,17 +176,20 @@ pub(crate) fn shared_s3() -> Option<&'static S3> {
 /// Whether the machine has this program. A test that needs it is skipped where not, and says so; it fails where
 /// `UCM_REQUIRE_SERVERS` is set.
 pub(crate) fn has_program(name: &str) -> bool {
-    has(name, "make servers", "UCM_REQUIRE_SERVERS")
+    has(name, "make servers", is_set("UCM_REQUIRE_SERVERS"))
 }
 
-/// The same of a program that comes by this command, and is required where this variable is set.
-fn has(name: &str, made_by: &str, required_by: &str) -> bool {
+fn is_set(variable: &str) -> bool {
+    std::env::var_os(variable).is_some()
+}
+
+/// The same of a program that comes by this command.
+pub(crate) fn has(name: &str, made_by: &str, required: bool) -> bool {
     let found = Command::new("sh")
         .args(["-c", &format!("command -v {name}")])
         .output()
         .unwrap();
     if !found.status.success() {
-        let required = std::env::var_os(required_by).is_some();
         assert!(!required, "{name} is not there ({made_by})");
         eprintln!("skipped: {name} is not there ({made_by})");
     }

@@ -19,7 +19,7 @@ struct RedisOptions {
     #[schemars(extend("env" = ["UCM_REDIS_USERNAME"], "unset" = "the server's `default`"))]
     redis_username: Option<String>,
     /// the password, where the address has none; never shown. Better in the environment than in a file
-    #[schemars(extend("env" = ["UCM_REDIS_PASSWORD"], "unset" = "none"))]
+    #[schemars(extend("env" = ["UCM_REDIS_PASSWORD"], "unset" = "none", "format" = "secret"))]
     redis_password: Option<String>,
     /// file with the authorities that are trusted for `rediss://`
     #[schemars(extend("unset" = "those of the system", "unit" = "path, PEM"))]

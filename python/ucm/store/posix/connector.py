@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ucm._core import Asked, Store
 from ucm._core import Sides as CoreSides
 from ucm._core import Task as CoreTask
+from ucm.config.secret import concealed
 from ucm.config.stores import DEFAULT_STORE, STORES
 from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError
 from ucm.store.kv_layout import KVLayout, block_numbers
@@ -77,6 +78,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
+        self.config = concealed(self.config)
         self.settings = self._read(config)
         self._logger = logging.getLogger(f"ucm.store.{self._word()}")
         self._last_warning = ""

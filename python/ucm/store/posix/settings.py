@@ -15,6 +15,7 @@ from ucm.config.fields import Section, plain, section_of
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
 from ucm.config.pipelines import place_problems, root_problems
+from ucm.config.secret import for_core
 from ucm.config.sizes import without_login
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest_key, without_effect
@@ -139,7 +140,7 @@ class EngineSettings(StoreSettings):
 
     def setup(self) -> str:
         """The description that the core takes, as JSON; times in seconds."""
-        return json.dumps(
+        return for_core(
             {
                 "stages": self.stages(),
                 "device": self.device,
@@ -168,8 +169,7 @@ class EngineSettings(StoreSettings):
                 "encryption_key_file": self.encryption_key_file and os.path.expanduser(self.encryption_key_file),
                 "tenant_quota": plain(self.tenant_quota),
                 **{f"breaker_{key}": value for key, value in self.breaker.model_dump().items()},
-            },
-            ensure_ascii=False,
+            }
         )
 
 
