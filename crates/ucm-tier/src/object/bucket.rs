@@ -1,8 +1,9 @@
 //! A bucket and the client for it: what is asked of it, and what its errors are here.
 //!
 //! The client tries a request again a few times where that can help (a busy server, a lost connection), with growing
-//! pauses; the deadline of the caller that waits ends all of it. What an error says of the server's answer goes no
-//! further than its code: the answer itself may repeat whose key was used.
+//! pauses; the deadline of the caller that waits ends all of it. Of an answer that reports an error its status and code
+//! are kept ([`super::http`]): the answer itself may repeat whose key was used. No answer is longer than what was asked
+//! for, and a listing ends where a page brings nothing new.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,20 +16,20 @@ use futures_util::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, Certificate, ClientOptions, GetOptions, GetRange, MultipartUpload, ObjectMeta,
-    ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
+    BackoffConfig, Extensions, GetOptions, GetRange, MultipartUpload, ObjectMeta, ObjectStore,
+    ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
+use reqwest::tls::Certificate;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::credentials;
+use super::http::{Connector, Most, Refused, code_in};
 use crate::network::use_ring;
 use crate::secret_file;
 
-/// How long making a connection may take, and one request; deadlines of ours are mostly sooner.
-const CONNECT: Duration = Duration::from_secs(5);
-const REQUEST: Duration = Duration::from_secs(120);
 /// Pauses before a request is tried again, and how long after its beginning it is.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
@@ -36,8 +37,16 @@ const TRIED_FOR: Duration = Duration::from_secs(30);
 /// Longest object that is put with one request, and the parts of a longer one: so many at once.
 const PART: usize = 16 << 20;
 const PARTS_AT_ONCE: usize = 4;
-/// Most objects that one listing names.
+/// Most objects that one listing names, and bytes of their names and tags.
 pub(super) const MOST_LISTED: usize = 1 << 20;
+const MOST_NAMED: usize = 256 << 20;
+/// Longest token that names the next page of a listing, bytes.
+const TOKEN: usize = 8 << 10;
+/// Pages without an object one after the other, which some servers send between others (Azure documents it).
+const EMPTY_PAGES: u32 = 8;
+/// Longest text of an error, letters: of a longer one this much of its beginning, and its end.
+const TEXT: usize = 600;
+const TEXT_BEGINS: usize = 250;
 /// What servers call it when there is no room.
 const FULL: [&str; 6] = [
     "507 Insufficient Storage",
@@ -50,6 +59,13 @@ const FULL: [&str; 6] = [
 
 /// Where the client asks for keys when it was given none: services of the vendor's own machines.
 const NO_KEYS: [&str; 2] = ["//169.254.169.254", "//metadata.google.internal"];
+/// Behind what the client repeats of an answer.
+const REPEATED: [&str; 4] = [
+    " response: ",
+    "CONTENT_RANGE header: ",
+    "Invalid content length ",
+    "Invalid last modified ",
+];
 /// How servers say that they do not know a condition of a put.
 const NO_CONDITIONS: [&str; 4] = [
     "501 Not Implemented",
@@ -106,14 +122,35 @@ impl<'a> Url<'a> {
     }
 }
 
+/// The bytes of an object as they arrive.
+pub(super) type Pieces = BoxStream<'static, object_store::Result<Bytes>>;
+
 /// A version of an object, by which it is replaced only where it is still that one.
 pub(super) type Version = UpdateVersion;
 
 /// See the module.
-#[derive(Debug)]
 pub(crate) struct Bucket {
-    store: Arc<dyn ObjectStore>,
+    client: Client,
     shown: String,
+}
+
+/// The client of a vendor's protocol, twice: as a store, and page by page.
+struct Client {
+    store: Arc<dyn ObjectStore>,
+    pages: Arc<dyn PaginatedListStore>,
+    /// A listing can begin behind a name.
+    has_offsets: bool,
+}
+
+impl Client {
+    fn of<T: ObjectStore + PaginatedListStore>(client: T) -> Self {
+        let client = Arc::new(client);
+        Self {
+            store: Arc::clone(&client) as Arc<dyn ObjectStore>,
+            pages: client,
+            has_offsets: true,
+        }
+    }
 }
 
 impl Bucket {
@@ -125,16 +162,16 @@ impl Bucket {
             .endpoint
             .as_ref()
             .is_some_and(|endpoint| endpoint.starts_with("http://"));
-        let mut options = ClientOptions::new()
-            .with_connect_timeout(CONNECT)
-            .with_timeout(REQUEST)
-            .with_pool_max_idle_per_host(place.connections)
-            .with_allow_http(http);
-        if let Some(path) = &place.ca {
-            for certificate in certificates(path)? {
-                options = options.with_root_certificate(certificate);
-            }
+        if place.endpoint.as_ref().is_some_and(|at| at.contains('@')) {
+            let text = "object_endpoint is http://host:port, without a user or a password; keys go into the environment or \
+                        the files of the vendor's own tools";
+            return Err(Error::new(ErrorKind::Config, text));
         }
+        let authorities = match &place.ca {
+            Some(path) => certificates(path)?,
+            None => Vec::new(),
+        };
+        let connector = Connector::new(http, place.connections, authorities);
         let retry = RetryConfig {
             backoff: BackoffConfig {
                 init_backoff: FIRST_PAUSE,
@@ -145,8 +182,14 @@ impl Bucket {
             retry_timeout: TRIED_FOR,
         };
         let made = match (url.scheme, &place.credentials) {
-            ("s3", file) => Self::s3(credentials::of_s3(file.as_deref())?, place, &url, options, retry),
-            ("az", None) => Self::azure(place, &url, options, retry),
+            ("s3", file) => Self::s3(
+                credentials::of_s3(file.as_deref())?,
+                place,
+                &url,
+                connector,
+                retry,
+            ),
+            ("az", None) => Self::azure(place, &url, connector, retry),
             ("az", Some(_)) => {
                 let text = "keys of Azure come from the environment (AZURE_STORAGE_ACCOUNT_NAME and its like), not from a file; \
                             leave object_credentials out";
@@ -156,7 +199,7 @@ impl Bucket {
                 if let Some(file) = file {
                     secret_file::read(file, "object_credentials")?;
                 }
-                Self::google(place, &url, options, retry)
+                Self::google(place, &url, connector, retry)
             }
         };
         let wrong = |error: object_store::Error| {
@@ -165,7 +208,7 @@ impl Bucket {
             wrong.caused_by(Told::of(&error))
         };
         Ok(Self {
-            store: made.map_err(wrong)?,
+            client: made.map_err(wrong)?,
             shown: place.url.clone(),
         })
     }
@@ -174,12 +217,13 @@ impl Bucket {
         builder: AmazonS3Builder,
         place: &Place,
         url: &Url<'_>,
-        options: ClientOptions,
+        connector: Connector,
         retry: RetryConfig,
-    ) -> object_store::Result<Arc<dyn ObjectStore>> {
+    ) -> object_store::Result<Client> {
         let mut builder = builder
             .with_bucket_name(url.bucket)
-            .with_client_options(options)
+            .with_client_options(connector.options())
+            .with_http_connector(connector)
             .with_retry(retry)
             .with_conditional_put(S3ConditionalPut::ETagMatch)
             // Over TLS a second checksum of what has its own is not worth its time.
@@ -195,34 +239,38 @@ impl Bucket {
         if let Some(region) = &place.region {
             builder = builder.with_region(region);
         }
-        Ok(Arc::new(builder.build()?))
+        let mut client = Client::of(builder.build()?);
+        client.has_offsets = !url.bucket.ends_with("--x-s3"); // a bucket of S3 Express
+        Ok(client)
     }
 
     fn azure(
         place: &Place,
         url: &Url<'_>,
-        options: ClientOptions,
+        connector: Connector,
         retry: RetryConfig,
-    ) -> object_store::Result<Arc<dyn ObjectStore>> {
+    ) -> object_store::Result<Client> {
         let mut builder = MicrosoftAzureBuilder::from_env()
             .with_container_name(url.bucket)
-            .with_client_options(options)
+            .with_client_options(connector.options())
+            .with_http_connector(connector)
             .with_retry(retry);
         if let Some(endpoint) = &place.endpoint {
             builder = builder.with_endpoint(endpoint.clone());
         }
-        Ok(Arc::new(builder.build()?))
+        Ok(Client::of(builder.build()?))
     }
 
     fn google(
         place: &Place,
         url: &Url<'_>,
-        options: ClientOptions,
+        connector: Connector,
         retry: RetryConfig,
-    ) -> object_store::Result<Arc<dyn ObjectStore>> {
+    ) -> object_store::Result<Client> {
         let mut builder = GoogleCloudStorageBuilder::from_env()
             .with_bucket_name(url.bucket)
-            .with_client_options(options)
+            .with_client_options(connector.options())
+            .with_http_connector(connector)
             .with_retry(retry);
         if let Some(endpoint) = &place.endpoint {
             builder = builder.with_base_url(endpoint);
@@ -230,57 +278,74 @@ impl Bucket {
         if let Some(path) = &place.credentials {
             builder = builder.with_service_account_path(path.display().to_string());
         }
-        Ok(Arc::new(builder.build()?))
+        Ok(Client::of(builder.build()?))
     }
 
     /// A whole small object and its version; nothing where there is none. `Config` where it has more than `most` bytes.
     pub(super) async fn get(&self, path: &Path, most: u64) -> Result<Option<(Bytes, Version)>> {
-        let found = match self.store.get_opts(path, GetOptions::default()).await {
+        let options = GetOptions {
+            extensions: Most::collected(most + 1), // one more shows that it is too long
+            ..GetOptions::default()
+        };
+        let found = match self.client.store.get_opts(path, options).await {
             Ok(found) => found,
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
             Err(error) => return Err(self.failed(path, &error)),
         };
-        if found.meta.size > most {
-            let long = Error::new(ErrorKind::Config, "this document is too long to be ours");
-            return Err(long
-                .with("object", path)
-                .with("bytes", found.meta.size)
-                .with("most", most));
-        }
         let version = Version {
             e_tag: found.meta.e_tag.clone(),
             version: found.meta.version.clone(),
         };
-        let bytes = found.bytes().await.map_err(|error| self.failed(path, &error))?;
-        Ok(Some((bytes, version)))
+        let bytes = match found.meta.size > most {
+            true => None,
+            false => self.collect(path, found.into_stream(), most).await?,
+        };
+        let Some(bytes) = bytes else {
+            let long = Error::new(ErrorKind::Config, "this document is too long to be ours");
+            return Err(long.with("object", one_line(path.as_ref())).with("most", most));
+        };
+        Ok(Some((bytes.into(), version)))
     }
 
-    /// A stretch of an object, as it arrives; fewer bytes where the object ends before. `NotFound` where there is none.
-    pub(super) async fn stream(
-        &self,
-        path: &Path,
-        range: Range<u64>,
-    ) -> Result<BoxStream<'static, object_store::Result<Bytes>>> {
-        let options = GetOptions {
-            range: Some(GetRange::Bounded(range)),
-            ..GetOptions::default()
-        };
-        let found = self.store.get_opts(path, options).await;
-        Ok(found.map_err(|error| self.failed(path, &error))?.into_stream())
+    /// A stretch of an object, as it arrives; fewer bytes where the object ends before. The caller takes no more than
+    /// were asked for. `NotFound` where there is none.
+    pub(super) async fn stream(&self, path: &Path, range: Range<u64>) -> Result<Pieces> {
+        let extensions = Most::streamed(range.end - range.start);
+        self.pieces(path, range, extensions).await
     }
 
     /// The bytes of a stretch.
     pub(super) async fn range(&self, path: &Path, range: Range<u64>) -> Result<Vec<u8>> {
-        let mut bytes = Vec::with_capacity(usize::try_from(range.end - range.start).unwrap_or(0));
-        let mut stream = self.stream(path, range).await?;
-        while let Some(piece) = stream
-            .try_next()
-            .await
-            .map_err(|error| self.failed(path, &error))?
-        {
+        let most = range.end - range.start;
+        let pieces = self.pieces(path, range, Most::collected(most + 1)).await?;
+        let bytes = self.collect(path, pieces, most).await?;
+        bytes.ok_or_else(|| {
+            let text = "the object store sends more than the stretch that was asked for";
+            Error::new(ErrorKind::Io, text).with("object", one_line(path.as_ref()))
+        })
+    }
+
+    async fn pieces(&self, path: &Path, range: Range<u64>, extensions: Extensions) -> Result<Pieces> {
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(range)),
+            extensions,
+            ..GetOptions::default()
+        };
+        let found = self.client.store.get_opts(path, options).await;
+        Ok(found.map_err(|error| self.failed(path, &error))?.into_stream())
+    }
+
+    /// All that arrives; nothing where that is more than `most` bytes.
+    async fn collect(&self, path: &Path, mut pieces: Pieces, most: u64) -> Result<Option<Vec<u8>>> {
+        let mut bytes = Vec::new();
+        while let Some(piece) = pieces.next().await {
+            let piece = piece.map_err(|error| self.failed(path, &error))?;
+            if (bytes.len() + piece.len()) as u64 > most {
+                return Ok(None);
+            }
             bytes.extend_from_slice(&piece);
         }
-        Ok(bytes)
+        Ok(Some(bytes))
     }
 
     /// Puts an object, in place of one of that name.
@@ -302,7 +367,12 @@ impl Bucket {
     async fn put_as(&self, path: &Path, bytes: Bytes, mode: PutMode) -> Result<bool> {
         let conditional = !matches!(mode, PutMode::Overwrite);
         let options = PutOptions::from(mode);
-        match self.store.put_opts(path, PutPayload::from(bytes), options).await {
+        match self
+            .client
+            .store
+            .put_opts(path, PutPayload::from(bytes), options)
+            .await
+        {
             Ok(_) => Ok(true),
             Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => {
                 Ok(false)
@@ -326,7 +396,7 @@ impl Bucket {
             };
         }
         let failed = |error: object_store::Error| self.failed(path, &error);
-        let upload = self.store.put_multipart(path).await.map_err(failed)?;
+        let upload = self.client.store.put_multipart(path).await.map_err(failed)?;
         let mut upload = Upload(Some(upload));
         let Some(parts) = upload.0.as_mut() else {
             return Err(Error::internal("an upload ended before it began"));
@@ -358,7 +428,7 @@ impl Bucket {
 
     /// Adds to `found` what lies below a prefix, from behind this name on if one is given, in order of names and as it
     /// arrives: what was found stays where this fails, or the caller waits no longer. False where it ends at the `most`
-    /// first ones.
+    /// first ones. `Io` where a page brings nothing new and names another page.
     pub(super) async fn list_into(
         &self,
         prefix: &Path,
@@ -366,26 +436,50 @@ impl Bucket {
         most: usize,
         found: &mut Vec<ObjectMeta>,
     ) -> Result<bool> {
-        let mut listing = match behind {
-            Some(behind) => self.store.list_with_offset(Some(prefix), behind),
-            None => self.store.list(Some(prefix)),
-        };
-        while let Some(meta) = listing
-            .try_next()
-            .await
-            .map_err(|error| self.failed(prefix, &error))?
-        {
-            if found.len() == most {
-                return Ok(false);
+        let below = Some(format!("{prefix}/")).filter(|_| !prefix.as_ref().is_empty());
+        let (mut token, mut last, mut empty, mut named) = (None, None, 0, 0);
+        loop {
+            let options = PaginatedListOptions {
+                offset: behind.filter(|_| self.client.has_offsets).map(Path::to_string),
+                page_token: token.clone(),
+                extensions: Most::page(),
+                ..PaginatedListOptions::default()
+            };
+            let page = self.client.pages.list_paginated(below.as_deref(), options).await;
+            let page = page.map_err(|error| self.failed(prefix, &error))?;
+            let objects = page.result.objects;
+            let first = objects.iter().map(|meta| &meta.location).max().cloned();
+            let (came_on, is_empty) = (first > last, objects.is_empty());
+            for meta in objects {
+                // Not every server can begin behind a name.
+                if behind.is_some_and(|behind| meta.location <= *behind) {
+                    continue;
+                }
+                named += meta.location.as_ref().len() + meta.e_tag.as_ref().map_or(0, String::len);
+                if found.len() == most || named > MOST_NAMED {
+                    return Ok(false);
+                }
+                found.push(meta);
             }
-            found.push(meta);
+            let Some(next) = page.page_token else {
+                return Ok(true);
+            };
+            empty = if is_empty { empty + 1 } else { 0 };
+            let is_stuck = if is_empty { empty > EMPTY_PAGES } else { !came_on };
+            let is_another = !next.is_empty() && next.len() <= TOKEN && token.as_ref() != Some(&next);
+            if is_stuck || !is_another {
+                let text =
+                    "the object store lists without an end: a page brings nothing new and names another one";
+                let endless = Error::new(ErrorKind::Io, text).with("bucket", &self.shown);
+                return Err(endless.with("prefix", one_line(prefix.as_ref())));
+            }
+            (token, last) = (Some(next), last.max(first));
         }
-        Ok(true)
     }
 
     /// What is told of an object; nothing where there is none.
     pub(super) async fn head(&self, path: &Path) -> Result<Option<ObjectMeta>> {
-        match self.store.head(path).await {
+        match self.client.store.head(path).await {
             Ok(meta) => Ok(Some(meta)),
             Err(object_store::Error::NotFound { .. }) => Ok(None),
             Err(error) => Err(self.failed(path, &error)),
@@ -394,7 +488,7 @@ impl Bucket {
 
     /// Removes an object; one that is gone is no error.
     pub(super) async fn delete(&self, path: &Path) -> Result<()> {
-        match self.store.delete(path).await {
+        match self.client.store.delete(path).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(self.failed(path, &error)),
         }
@@ -403,6 +497,13 @@ impl Bucket {
     /// What an error of the client is here.
     pub(super) fn failed(&self, path: &Path, error: &object_store::Error) -> Error {
         let told = Told::of(error);
+        let at = |failed: Error| {
+            let failed = failed.with("bucket", &self.shown);
+            failed.with("object", one_line(path.as_ref()))
+        };
+        if let Some(redirect @ Refused::Redirect { .. }) = Refused::behind(error) {
+            return at(Error::new(ErrorKind::Io, format!("the object store {redirect}")));
+        }
         let (kind, text) = match error {
             object_store::Error::NotFound { .. } => (ErrorKind::NotFound, "there is no such object"),
             _ if FULL.iter().any(|full| told.0.contains(full)) => {
@@ -420,10 +521,7 @@ impl Bucket {
             }
             _ => (ErrorKind::Io, "the object store failed, or cannot be reached"),
         };
-        let failed = Error::new(kind, text)
-            .with("bucket", &self.shown)
-            .with("object", path);
-        failed.caused_by(told)
+        at(Error::new(kind, text)).caused_by(told)
     }
 }
 
@@ -463,36 +561,50 @@ fn certificates(path: &PathBuf) -> Result<Vec<Certificate>> {
     Ok(found)
 }
 
-/// What a client's error says, without the answer of the server, of which only its code is told; and what it comes from in the
-/// end, unless that names an address.
+/// What a client's error says, in one line of bounded length, without the answer of the server, of which only its code is
+/// told; and what it comes from in the end, unless that names an address.
 #[derive(Debug, Clone)]
-struct Told(String);
+pub(super) struct Told(String);
 
 impl Told {
     fn of(error: &object_store::Error) -> Self {
         let text = error.to_string();
-        let (said, answer) = text.split_at(text.find('<').unwrap_or(text.len()));
-        let code = answer
-            .split_once("<Code>")
-            .and_then(|(_, rest)| rest.split_once("</Code>"));
-        let mut told = said.trim_end().to_owned();
-        if let Some((code, _)) = code {
-            told = format!("{told} {code}");
-        }
-        if let Some(cause) = first_cause(error).map(ToString::to_string)
+        let behind = |words: &&str| text.find(*words).map(|at| at + words.len());
+        let repeated = REPEATED.iter().filter_map(behind).min();
+        let end = repeated.into_iter().chain(text.find('<')).min();
+        let (said, answer) = text.split_at(end.unwrap_or(text.len()));
+        let mut told = format!("{} {}", said.trim_end(), code_in(answer));
+        if let Some(cause) = Self::causes(error).last().map(ToString::to_string)
             && !cause.contains("://")
-            && !cause.contains('<')
+            && !cause.contains(['<', '\n', '\r'])
+            && repeated.is_none()
             && !told.contains(&cause)
         {
-            told = format!("{told}: {cause}");
+            told = format!("{}: {cause}", told.trim_end());
         }
-        Self(told)
+        Self(one_line(&told))
+    }
+
+    /// What an error comes from, one after the other.
+    pub(super) fn causes(
+        error: &object_store::Error,
+    ) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
+        std::iter::successors(std::error::Error::source(error), |error| error.source())
     }
 }
 
-/// What an error comes from in the end.
-fn first_cause(error: &object_store::Error) -> Option<&(dyn std::error::Error + 'static)> {
-    std::iter::successors(std::error::Error::source(error), |error| error.source()).last()
+/// A text of others in one line of bounded length.
+fn one_line(text: &str) -> String {
+    let letters = text.trim().chars();
+    let line: Vec<char> = letters
+        .map(|letter| if letter.is_control() { ' ' } else { letter })
+        .collect();
+    if line.len() <= TEXT {
+        return line.into_iter().collect();
+    }
+    let begins: String = line[..TEXT_BEGINS].iter().collect();
+    let ends: String = line[line.len() - (TEXT - TEXT_BEGINS)..].iter().collect();
+    format!("{begins} ... {ends}")
 }
 
 impl fmt::Display for Told {
@@ -511,6 +623,10 @@ pub(super) fn time_of(meta: &ObjectMeta) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use object_store::ListResult;
+    use object_store::list::PaginatedListResult;
+    use object_store::memory::InMemory;
+
     use super::*;
 
     #[test]
@@ -530,12 +646,54 @@ mod tests {
         }
     }
 
+    /// Objects in memory, two a page.
+    struct Pages(Arc<InMemory>);
+
+    #[async_trait::async_trait]
+    impl PaginatedListStore for Pages {
+        async fn list_paginated(
+            &self,
+            prefix: Option<&str>,
+            options: PaginatedListOptions,
+        ) -> object_store::Result<PaginatedListResult> {
+            let behind = options.page_token.or(options.offset).map(Path::from);
+            let mut found: Vec<ObjectMeta> = self.0.list(None).try_collect().await?;
+            found.retain(|meta| {
+                let below = meta.location.as_ref().starts_with(prefix.unwrap_or_default());
+                below && behind.as_ref().is_none_or(|behind| meta.location > *behind)
+            });
+            found.sort_by(|one, other| one.location.cmp(&other.location));
+            let more = found.len() > 2;
+            found.truncate(2);
+            let last = found.last().map(|meta| meta.location.to_string());
+            Ok(PaginatedListResult {
+                result: ListResult {
+                    common_prefixes: Vec::new(),
+                    objects: found,
+                    extensions: Extensions::new(),
+                },
+                page_token: last.filter(|_| more),
+            })
+        }
+    }
+
+    fn in_memory() -> Bucket {
+        let store = Arc::new(InMemory::new());
+        let pages = Arc::new(Pages(Arc::clone(&store)));
+        let client = Client {
+            store,
+            pages,
+            has_offsets: true,
+        };
+        Bucket {
+            client,
+            shown: "memory".to_owned(),
+        }
+    }
+
     #[test]
     fn keys_that_are_missing_are_named() {
-        let bucket = Bucket {
-            store: Arc::new(object_store::memory::InMemory::new()),
-            shown: "s3://bucket".to_owned(),
-        };
+        let bucket = in_memory();
         let error = object_store::Error::Generic {
             store: "S3",
             source:
@@ -551,10 +709,7 @@ mod tests {
 
     #[test]
     fn a_listing_that_ends_early_says_so_and_goes_on() {
-        let bucket = Bucket {
-            store: Arc::new(object_store::memory::InMemory::new()),
-            shown: "memory".to_owned(),
-        };
+        let bucket = in_memory();
         let work = async move {
             for name in ["a/1", "a/2", "a/3", "b/1"] {
                 bucket.put(&Path::from(name), Bytes::new()).await?;

@@ -68,8 +68,9 @@ struct State {
 
 /// How far a listing of all has come.
 struct ListingAll {
-    /// The last name that was listed.
+    /// The last name that was listed, and how many were.
     behind: Option<Path>,
+    listed: usize,
     /// Segments of the index at its beginning that were not listed yet.
     missing: HashMap<SegmentName, SegmentNumber>,
     /// Segments that cannot be used and are still there.
@@ -212,11 +213,13 @@ impl Objects {
     fn list_all(&self, state: &mut State, deadline: MonotonicTime) -> Result<()> {
         let mut all = state.all.take().unwrap_or_else(|| ListingAll {
             behind: None,
+            listed: 0,
             missing: self.index.public().into_iter().collect(),
             odd: HashSet::new(),
         });
         let (listed, ended) = self.names_behind(all.behind.clone(), deadline);
         let further = listed.last().map(|meta| meta.location.clone());
+        all.listed += listed.len();
         for (object, size) in listed.iter().filter_map(|meta| self.segment_of(meta)) {
             let known = all.missing.remove(&object.name);
             if let Some(number) = known.filter(|number| self.index.file_len(*number) != Some(size)) {
@@ -240,6 +243,12 @@ impl Objects {
             (ended, None) => {
                 state.all = Some(all);
                 ended.map(|_| ())
+            }
+            _ if all.listed > MOST_LISTED => {
+                state.listed_all = Some(self.clock.now());
+                let text = "there are more objects in this namespace than can be listed; give the store a prefix of its own, \
+                            or a larger object_size";
+                Err(Error::new(ErrorKind::NoSpace, text).with("most", MOST_LISTED))
             }
             (_, further) => {
                 all.behind = further;
@@ -270,7 +279,8 @@ impl Objects {
             // A clock that is far ahead must not hide what comes after it.
             state.youngest_ns = state.youngest_ns.max(object.sealed_ns.min(now_ns));
             let usable = state.odd.get(&object.name).is_none_or(|tries| *tries < TRIES);
-            if usable && !self.index.knows(object.name) {
+            // What finds no place here is found by the next listing of all.
+            if usable && state.queue.len() < MOST_QUEUED && !self.index.knows(object.name) {
                 state.queue.insert(object, size);
             }
         }
@@ -330,6 +340,7 @@ impl Objects {
                             let _ = footer.entries.iter().all(|entry| self.is_ours(entry.len));
                         }
                     }
+                    Ok(Err(_)) if state.odd.len() >= MOST_QUEUED => {}
                     Ok(Err(MissReason::NewerVersion)) => _ = state.odd.insert(object.name, TRIES),
                     Ok(Err(_)) => *state.odd.entry(object.name).or_default() += 1,
                     Err(error) if error.kind() == ErrorKind::NotFound => {} // removed meanwhile

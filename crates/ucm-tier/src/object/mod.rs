@@ -16,6 +16,9 @@ mod collector;
 mod conditions;
 mod credentials;
 mod discovery;
+#[cfg(test)]
+mod hostile;
+mod http;
 mod names;
 mod place;
 mod reader;

@@ -17,6 +17,8 @@ use crate::place::{Item, Place, Room};
 
 /// How long one call may take.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Bytes of one read, whatever length a listing names: more than any record has.
+const MOST_READ: u64 = 1 << 30;
 /// How old what is known of uses may be when something is removed; writers tell theirs once a minute at most.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
@@ -103,7 +105,7 @@ impl Place for ObjectPlace {
             let Some(meta) = self.bucket.head(&path).await? else {
                 return Ok(None);
             };
-            let end = start.saturating_add(len).min(meta.size);
+            let end = start.saturating_add(len.min(MOST_READ)).min(meta.size);
             if start >= end {
                 return Ok(Some(Vec::new())); // a server refuses a stretch of nothing
             }

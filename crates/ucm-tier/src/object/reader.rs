@@ -139,7 +139,8 @@ async fn fill(
         Err(error) => return (0, Some(error)),
     };
     let (mut filled, mut number, mut within) = (0, 0, 0);
-    loop {
+    // What comes behind the last of them was not asked for.
+    while number < placed.len() {
         let mut piece = match stream.try_next().await {
             Ok(Some(piece)) => piece,
             Ok(None) => return (filled, None),
@@ -156,4 +157,5 @@ async fn fill(
             }
         }
     }
+    (filled, None)
 }

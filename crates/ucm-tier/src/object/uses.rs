@@ -9,7 +9,7 @@ use ucm_core::{BlockId, Result};
 use ucm_infra::MonotonicTime;
 use ucm_quota::layout::FORMAT;
 
-use super::bucket::Bucket;
+use super::bucket::{Bucket, MOST_LISTED};
 use super::names::{Names, SegmentObject};
 use super::{AT_ONCE, DOCUMENT, Objects};
 
@@ -100,17 +100,20 @@ pub(super) async fn uses_told(
         .into_iter()
         .take(MOST_WRITERS)
         .map(|meta| bucket.get(&meta.location, DOCUMENT));
-    let read: Vec<_> = futures_util::stream::iter(reads)
-        .buffer_unordered(AT_ONCE)
-        .collect()
-        .await;
-    let mut used = HashMap::new();
-    for (bytes, _) in read.into_iter().filter_map(|read| read.ok().flatten()) {
+    let mut reads = futures_util::stream::iter(reads).buffer_unordered(AT_ONCE);
+    let mut used: HashMap<SegmentObject, u64> = HashMap::new();
+    // One after the other, so that they are never all in memory together.
+    while let Some(read) = reads.next().await {
+        let Ok(Some((bytes, _))) = read else { continue };
         let uses: Uses = serde_json::from_slice(&bytes).unwrap_or_default();
         for (name, at) in uses.used.into_iter().filter(|_| uses.format <= FORMAT) {
-            if let Some(segment) = SegmentObject::parse(&name) {
-                let known: &mut u64 = used.entry(segment).or_default();
+            let Some(segment) = SegmentObject::parse(&name) else {
+                continue;
+            };
+            if let Some(known) = used.get_mut(&segment) {
                 *known = at.max(*known);
+            } else if used.len() < MOST_LISTED {
+                used.insert(segment, at);
             }
         }
     }
