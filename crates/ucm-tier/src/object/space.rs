@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tracing::{info, warn};
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::IoJob;
@@ -52,6 +53,8 @@ pub(super) struct State {
     pub(super) uses: Told,
     /// Segments that were removed here, and their bytes.
     pub(super) removed: (u64, u64),
+    /// Why nothing can be granted: the document is damaged, or one of a newer version.
+    pub(super) unusable: Option<Error>,
     /// It was said that there is too much to count, and that something cannot be removed.
     pub(super) said_too_much: bool,
     pub(super) said_stuck: bool,
@@ -83,10 +86,14 @@ impl Objects {
                 state.grant.writer = ucm_infra::random_u64();
             }
         }
-        if self.has_conditions() {
-            self.ask(0, deadline)?;
+        if !self.has_conditions() {
+            return Ok(());
         }
-        Ok(())
+        match self.ask(0, deadline) {
+            // Nothing is written then, and what is stored is read.
+            Err(_) if self.space.state.lock().unusable.is_some() => Ok(()),
+            asked => asked.map(|_| ()),
+        }
     }
 
     /// Has somebody count now.
@@ -121,7 +128,8 @@ impl Objects {
         both.join(", ")
     }
 
-    /// Room for `bytes`; `NoSpace` where there is none in time.
+    /// Room for `bytes`; `NoSpace` where there is none in time, `Config` or `Foreign` where the document that grants it
+    /// cannot be used.
     pub(super) fn take_room(&self, io: &IoJob, bytes: u64) -> Result<()> {
         let granted = self.space.state.lock().grant.used.granted;
         let until = self.clock.now().after(patience(granted)).min(io.deadline());
@@ -131,6 +139,9 @@ impl Objects {
             let now = self.clock.now();
             let ask = {
                 let mut state = self.space.state.lock();
+                if let Some(error) = &state.unusable {
+                    return Err(error.clone()); // the thread that looks after the space tries again
+                }
                 state.pause.check(now)?;
                 let holds = !self.has_conditions() || now < state.grant.holds_until;
                 let left = state.grant.used.granted.saturating_sub(state.grant.used.reserved);
@@ -235,7 +246,7 @@ impl Objects {
         mut change: impl FnMut(&mut SpaceDocument) -> Option<T>,
     ) -> Result<Option<(T, SpaceDocument)>> {
         let (bucket, path) = (&self.bucket, self.names.space());
-        self.call(deadline, async {
+        let changed = self.call(deadline, async {
             for race in 0..RACES {
                 let found = bucket.get(&path, DOCUMENT).await?;
                 let mut document = match &found {
@@ -259,7 +270,31 @@ impl Objects {
             }
             let text = "others changed the document of the space again and again";
             Err(Error::new(ErrorKind::Busy, text))
-        })
+        });
+        self.note_document(changed.as_ref().err());
+        changed
+    }
+
+    /// The document of the space could be read, or not for this reason. Where it cannot be used nothing is written, which
+    /// is said once; reading goes on.
+    fn note_document(&self, error: Option<&Error>) {
+        let unusable = match error {
+            Some(error) if !matches!(error.kind(), ErrorKind::Config | ErrorKind::Foreign) => return,
+            error => error.cloned(),
+        };
+        let (store, at) = (self.config.scope.writer, self.names.space());
+        let before = std::mem::replace(&mut self.space.state.lock().unusable, unusable.clone());
+        match (before, unusable) {
+            (None, Some(error)) => {
+                let url = &self.config.place.url;
+                warn!(
+                    store,
+                    "nothing is written to {url} until {at} can be used again; blocks are read: {error}"
+                );
+            }
+            (Some(_), None) => info!(store, "{at} can be used again, and blocks are written"),
+            _ => {}
+        }
     }
 
     /// This writer writes no more.
