@@ -13,7 +13,7 @@ from parts import BLOCK, Rig
 from vllm.config import KVTransferConfig
 
 from ucm.integration.vllm.connector.factory import _may_load
-from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
+from ucm.integration.vllm.connector.metadata import DumpResult, LoadFailure, RankReport, join_keys, split_keys
 from ucm.integration.vllm.connector.scheduler.dump_planner import KNOWN_S
 from ucm.store import part_mask, record_ids
 
@@ -224,6 +224,31 @@ def test_a_record_of_a_newer_version_is_no_hit_and_not_offered_while_it_is_there
     fourth = rig.request("d", 5 * BLOCK)
     rig.later.run()
     assert rig.scheduler.get_num_new_matched_tokens(fourth, 0) == (4 * BLOCK, True)
+
+
+def test_a_block_that_a_record_is_in_the_way_of_is_not_offered_at_every_request() -> None:
+    rig = Rig()
+    first = rig.request("a", 3 * BLOCK + 1)
+    rig.admit(first)
+    plan = rig.step(first)
+    done = [DumpResult(dump.job, left_alone=(0, 1)) for dump in plan.dumps]
+    rig.report(RankReport(0, ready=True, last_job=plan.dumps[-1].job, done=done))
+    assert (rig.scheduler.dumps.published_blocks, rig.scheduler.dumps.failed_blocks) == (1, 2)
+    # The store has all three, by its lookup: two of them cannot be read.
+    rig.stored(first, 3)
+    second = rig.request("b", 5 * BLOCK)
+    rig.later.run()
+    assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(second, rig.tables.allocate(second, 8), 0)
+    plan = rig.step(second, new=True)
+    offered = [(dump.first, len(dump.blocks)) for dump in plan.dumps]
+    assert offered == [(3, 2)], "others are stored as ever"
+    rig.report(rig.ended(plan))
+    # It is gone, by its age: what is behind it is offered again too.
+    rig.store.ids.clear()
+    third = rig.request("c", 3 * BLOCK + 1)
+    rig.admit(third)
+    assert [(dump.first, len(dump.blocks)) for dump in rig.step(third).dumps] == [(0, 3)]
 
 
 def test_a_load_that_vllm_waits_for_is_sent_whatever_fails_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

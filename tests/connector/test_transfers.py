@@ -341,6 +341,22 @@ def test_a_record_of_a_newer_version_or_another_key_is_told_apart() -> None:
     assert (split_keys(failure.newer), split_keys(failure.refused)) == ([KEYS[0], KEYS[2]], KEYS[1:2])
 
 
+def test_a_dump_that_a_record_is_in_the_way_of_is_no_failure_of_the_store() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(dumps=[dump(1, [2, 3, 4])])
+    failures = {
+        0: ForeignError("in the way", context={"reason": "wrong_key"}),
+        1: CorruptError("bad", context={"reason": "bad_checksum"}),
+    }
+    store.tasks[-1].error = TaskError("scripted", failures=failures)
+    store.end("staged", "published")
+    report = worker.step()[2]
+    assert report is not None
+    (result,) = report.ranks[0].done
+    assert (result.failed, result.left_alone, result.busy) == ((1,), (0,), False)
+
+
 def test_a_store_that_was_opened_and_not_yet_used_is_closed_when_another_is_tried() -> None:
     made: list[Scripted] = []
 

@@ -13,7 +13,7 @@ from blocks import LAYERS, PIECES, SHAPE, Memory, ids, records
 
 from ucm.config import load
 from ucm.errors import ConfigError, InvalidInputError, TaskError
-from ucm.reasons import MissReason
+from ucm.reasons import MissReason, reason_of
 from ucm.store.cipher import Keys, find_open, parse_keys
 from ucm.store.posix import UcmPosixStore
 from ucm.store.record import Expect, Refused, Shape, crc32c, parse_header, verify
@@ -97,7 +97,10 @@ def test_a_wrong_key_is_a_miss_with_its_reason_and_nothing_is_lost(opened: Open)
         assert not comes_back(store, memory)
         assert store.stats()["misses"]["wrong_key"] == len(NAMES)
         assert store.lookup(NAMES) == [False] * len(NAMES)
-        dump(store, memory)
+        with pytest.raises(TaskError) as failed:  # what cannot be read back is not stored
+            dump(store, memory)
+        reasons = {reason_of(error) for error in failed.value.failures.values()}
+        assert reasons == {MissReason.WRONG_KEY}
         assert store.stats()["blocks_published"] == store.stats()["records_quarantined"] == 0
     assert comes_back(opened(f"{OTHER}\n{KEY}"), memory)  # a key that follows another
     assert comes_back(opened(), memory)

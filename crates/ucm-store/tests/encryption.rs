@@ -8,7 +8,7 @@ mod common;
 
 use std::path::Path;
 
-use ucm_core::BlockId;
+use ucm_core::{BlockId, ErrorKind};
 use ucm_record::RecordHeader;
 use ucm_store::tiers::WritePolicy;
 
@@ -140,15 +140,30 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
                 ..setup.clone()
             },
         ];
-        for other in others {
+        for (number, other) in (0..).zip(others) {
             let store = Store::open(dir.path(), other);
             eventually("it is found", || finds(&store, &ids(1)) == [true]);
             assert_eq!(misses(&store, id(0), "wrong_key"), 1, "{what}");
             assert_eq!(finds(&store, &ids(1)), [false], "it is no hit any more, {what}");
-            // A dump of the same block leaves it alone too.
-            store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
-            let replaced = (store.stat("blocks_published"), store.stat("records_quarantined"));
-            assert_eq!(replaced, (0, 0), "{what}");
+            // A dump of the same block leaves it alone too, and says so: what cannot be read is not stored.
+            for _ in 0..3 {
+                let failed = store.dump(&Device::filled(&setup, &ids(1)), &ids(1));
+                let (row, error) = failed.unwrap_err().remove(0);
+                assert_eq!((row, error.kind()), (0, ErrorKind::Foreign), "{what}");
+                let reason = ("reason", "wrong_key".to_owned());
+                assert!(error.context().contains(&reason), "{what}: {error}");
+                assert_eq!(finds(&store, &ids(1)), [false], "{what}");
+            }
+            let said = store.said();
+            let said = said.iter().filter(|line| line.contains("not stored"));
+            assert_eq!(said.count(), 1, "{what}: it is said once");
+            let counted = (store.stat("blocks_present"), store.stat("blocks_published"));
+            assert_eq!(counted, (0, 0), "{what}");
+            assert_eq!(store.stat("records_quarantined"), 0, "{what}");
+            // What nothing is in the way of is stored as ever.
+            let free = [id(8 + number)];
+            store.dump(&Device::filled(&setup, &free), &free).unwrap();
+            assert!(loads(&store, &free), "{what}");
         }
         let again = Store::open(dir.path(), setup.clone());
         eventually("it is found", || finds(&again, &ids(2)) == [true; 2]);

@@ -127,7 +127,8 @@ fn a_record_of_a_newer_version_is_a_miss_and_stays() {
     newer[60..64].copy_from_slice(&crc.to_le_bytes());
     store.store_as(id(0), &newer);
     assert!(!loads(&store, &ids(1)));
-    dumped(&store, &ids(1));
+    let dumped = store.dump(&Device::filled(&store.setup, &ids(1)), &ids(1));
+    assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign);
     assert_eq!(store.stored(id(0)).unwrap(), newer);
 }
 

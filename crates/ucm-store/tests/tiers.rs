@@ -204,9 +204,8 @@ fn a_newer_version_below_memory_is_no_hit_and_is_left_alone() {
         let target = Device::blank(&store.setup, &ids(1));
         let failed = store.load(&target, &ids(1)).unwrap_err();
         assert_eq!(failed[0].1.kind(), ErrorKind::Foreign);
-        store
-            .dump(&Device::filled(&store.setup, &ids(1)), &ids(1))
-            .unwrap();
+        let dumped = store.dump(&Device::filled(&store.setup, &ids(1)), &ids(1));
+        assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign, "{layout:?}");
         assert_eq!(lookup(&store, &ids(1)), [false], "{layout:?}");
         assert_eq!(std::fs::read(&file).unwrap(), newer);
         assert!(store.places().len() <= 1, "nothing was put over it");

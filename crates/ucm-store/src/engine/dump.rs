@@ -12,7 +12,7 @@ use std::time::Instant;
 use hashlink::LruCache;
 use parking_lot::Mutex;
 use tracing::{info, warn};
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{IdSet, MonotonicTime, Notify, Ticket};
 use ucm_record::{RecordMeta, encode_header, seal_side_alone};
@@ -47,6 +47,8 @@ pub(super) struct Dumps {
     moved_on: Notify,
     /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
     unwritable: AtomicBool,
+    /// A dump found a record that is left alone, and the log said so.
+    in_the_way: AtomicBool,
     /// Just after [`Core::flush`] was last called: dumps begun before are published soon.
     pub(super) flushed: AtomicU64,
 }
@@ -63,6 +65,7 @@ impl Dumps {
             inline_writers: InlineWriters::new(copy_threads.saturating_sub(1), record_len),
             moved_on: Notify::new(),
             unwritable: AtomicBool::new(false),
+            in_the_way: AtomicBool::new(false),
             flushed: AtomicU64::new(0),
         }
     }
@@ -440,9 +443,14 @@ impl Core {
     ) {
         self.dumps.builders.lock().remove(&builder.id);
         self.dumps.hints.lock().remove(&self.block_of(builder));
-        let result = match result {
-            Ok(Written::Unsound(reason)) => Err(self.refuse(builder.id, None, reason)),
-            result => result,
+        let in_the_way = match result {
+            Ok(Written::Present) => self.refused.left_alone(builder.id),
+            _ => None,
+        };
+        let result = match (result, in_the_way) {
+            (Ok(Written::Unsound(reason)), _) => Err(self.refuse(builder.id, None, reason)),
+            (_, Some(reason)) => Err(self.in_the_way(builder.id, reason)),
+            (result, None) => result,
         };
         match &result {
             Ok(written) => {
@@ -471,6 +479,7 @@ impl Core {
             Err(error) => {
                 Stats::add(&self.stats.publishes_failed, 1);
                 if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
+                    && in_the_way.is_none()
                     && !self.dumps.unwritable.swap(true, Ordering::AcqRel)
                 {
                     let (id, kind) = (builder.id, error.kind().name());
@@ -492,6 +501,26 @@ impl Core {
             }
             self.finish_rows(&task, rows.len());
         }
+    }
+
+    /// A dump found a record that this store cannot read and does not replace: the block is not stored, and the log says so
+    /// once.
+    fn in_the_way(&self, id: BlockId, reason: MissReason) -> Error {
+        let text = match reason {
+            MissReason::WrongKey => {
+                "another key has encrypted what is stored under the name of this block, and it is not replaced: the block is \
+                 not stored. Add that key behind the first one of this store, or use another root"
+            }
+            _ => {
+                "a newer version has stored this block, and it is not replaced: the block is not stored. Upgrade, or use \
+                 another root"
+            }
+        };
+        if !self.dumps.in_the_way.swap(true, Ordering::AcqRel) {
+            let (store, why) = (self.records.writer, reason.name());
+            warn!(store, block = %id, reason = why, "{text}; further blocks like this are not named");
+        }
+        Error::new(ErrorKind::Foreign, text).with("reason", reason.name())
     }
 
     /// Drops a block that cannot be completed; false if it is complete, or was dropped before. No one waits for it:

@@ -58,14 +58,22 @@ impl RejectedRecords {
                 .any(|ids| ids.contains(&id))
     }
 
+    /// Why this record is left alone, if it is: no dump replaces it.
+    pub(super) fn left_alone(&self, id: BlockId) -> Option<MissReason> {
+        if !self.any.load(Ordering::Acquire) {
+            return None;
+        }
+        if self.newer.contains(&id) {
+            return Some(MissReason::NewerVersion);
+        }
+        self.locked.contains(&id).then_some(MissReason::WrongKey)
+    }
+
     /// What a caller that asks for a refused record is told: one that is left alone no dump replaces.
     pub(super) fn again(&self, id: BlockId) -> (ErrorKind, MissReason) {
-        if self.newer.contains(&id) {
-            (ErrorKind::Foreign, MissReason::NewerVersion)
-        } else if self.locked.contains(&id) {
-            (ErrorKind::Foreign, MissReason::WrongKey)
-        } else {
-            (ErrorKind::Corrupt, MissReason::Refused)
+        match self.left_alone(id) {
+            Some(reason) => (ErrorKind::Foreign, reason),
+            None => (ErrorKind::Corrupt, MissReason::Refused),
         }
     }
 
@@ -109,12 +117,14 @@ mod tests {
         refused.add(newer, reason);
         refused.mark_bad(newer);
         assert_eq!(refused.again(newer), (ErrorKind::Foreign, reason));
+        assert_eq!(refused.left_alone(newer), Some(reason));
         assert!(refused.contains(bad) && refused.contains(newer));
         assert!(refused.replaces(bad) && !refused.replaces(newer));
         assert!(refused.clear_bad(bad) && !refused.clear_bad(newer));
         assert!(!refused.contains(bad) && refused.contains(newer));
         refused.published(newer);
         assert!(!refused.contains(newer), "it is gone, and ours is there");
+        assert_eq!((refused.left_alone(newer), refused.left_alone(bad)), (None, None));
     }
 
     #[test]

@@ -121,6 +121,7 @@ class DumpResult:
     job: int
     failed: tuple[int, ...] = ()  # rows that were not published
     busy: bool = False  # refused at once, nothing was read
+    left_alone: tuple[int, ...] = ()  # rows not published: a record that no dump replaces is in the way
 
 
 @dataclass(slots=True)

@@ -46,6 +46,8 @@ class BlockTracker:
             self._add_present(key, asked_at)
         for key in keys[hits:]:
             since = self._present.pop(key, None)
+            if absent:
+                self._newer.pop(key, None)  # the next one is gone, so all are offered again
             if since is None and key not in self._evicted:
                 continue  # it was never stored
             if absent and (since is None or since < asked_at):
@@ -59,8 +61,10 @@ class BlockTracker:
 
     def offerable(self, key: bytes) -> bool:
         """Whether offering this block makes sense now."""
-        return key not in self._writing and (
-            key not in self._present or key in self._refused or key in self._unpublished
+        return (
+            key not in self._writing
+            and key not in self._newer
+            and (key not in self._present or key in self._refused or key in self._unpublished)
         )
 
     def is_stored(self, key: bytes) -> bool:
@@ -83,7 +87,7 @@ class BlockTracker:
         self._evicted.pop(key, None)
         self._refused.pop(key, None)
         self._unpublished.pop(key, None)
-        self._newer.pop(key, None)  # it was offered, so nothing of that name was there
+        self._newer.pop(key, None)
         self._add_present(key, now)
 
     def not_written(self, key: bytes, refuse: bool) -> None:
@@ -104,8 +108,9 @@ class BlockTracker:
         self._remember(self._refused, key, self._refused_limit)
 
     def mark_newer(self, key: bytes) -> None:
-        """A rank found a record of a newer version: no hit, and not offered while it is there, for no dump replaces
-        it."""
+        """A rank found a record of a newer version or another key: no hit, and not offered while it is there, for no
+        dump replaces it."""
+        self._writing.pop(key, None)
         self._refused.pop(key, None)
         self._unpublished.pop(key, None)
         self._remember(self._newer, key, self._refused_limit)

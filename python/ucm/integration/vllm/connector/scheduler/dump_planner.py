@@ -228,13 +228,18 @@ class DumpPlanner:
         busy = any(result.busy for result in job.done.values())
         failed = {row for result in job.done.values() for row in result.failed}
         refused = {row for result in job.done.values() if not result.busy for row in result.failed}
+        left_alone = {row for result in job.done.values() for row in result.left_alone}
         for row, key in enumerate(job.keys):
-            if row in failed:
+            if row in left_alone:
+                self._block_tracker.mark_newer(key)
+            elif row in failed:
                 self._block_tracker.not_written(key, refuse=row in refused)
             else:
                 self._block_tracker.written(key, self._clock())
-        self.published_blocks += len(job.keys) - len(failed)
-        self.failed_blocks += len(refused)
+        failed -= left_alone
+        refused -= left_alone
+        self.published_blocks += len(job.keys) - len(failed) - len(left_alone)
+        self.failed_blocks += len(refused) + len(left_alone)
         self.busy_blocks += len(failed) - len(refused)
         if not failed:
             self._fail_pause = FAIL_PAUSE_S

@@ -350,11 +350,14 @@ class Dumps:
                 continue
             self.times.ended(running)
             failures = failed_rows(store, running.task, len(dump.blocks))
-            if failures:
-                throttle.warning("dump failed", "a dump failed: %s", failures[min(failures)])
             self.blocks += len(dump.blocks) - len(failures)
-            busy = bool(failures) and all(isinstance(why, BusyError) for why in failures.values())
-            self._done.append(DumpResult(dump.job, tuple(sorted(failures)), busy))
+            # Said by the store, once: such a block is not stored, and other dumps go on.
+            left_alone = [row for row, why in failures.items() if reason_of(why) in LEFT_ALONE]
+            failed = {row: why for row, why in failures.items() if row not in left_alone}
+            if failed:
+                throttle.warning("dump failed", "a dump failed: %s", failed[min(failed)])
+            busy = bool(failed) and all(isinstance(why, BusyError) for why in failed.values())
+            self._done.append(DumpResult(dump.job, tuple(sorted(failed)), busy, tuple(sorted(left_alone))))
         self._running = still
 
     def take(self) -> tuple[list[int], list[DumpResult]]:
