@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,21 @@ def moto(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("damage", [b"{", b'{"format": 99}', b" " * (17 << 20)])
+def newer(text: bytes) -> bytes:
+    """The document as a newer version would write it."""
+    return json.dumps(json.loads(text) | {"format": 99}).encode()
+
+
+@pytest.mark.parametrize("damage", [lambda _: b"{", newer, lambda _: b" " * (17 << 20)], ids=["cut", "newer", "long"])
 def test_a_damaged_document_ends_writing_and_not_reading(
-    moto: Server, damage: bytes, caplog: pytest.LogCaptureFixture
+    moto: Server, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, contents = Memory(8), Objects(moto)
     with opened(MOTO, moto.at) as store:
         assert dumped(store, source, 0, 4)
-    contents.put(SPACE, damage)
+    contents.put(SPACE, damage(contents.get(SPACE)))
     with opened(MOTO, moto.at) as store:
-        assert store.lookup_on_prefix(ids(4)) == 4
+        assert all(store.lookup(ids(4)))
         for _ in range(3):
             assert loaded(store, source, 0, 4)
             assert not dumped(store, source, 4, 2)

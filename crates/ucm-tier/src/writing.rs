@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_io::{IoJob, Publish, ReadMode};
@@ -119,8 +119,11 @@ impl Shared {
         self.check_root(marker).inspect_err(|_| self.look_again())?;
         if let Some(meta) = present.filter(|meta| !meta.is_dir) {
             let known = meta.len == bytes.len() as u64 || self.lengths.has_kv(meta.len);
-            if !options.replace && known || self.stays(io, id, &record, meta.len, options.replace)? {
+            if !options.replace && known {
                 return Ok(Some(Written::Present));
+            }
+            if let Some(stays) = self.stays(io, id, &record, meta.len, options.replace)? {
+                return Ok(Some(stays));
             }
         }
         if !room.take(bytes.len() as u64)? {
@@ -135,10 +138,17 @@ impl Shared {
         Ok(Some(Written::Published))
     }
 
-    /// Whether what has a record's name is not written over: one of a newer version, whose writer knows what it is, or,
+    /// The outcome where what has a record's name is not written over: one of a newer version, whose writer knows what it is, or,
     /// unless it is to be replaced, this record with other side shards, as long as it says itself. An error where
     /// no one looked, so that it may be one; what cannot be read is no record.
-    fn stays(&self, io: &IoJob, id: BlockId, record: &Path, len: u64, replace: bool) -> Result<bool> {
+    fn stays(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        record: &Path,
+        len: u64,
+        replace: bool,
+    ) -> Result<Option<Written>> {
         let bytes = match io.read_piece(record, 0, RecordHeader::LONGEST, ReadMode::Default) {
             Ok(found) => found.map(|(bytes, _)| bytes).unwrap_or_default(),
             Err(error)
@@ -149,16 +159,16 @@ impl Shared {
             {
                 return Err(error);
             }
-            Err(_) => return Ok(false),
+            Err(_) => return Ok(None),
         };
         if RecordHeader::is_newer(&bytes) {
-            return Ok(true);
+            return Ok(Some(Written::InTheWay(MissReason::NewerVersion)));
         }
         let sided = verify_header(&bytes, &self.expect(id)).is_ok_and(|header| header.record_len == len);
         if sided {
             self.lengths.learn(&[len]);
         }
-        Ok(sided && !replace)
+        Ok((sided && !replace).then_some(Written::Present))
     }
 
     fn publish(&self, io: &IoJob, id: BlockId, record: &Path, bytes: &[u8], ordinal: u32) -> Result<()> {

@@ -445,6 +445,10 @@ impl Core {
         self.dumps.hints.lock().remove(&self.block_of(builder));
         let in_the_way = match result {
             Ok(Written::Present) => self.refused.left_alone(builder.id),
+            Ok(Written::InTheWay(reason)) => {
+                self.refused.add(builder.id, reason);
+                Some(reason)
+            }
             _ => None,
         };
         let result = match (result, in_the_way) {

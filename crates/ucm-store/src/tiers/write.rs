@@ -178,7 +178,7 @@ impl Tiers {
     fn written(&self, number: usize, id: BlockId, len: usize, request: Request, result: &Result<Written>) {
         let tier = &self.tiers[number];
         match result {
-            Ok(Written::Present) => self.note_answer(number, request),
+            Ok(Written::Present | Written::InTheWay(_)) => self.note_answer(number, request),
             result => self.note(number, request, result.as_ref().err()),
         }
         match result {
@@ -187,7 +187,7 @@ impl Tiers {
                 add(&tier.counts.blocks_written, 1);
                 add(&tier.counts.bytes_written, len as u64);
             }
-            Ok(Written::Unsound(reason)) => tier.refuse(id, *reason),
+            Ok(Written::Unsound(reason) | Written::InTheWay(reason)) => tier.refuse(id, *reason),
             Ok(Written::Present) | Err(_) => {}
         }
     }
@@ -268,7 +268,7 @@ impl Tiers {
         match (result, moving.why) {
             (Ok(Written::Published), Copy::Promotion | Copy::Rise) => add(&counts.promotions, 1),
             (Ok(Written::Published), Copy::Demotion) => add(&counts.demotions, 1),
-            (Err(_) | Ok(Written::Unsound(_)), _) => add(&counts.copies_dropped, 1),
+            (Err(_) | Ok(Written::Unsound(_) | Written::InTheWay(_)), _) => add(&counts.copies_dropped, 1),
             _ => {}
         }
     }
