@@ -145,7 +145,8 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
             eventually("it is found", || finds(&store, &ids(1)) == [true]);
             assert_eq!(misses(&store, id(0), "wrong_key"), 1, "{what}");
             assert_eq!(finds(&store, &ids(1)), [false], "it is no hit any more, {what}");
-            // A dump of the same block leaves it alone too, and says so: what cannot be read is not stored.
+            // A dump of the same block leaves it alone too, and says so: what cannot be read is not
+            // stored.
             for _ in 0..3 {
                 let failed = store.dump(&Device::filled(&setup, &ids(1)), &ids(1));
                 let (row, error) = failed.unwrap_err().remove(0);

@@ -195,7 +195,8 @@ pub enum Written {
     Published,
     /// It was stored already and nothing was written.
     Present,
-    /// Nothing was written, because what is there cannot be read here and is not replaced, for this reason.
+    /// Nothing was written, because what is there cannot be read here and is not replaced, for this
+    /// reason.
     InTheWay(MissReason),
     /// It was written, and what was read back is not what was written.
     Unsound(MissReason),

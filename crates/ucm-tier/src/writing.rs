@@ -138,9 +138,10 @@ impl Shared {
         Ok(Some(Written::Published))
     }
 
-    /// The outcome where what has a record's name is not written over: one of a newer version, whose writer knows what it is, or,
-    /// unless it is to be replaced, this record with other side shards, as long as it says itself. An error where
-    /// no one looked, so that it may be one; what cannot be read is no record.
+    /// The outcome where what has a record's name is not written over: one of a newer version,
+    /// whose writer knows what it is, or, unless it is to be replaced, this record with other side
+    /// shards, as long as it says itself. An error where no one looked, so that it may be one; what
+    /// cannot be read is no record.
     fn stays(
         &self,
         io: &IoJob,

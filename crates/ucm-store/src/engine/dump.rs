@@ -507,8 +507,8 @@ impl Core {
         }
     }
 
-    /// A dump found a record that this store cannot read and does not replace: the block is not stored, and the log says so
-    /// once.
+    /// A dump found a record that this store cannot read and does not replace: the block is not
+    /// stored, and the log says so once.
     fn in_the_way(&self, id: BlockId, reason: MissReason) -> Error {
         let text = match reason {
             MissReason::WrongKey => {

@@ -1,9 +1,10 @@
 //! A bucket and the client for it: what is asked of it, and what its errors are here.
 //!
-//! The client tries a request again a few times where that can help (a busy server, a lost connection), with growing
-//! pauses; the deadline of the caller that waits ends all of it. Of an answer that reports an error its status and code
-//! are kept ([`super::http`]): the answer itself may repeat whose key was used. No answer is longer than what was asked
-//! for, and a listing ends where a page brings nothing new.
+//! The client tries a request again a few times where that can help (a busy server, a lost
+//! connection), with growing pauses; the deadline of the caller that waits ends all of it. Of an
+//! answer that reports an error its status and code are kept ([`super::http`]): the answer itself
+//! may repeat whose key was used. No answer is longer than what was asked for, and a listing ends
+//! where a page brings nothing new.
 
 use std::fmt;
 use std::ops::Range;
@@ -42,7 +43,8 @@ pub(super) const MOST_LISTED: usize = 1 << 20;
 const MOST_NAMED: usize = 256 << 20;
 /// Longest token that names the next page of a listing, bytes.
 const TOKEN: usize = 8 << 10;
-/// Pages without an object one after the other, which some servers send between others (Azure documents it).
+/// Pages without an object one after the other, which some servers send between others (Azure
+/// documents it).
 const EMPTY_PAGES: u32 = 8;
 /// Longest text of an error, letters: of a longer one this much of its beginning, and its end.
 const TEXT: usize = 600;
@@ -307,8 +309,8 @@ impl Bucket {
         Ok(Some((bytes.into(), version)))
     }
 
-    /// A stretch of an object, as it arrives; fewer bytes where the object ends before. The caller takes no more than
-    /// were asked for. `NotFound` where there is none.
+    /// A stretch of an object, as it arrives; fewer bytes where the object ends before. The caller
+    /// takes no more than were asked for. `NotFound` where there is none.
     pub(super) async fn stream(&self, path: &Path, range: Range<u64>) -> Result<Pieces> {
         let extensions = Most::streamed(range.end - range.start);
         self.pieces(path, range, extensions).await
@@ -426,9 +428,10 @@ impl Bucket {
         Err(cut.with("most", MOST_LISTED))
     }
 
-    /// Adds to `found` what lies below a prefix, from behind this name on if one is given, in order of names and as it
-    /// arrives: what was found stays where this fails, or the caller waits no longer. False where it ends at the `most`
-    /// first ones. `Io` where a page brings nothing new and names another page.
+    /// Adds to `found` what lies below a prefix, from behind this name on if one is given, in order
+    /// of names and as it arrives: what was found stays where this fails, or the caller waits no
+    /// longer. False where it ends at the `most` first ones. `Io` where a page brings nothing new
+    /// and names another page.
     pub(super) async fn list_into(
         &self,
         prefix: &Path,
@@ -561,8 +564,8 @@ fn certificates(path: &PathBuf) -> Result<Vec<Certificate>> {
     Ok(found)
 }
 
-/// What a client's error says, in one line of bounded length, without the answer of the server, of which only its code is
-/// told; and what it comes from in the end, unless that names an address.
+/// What a client's error says, in one line of bounded length, without the answer of the server, of
+/// which only its code is told; and what it comes from in the end, unless that names an address.
 #[derive(Debug, Clone)]
 pub(super) struct Told(String);
 

@@ -1,4 +1,5 @@
-//! Servers that lie, and what the client of a bucket takes from them: bytes are counted where they are sent.
+//! Servers that lie, and what the client of a bucket takes from them: bytes are counted where they
+//! are sent.
 
 use std::fs::Permissions;
 use std::io::{self, Read, Write};
@@ -19,7 +20,7 @@ use super::bucket::{Bucket, Place};
 const BUFFERS: u64 = 16 << 20;
 /// Bytes after which a server that never ends gives up.
 const ENDLESS: u64 = 160 << 20;
-/// A word that is to be seen by no one else than the server that was named.
+/// A word that goes to the configured server alone.
 const SECRET: &str = "geheim";
 
 /// Answers one request, whose head it is given.

@@ -1,9 +1,9 @@
 //! The HTTP client below the clients of object stores, and the limits on what a server may send.
 //!
-//! No length that a server announces is believed: nothing is reserved for it, and each request says how many bytes of an
-//! answer it takes ([`Most`]). A longer answer fails there. Answers that are collected in memory share one limit a store.
-//! A redirect is not followed, because keys would go along, and of an answer that reports an error only status and code
-//! are kept.
+//! No length that a server announces is believed: nothing is reserved for it, and each request says
+//! how many bytes of an answer it takes ([`Most`]). A longer answer fails there. Answers that are
+//! collected in memory share one limit a store. A redirect is not followed, because keys would go
+//! along, and of an answer that reports an error only status and code are kept.
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -28,16 +28,18 @@ use tokio::task::JoinSet;
 
 use super::bucket::Told;
 
-/// How long making a connection may take, to a bucket and to a machine's own service of keys; and how long one request
-/// may take. Deadlines of ours are mostly sooner.
+/// How long making a connection may take, to a bucket and to a machine's own service of keys; and
+/// how long one request may take. Deadlines of ours are mostly sooner.
 const CONNECT: Duration = Duration::from_secs(5);
 const CONNECT_METADATA: Duration = Duration::from_secs(1);
 const REQUEST: Duration = Duration::from_secs(120);
 /// Longest page of a listing, bytes.
 const PAGE: u64 = 1 << 20;
-/// Longest answer to a request that says nothing else: to a put, to a question for keys, and that of an error.
+/// Longest answer to a request that says nothing else: to a put, to a question for keys, and that
+/// of an error.
 const SMALL: u64 = 64 << 10;
-/// Bytes that the answers of one store may hold in memory together, and the unit in which they are counted.
+/// Bytes that the answers of one store may hold in memory together, and the unit in which they are
+/// counted.
 pub(super) const IN_FLIGHT: u64 = 128 << 20;
 const UNIT: u64 = 1 << 10;
 /// Longest code of an error, and longest name of a host or region that is repeated.
@@ -85,8 +87,8 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// `http`: the bucket is reached without TLS. `connections` are kept open, `authorities` trusted beside those of the
-    /// system.
+    /// `http`: the bucket is reached without TLS. `connections` are kept open, `authorities`
+    /// trusted beside those of the system.
     pub(super) fn new(http: bool, connections: usize, authorities: Vec<Certificate>) -> Self {
         Self {
             options: ClientOptions::new()
@@ -98,7 +100,8 @@ impl Connector {
         }
     }
 
-    /// The options that the clients' builders vary for their own purposes and hand back to [`HttpConnector::connect`].
+    /// The options that the clients' builders vary for their own purposes and hand back to
+    /// [`HttpConnector::connect`].
     pub(super) fn options(&self) -> ClientOptions {
         self.options.clone()
     }
@@ -136,7 +139,8 @@ impl HttpConnector for Connector {
     }
 }
 
-/// Resolves a name to its addresses in an order of chance, so that requests spread over the servers.
+/// Resolves a name to its addresses in an order of chance, so that requests spread over the
+/// servers.
 struct Shuffled;
 
 impl reqwest::dns::Resolve for Shuffled {
@@ -197,7 +201,7 @@ impl HttpService for Service {
 }
 
 impl Service {
-    /// Waits until so many bytes more may be in memory; the deadline of the caller ends that.
+    /// Waits until `bytes` more may be in memory; the deadline of the caller ends that.
     async fn reserve(&self, bytes: u64) -> Option<OwnedSemaphorePermit> {
         let units = bytes.min(IN_FLIGHT).div_ceil(UNIT);
         let units = u32::try_from(units).unwrap_or(u32::MAX);
@@ -298,7 +302,8 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// The code in the body of an error: S3, Azure and Google write `<Code>...</Code>`. Nothing else of it is kept.
+/// The code in the body of an error: S3, Azure and Google write `<Code>...</Code>`. Nothing else of
+/// it is kept.
 async fn read_code(body: HttpResponseBody) -> String {
     let (mut pieces, mut text) = (body.bytes_stream(), Vec::new());
     while let Some(Ok(piece)) = pieces.next().await {

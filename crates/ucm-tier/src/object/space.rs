@@ -128,8 +128,8 @@ impl Objects {
         both.join(", ")
     }
 
-    /// Room for `bytes`; `NoSpace` where there is none in time, `Config` or `Foreign` where the document that grants it
-    /// cannot be used.
+    /// Room for `bytes`; `NoSpace` where there is none in time, `Config` or `Foreign` where the
+    /// document that grants it cannot be used.
     pub(super) fn take_room(&self, io: &IoJob, bytes: u64) -> Result<()> {
         let granted = self.space.state.lock().grant.used.granted;
         let until = self.clock.now().after(patience(granted)).min(io.deadline());
@@ -275,8 +275,8 @@ impl Objects {
         changed
     }
 
-    /// The document of the space could be read, or not for this reason. Where it cannot be used nothing is written, which
-    /// is said once; reading goes on.
+    /// The document of the space could be read, or not for this reason. Where it cannot be used
+    /// nothing is written, which is said once; reading goes on.
     fn note_document(&self, error: Option<&Error>) {
         let unusable = match error {
             Some(error) if !matches!(error.kind(), ErrorKind::Config | ErrorKind::Foreign) => return,
