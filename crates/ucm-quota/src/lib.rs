@@ -161,10 +161,8 @@ impl Quota {
             .lanes(&[lane("keep", 1), lane("work", 16)])
             .clock(Arc::clone(&clock))
             .build()?;
-        let quota = WriterQuota {
-            root: config.root.display().to_string(),
-            ..WriterQuota::new(ucm_infra::random_u64(), config.record_len)
-        };
+        let mut quota = WriterQuota::new(ucm_infra::random_u64(), config.record_len);
+        quota.told.root = config.root.display().to_string();
         Ok(Arc::new(Self {
             config,
             io,

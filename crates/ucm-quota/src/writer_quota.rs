@@ -50,8 +50,6 @@ pub(super) type Answers = Vec<(OnReserved, Result<Reservation>)>;
 /// What one writer used and may use. All totals are bytes since it took its id.
 #[derive(Default)]
 pub(super) struct WriterQuota {
-    /// The root, for errors.
-    pub(super) root: String,
     /// Its id among the writers of the root; another one after a silence that made its grant void.
     pub(super) writer: u64,
     /// Total of the writes that were begun.
@@ -72,9 +70,11 @@ pub(super) struct WriterQuota {
     pub(super) trouble: Option<Error>,
 }
 
-/// What the collector told of the root.
+/// The root, and what its collector reported of it.
 #[derive(Default)]
 pub(super) struct Told {
+    /// Its path, for errors.
+    pub(super) root: String,
     pub(super) limit: u64,
     /// Bytes below the root without those of this writer since `seen`.
     pub(super) others: u64,
@@ -218,7 +218,7 @@ impl WriterQuota {
                 .with("wanted", bytes)
                 .with("free", self.free.now(self.reserved))
                 .with("floor", self.free.floor)
-                .with("root", &self.root)
+                .with("root", &self.told.root)
         })
     }
 
@@ -393,7 +393,7 @@ impl WriterQuota {
         let error = Error::new(ErrorKind::NoSpace, text)
             .with("limit", self.told.limit)
             .with("used", self.used())
-            .with("root", &self.root);
+            .with("root", &self.told.root);
         match &self.trouble {
             Some(trouble) => error.caused_by(trouble.clone()),
             None => error,
@@ -413,11 +413,11 @@ mod tests {
         WriterQuota {
             writer: 1,
             told: Told {
+                root: "/r".to_owned(),
                 limit: 1000,
                 ..Told::default()
             },
             granted,
-            root: "/r".to_owned(),
             holds_until: at(300_000),
             ..WriterQuota::default()
         }
