@@ -225,7 +225,7 @@ fn transfers_at_once_take_little_memory_of_the_device() {
             eventually("all are under way", || driver.live(STREAMS) >= before[1] + lanes);
             driver.release();
         });
-        assert_eq!(driver.live(ALLOCATIONS), before[0] + 7);
+        assert_eq!(driver.live(ALLOCATIONS), before[0] + 2 * 7);
         assert!(driver.live(STREAMS) <= before[1] + 2 * (THREADS as u64 - 1));
     }
 }

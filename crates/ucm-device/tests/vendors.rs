@@ -5,15 +5,14 @@
 mod common;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use common::{
     ALLOCATIONS, Driver, FIRST_STREAMS, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST, gather,
-    open_named as open, slot,
+    open_named as open, slot, wait_late,
 };
 use ucm_core::ErrorKind;
 use ucm_device::{Device, Piece, Transfer, open_device};
-use ucm_infra::{Clock, SystemClock};
+use ucm_infra::SystemClock;
 
 /// Every vendor, on the device that a thread has by itself and on another.
 const DEVICES: [&str; 8] = [
@@ -155,8 +154,7 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
         if let Some(last_error) = driver.last_error(name) {
             assert_eq!(last_error, 0, "{name}");
         }
-        let late = event.wait(Some(SystemClock.now().after(Duration::from_millis(2))));
-        assert_eq!(late.err().unwrap().kind(), ErrorKind::Timeout, "{name}");
+        assert_eq!(wait_late(&event, 2).kind(), ErrorKind::Timeout, "{name}");
         let waiting = std::thread::spawn({
             let event = Arc::clone(&event);
             move || event.wait(None)

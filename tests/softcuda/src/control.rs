@@ -222,10 +222,13 @@ pub unsafe extern "C" fn softcuda_read(address: u64, into: *mut u8, len: usize) 
 /// `len` bytes can be read at `from`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn softcuda_write(address: u64, from: *const u8, len: usize) -> CUresult {
-    let state = lock();
+    let mut state = lock();
     let written = state.memory.any_place(address, len).map(|place| {
         // SAFETY: as in `softcuda_read`.
         unsafe { stream::move_bytes(from.expose_provenance(), place.address(), len) };
+        if let Some(bytes) = place.host(len) {
+            stream::written(&mut state, &bytes);
+        }
     });
     code(written)
 }

@@ -13,7 +13,8 @@
 //! * while a thread captures a graph, calls that disturb it are refused and spoil it ([`capture`]),
 //! * kernels are PTX, and run ([`ptx`]),
 //! * mistakes that real hardware answers with corrupt data or a hang end the process with a line on standard error:
-//!   freeing memory that queued work uses, the legacy stream, `cuCtxSynchronize`, a call of the driver from inside a
+//!   freeing memory that queued work uses, changing pinned memory that a queued copy needs ([`watch`]), the legacy
+//!   stream, `cuCtxSynchronize`, a call of the driver from inside a
 //!   callback,
 //! * in a process forked after `cuInit`, calls answer `CUDA_ERROR_NOT_INITIALIZED`.
 //!
@@ -66,6 +67,7 @@ pub mod ptx;
 mod state;
 mod stream;
 mod vendors;
+mod watch;
 
 pub use control::*;
 pub use error::*;

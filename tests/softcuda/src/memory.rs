@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use crate::call::abort;
 use crate::context;
@@ -135,7 +135,7 @@ impl Drop for Use {
 /// One end of a copy.
 pub(crate) enum Place {
     /// In a region, at this byte.
-    Region { byte: usize, _use: Use },
+    Region { byte: usize, held: Use },
     /// Bytes taken from the caller before its call returned.
     Staged(Box<[u8]>),
     /// Memory of a caller that waits for the copy.
@@ -147,7 +147,7 @@ impl Place {
     fn new(region: &Arc<Region>, address: u64) -> Self {
         Self::Region {
             byte: region.byte(address),
-            _use: Use::new(region),
+            held: Use::new(region),
         }
     }
 
@@ -158,6 +158,16 @@ impl Place {
             Self::Staged(bytes) => bytes.as_ptr().expose_provenance(),
             Self::Caller(address) => *address,
         }
+    }
+
+    /// Its bytes from there on, where they are the host's and not taken from there.
+    pub(crate) fn host(&self, len: usize) -> Option<Range<usize>> {
+        let is_host = match self {
+            Self::Region { held, .. } => held.is_host(),
+            Self::Staged(_) => false,
+            Self::Caller(_) => true,
+        };
+        is_host.then(|| self.address()..self.address() + len)
     }
 }
 
@@ -336,7 +346,8 @@ pub(crate) fn alloc(state: &mut State, context: Handle, len: usize) -> Outcome<u
             left.start = (start + len).next_multiple_of(ALIGNMENT);
             (left.start <= left.end).then_some(start)
         }
-        None => map::reserve(pages_of(len + ALIGNMENT)).map(|reserved| reserved + ALIGNMENT),
+        // The page behind it stays unused: an access behind the end is in no other allocation.
+        None => map::reserve(pages_of(len + ALIGNMENT) + PAGE).map(|reserved| reserved + ALIGNMENT),
     };
     let start = start.ok_or(CUDA_ERROR_OUT_OF_MEMORY)? as u64;
     state.memory.enter(start, len, bytes, Kind::Device, context, 0);
@@ -413,7 +424,7 @@ pub(crate) fn register(state: &mut State, context: Handle, start: usize, len: us
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
     let offset = start % PAGE;
-    let reserved = map::reserve(pages_of(offset + len)).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
+    let reserved = map::reserve(pages_of(offset + len) + PAGE).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
     let device = (reserved + offset) as u64;
     memory.enter(device, len, start, Kind::Registered, context, flags);
     Ok(())
@@ -446,6 +457,8 @@ pub(crate) struct KernelMemory {
     regions: Vec<Arc<Region>>,
     /// For each region, whether the kernel has used it.
     used: Vec<AtomicBool>,
+    /// For each, where the kernel's first written byte is, and where its last one ends.
+    wrote: Vec<[AtomicUsize; 2]>,
     host: AtomicU64,
     device: AtomicU64,
     /// Whether it writes wrong bytes.
@@ -457,6 +470,10 @@ impl KernelMemory {
         Self {
             wrong,
             used: regions.iter().map(|_| AtomicBool::new(false)).collect(),
+            wrote: regions
+                .iter()
+                .map(|_| [AtomicUsize::new(usize::MAX), AtomicUsize::new(0)])
+                .collect(),
             regions,
             host: AtomicU64::new(0),
             device: AtomicU64::new(0),
@@ -471,8 +488,33 @@ impl KernelMemory {
         )
     }
 
-    /// Where an access goes, which counts as done; `None` where no memory is.
-    pub(crate) fn access(&self, address: u64, len: usize) -> Option<usize> {
+    /// The host's bytes that it has written so far: for each region, from the first to the last.
+    pub(crate) fn written(&self) -> Vec<Range<usize>> {
+        let host = self
+            .regions
+            .iter()
+            .zip(&self.wrote)
+            .filter(|(region, _)| region.is_host());
+        let bytes = host.map(|(_, [first, end])| first.load(Ordering::Relaxed)..end.load(Ordering::Relaxed));
+        bytes.filter(|bytes| !bytes.is_empty()).collect()
+    }
+
+    /// Where a read goes, which counts as done; `None` where no memory is.
+    pub(crate) fn read(&self, address: u64, len: usize) -> Option<usize> {
+        self.access(address, len).map(|(_, byte)| byte)
+    }
+
+    /// Where a write goes, which counts as done; `None` where no memory is.
+    pub(crate) fn write(&self, address: u64, len: usize) -> Option<usize> {
+        let (index, byte) = self.access(address, len)?;
+        let [first, end] = &self.wrote[index];
+        first.fetch_min(byte, Ordering::Relaxed);
+        end.fetch_max(byte + len, Ordering::Relaxed);
+        Some(byte)
+    }
+
+    /// The region of an access by its number, and the byte.
+    fn access(&self, address: u64, len: usize) -> Option<(usize, usize)> {
         let index = self.regions.partition_point(|region| region.start <= address);
         let index = index.checked_sub(1)?;
         let region = &self.regions[index];
@@ -491,7 +533,7 @@ impl KernelMemory {
             &self.device
         };
         moved.fetch_add(len as u64, Ordering::Relaxed);
-        Some(region.byte(address))
+        Some((index, region.byte(address)))
     }
 }
 
@@ -541,11 +583,11 @@ mod tests {
         }
         assert!(memory.in_reach_of(other).is_empty(), "not portable");
         let kernel = KernelMemory::new(memory.in_reach_of(context), false);
-        assert_eq!(kernel.access(1098, 2), Some(1103));
-        assert_eq!(kernel.access(1099, 2), None);
-        assert_eq!(kernel.access(999, 1), None);
+        assert_eq!(kernel.read(1098, 2), Some(1103));
+        assert_eq!(kernel.read(1099, 2), None);
+        assert_eq!(kernel.read(999, 1), None);
         memory.remove(2000, "the test");
-        assert_eq!(kernel.access(2000, 1), None);
+        assert_eq!(kernel.read(2000, 1), None);
         assert_eq!(kernel.moved(), (2, 0));
         let uses = |memory: &Memory| memory.regions[&1000].uses.load(super::Ordering::SeqCst);
         assert_eq!(uses(&memory), 1);

@@ -193,7 +193,7 @@ pub(crate) unsafe fn launch(
 impl ptx::Memory for KernelMemory {
     fn load(&self, address: u64, into: &mut [u8]) -> Result<(), Fault> {
         let len = into.len();
-        let from = self.access(address, len).ok_or(Fault { address, len })?;
+        let from = self.read(address, len).ok_or(Fault { address, len })?;
         // SAFETY: the access lies inside of a region that stays mapped while it is in use.
         unsafe { stream::move_bytes(from, into.as_mut_ptr().expose_provenance(), len) };
         Ok(())
@@ -201,7 +201,7 @@ impl ptx::Memory for KernelMemory {
 
     fn store(&self, address: u64, from: &[u8]) -> Result<(), Fault> {
         let len = from.len();
-        let to = self.access(address, len).ok_or(Fault { address, len })?;
+        let to = self.write(address, len).ok_or(Fault { address, len })?;
         // SAFETY: as for loads.
         unsafe {
             stream::move_bytes(from.as_ptr().expose_provenance(), to, len);

@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::ops::Range;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::sync::Arc;
 
@@ -24,6 +25,7 @@ use crate::event::Mark;
 use crate::memory::{KernelMemory, Place};
 use crate::module::Launch;
 use crate::state::{ENDED, Handle, Locked, State, lock};
+use crate::watch::Watched;
 
 pub(crate) const NON_BLOCKING: u32 = 1;
 
@@ -61,6 +63,8 @@ struct Submitted {
     work: Work,
     /// The host's virtual time.
     at: u64,
+    /// What the host must leave alone until it runs.
+    host: Option<Watched>,
 }
 
 /// An operation.
@@ -82,6 +86,25 @@ pub(crate) enum Work {
     Call { function: HostFunction, data: usize },
     /// Runs a kernel.
     Launch(Launch),
+}
+
+impl Work {
+    /// The host's bytes of a copy.
+    fn host(&self) -> Option<Range<usize>> {
+        match self {
+            Self::Copy { from, to, len, .. } => from.host(*len).or_else(|| to.host(*len)),
+            _ => None,
+        }
+    }
+
+    /// The host's bytes that it writes; of a kernel, from the first to the last of each region.
+    fn written(&self, memory: Option<&KernelMemory>) -> Vec<Range<usize>> {
+        match self {
+            Self::Copy { to, len, .. } => to.host(*len).into_iter().collect(),
+            Self::Launch(_) => memory.map(KernelMemory::written).unwrap_or_default(),
+            _ => Vec::new(),
+        }
+    }
 }
 
 impl Stream {
@@ -200,7 +223,9 @@ pub(crate) fn submit(state: &mut State, stream: Handle, work: Work) -> u64 {
     if stream.capture.is_some() {
         return stream.submitted;
     }
-    stream.queue.push_back(Submitted { work, at });
+    // SAFETY: while the copy is queued its place is in use, or its caller waits.
+    let host = work.host().map(|bytes| unsafe { Watched::new(bytes) });
+    stream.queue.push_back(Submitted { work, at, host });
     stream.submitted += 1;
     stream.wake();
     stream.submitted
@@ -314,23 +339,39 @@ fn perform(state: &mut Locked, handle: Handle, context: Handle) {
     };
     let (next, waits) = (stream.queue.pop_front(), stream.is_default);
     let Some(next) = next else { return };
+    let mut memory = None;
     let (outcome, work) = match next.work {
         Work::Record(_) | Work::Wait(_) => (Ok(Cost::None), next.work),
         Work::Launch(launch) => {
             let wrong = state.control.is_wrong(launch.name());
-            let memory = KernelMemory::new(state.memory.in_reach_of(context), wrong);
-            let outcome = MutexGuard::unlocked(state, || launch.run(&memory));
+            let memory = memory.insert(KernelMemory::new(state.memory.in_reach_of(context), wrong));
+            let outcome = MutexGuard::unlocked(state, || launch.run(memory));
             let (host, device) = memory.moved();
             let cost = outcome.map(|()| Cost::Kernel { host, device });
             (cost, Work::Launch(launch))
         }
         other => {
-            let wrong =
-                matches!(other, Work::Copy { cost, .. } if state.control.is_wrong(copy::name(cost, waits)));
-            let cost = MutexGuard::unlocked(state, || move_or_call(&other, wrong));
+            let name = match other {
+                Work::Copy { cost, .. } => copy::name(cost, waits),
+                _ => "",
+            };
+            let wrong = state.control.is_wrong(name);
+            let cost = MutexGuard::unlocked(state, || {
+                if let Some((at, len)) = next.host.as_ref().and_then(Watched::changed) {
+                    abort(&format!(
+                        "{name}: the host changed its memory at {at:#x} ({len} bytes), \
+                         which a queued copy needed"
+                    ));
+                }
+                move_or_call(&other, wrong)
+            });
             (Ok(cost), other)
         }
     };
+    for bytes in work.written(memory.as_ref()) {
+        written(state, &bytes);
+    }
+    drop(memory);
     match outcome {
         Ok(cost) => end(state, handle, next.at, &work, cost),
         Err(fault) => {
@@ -342,6 +383,13 @@ fn perform(state: &mut Locked, handle: Handle, context: Handle) {
             end(state, handle, next.at, &work, Cost::None);
         }
     }
+}
+
+/// The driver wrote to these bytes of the host's memory, whatever is queued for them.
+pub(crate) fn written(state: &mut State, bytes: &Range<usize>) {
+    let queues = state.streams.values_mut().map(|stream| &mut stream.queue);
+    let watched = queues.flatten().filter_map(|queued| queued.host.as_mut());
+    watched.for_each(|watched| watched.written(bytes));
 }
 
 /// Copies, fills and callbacks; what they cost.

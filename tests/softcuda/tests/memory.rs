@@ -48,8 +48,12 @@ fn allocations_are_aligned_to_512_and_no_more_and_never_reused() {
             assert_eq!(memory % 512, 0);
             assert_ne!(memory % 1024, 0);
             assert_ne!(memory, before);
-            ok(cu!(cuMemFree_v2(memory)));
             let mut byte = 0;
+            for behind in [1, 256, 4096] {
+                let read = cu!(softcuda_read(memory + (1 << 20) + behind - 1, &mut byte, 1));
+                assert_eq!(read, CUDA_ERROR_INVALID_VALUE, "nothing lies behind it");
+            }
+            ok(cu!(cuMemFree_v2(memory)));
             assert_eq!(cu!(softcuda_read(memory, &mut byte, 1)), CUDA_ERROR_INVALID_VALUE);
             assert_eq!(cu!(cuMemFree_v2(memory)), CUDA_ERROR_INVALID_VALUE);
             before = memory;

@@ -16,15 +16,68 @@ fn pinned_memory_is_copied_when_the_stream_comes_to_it() {
         open(0);
         let (stream, memory, host) = (stream(), alloc(8), Pinned::new(8));
         softcuda_hold(stream);
-        host.set(b"too soon");
+        host.set(b"in time!");
         host_to_device(memory, host.at, 8, stream);
         assert_eq!(peek(memory, 8), [0; 8]);
         assert_eq!(cu!(cuStreamQuery(stream)), CUDA_ERROR_NOT_READY);
-        host.set(b"in time!");
         softcuda_release(stream);
         synchronize(stream);
         assert_eq!(peek(memory, 8), b"in time!");
         ok(cu!(cuStreamQuery(stream)));
+    });
+}
+
+#[test]
+fn host_memory_of_a_queued_copy_must_stay_as_it_is() {
+    let prepare = || {
+        open(0);
+        let (stream, memory, host) = (stream(), alloc(64), Pinned::new(128));
+        host.set(&[1; 128]);
+        softcuda_hold(stream);
+        (stream, memory, host)
+    };
+    let changes = |host: &Pinned, stream| {
+        host.set(b"too soon");
+        softcuda_release(stream);
+        synchronize(stream);
+    };
+    aborts("cuMemcpyHtoDAsync_v2: the host changed its memory", || {
+        let (stream, memory, host) = prepare();
+        host_to_device(memory, host.at, 64, stream);
+        changes(&host, stream);
+    });
+    aborts("cuMemcpyDtoHAsync_v2: the host changed its memory", || {
+        let (stream, memory, host) = prepare();
+        device_to_host(host.at, memory, 64, stream);
+        changes(&host, stream);
+    });
+    aborts("the host changed its memory", || {
+        let (stream, memory, host) = prepare();
+        // The names of another vendor, whose copies are the same.
+        ok(cu!(hipMemcpyAsync(memory, host.at as u64, 64, 1, stream)));
+        changes(&host, stream);
+    });
+    alone(|| {
+        let (stream, memory, host) = prepare();
+        // Beside the bytes that the copy names, and when it is over.
+        host_to_device(memory, host.at + 64, 64, stream);
+        changes(&host, stream);
+        host.set(&[2; 128]);
+        softcuda_hold(stream);
+        // Writes of the driver are no changes of the host's: a copy, a kernel, a test's own write.
+        let (function, _) = copy8();
+        device_to_host(host.at, memory, 64, stream);
+        host_to_device(memory, host.at, 64, stream);
+        ok(launch(function, host.device() + 64, memory, stream));
+        host_to_device(memory + 8, host.at + 64, 8, stream);
+        host_to_device(memory + 16, host.at + 72, 8, stream);
+        poke(host.device() + 72, b"a test's");
+        softcuda_release(stream);
+        synchronize(stream);
+        assert_eq!(
+            peek(memory, 24),
+            *b"\x01\x01\x01\x01\x01\x01\x01\x01\x01\x01\x01\x01\x01\x01\x01\x01a test's"
+        );
     });
 }
 

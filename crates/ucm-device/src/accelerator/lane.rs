@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 
+use super::Allocation;
 use super::pinned::{Arenas, Pinned};
 use super::plan::{DESCRIPTOR, DESCRIPTORS, Method, Run};
 use super::runtime::{Direction, Kernel, RawEvent, RawStream, Runtime, wait_until_over};
@@ -149,23 +150,8 @@ impl Lanes {
         if self.rooms.fetch_add(1, Ordering::Relaxed) >= ROOMS {
             return None;
         }
-        let made = || -> Result<(Arc<HostArena>, u64)> {
-            let arena = self
-                .arenas
-                .make(DESCRIPTORS * DESCRIPTOR, ArenaOptions::default())?;
-            self.arenas.pin(arena.at(0).expose_provenance(), arena.len());
-            Ok((
-                arena,
-                self.arenas.runtime.allocate(STAGED + DESCRIPTORS * DESCRIPTOR)?,
-            ))
-        };
         let refused = |error: &Error| warn!(%error, "no memory for staged copies: small copies are slow");
-        let (descriptors, memory) = made().inspect_err(refused).ok()?;
-        Some(Room {
-            memory,
-            descriptors,
-            _counted: counted,
-        })
+        Room::new(&self.arenas, counted).inspect_err(refused).ok()
     }
 }
 
@@ -178,13 +164,30 @@ impl Drop for Counted {
     }
 }
 
-/// Memory through which small pieces go.
+/// Memory through which small pieces go. Its two parts on the device are two allocations, so that
+/// a transfer that leaves one does not write into the other.
 struct Room {
-    /// On the device: the staged bytes, then descriptors.
-    memory: u64,
+    /// On the device: the staged bytes.
+    staged: Allocation,
+    /// On the device: descriptors.
+    table: Allocation,
     /// On the host, pinned: descriptors.
     descriptors: Arc<HostArena>,
     _counted: Counted,
+}
+
+impl Room {
+    fn new(arenas: &Arenas, counted: Counted) -> Result<Self> {
+        const TABLE: usize = DESCRIPTORS * DESCRIPTOR;
+        let descriptors = arenas.make(TABLE, ArenaOptions::default())?;
+        arenas.pin(descriptors.at(0).expose_provenance(), descriptors.len());
+        Ok(Self {
+            staged: Allocation::new(&arenas.runtime, STAGED)?,
+            table: Allocation::new(&arenas.runtime, TABLE)?,
+            descriptors,
+            _counted: counted,
+        })
+    }
 }
 
 /// Streams of one user of a device, and memory, where it has some.
@@ -316,7 +319,7 @@ impl Lane {
         let chunks = staged(runs, |at| host.part(at), self.descriptors()?);
         let stream = self.stream(direction);
         let descriptors = self.upload(runs.len(), stream)?;
-        let buffer = self.room()?.memory;
+        let buffer = self.room()?.staged.address;
         for chunk in &chunks {
             let (first, count) = (
                 descriptors + (chunk.first * DESCRIPTOR) as u64,
@@ -411,7 +414,7 @@ impl Lane {
     /// Begins to bring so many descriptors to the device; where they are there.
     fn upload(&mut self, count: usize, stream: RawStream) -> Result<u64> {
         let room = self.room()?;
-        let (to, from) = (room.memory + STAGED as u64, room.descriptors.at(0));
+        let (to, from) = (room.table.address, room.descriptors.at(0));
         debug_assert!(count <= DESCRIPTORS);
         // SAFETY: both ranges are the lane's own and have room for so many; no one writes to the one on the host until
         // the stream's work is over.
@@ -425,9 +428,6 @@ impl Drop for Lane {
         for stream in self.streams {
             let _ = wait_until_over(&*self.runtime, stream); // its error is told to who began the work
             self.runtime.end_stream(stream);
-        }
-        if let Some(room) = &self.room {
-            self.runtime.free(room.memory);
         }
     }
 }
@@ -486,4 +486,116 @@ fn tiles(count: usize, longest: usize, blocks: u32) -> [u32; 2] {
         .unwrap_or(u32::MAX)
         .clamp(1, (blocks / x).max(1));
     [x, y]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs of these lengths, `gap` bytes apart in the host buffer, their descriptors, and their
+    /// chunks. Memory is pinned in parts of `part` bytes.
+    fn chunks(at: usize, lens: &[usize], gap: usize, part: usize) -> (Vec<Run>, Vec<[u64; 3]>, Vec<Chunk>) {
+        let mut at = at;
+        let run = |&len: &usize| {
+            let run = Run {
+                at,
+                address: at as u64 * 3,
+                len,
+            };
+            at += len + gap;
+            run
+        };
+        let runs: Vec<Run> = lens.iter().map(run).collect();
+        let mut descriptors = vec![[0; 3]; runs.len()];
+        let chunks = staged(
+            &runs,
+            |at| at / part * part..(at / part + 1) * part,
+            &mut descriptors,
+        );
+        (runs, descriptors, chunks)
+    }
+
+    /// Each run lies in one segment, where its descriptor says. Each segment lies in the buffer and
+    /// in one part.
+    fn check(runs: &[Run], descriptors: &[[u64; 3]], chunks: &[Chunk], part: usize) {
+        let mut next = 0;
+        for chunk in chunks {
+            assert_eq!(chunk.first, next);
+            next += chunk.count;
+            let mine = &runs[chunk.first..next];
+            assert_eq!(mine.iter().map(|run| run.len).max(), Some(chunk.longest));
+            let (mut end, mut moved) = (0, 0);
+            for segment in &chunk.segments {
+                assert!(segment.offset >= end, "segments lie apart in the buffer");
+                end = segment.offset + segment.len;
+                assert!(end <= STAGED, "{end} bytes are staged at once");
+                assert_eq!(
+                    segment.at / part,
+                    (segment.at + segment.len - 1) / part,
+                    "of one part"
+                );
+                moved += segment.len;
+            }
+            assert_eq!(moved, mine.iter().map(|run| run.len).sum::<usize>());
+            for (run, &[address, offset, len]) in mine.iter().zip(&descriptors[chunk.first..]) {
+                assert_eq!((address, len), (run.address, run.len as u64));
+                let holds = |segment: &Segment| {
+                    segment.at <= run.at
+                        && run.at + run.len <= segment.at + segment.len
+                        && segment.offset + (run.at - segment.at) == offset as usize
+                };
+                assert_eq!(chunk.segments.iter().filter(|segment| holds(segment)).count(), 1);
+            }
+        }
+        assert_eq!(next, runs.len());
+    }
+
+    #[test]
+    fn a_chunk_fits_the_buffer_to_its_last_byte_and_no_further() {
+        let far = usize::MAX / 2;
+        for over in [0, 1, 16, 100, 255, 256, 4095, 4096, 5000] {
+            for gap in [0, 8] {
+                let lens = [STAGED / 2, STAGED / 2 - 4096, 4096 + over, 1];
+                let (runs, descriptors, chunks) = chunks(64, &lens, gap, far);
+                check(&runs, &descriptors, &chunks, far);
+                assert_eq!(chunks[0].count, if over == 0 { 3 } else { 2 }, "{over}, {gap}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_segment_crosses_the_border_of_two_parts() {
+        let (lens, part) = ([100; 50], 1000);
+        for (at, segments) in [(0, 5), (900, 6), (2000, 5)] {
+            let (runs, descriptors, chunks) = chunks(at, &lens, 0, part);
+            check(&runs, &descriptors, &chunks, part);
+            assert_eq!(chunks[0].segments.len(), segments);
+        }
+    }
+
+    #[test]
+    fn runs_of_all_lengths_are_staged_where_their_descriptors_say() {
+        let mut state = 9_u64;
+        let mut below = |bound: u64| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            ((state >> 33) % bound) as usize
+        };
+        for round in 0..50 {
+            let (gap, part) = ([0, 1, 300][below(3)], [4096, 1 << 20, 64 << 20][below(3)]);
+            let mut at = 0;
+            // As `runs` gives them: none crosses the border of two parts.
+            let lens: Vec<usize> = (0..400)
+                .map(|_| {
+                    let left = part - at % part;
+                    let len = (1 + below([100, 9000, 1 << 20][round % 3])).min(left);
+                    at += len + gap;
+                    len
+                })
+                .collect();
+            let (runs, descriptors, chunks) = chunks(0, &lens, gap, part);
+            check(&runs, &descriptors, &chunks, part);
+        }
+    }
 }

@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 
 use libloading::Library;
 use parking_lot::{Mutex, MutexGuard};
-use ucm_core::Result;
+use ucm_core::{Error, Result};
 use ucm_device::{
-    ArenaOptions, Device, DeviceSpan, HostBuf, Piece, Slot, SlotPool, Stream, Transfer, open_device,
+    ArenaOptions, Device, DeviceSpan, Event, HostBuf, Piece, Slot, SlotPool, Stream, Transfer, open_device,
 };
-use ucm_infra::SystemClock;
+use ucm_infra::{Clock, SystemClock};
 
 /// What [`Driver::bytes`] and [`Driver::live`] count.
 pub(crate) const TO_DEVICE: c_int = 0;
@@ -365,12 +365,105 @@ pub(crate) fn copy_on(device: &dyn Device) {
 
 /// Waits for what comes about on another thread.
 #[track_caller]
-pub(crate) fn eventually(what: &str, is: impl Fn() -> bool) {
+pub(crate) fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(60);
     while !is() {
         assert!(Instant::now() < until, "not in time: {what}");
         std::thread::yield_now();
     }
+}
+
+/// Runs `act` on a thread of its own while all streams are held, until a stream of the device is
+/// waited for.
+pub(crate) fn while_held<T: Send>(driver: &Driver, device: &str, act: impl FnOnce() -> T + Send) -> T {
+    let wait = match device.split(':').next() {
+        Some("hip") => "hipStreamSynchronize",
+        Some("musa") => "musaStreamSynchronize",
+        Some("maca") => "mcStreamSynchronize",
+        Some("ascend") => "aclrtSynchronizeStream",
+        _ => "cuStreamSynchronize",
+    };
+    driver.hold();
+    std::thread::scope(|scope| {
+        let before = driver.calls(wait);
+        let acting = scope.spawn(act);
+        eventually("a stream is waited for", || {
+            driver.calls(wait) > before || acting.is_finished()
+        });
+        driver.release();
+        acting.join().unwrap()
+    })
+}
+
+/// A stream of a caller's, in the primary context of the first device.
+pub(crate) struct Caller<'a> {
+    driver: &'a Driver,
+    stream: usize,
+}
+
+impl<'a> Caller<'a> {
+    /// One that begins nothing until it may [`Caller::go`].
+    pub(crate) fn held(driver: &'a Driver) -> Self {
+        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = driver.function(c"cuStreamCreate");
+        let hold: unsafe extern "C" fn(usize) = driver.function(c"softcuda_hold");
+        let mut stream = 0;
+        // SAFETY: writes one handle, which is held then.
+        assert_eq!(unsafe { make(&raw mut stream, 1) }, 0);
+        // SAFETY: a stream that exists.
+        unsafe { hold(stream) };
+        Self { driver, stream }
+    }
+
+    pub(crate) fn go(&self) {
+        let release: unsafe extern "C" fn(usize) = self.driver.function(c"softcuda_release");
+        // SAFETY: a stream that exists.
+        unsafe { release(self.stream) }
+    }
+
+    /// Sets bytes of the memory.
+    pub(crate) fn set(&self, memory: &Memory, at: usize, len: usize, value: u8) {
+        let set: unsafe extern "C" fn(u64, u8, usize, usize) -> c_int =
+            self.driver.function(c"cuMemsetD8Async");
+        let span = memory.span(at, len);
+        // SAFETY: inside the memory, which the test keeps.
+        assert_eq!(unsafe { set(span.addr(), value, len, self.stream) }, 0);
+    }
+
+    /// The handle of an event at this point.
+    pub(crate) fn record(&self) -> u64 {
+        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = self.driver.function(c"cuEventCreate");
+        let record: unsafe extern "C" fn(usize, usize) -> c_int = self.driver.function(c"cuEventRecord");
+        let mut event = 0;
+        // SAFETY: writes one handle, and names it and a stream that exists.
+        let answers = unsafe { [make(&raw mut event, 0), record(event, self.stream)] };
+        assert_eq!(answers, [0; 2]);
+        event as u64
+    }
+
+    pub(crate) fn synchronize(&self) {
+        let wait: unsafe extern "C" fn(usize) -> c_int = self.driver.function(c"cuStreamSynchronize");
+        // SAFETY: a stream that exists.
+        assert_eq!(unsafe { wait(self.stream) }, 0);
+    }
+}
+
+impl Drop for Caller<'_> {
+    fn drop(&mut self) {
+        let destroy: unsafe extern "C" fn(usize) -> c_int = self.driver.function(c"cuStreamDestroy_v2");
+        self.go();
+        // SAFETY: a stream of this alone.
+        unsafe { destroy(self.stream) };
+    }
+}
+
+/// Waits for an event that is not done until a deadline of so many milliseconds has passed.
+#[track_caller]
+pub(crate) fn wait_late(event: &Arc<dyn Event>, ms: u64) -> Error {
+    let event = Arc::clone(event);
+    let deadline = SystemClock.now().after(Duration::from_millis(ms));
+    let waiting = std::thread::spawn(move || event.wait(Some(deadline)));
+    eventually("the wait ends at its deadline", || waiting.is_finished());
+    waiting.join().unwrap().unwrap_err()
 }
 
 /// Numbers that differ from seed to seed.

@@ -116,30 +116,89 @@ impl SoftCuda {
         unsafe { mend() }
     }
 
-    /// The handle of an event that a stream of the caller's recorded, in the primary context, which is retained.
+    /// The handle of an event that a stream of the caller's recorded.
     pub(crate) fn recorded_event(&self) -> u64 {
-        type Make = unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int;
+        self.record(self.stream())
+    }
+
+    /// A stream of the caller's, in the primary context, which is retained and current to this
+    /// thread.
+    pub(crate) fn stream(&self) -> usize {
         type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
-        let (mut context, mut stream, mut event) = (null_mut(), null_mut(), null_mut::<c_void>());
+        let (mut context, mut stream) = (null_mut(), 0);
         let init: unsafe extern "C" fn(u32) -> c_int = self.function(c"cuInit");
         let retain: Retain = self.function(c"cuDevicePrimaryCtxRetain");
         let current: unsafe extern "C" fn(*mut c_void) -> c_int = self.function(c"cuCtxSetCurrent");
-        let make_stream: Make = self.function(c"cuStreamCreate");
-        let make_event: Make = self.function(c"cuEventCreate");
-        let record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int = self.function(c"cuEventRecord");
+        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = self.function(c"cuStreamCreate");
         // SAFETY: each call writes one handle or none.
         let answers = unsafe {
             [
                 init(0),
                 retain(&raw mut context, 0),
                 current(context),
-                make_stream(&raw mut stream, 1),
-                make_event(&raw mut event, 0),
-                record(event, stream),
+                make(&raw mut stream, 1),
             ]
         };
-        assert_eq!(answers, [0; 6]);
-        event.expose_provenance() as u64
+        assert_eq!(answers, [0; 4]);
+        stream
+    }
+
+    /// The handle of an event that such a stream records behind what it was given.
+    pub(crate) fn record(&self, stream: usize) -> u64 {
+        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = self.function(c"cuEventCreate");
+        let record: unsafe extern "C" fn(usize, usize) -> c_int = self.function(c"cuEventRecord");
+        let mut event = 0;
+        // SAFETY: writes one handle, and names it and a stream.
+        let answers = unsafe { [make(&raw mut event, 0), record(event, stream)] };
+        assert_eq!(answers, [0; 2]);
+        event as u64
+    }
+
+    /// Queues a copy of bytes, which are taken now, to memory of the device.
+    pub(crate) fn write_later(&self, to: u64, bytes: &[u8], stream: usize) {
+        let copy: unsafe extern "C" fn(u64, *const u8, usize, usize) -> c_int =
+            self.function(c"cuMemcpyHtoDAsync_v2");
+        // SAFETY: the tests keep the memory until the stream has done so.
+        assert_eq!(unsafe { copy(to, bytes.as_ptr(), bytes.len(), stream) }, 0);
+    }
+
+    /// Queues a copy within memory of the device.
+    pub(crate) fn copy_later(&self, to: u64, from: u64, len: usize, stream: usize) {
+        let copy: unsafe extern "C" fn(u64, u64, usize, usize) -> c_int =
+            self.function(c"cuMemcpyDtoDAsync_v2");
+        // SAFETY: as above.
+        assert_eq!(unsafe { copy(to, from, len, stream) }, 0);
+    }
+
+    /// Memory of the device.
+    pub(crate) fn allocate(&self, len: usize) -> u64 {
+        let allocate: unsafe extern "C" fn(*mut u64, usize) -> c_int = self.function(c"cuMemAlloc_v2");
+        let mut address = 0;
+        // SAFETY: writes one address.
+        assert_eq!(unsafe { allocate(&raw mut address, len) }, 0);
+        address
+    }
+
+    pub(crate) fn free(&self, address: u64) {
+        let free: unsafe extern "C" fn(u64) -> c_int = self.function(c"cuMemFree_v2");
+        // SAFETY: allocated as above; the driver ends the process where something still uses it.
+        assert_eq!(unsafe { free(address) }, 0);
+    }
+
+    /// What is in memory of the device.
+    pub(crate) fn read(&self, address: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        let read: unsafe extern "C" fn(u64, *mut u8, usize) -> c_int = self.function(c"softcuda_read");
+        // SAFETY: as many bytes as there is room for.
+        assert_eq!(unsafe { read(address, bytes.as_mut_ptr(), len) }, 0);
+        bytes
+    }
+
+    /// Random pauses before operations.
+    pub(crate) fn jitter(&self, seed: u64, most_us: u64) {
+        let jitter: unsafe extern "C" fn(u64, u64) = self.function(c"softcuda_jitter");
+        // SAFETY: two numbers.
+        unsafe { jitter(seed, most_us) }
     }
 }
 
@@ -169,6 +228,11 @@ impl Device {
     pub(crate) fn blank(setup: &Setup, ids: &[BlockId]) -> Self {
         let len = content(setup, id(0)).len();
         Self::of(setup, ids.iter().map(|&id| (id, vec![0xee; len])).collect())
+    }
+
+    /// Where a block lies.
+    pub(crate) fn address(&self, id: BlockId) -> u64 {
+        self.blocks[&id].as_ptr() as u64
     }
 
     /// Changes what a block holds.
