@@ -176,6 +176,8 @@ impl Bench {
             labels: BTreeMap::new(),
             part: Part::default(),
             record: record.clone(),
+            other_parts: Vec::new(),
+            shorter: false,
             geometry,
             direct,
             lookup_only: false,

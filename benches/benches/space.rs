@@ -115,6 +115,8 @@ fn count(root: &Path, blocks: u64) -> Result<Duration> {
         labels: BTreeMap::new(),
         part: Part::default(),
         record: RecordLayout::new(&geometry).describing(1, DType::Opaque),
+        other_parts: Vec::new(),
+        shorter: false,
         geometry,
         direct: false,
         lookup_only: false,

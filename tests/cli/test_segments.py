@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from cli_damage import flip
 from cli_roots import RECORD, Written
 from click.testing import Result
 
+from ucm.cli.checksum import fastest
 from ucm.store import segment
+from ucm.store.record import PAGE
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
@@ -86,3 +89,38 @@ def test_what_the_store_reads_back(segments: Written) -> None:
         assert store.lookup(ids) == [True] * 4 + [False]
     with segments.open("one") as store:
         assert store.lookup(ids) == [False] * 5, "a store reads its own layout only"
+
+
+def lying(file: Path, places: list[tuple[int, int]], start: int) -> int:
+    """Gives the file a footer at ``start`` with these places (offset, length); its bytes on disk."""
+    data = file.read_bytes()
+    trailer = bytearray(data[-segment.TRAILER_LEN :])
+    listed = b"".join(struct.pack("<16sQQ", bytes([n % 256]) * 16, *place) for n, place in enumerate(places))
+    length = -(-(len(listed) + segment.TRAILER_LEN) // PAGE) * PAGE
+    listed = listed.ljust(length - segment.TRAILER_LEN, b"\0")
+    crc = fastest().of
+    struct.pack_into("<QQII", trailer, 8, start, length, len(places), segment.ENTRY_LEN)
+    struct.pack_into("<I", trailer, 104, crc(listed))
+    struct.pack_into("<I", trailer, 124, crc(bytes(trailer[:124])))
+    with open(file, "r+b") as out:
+        out.truncate(start)
+        out.seek(start)
+        out.write(listed + trailer)
+    return file.stat().st_blocks * 512
+
+
+def test_a_footer_that_lies_has_little_read(segments: Written, ucm_json: Json) -> None:
+    """A sparse file of few bytes on disk: entries that overlap are refused before a record is read,
+    and a long entry over a hole is no record by its first bytes."""
+    file = file_of(segments)
+    start = 2 << 30
+    over = [(PAGE, 1 << 20)] * 2000
+    assert lying(file, over, start) < 1 << 20
+    document = ucm_json("verify", segments.path)
+    assert document["reasons"] == {"bad_header": 1}
+    assert document["bytes_read"] < 4 << 20
+    beside = [(PAGE + n * (512 << 20), 512 << 20) for n in range(3)]
+    assert lying(file, beside, start) < 1 << 20
+    document = ucm_json("verify", segments.path)
+    assert document["reasons"] == {"not_a_record": 3}
+    assert document["bytes_read"] < 16 << 20

@@ -21,7 +21,7 @@ from test_transfers import Worker  # noqa: E402
 from ucm.config import load  # noqa: E402
 from ucm.errors import ConfigError  # noqa: E402
 from ucm.integration.vllm.connector.configured_stores import ConfiguredStore, engine_stores, stores_of  # noqa: E402
-from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup  # noqa: E402
+from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StoreSetup  # noqa: E402
 from ucm.integration.vllm.connector.scheduler import store_selection as module  # noqa: E402
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENING  # noqa: E402
 from ucm.integration.vllm.connector.scheduler.store_selection import RETRY_S  # noqa: E402
@@ -65,6 +65,38 @@ def told(rig: Rig, setup: StoreSetup | None, rank: int = 0, unavailable: str = "
     """A rank's answer to a setup."""
     assert setup is not None
     rig.report(RankReport(rank, ready=not unavailable, attempt=setup.attempt, unavailable=unavailable))
+
+
+@pytest.mark.parametrize("layers", [(2, 1), (1, 2), (2, 2), (2, 1, 2, 3)])
+def test_the_store_that_looks_up_is_given_the_sizes_of_every_part(layers: tuple[int, ...]) -> None:
+    """Pipeline ranks hold different numbers of layers. Each size is named once, beside that of the first rank."""
+    made: list[dict[str, Any]] = []
+
+    def make(config: dict[str, Any]) -> Memory:
+        made.append(config)
+        return Memory(config)
+
+    def sizes(count: int) -> dict[str, Any]:
+        return {"tensor_size_list": [4096] * count, "shard_size": 4096 * count, "block_size": 4096 * count}
+
+    rig = Rig(len(layers), opened=False, stores=several(make))
+    shapes = [sizes(count) | {"block_tokens": 4, "dtype": "float32"} for count in layers]
+    rig.report(
+        *(
+            RankReport(rank, Handshake((0, rank, 0), rank, True, {"dtype": "float32"}, shape, stores=rig.names))
+            for rank, shape in enumerate(shapes)
+        )
+    )
+    rig.later.run()
+    (config,) = made
+    assert config["part"] == (0, 0, 0)
+    assert config["block_size"] == 4096 * layers[0]
+    others = [rank for rank, count in enumerate(layers) if count not in layers[:rank]][1:]
+    assert config.get("parts", []) == [sizes(layers[rank]) | {"part": (0, rank, 0)} for rank in others]
+    settings = read_settings(config | {"storage_backends": "/nowhere"}, settings_of("UcmPosixStore"), "UcmPosixStore")
+    assert [part["block_size"] for part in json.loads(settings.setup())["parts"]] == [
+        4096 * layers[rank] for rank in others
+    ]
 
 
 def test_the_first_is_used_when_it_answers(caplog: pytest.LogCaptureFixture) -> None:

@@ -105,6 +105,23 @@ def test_tensors_and_a_second_process_of_the_same_identity(opened: Open) -> None
     assert opened(part=(0, 0, 1)).lookup(names) == [True, True], "ids tell parts apart, not the namespace"
 
 
+def test_a_store_that_looks_up_finds_blocks_of_other_sizes(opened: Open) -> None:
+    """A rank with one layer beside one with three, whichever of them the store that looks up is opened for."""
+    names, source = ids(4), Memory(4)
+    large = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "part": (0, 0, 0)}
+    small = large | {"shard_size": sum(PIECES), "block_size": sum(PIECES), "part": (0, 1, 0)}
+    first, second = opened(**large), opened(**small)
+    first.wait(first.dump_data(names[:2], [0, 0], source.rows(0, 1)))
+    second.wait(second.dump_data(names[2:], [0, 0], source.rows(2, 3)[:, : len(PIECES)]))
+    for own, other in ((large, small), (small, large)):
+        scheduler = opened(**own, parts=[other], device_id=-1)
+        assert scheduler.explain_on_prefix(names) == (3, "absent")
+    with pytest.raises(InvalidInputError, match="tensor_size"):
+        opened(parts=[large | {"tensor_size": 1}])
+    with pytest.raises(InvalidInputError, match="multiple"):
+        opened(parts=[small | {"block_size": 1}])
+
+
 def test_layerwise_and_direct_write_the_same_record(opened: Open, tmp_path: Path) -> None:
     name, source = ids(1), Memory(1)
     layerwise = opened(shard_size=sum(PIECES), storage_backends=str(tmp_path / "layerwise"))

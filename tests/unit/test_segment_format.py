@@ -57,8 +57,9 @@ def test_a_newer_segment_is_told_from_damage() -> None:
         (WHOLE + bytes(PAGE), MissReason.NOT_A_RECORD),
         (sealed(WHOLE, version=0), MissReason.BAD_HEADER),
         (sealed(WHOLE, start=(8, "<Q", 100)), MissReason.BAD_HEADER),
-        (sealed(WHOLE, start=(8, "<Q", PAGE)), MissReason.WRONG_LENGTH),
+        (sealed(WHOLE, start=(8, "<Q", 3 * PAGE)), MissReason.WRONG_LENGTH),
         (sealed(WHOLE, count=(24, "<I", 1 << 30)), MissReason.BAD_HEADER),
+        (sealed(WHOLE, count=(24, "<I", len(WHOLE) // PAGE)), MissReason.BAD_HEADER),
         (sealed(WHOLE, size=(28, "<I", 24)), MissReason.BAD_HEADER),
         (sealed(WHOLE, entries=(104, "<I", 0)), MissReason.BAD_CHECKSUM),
     ],
@@ -79,6 +80,27 @@ def test_an_entry_outside_the_records_is_refused() -> None:
         with pytest.raises(Refused) as refused:
             segment.parse_footer(file, len(file))
         assert refused.value.reason is MissReason.BAD_HEADER
+
+
+def test_entries_that_overlap_or_are_longer_than_any_record_are_refused() -> None:
+    footer = segment.parse_footer(WHOLE, len(WHOLE))
+    first, second = footer.entries
+    at = first.offset
+    for offset, length in ((at, first.length), (at + first.length - PAGE, 2 * PAGE), (at, PAGE)):
+        data = bytearray(WHOLE)
+        struct.pack_into("<QQ", data, footer.start + segment.ENTRY_LEN + 16, offset, length)
+        crc = crc32c(bytes(data[footer.start : len(data) - segment.TRAILER_LEN]))
+        file = sealed(bytes(data), entries=(104, "<I", crc))
+        with pytest.raises(Refused) as refused:
+            segment.parse_footer(file, len(file))
+        assert refused.value.reason is MissReason.BAD_HEADER
+    far = 4 << 30  # a sparse file, of which only the end is read
+    end = bytearray(WHOLE[footer.start :])
+    struct.pack_into("<Q", end, segment.ENTRY_LEN + 24, record.MAX_RECORD + PAGE)
+    crc = crc32c(bytes(end[: len(end) - segment.TRAILER_LEN]))
+    file = sealed(bytes(end), entries=(104, "<I", crc), start=(8, "<Q", far))
+    with pytest.raises(Refused, match=f"an entry of {record.MAX_RECORD + PAGE} bytes at {second.offset}"):
+        segment.parse_footer(file, far + len(file))
 
 
 @settings(max_examples=200, deadline=None)

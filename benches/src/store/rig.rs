@@ -168,6 +168,8 @@ impl Rig {
             part: Part::default(),
             geometry: shape.geometry.clone(),
             record: shape.layout.clone(),
+            other_parts: Vec::new(),
+            shorter: false,
             direct,
             lookup_only: false,
             capacity: NonZeroU64::new(CAPACITY).map(Capacity::Bytes),

@@ -11,6 +11,7 @@ use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_device::{DEFAULT_DEVICE, MachineMemory, Transfer, open_device};
 use ucm_infra::Clock;
 use ucm_record::{Keys, RecordLayout, SideSpec};
+use ucm_tier::lengths::PartRecord;
 use ucm_tier::registry::{Amount, BuildContext, seconds};
 
 use crate::breaker::BreakerConfig;
@@ -73,6 +74,10 @@ pub struct StoreSpec {
     pub identity: String,
     /// KV group, pipeline rank, tensor rank.
     pub part: (u32, u32, u32),
+    /// Parts of the namespace whose sizes differ from those of this one: a store that looks up
+    /// finds their blocks too.
+    #[serde(default)]
+    pub parts: Vec<PartSpec>,
     /// Bytes of each piece of one layer.
     pub tensor_sizes: Vec<u64>,
     /// Bytes of one row of a load or dump.
@@ -129,6 +134,45 @@ pub struct StoreSpec {
     pub breaker_cool_down_s: f64,
 }
 
+/// Another part of the namespace and its sizes, in bytes.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PartSpec {
+    /// KV group, pipeline rank, tensor rank.
+    pub part: (u32, u32, u32),
+    /// Bytes of each piece of one layer.
+    pub tensor_sizes: Vec<u64>,
+    /// Bytes of one row of a load or dump.
+    pub shard_size: u64,
+    /// Bytes of KV in one block.
+    pub block_size: u64,
+}
+
+impl PartSpec {
+    /// Where things lie in the records of the part. `encrypted`: with room for what encryption
+    /// adds.
+    fn record(self, encrypted: bool) -> Result<PartRecord> {
+        let geometry = Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?;
+        Ok(PartRecord {
+            part: part_of(self.part),
+            record: with_room(RecordLayout::new(&geometry), encrypted)?,
+        })
+    }
+}
+
+fn part_of((group, pipeline_rank, tensor_rank): (u32, u32, u32)) -> Part {
+    Part {
+        group,
+        pipeline_rank,
+        tensor_rank,
+    }
+}
+
+/// A layout with room for what encryption adds, if records are `encrypted`.
+fn with_room(record: RecordLayout, encrypted: bool) -> Result<RecordLayout> {
+    if encrypted { record.encrypted() } else { Ok(record) }
+}
+
 /// Staging of a process where nothing more is known, and the least.
 const STAGING: u64 = 256 << 20;
 /// How much of the memory of machine and container all its processes may come to.
@@ -171,12 +215,7 @@ impl StoreSpec {
             Arc::clone(&clock),
         )?;
         let identity = Identity::parse(&self.identity)?;
-        let (group, pipeline_rank, tensor_rank) = self.part;
-        let part = Part {
-            group,
-            pipeline_rank,
-            tensor_rank,
-        };
+        let part = part_of(self.part);
         let geometry = Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?;
         let dtype = DType::from_name(&self.dtype);
         let sides = self.sides.into_iter();
@@ -186,11 +225,9 @@ impl StoreSpec {
         let record = RecordLayout::new(&geometry).describing(self.block_tokens, dtype);
         let record = record.with_sides(sides.clone())?;
         let keys = encryption_keys(self.encryption_key_file.as_deref())?;
-        let record = if keys.is_some() {
-            record.encrypted()?
-        } else {
-            record
-        };
+        let record = with_room(record, keys.is_some())?;
+        let other_parts = self.parts.into_iter().map(|other| other.record(keys.is_some()));
+        let other_parts: Vec<PartRecord> = other_parts.collect::<Result<_>>()?;
         let staging_bytes = match self.staging_bytes {
             _ if self.lookup_only => 0,
             Some(bytes) => bytes,
@@ -219,6 +256,7 @@ impl StoreSpec {
             part,
             geometry: &geometry,
             record: &record,
+            other_parts: &other_parts,
             labels: &self.labels,
             lookup_only: self.lookup_only,
             writer,

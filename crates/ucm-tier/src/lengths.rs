@@ -1,21 +1,53 @@
-//! Lengths that the records of a part may have on a medium: those of the own layout, and those that other writers of
-//! the namespace, who keep other side shards, have added to its manifest.
+//! Which lengths the records of a namespace may have on a medium, for all media: they judge a
+//! length by this and by nothing else.
+//!
+//! Each part has lengths of its own: ranks may hold different numbers of layers. Known are those of
+//! the own part and of the parts that were named to the store, from the start, and those that the
+//! manifest names: parts that were not named, and writers that keep other side shards. A length of
+//! any part passes; the header of a record says whether it is the right one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
-use ucm_core::limits;
+use ucm_core::{Geometry, MissReason, Part, limits};
 use ucm_infra::MonotonicTime;
-use ucm_record::RecordLayout;
+use ucm_quota::layout::{MAX_LENGTHS, Manifest};
+use ucm_record::{RecordHeader, RecordLayout};
+
+use crate::backend::Presence;
 
 /// Time between two looks at the manifest, however many lengths are not known.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// The most bytes that any record can have.
+const LONGEST_RECORD: u64 = RecordHeader::LONGEST as u64 + limits::MAX_BLOCK_BYTES + limits::MAX_SIDES_BYTES;
+/// Most lengths that are kept. What the manifest names beyond that is not known.
+const MOST: usize = 1024;
+
+/// A part of a namespace, and where things lie in its records.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PartRecord {
+    /// Which part.
+    pub part: Part,
+    /// Where things lie in its records.
+    pub record: RecordLayout,
+}
+
+/// A length that records have, and the length below which those of the same part have no KV.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Known {
+    kv_len: u64,
+    len: u64,
+}
 
 /// See the module.
 pub(crate) struct Lengths {
-    kv_len: u64,
-    known: RwLock<Vec<u64>>,
+    /// The own part, and those that were named.
+    parts: Vec<PartRecord>,
+    own_kv_len: u64,
+    /// Records may be shorter than the layout says, in another form that the caller can read.
+    shorter: bool,
+    known: RwLock<Vec<Known>>,
     /// Whether a record was met whose length is not known.
     met_unknown: AtomicBool,
     /// When the manifest may be read again for that.
@@ -23,44 +55,106 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    pub(crate) fn of(layout: &RecordLayout) -> Self {
-        Self {
-            kv_len: layout.kv_len() as u64,
-            known: RwLock::new(layout.record_lengths()),
+    /// Those of the own part and of `others`. `shorter`: records may be shorter, in another form
+    /// that the caller can read.
+    pub(crate) fn new(part: Part, record: &RecordLayout, others: &[PartRecord], shorter: bool) -> Self {
+        let own = PartRecord {
+            part,
+            record: record.clone(),
+        };
+        let others = others.iter().filter(|other| other.part != part).cloned();
+        let parts: Vec<PartRecord> = std::iter::once(own).chain(others).collect();
+        let lengths = Self {
+            own_kv_len: record.kv_len() as u64,
+            shorter,
+            known: RwLock::default(),
             met_unknown: AtomicBool::new(false),
             next_look: Mutex::default(),
+            parts,
+        };
+        for PartRecord { record, .. } in &lengths.parts {
+            lengths.add(record.kv_len() as u64, &record.record_lengths());
         }
+        lengths
     }
 
-    /// Whether a record of this length can be whole, with KV or without.
+    /// The parts that are known by name, the own one first: each may have a manifest of its own.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = Part> {
+        self.parts.iter().map(|known| known.part)
+    }
+
+    /// Whether a record of this length can be whole in the form in which it is used, with KV or
+    /// without.
     pub(crate) fn is_record(&self, len: u64) -> bool {
-        let known = self.known.read().contains(&len);
-        if !known {
+        let is_known = self.known.read().iter().any(|known| known.len == len);
+        if !is_known {
             self.met_unknown.store(true, Ordering::Relaxed);
         }
-        known
+        is_known
     }
 
-    /// Whether a record of this length can have KV and be whole.
-    pub(crate) fn has_kv(&self, len: u64) -> bool {
-        len >= self.kv_len && self.is_record(len)
+    /// Whether a record of this length can be whole, in any form, with KV or without.
+    pub(crate) fn is_ours(&self, len: u64) -> bool {
+        self.is_shorter(len) || self.is_record(len)
     }
 
-    /// The length of the longest record.
+    /// Whether a record of this length can be a hit: it has KV and is whole.
+    pub(crate) fn presence(&self, len: u64) -> Presence {
+        let has_kv = |known: &Known| known.len == len && len >= known.kv_len;
+        if self.is_shorter(len) || self.known.read().iter().any(has_kv) {
+            return Ok(());
+        }
+        self.is_record(len); // or the manifest is read for it
+        Err(MissReason::WrongLength)
+    }
+
+    /// Whether a copy of a record of the own part may have this length. Side shards of other
+    /// writers for which the own layout has no room may be cut off.
+    pub(crate) fn is_copy(&self, len: u64) -> bool {
+        let own = self.parts.first().map_or(0, |own| own.record.record_len() as u64);
+        (self.own_kv_len..=own).contains(&len) || self.is_record(len)
+    }
+
+    /// The length of the longest record that is known.
     pub(crate) fn longest(&self) -> u64 {
-        self.known.read().iter().copied().max().unwrap_or(0)
+        self.known.read().iter().map(|known| known.len).max().unwrap_or(0)
     }
 
-    /// Records may have these lengths too.
-    pub(crate) fn learn(&self, lengths: &[u64]) {
-        let mut known = self.known.write();
-        known.extend(
-            lengths
-                .iter()
-                .filter(|len| **len <= self.kv_len + limits::MAX_SIDES_BYTES),
-        );
-        known.sort_unstable();
-        known.dedup();
+    /// The least and the most bytes that the longest record of a part can have, whatever its writer
+    /// keeps beside the KV.
+    pub(crate) fn range(&self) -> (u64, u64) {
+        let known = self.known.read();
+        let kv_lens = known.iter().map(|known| known.kv_len);
+        let most = kv_lens.clone().max().unwrap_or(0) + limits::MAX_SIDES_BYTES;
+        (kv_lens.min().unwrap_or(0), most)
+    }
+
+    /// The most bytes that a record can have which lies among those of this part, whatever its
+    /// writer keeps beside the KV: as of the largest part, or, where this part is not known by
+    /// name, the limit of every record.
+    pub(crate) fn bound(&self, part: Part) -> u64 {
+        self.kv_len(part).map_or(LONGEST_RECORD, |_| self.range().1)
+    }
+
+    /// A record of the own part may have this length too, by its header.
+    pub(crate) fn learn(&self, len: u64) {
+        self.add(self.own_kv_len, &[len]);
+    }
+
+    /// Records may have the lengths that this manifest names for any part. One that is not as it
+    /// should be is left out.
+    pub(crate) fn learn_from(&self, manifest: &Manifest) {
+        for (name, entry) in &manifest.parts {
+            let Ok(part) = name.parse::<Part>() else { continue };
+            let described = || {
+                let geometry = Geometry::new(entry.tensors.clone(), entry.layers, 1).ok()?;
+                Some(RecordLayout::new(&geometry).kv_len() as u64)
+            };
+            if let Some(kv_len) = self.kv_len(part).or_else(described) {
+                let count = entry.record_lengths.len().min(MAX_LENGTHS);
+                self.add(kv_len, &entry.record_lengths[..count]);
+            }
+        }
     }
 
     /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that; the
@@ -73,27 +167,136 @@ impl Lengths {
         }
         due
     }
+
+    /// Whether a record of this length can be one in a shorter form.
+    fn is_shorter(&self, len: u64) -> bool {
+        self.shorter && len < self.longest()
+    }
+
+    /// Bytes of header and payload of a part that is known by name.
+    fn kv_len(&self, part: Part) -> Option<u64> {
+        let known = self.parts.iter().find(|known| known.part == part)?;
+        Some(known.record.kv_len() as u64)
+    }
+
+    /// Adds lengths of a part whose records have `kv_len` bytes without side shards.
+    fn add(&self, kv_len: u64, lengths: &[u64]) {
+        let mut known = self.known.write();
+        for &len in lengths {
+            let one = Known { kv_len, len };
+            let fits = len <= kv_len + limits::MAX_SIDES_BYTES;
+            if fits && known.len() < MOST && !known.contains(&one) {
+                known.push(one);
+            }
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use ucm_core::Geometry;
+    use std::collections::BTreeMap;
+
+    use ucm_core::Identity;
 
     use super::*;
 
+    /// A record of `layers` pages of KV.
+    fn layout(layers: u32) -> RecordLayout {
+        RecordLayout::new(&Geometry::new(vec![4096], layers, 1).unwrap())
+    }
+
+    fn part(pipeline_rank: u32) -> Part {
+        Part {
+            pipeline_rank,
+            ..Part::default()
+        }
+    }
+
+    fn has_kv(lengths: &Lengths, len: u64) -> bool {
+        lengths.presence(len).is_ok()
+    }
+
     #[test]
     fn what_is_not_known_is_looked_up_now_and_then() {
-        let lengths = Lengths::of(&RecordLayout::new(&Geometry::new(vec![4096], 1, 1).unwrap()));
+        let lengths = Lengths::new(part(0), &layout(1), &[], false);
         let at = |seconds: u64| MonotonicTime(seconds * 1_000_000_000);
-        assert!(lengths.has_kv(8192) && lengths.is_record(8192) && !lengths.is_look_due(at(1)));
-        assert!(!lengths.has_kv(12288) && !lengths.has_kv(4096) && lengths.longest() == 8192);
+        assert!(has_kv(&lengths, 8192) && lengths.is_record(8192) && !lengths.is_look_due(at(1)));
+        assert!(!has_kv(&lengths, 12288) && !has_kv(&lengths, 4096) && lengths.longest() == 8192);
         assert!(
             lengths.is_look_due(at(1)) && !lengths.is_look_due(at(1)),
             "nothing was met since"
         );
         assert!(!lengths.is_record(12288) && !lengths.is_look_due(at(10)) && lengths.is_look_due(at(11)));
-        lengths.learn(&[12288, 4096, u64::MAX, 12288]);
-        assert!(lengths.has_kv(12288) && lengths.is_record(4096) && lengths.longest() == 12288);
-        assert!(!lengths.has_kv(4096), "too short for KV");
+        for len in [12288, 4096, u64::MAX, 12288] {
+            lengths.learn(len);
+        }
+        assert!(has_kv(&lengths, 12288) && lengths.is_record(4096) && lengths.longest() == 12288);
+        assert!(!has_kv(&lengths, 4096), "too short for KV");
+    }
+
+    #[test]
+    fn a_length_of_any_part_passes_whichever_is_larger() {
+        for (own, other) in [(1, 3), (3, 1)] {
+            let named = PartRecord {
+                part: part(1),
+                record: layout(other),
+            };
+            let lengths = Lengths::new(part(0), &layout(own), &[named], false);
+            assert!(has_kv(&lengths, 8192) && has_kv(&lengths, 16384), "{own} {other}");
+            assert!(!has_kv(&lengths, 12288) && !has_kv(&lengths, 4096));
+            assert_eq!(lengths.longest(), 16384, "the largest part bounds what is read");
+            assert_eq!(lengths.range(), (8192, 16384 + limits::MAX_SIDES_BYTES));
+            assert_eq!(lengths.parts().collect::<Vec<_>>(), [part(0), part(1)]);
+            assert!(lengths.is_copy(u64::from(own + 1) * 4096) && !lengths.is_copy(12288));
+            let most = 16384 + limits::MAX_SIDES_BYTES;
+            assert_eq!((lengths.bound(part(0)), lengths.bound(part(1))), (most, most));
+            assert_eq!(lengths.bound(part(2)), LONGEST_RECORD);
+        }
+    }
+
+    #[test]
+    fn a_shorter_form_is_shorter_than_the_longest_of_all_parts() {
+        let named = [PartRecord {
+            part: part(1),
+            record: layout(3),
+        }];
+        let lengths = Lengths::new(part(0), &layout(1), &named, true);
+        assert!(has_kv(&lengths, 12288) && lengths.is_ours(4096));
+        assert!(!lengths.is_record(12288) && !has_kv(&lengths, 20480));
+    }
+
+    #[test]
+    fn the_manifest_names_the_lengths_of_parts_that_were_not_named() {
+        let text = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#;
+        let mut manifest = Manifest::new(&Identity::parse(text).unwrap(), BTreeMap::new());
+        let three = Geometry::new(vec![4096], 3, 1).unwrap();
+        manifest.add(part(1), &layout(3), &three);
+        let lengths = Lengths::new(part(0), &layout(1), &[], false);
+        assert!(!has_kv(&lengths, 16384));
+        lengths.learn_from(&manifest);
+        assert!(has_kv(&lengths, 16384) && has_kv(&lengths, 8192) && !has_kv(&lengths, 12288));
+        // What another process wrote is believed within limits.
+        let entry = manifest.parts.get_mut("g0p1t0").unwrap();
+        entry.record_lengths = vec![u64::MAX, 1 << 40];
+        lengths.learn_from(&manifest);
+        assert_eq!(lengths.longest(), 16384);
+        let wrong = |layers| {
+            let mut entry = manifest.parts["g0p1t0"].clone();
+            entry.layers = layers;
+            entry
+        };
+        manifest.parts = (0..4000)
+            .map(|n| (part(n).to_string(), wrong(u32::MAX)))
+            .collect();
+        lengths.learn_from(&manifest);
+        assert_eq!(lengths.longest(), 16384);
+        let many = |n: u32| {
+            let mut entry = manifest.parts["g0p1t0"].clone();
+            (entry.layers, entry.record_lengths) = (1, (0..64).map(|k| u64::from(64 * n + k)).collect());
+            (part(n).to_string(), entry)
+        };
+        manifest.parts = (0..200).map(many).collect();
+        lengths.learn_from(&manifest);
+        assert!(lengths.known.read().len() <= MOST);
     }
 }

@@ -12,7 +12,7 @@ mod demotion;
 pub mod directory;
 mod kind;
 pub mod layout_kind;
-mod lengths;
+pub mod lengths;
 pub mod memory;
 #[cfg(feature = "network")]
 mod network;

@@ -469,7 +469,7 @@ impl Shared {
         if let Ok(Some((bytes, _))) = io.read_piece(&path, 0, len, ReadMode::Default)
             && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
         {
-            self.lengths.learn(manifest.lengths(self.config.part));
+            self.lengths.learn_from(&manifest);
         }
     }
 
@@ -486,7 +486,7 @@ impl Shared {
                 .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
                 .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
             let changed = manifest.add(config.part, &config.record, &config.geometry);
-            self.lengths.learn(manifest.lengths(config.part));
+            self.lengths.learn_from(&manifest);
             if !changed {
                 return Ok(());
             }

@@ -6,6 +6,7 @@ use ucm_core::{Geometry, Identity, Part};
 use ucm_record::RecordLayout;
 
 use crate::kind::BuildContext;
+use crate::lengths::{Lengths, PartRecord};
 
 /// Whose records a medium keeps, and what they look like.
 #[derive(Debug, Clone)]
@@ -20,6 +21,8 @@ pub struct Scope {
     pub geometry: Geometry,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
+    /// Other parts of the namespace whose records may be looked up.
+    pub other_parts: Vec<PartRecord>,
     /// Whether records may be shorter than the layout says, in another form that the caller can read.
     pub shorter: bool,
     /// Never writes.
@@ -37,9 +40,15 @@ impl Scope {
             part: context.part,
             geometry: context.geometry.clone(),
             record: context.record.clone(),
+            other_parts: context.other_parts.to_vec(),
             shorter,
             lookup_only: context.lookup_only,
             writer: context.writer,
         }
+    }
+
+    /// The lengths that its records may have.
+    pub(crate) fn lengths(&self) -> Lengths {
+        Lengths::new(self.part, &self.record, &self.other_parts, self.shorter)
     }
 }

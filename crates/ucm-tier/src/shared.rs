@@ -18,7 +18,7 @@ use ucm_record::RecordLayout;
 
 use crate::backend::{Bounded, MediumStats, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
-use crate::lengths::Lengths;
+use crate::lengths::{Lengths, PartRecord};
 use crate::recency::Recency;
 use crate::spread::RootFacts;
 use crate::waiting::Waiting;
@@ -40,6 +40,11 @@ pub struct PosixConfig {
     pub geometry: Geometry,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
+    /// Other parts of the namespace whose records may be looked up.
+    pub other_parts: Vec<PartRecord>,
+    /// Whether records may be shorter than the layout says, in another form that the caller can
+    /// read.
+    pub shorter: bool,
     /// Whether the I/O engine was asked to go past the page cache.
     pub direct: bool,
     /// Never writes: no directories, no marker, no collection.
@@ -156,7 +161,7 @@ impl Shared {
             space,
             recency: Recency::default(),
             waiting: Waiting::default(),
-            lengths: Lengths::of(&config.record),
+            lengths: Lengths::new(config.part, &config.record, &config.other_parts, config.shorter),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
@@ -184,8 +189,7 @@ impl Shared {
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
         match meta {
             Some(meta) if meta.is_dir => Err(MissReason::Absent),
-            Some(meta) if !self.lengths.has_kv(meta.len) => Err(MissReason::WrongLength),
-            Some(_) => Ok(()),
+            Some(meta) => self.lengths.presence(meta.len),
             None => Err(MissReason::Absent),
         }
     }

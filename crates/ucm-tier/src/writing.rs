@@ -118,7 +118,7 @@ impl Shared {
         let (marker, present) = (found.first().copied().flatten(), found.get(1).copied().flatten());
         self.check_root(marker).inspect_err(|_| self.look_again())?;
         if let Some(meta) = present.filter(|meta| !meta.is_dir) {
-            let known = meta.len == bytes.len() as u64 || self.lengths.has_kv(meta.len);
+            let known = meta.len == bytes.len() as u64 || self.lengths.presence(meta.len).is_ok();
             if !options.replace && known {
                 return Ok(Some(Written::Present));
             }
@@ -167,7 +167,7 @@ impl Shared {
         }
         let sided = verify_header(&bytes, &self.expect(id)).is_ok_and(|header| header.record_len == len);
         if sided {
-            self.lengths.learn(&[len]);
+            self.lengths.learn(len);
         }
         Ok((sided && !replace).then_some(Written::Present))
     }

@@ -14,6 +14,7 @@ from ucm.cli import show
 from ucm.cli.checksum import fastest
 from ucm.cli.manifest import part_name
 from ucm.cli.roots import MARKER, Root
+from ucm.cli.verifier import most_to_read
 from ucm.errors import UcmError
 from ucm.store.planes import find_zstd
 from ucm.store.record import Expect, Header, Part, Refused, Shape, lost_sides, parse_header, verify
@@ -36,7 +37,7 @@ def inspect_file(path: str) -> dict[str, Any]:
             shape = _shapes(Path(path).absolute().parents[3], named[1]).get(header.part)
             expect = Expect(bytes.fromhex(named[3]), bytes.fromhex(named[1]), shape=shape)
         # Not further than the header says, whatever lies there.
-        data = _read(path, header.record_len + 1)
+        data = _read(path, most_to_read(header))
         verify(data, expect, checksum.of, find_zstd())
         document |= {"verdict": "good", "reason": None, "found": None}
         lost = lost_sides(data, header, checksum.of)

@@ -20,11 +20,13 @@ from ucm.cli.roots import Found, Root
 from ucm.reasons import MissReason
 from ucm.store.cipher import Keys
 from ucm.store.planes import Zstd, find_zstd
-from ucm.store.record import PAGE, Crc, Expect, Header, Refused, lost_sides, parse_header, verify
+from ucm.store.record import MAX_RECORD, PAGE, Crc, Expect, Header, Refused, lost_sides, parse_header, verify
 from ucm.store.segment import Entry, Footer, footer_length, parse_footer
 
 #: Bytes of the first read: nearly every record whole, and longer than every header.
 FIRST = 8 << 20
+#: An entry of a segment that is longer than this is read as far as the header of its record says.
+HEADER_FIRST = 1 << 20
 #: The file system refuses direct I/O.
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -151,7 +153,7 @@ class RecordVerifier:
             # A file that was swapped for a huge one is not read further than its header says.
             header = parse_header(data, self._checksum.of)
             if about.st_size > len(data):
-                data, about = self.reader.read(found, header.record_len + PAGE)
+                data, about = self.reader.read(found, most_to_read(header))
                 inode = about.st_ino
             expect = Expect(
                 bytes.fromhex(found.name[:32]), bytes.fromhex(found.namespace), shape=manifest.shapes.get(header.part)
@@ -188,10 +190,9 @@ class RecordVerifier:
         return self._entry_once(found, entry, manifest) if verdict.looks_bad else verdict
 
     def _entry_once(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
-        self._pace.spend(entry.length)
         header = None
         try:
-            data, _ = self.reader.read(found, entry.length, entry.offset)
+            data = self._read_entry(found, entry.length, entry.offset)
             header = parse_header(data, self._checksum.of)
             namespace = bytes.fromhex(found.namespace)
             expect = Expect(entry.record_id, namespace, shape=manifest.shapes.get(header.part))
@@ -203,6 +204,27 @@ class RecordVerifier:
         except Refused as refused:
             state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
             return Verdict(state, str(refused.reason), refused.found, header)
+
+    def _read_entry(self, found: Found, length: int, offset: int) -> bytes:
+        """The record at a place; a long one as far as its header says, and a page more."""
+        if length > HEADER_FIRST:
+            data = self._read(found, HEADER_FIRST, offset)
+            length = min(length, most_to_read(parse_header(data, self._checksum.of)))
+            if length <= len(data):
+                return data[:length]
+        return self._read(found, length, offset)
+
+    def _read(self, found: Found, most: int, start: int) -> bytes:
+        self._pace.spend(most)
+        return self.reader.read(found, most, start)[0]
+
+
+def most_to_read(header: Header) -> int:
+    """Bytes by which a record is known to be as long as its header says: those, and a page. Raises
+    :class:`~ucm.store.record.Refused` where no record can be as long."""
+    if header.record_len > MAX_RECORD:
+        raise Refused(MissReason.BAD_HEADER, f"a record of {header.record_len} bytes, more than {MAX_RECORD}")
+    return header.record_len + PAGE
 
 
 def read_footer(reader: Reader | RemoteReader, found: Found, crc: Crc) -> Footer:

@@ -27,6 +27,8 @@ LAYER_ALIGN = 64
 MAX_LAYERS = 4096
 MAX_SIDES = 8
 MAX_STRETCH = 1 << 30
+#: The most bytes of a record: of the longest header, the most KV and the most side shards.
+MAX_RECORD = 102_400 + (1 << 30) + (16 << 20)
 #: The flag of a record that has no KV: side shards of a block whose own record is without them.
 WITHOUT_KV = 1
 _SIDE_TABLE, _SIDE_ENTRY = 256, 40

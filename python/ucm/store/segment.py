@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ucm.reasons import MissReason
-from ucm.store.record import PAGE, Crc, Part, Refused, crc32c
+from ucm.store.record import MAX_RECORD, PAGE, Crc, Part, Refused, crc32c
 
 HEAD_MAGIC = b"UCMS"
 TRAILER_MAGIC = b"UCMF"
@@ -20,7 +21,6 @@ HEAD_LEN = PAGE
 TRAILER_LEN = 128
 ENTRY_LEN = 32
 MAX_ENTRIES = 1 << 20
-MAX_RECORD = 2 << 30
 
 #: A segment's file name: its writer's number and that writer's number for it.
 NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.seg")
@@ -74,6 +74,10 @@ def parse_footer(footer: bytes, file_len: int, crc: Crc = crc32c) -> Footer:
         if not whole or entry.offset < HEAD_LEN or entry.offset + entry.length > start:
             raise Refused(MissReason.BAD_HEADER, f"an entry of {entry.length} bytes at {entry.offset}")
         entries.append(entry)
+    by_place = sorted(entries, key=lambda entry: entry.offset)
+    for before, entry in pairwise(by_place):
+        if entry.offset < before.offset + before.length:
+            raise Refused(MissReason.BAD_HEADER, f"entries at {before.offset} and {entry.offset} overlap")
     return Footer(
         start=start,
         length=length,
@@ -102,7 +106,8 @@ def _trailer(tail: bytes, file_len: int, crc: Crc) -> tuple[int, int, int]:
     start, length = _u64(trailer, 8), _u64(trailer, 16)
     count, size = _u32(trailer, 24), _u32(trailer, 28)
     right = -(-(count * ENTRY_LEN + TRAILER_LEN) // PAGE) * PAGE
-    if start < HEAD_LEN or start % PAGE or count > MAX_ENTRIES or size != ENTRY_LEN or length != right:
+    fits = start >= HEAD_LEN and start % PAGE == 0 and count <= min(MAX_ENTRIES, (start - HEAD_LEN) // PAGE)
+    if not fits or size != ENTRY_LEN or length != right:
         raise Refused(MissReason.BAD_HEADER, f"a footer of {length} bytes at {start} with {count} entries of {size}")
     if start + length != file_len:
         raise Refused(MissReason.WRONG_LENGTH, f"{file_len} bytes, the trailer says {start + length}")

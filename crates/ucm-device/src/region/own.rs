@@ -273,6 +273,7 @@ impl SharedRegion {
         Table {
             words: self.mapping.words(),
             shape: &self.shape,
+            probes: self.shape.buckets,
         }
     }
 

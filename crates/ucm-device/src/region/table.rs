@@ -11,6 +11,11 @@ use super::shape::{ENTRY, MOVES, Shape, halves, whole};
 /// Times a search or a copy is tried when the writer was at work there meanwhile.
 const AGAIN: usize = 4;
 
+/// Most buckets that a search of a region of another process looks at. In an index that is half
+/// full at most, as ours are, a name lies further away once in 10^12 regions of 2^30 slots; one
+/// that is full would have a search look at all of it.
+pub(crate) const MOST_PROBES: usize = 256;
+
 /// Bytes of a word.
 const WORD: usize = size_of::<u64>();
 
@@ -29,6 +34,8 @@ pub(crate) struct Found {
 pub(crate) struct Table<'a> {
     pub(crate) words: &'a [AtomicU64],
     pub(crate) shape: &'a Shape,
+    /// Most buckets that a search looks at.
+    pub(crate) probes: usize,
 }
 
 /// One word of a slot's entry.
@@ -63,7 +70,10 @@ impl<'a> Table<'a> {
     pub(crate) fn search(&self, id: BlockId) -> (impl Iterator<Item = usize> + use<>, u64) {
         let (first, tag) = self.shape.place(id);
         let buckets = self.shape.buckets;
-        ((0..buckets).map(move |step| (first + step) & (buckets - 1)), tag)
+        (
+            (0..buckets.min(self.probes)).map(move |step| (first + step) & (buckets - 1)),
+            tag,
+        )
     }
 
     /// The record of an id, if it is there now.

@@ -11,7 +11,7 @@ use super::mapping::Mapping;
 use super::own::memfd_name;
 use super::registry::Notice;
 use super::shape::{HEADER_WORDS, Shape};
-use super::table::Table;
+use super::table::{MOST_PROBES, Table};
 use crate::fork::hold_forks;
 
 /// A region of another process (or of another store of this one), for reading. Its memory stays mapped when its writer
@@ -108,6 +108,7 @@ impl RegionView {
         Table {
             words: self.mapping.words(),
             shape: &self.shape,
+            probes: MOST_PROBES,
         }
     }
 }

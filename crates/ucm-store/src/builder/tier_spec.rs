@@ -78,6 +78,7 @@ mod tests {
             part: Part::default(),
             geometry: &geometry,
             record: &RecordLayout::new(&geometry),
+            other_parts: &[],
             labels: &BTreeMap::new(),
             lookup_only: false,
             writer: 1,

@@ -5,13 +5,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
-use ucm_core::{DType, Geometry, Identity};
+use ucm_core::{DType, Geometry, Identity, Part};
 use ucm_infra::Clock;
 use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
 use ucm_tier::directory::DirectoryBackend;
+use ucm_tier::lengths::PartRecord;
 use ucm_tier::memory::{MemoryConfig, Policy};
 use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
 use ucm_tier::registry::{self, BuildContext, TierKind};
@@ -96,6 +97,7 @@ pub(super) fn of_kind(
         part: setup.part,
         geometry: &geometry,
         record: &record,
+        other_parts: &other_parts(setup),
         labels: &BTreeMap::new(),
         lookup_only: setup.lookup_only,
         writer,
@@ -137,12 +139,29 @@ pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
     (geometry, record)
 }
 
+/// The other parts that are named to a test's store.
+fn other_parts(setup: &Setup) -> Vec<PartRecord> {
+    let other = |&(part, layers): &(Part, u32)| {
+        let sizes = Setup {
+            layers,
+            layers_per_shard: layers,
+            ..setup.clone()
+        };
+        let record = shape(&sizes).1;
+        PartRecord { part, record }
+    };
+    setup.other_parts.iter().map(other).collect()
+}
+
 /// A memory tier for so many records of a test.
 pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
     let record = shape(setup).1;
     let bytes = |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
     let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
-    MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
+    MemoryConfig {
+        other_parts: other_parts(setup),
+        ..MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
+    }
 }
 
 /// What a test's root goes by.
@@ -155,6 +174,8 @@ pub(super) fn posix_config(root: &Path, setup: &Setup, identity: &Identity, writ
         part: setup.part,
         geometry,
         record,
+        other_parts: other_parts(setup),
+        shorter: setup.codec.is_some() && matches!(setup.layout, Layout::Segment(_)),
         direct: false,
         lookup_only: setup.lookup_only,
         capacity: setup
@@ -192,18 +213,12 @@ pub(super) fn posix(
     }
     let backend: Arc<dyn Backend> = match setup.layout {
         Layout::File => Arc::new(PosixBackend::new(posix, Arc::clone(&io), Arc::clone(&clock))?),
-        Layout::Segment(config) => {
-            let config = SegmentConfig {
-                shorter: setup.codec.is_some(),
-                ..config
-            };
-            Arc::new(SegmentBackend::new(
-                posix,
-                config,
-                Arc::clone(&io),
-                Arc::clone(&clock),
-            )?)
-        }
+        Layout::Segment(config) => Arc::new(SegmentBackend::new(
+            posix,
+            config,
+            Arc::clone(&io),
+            Arc::clone(&clock),
+        )?),
     };
     Ok((backend, pool))
 }

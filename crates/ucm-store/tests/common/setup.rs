@@ -62,6 +62,8 @@ pub(crate) struct Setup {
     pub(crate) process: Process,
     pub(crate) weights: &'static str,
     pub(crate) part: Part,
+    /// Other parts of the namespace that are named to the store, and the layers of their blocks.
+    pub(crate) other_parts: Vec<(Part, u32)>,
     pub(crate) deadlines: Deadlines,
     pub(crate) breaker: BreakerConfig,
     pub(crate) quarantine: QuarantineConfig,
@@ -245,6 +247,7 @@ impl Default for Setup {
             process: Process::this(),
             weights: "w",
             part: Part::default(),
+            other_parts: Vec::new(),
             // No test that is kept from running for a while misses what is there.
             deadlines: Deadlines {
                 lookup: Duration::from_secs(20),

@@ -70,6 +70,7 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
         },
         threads,
         scheduler_elsewhere: context.scheduler_elsewhere,
+        other_parts: context.other_parts.to_vec(),
         ..MemoryConfig::new(
             context.identity.clone(),
             context.part,

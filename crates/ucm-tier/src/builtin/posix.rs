@@ -284,6 +284,8 @@ fn config(
         labels: context.labels.clone(),
         part: context.part,
         record: context.record.clone(),
+        other_parts: context.other_parts.to_vec(),
+        shorter: options.codec.algorithm().is_some(),
         direct: options.io_direct,
         geometry: context.geometry.clone(),
         lookup_only: context.lookup_only,
@@ -315,7 +317,6 @@ fn segments(options: &PosixOptions) -> Result<SegmentConfig> {
             rate: options.segment_merge_rate.0,
             ..Merging::default()
         },
-        shorter: options.codec.algorithm().is_some(),
         ..SegmentConfig::default()
     })
 }

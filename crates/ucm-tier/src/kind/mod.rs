@@ -19,6 +19,7 @@ use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
 use ucm_record::{Algorithm, RecordLayout};
 
 use crate::backend::Backend;
+use crate::lengths::PartRecord;
 use crate::place::Place;
 use crate::spread::Spread;
 
@@ -41,6 +42,8 @@ pub struct BuildContext<'a> {
     pub geometry: &'a Geometry,
     /// Where things lie in its records.
     pub record: &'a RecordLayout,
+    /// Other parts of the namespace whose records may be looked up.
+    pub other_parts: &'a [PartRecord],
     /// Words for people who look at what is stored, outside the identity.
     pub labels: &'a BTreeMap<String, String>,
     /// Nothing is moved, only looked up.

@@ -51,6 +51,7 @@ use crate::backend::{
     LocallyVisible, MediumStats, Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
 };
 
+use crate::lengths::PartRecord;
 pub use eviction::Policy;
 use peer_regions::PeerRegions;
 use tier::Tier;
@@ -65,6 +66,8 @@ pub struct MemoryConfig {
     pub part: Part,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
+    /// Other parts of the namespace whose records may be looked up.
+    pub other_parts: Vec<PartRecord>,
     /// Bytes of the own region, see [`cache_bytes`]; `None`: it only looks up and reads what others hold.
     pub capacity: Option<NonZeroU64>,
     /// What goes first.
@@ -88,6 +91,7 @@ impl MemoryConfig {
             identity,
             part,
             record,
+            other_parts: Vec::new(),
             capacity,
             policy: Policy::default(),
             registry: None,

@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
-use ucm_core::{BlockId, Error, Result, limits};
+use ucm_core::{BlockId, Error, Result};
 use ucm_device::{RegionView, Registry, Wanted};
 use ucm_infra::{Clock, Completion, MonotonicTime, Notify, begin_thread};
 
@@ -88,10 +88,10 @@ impl PeerRegions {
         *self.dir.lock() = dir;
         let announced = tier.region().map_or(Ok(()), |region| region.announce(registry));
         tier.set_visible(announced.is_ok());
-        let kv_len = tier.config().record.kv_len();
+        let (least, most) = tier.lengths().range();
         let wanted = Wanted {
             namespace: *tier.config().identity.digest(),
-            record_len: (kv_len, kv_len + limits::MAX_SIDES_BYTES as usize), // whatever they keep beside the KV
+            record_len: (least as usize, most as usize),
             own: tier.region().map(|region| region.nonce()),
         };
         let known = self.views();

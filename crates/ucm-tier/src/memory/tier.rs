@@ -21,6 +21,7 @@ use super::locally_visible::Changes;
 use super::victim::Victim;
 use super::{Inserted, MemoryConfig, MemoryCounts};
 use crate::backend::{Listed, LocallyVisible};
+use crate::lengths::Lengths;
 
 /// Whom victims are handed to.
 pub(super) type Hook = Box<dyn Fn(Victim) + Send + Sync>;
@@ -38,6 +39,7 @@ pub(super) struct Tier {
     config: MemoryConfig,
     clock: Arc<dyn Clock>,
     region: Option<Arc<SharedRegion>>,
+    lengths: Lengths,
     state: Mutex<State>,
     hook: OnceLock<Hook>,
     evicted: AtomicU64,
@@ -80,6 +82,7 @@ impl Tier {
                 telling: true, // until the region is announced
                 out: HashMap::new(),
             }),
+            lengths: Lengths::new(config.part, &config.record, &config.other_parts, false),
             config,
             clock,
             region,
@@ -96,6 +99,11 @@ impl Tier {
 
     pub(super) fn config(&self) -> &MemoryConfig {
         &self.config
+    }
+
+    /// The lengths that records may have.
+    pub(super) fn lengths(&self) -> &Lengths {
+        &self.lengths
     }
 
     pub(super) fn region(&self) -> Option<&Arc<SharedRegion>> {
@@ -129,12 +137,10 @@ impl Tier {
                 "this memory tier was opened for lookups only",
             )
         })?;
-        let layout = &self.config.record;
-        let whole = || layout.record_lengths().contains(&(record.len() as u64));
-        if !(layout.kv_len()..=layout.record_len()).contains(&record.len()) && !whole() {
+        if !self.lengths.is_copy(record.len() as u64) {
             return Err(Error::invalid("these are not as many bytes as a record has")
                 .with("len", record.len())
-                .with("record_len", layout.record_len()));
+                .with("record_len", self.config.record.record_len()));
         }
         if !replace && self.use_one(id, ordinal) {
             return Ok(Inserted::Present);

@@ -15,7 +15,7 @@ use ucm_core::{Error, ErrorKind, MissReason, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_quota::layout::SegmentName;
 
-use super::bucket::{Bucket, MOST_LISTED};
+use super::bucket::MOST_LISTED;
 use super::names::SegmentObject;
 use super::{AT_ONCE, Objects};
 use crate::backend::Done;
@@ -299,14 +299,9 @@ impl Objects {
                 .map(|(object, size)| (*object, *size));
             let batch: Vec<(SegmentObject, u64)> = batch.collect();
             left -= batch.len();
-            let identity = self.config.scope.identity.digest();
             let one = |&(object, size): &(SegmentObject, u64)| async move {
                 let path = self.names.segment(object);
-                (
-                    object,
-                    size,
-                    footer(&self.bucket, &path, object, size, identity).await,
-                )
+                (object, size, self.footer(&path, object, size).await)
             };
             let reads = futures_util::stream::iter(batch.iter().map(one)).buffer_unordered(AT_ONCE);
             let read = match self.call(deadline, async { Ok(reads.collect::<Vec<_>>().await) }) {
@@ -359,30 +354,34 @@ impl Objects {
         state.queue.append(&mut unread);
         failed.map_or(Ok(()), Err)
     }
-}
 
-/// The footer of a segment. Two kinds of failure: of the server, and of what lies there.
-async fn footer(
-    bucket: &Bucket,
-    path: &Path,
-    object: SegmentObject,
-    size: u64,
-    identity: &[u8; 32],
-) -> Result<Result<Footer, MissReason>> {
-    if size < TRAILER_LEN as u64 {
-        return Ok(Err(MissReason::Truncated));
+    /// The footer of a segment. Two kinds of failure: of the server, and of what lies there.
+    async fn footer(
+        &self,
+        path: &Path,
+        object: SegmentObject,
+        size: u64,
+    ) -> Result<Result<Footer, MissReason>> {
+        if size < TRAILER_LEN as u64 {
+            return Ok(Err(MissReason::Truncated));
+        }
+        let (bucket, lengths) = (&self.bucket, &self.lengths);
+        let identity = self.config.scope.identity.digest();
+        let tail = bucket.range(path, size.saturating_sub(TAIL)..size).await?;
+        let found = match Footer::in_tail(&tail, size, object.name, identity, lengths) {
+            Ok(Tail::Whole(footer)) => Ok(footer),
+            Ok(Tail::Longer(trailer)) => {
+                let footer = bucket.range(path, trailer.footer.clone()).await?;
+                Footer::of(&trailer, &footer, lengths)
+            }
+            Err(reason) => Err(reason),
+        };
+        Ok(match found {
+            // Its name says when it was sealed, too.
+            Ok(footer) if footer.sealed_ns != object.sealed_ns => Err(MissReason::ForeignId),
+            found => found,
+        })
     }
-    let tail = bucket.range(path, size.saturating_sub(TAIL)..size).await?;
-    let found = match Footer::in_tail(&tail, size, object.name, identity) {
-        Ok(Tail::Whole(footer)) => Ok(footer),
-        Ok(Tail::Longer(trailer)) => Footer::of(&trailer, &bucket.range(path, trailer.footer.clone()).await?),
-        Err(reason) => Err(reason),
-    };
-    Ok(match found {
-        // Its name says when it was sealed, too.
-        Ok(footer) if footer.sealed_ns != object.sealed_ns => Err(MissReason::ForeignId),
-        found => found,
-    })
 }
 
 #[cfg(test)]

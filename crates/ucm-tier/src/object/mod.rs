@@ -122,7 +122,7 @@ impl ObjectBackend {
             bucket: Bucket::new(&config.place)?,
             names: Names::new(&prefix, config.scope.identity.namespace()),
             index: Index::new(MOST_BLOCKS),
-            lengths: Lengths::of(&config.scope.record),
+            lengths: config.scope.lengths(),
             locally_visible: LocalChanges::default(),
             writer: Writer::default(),
             discovery: Discovery::default(),
@@ -195,7 +195,7 @@ impl Objects {
             let mut manifest =
                 known.unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
             is_new = manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
-            self.lengths.learn(manifest.lengths(config.scope.part));
+            self.lengths.learn_from(&manifest);
             if !is_new {
                 break;
             }
@@ -216,32 +216,24 @@ impl Objects {
         if !self.lengths.is_look_due(self.clock.now()) {
             return;
         }
-        let part = self.config.scope.part;
-        let stored = self.call(deadline, self.bucket.get(&self.names.manifest(part), DOCUMENT));
-        if let Ok(Some((bytes, _))) = stored
-            && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
-        {
-            self.lengths.learn(manifest.lengths(part));
+        for part in self.lengths.parts() {
+            let stored = self.call(deadline, self.bucket.get(&self.names.manifest(part), DOCUMENT));
+            if let Ok(Some((bytes, _))) = stored
+                && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
+            {
+                self.lengths.learn_from(&manifest);
+            }
         }
     }
 
     /// Whether a record of this place is one of ours whole and with KV, by its length.
     fn presence(&self, hit: Option<Hit>) -> Presence {
-        match hit {
-            Some(hit) if self.is_shorter(hit.len) || self.lengths.has_kv(hit.len) => Ok(()),
-            Some(_) => Err(MissReason::WrongLength),
-            None => Err(MissReason::Absent),
-        }
+        hit.map_or(Err(MissReason::Absent), |hit| self.lengths.presence(hit.len))
     }
 
     /// Whether a record of so many bytes can be one of ours whole, with KV or without.
     fn is_ours(&self, len: u64) -> bool {
-        self.is_shorter(len) || self.lengths.is_record(len)
-    }
-
-    /// Whether a record of so many bytes can be one of ours in another form.
-    fn is_shorter(&self, len: u64) -> bool {
-        self.config.scope.shorter && len < self.lengths.longest()
+        self.lengths.is_ours(len)
     }
 
     fn words(&self) -> String {

@@ -18,7 +18,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use redis::{Cmd, Value};
 use tracing::warn;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Part, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, LANE_LOOKUP, LANE_SPACE, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
@@ -123,7 +123,7 @@ impl RedisBackend {
             keys: Keys::new(&config.prefix, &config.scope.identity.namespace())?,
             connections: Connections::new(addresses, tls, connections, Arc::clone(&clock))?,
             known: Known::default(),
-            lengths: Lengths::of(&config.scope.record),
+            lengths: config.scope.lengths(),
             recency: Recency::default(),
             pause: Mutex::default(),
             damage: Mutex::default(),
@@ -320,10 +320,10 @@ impl Shared {
     fn describe(&self, io: &IoJob) -> Result<()> {
         let (config, key) = (&self.config, self.keys.manifest(self.config.scope.part));
         let mut manifest = self
-            .manifest(io)?
+            .manifest(io, config.scope.part)?
             .unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
         manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
-        self.lengths.learn(manifest.lengths(config.scope.part));
+        self.lengths.learn_from(&manifest);
         let expire = config.expire_after.max(2 * DESCRIBE_AGAIN);
         match self.put(io, &key, &manifest.to_bytes(), expire, true) {
             // A full server can be read all the same, and may have room again.
@@ -334,9 +334,9 @@ impl Shared {
         Ok(())
     }
 
-    /// The manifest of this part, if it can be read.
-    fn manifest(&self, io: &IoJob) -> Result<Option<Manifest>> {
-        let key = self.keys.manifest(self.config.scope.part);
+    /// The manifest of a part, if it can be read.
+    fn manifest(&self, io: &IoJob, part: Part) -> Result<Option<Manifest>> {
+        let key = self.keys.manifest(part);
         let answer = self
             .connections
             .ask_one(io, Traffic::Record, question("GET", &key));
@@ -354,12 +354,15 @@ impl Shared {
         if !self.lengths.is_look_due(self.clock.now()) {
             return false;
         }
-        // Where that fails, those that are not known stay misses for now.
-        let Ok(Some(manifest)) = self.manifest(io) else {
-            return false;
-        };
-        self.lengths.learn(manifest.lengths(self.config.scope.part));
-        true
+        let mut is_news = false;
+        for part in self.lengths.parts() {
+            // Where that fails, those that are not known stay misses for now.
+            if let Ok(Some(manifest)) = self.manifest(io, part) {
+                self.lengths.learn_from(&manifest);
+                is_news = true;
+            }
+        }
+        is_news
     }
 
     /// Stores a value; false where it was not to be replaced and there is one.
@@ -403,19 +406,14 @@ impl Shared {
     fn presence(&self, len: i64) -> Presence {
         match u64::try_from(len) {
             Ok(0) => Err(MissReason::Absent),
-            Ok(len) if self.is_shorter(len) || self.lengths.has_kv(len) => Ok(()),
-            _ => Err(MissReason::WrongLength),
+            Ok(len) => self.lengths.presence(len),
+            Err(_) => Err(MissReason::WrongLength),
         }
     }
 
     /// Whether a value of so many bytes can be one of our records whole, with KV or without.
     fn is_ours(&self, len: i64) -> bool {
-        u64::try_from(len).is_ok_and(|len| len > 0 && (self.is_shorter(len) || self.lengths.is_record(len)))
-    }
-
-    /// Whether a value of so many bytes can be one of our records in another form.
-    fn is_shorter(&self, len: u64) -> bool {
-        self.config.scope.shorter && len < self.lengths.longest()
+        u64::try_from(len).is_ok_and(|len| len > 0 && self.lengths.is_ours(len))
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId]) -> Result<Vec<Presence>> {
@@ -569,7 +567,7 @@ impl Shared {
                     Ok(header) => {
                         // One that has as many bytes as it says is of a writer that keeps other side shards.
                         if u64::try_from(len).is_ok_and(|len| len == header.record_len) {
-                            self.lengths.learn(&[header.record_len]);
+                            self.lengths.learn(header.record_len);
                         }
                         !header.codec.is_as_is() && !self.config.scope.shorter
                     }

@@ -298,12 +298,13 @@ impl Segments {
         deadline: MonotonicTime,
     ) -> Result<Result<Footer, MissReason>> {
         let namespace = self.shared.config.identity.digest();
-        Ok(match Footer::in_tail(tail, file_len, name, namespace) {
+        let lengths = &self.shared.lengths;
+        Ok(match Footer::in_tail(tail, file_len, name, namespace, lengths) {
             Ok(Tail::Whole(footer)) => Ok(footer),
             Ok(Tail::Longer(trailer)) => {
                 let (start, end) = (trailer.footer.start, trailer.footer.end);
                 let read = self.begin_read(name, start, end - start, ReadMode::Default, deadline);
-                Footer::of(&trailer, &read.wait()?.0)
+                Footer::of(&trailer, &read.wait()?.0, lengths)
             }
             Err(reason) => Err(reason),
         })

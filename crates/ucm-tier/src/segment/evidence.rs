@@ -76,7 +76,9 @@ impl Segments {
         hit: &Hit,
         deadline: MonotonicTime,
     ) -> Result<Option<(MissReason, Vec<u8>)>> {
-        let len = usize::try_from(hit.len).unwrap_or(usize::MAX);
+        // A footer may name more than a record can have: that much is not read.
+        let most = hit.len.min(self.shared.lengths.range().1);
+        let len = usize::try_from(most).unwrap_or(usize::MAX);
         let (path, offset) = (self.path(hit), hit.offset);
         let read = move |io: &IoJob| io.read_piece(&path, offset, len, ReadMode::FreshDirect);
         let Some((bytes, _)) = self.shared.call(deadline, read)? else {

@@ -5,6 +5,7 @@ use ucm_core::{MissReason, Part};
 use ucm_quota::layout::SegmentName;
 
 use super::format::{Entry, Trailer};
+use crate::lengths::Lengths;
 
 /// Bytes read of a segment's end at first: the footer of a thousand records.
 pub(crate) const TAIL: u64 = 32 << 10;
@@ -36,6 +37,7 @@ impl Footer {
         file_len: u64,
         name: SegmentName,
         namespace: &[u8; 32],
+        lengths: &Lengths,
     ) -> Result<Tail, MissReason> {
         let trailer = Trailer::decode(tail, file_len)?;
         if trailer.owner.namespace != *namespace {
@@ -46,7 +48,7 @@ impl Footer {
         }
         let len = trailer.footer.end - trailer.footer.start;
         if len <= tail.len() as u64 {
-            Self::of(&trailer, &tail[tail.len() - len as usize..]).map(Tail::Whole)
+            Self::of(&trailer, &tail[tail.len() - len as usize..], lengths).map(Tail::Whole)
         } else if len <= LONGEST {
             Ok(Tail::Longer(trailer))
         } else {
@@ -54,9 +56,9 @@ impl Footer {
         }
     }
 
-    /// The footer that these bytes are.
-    pub(crate) fn of(trailer: &Trailer, footer: &[u8]) -> Result<Self, MissReason> {
-        let entries = trailer.entries(footer)?;
+    /// The footer that these bytes are. None of its records is longer than one of its part can be.
+    pub(crate) fn of(trailer: &Trailer, footer: &[u8], lengths: &Lengths) -> Result<Self, MissReason> {
+        let entries = trailer.entries(footer, lengths.bound(trailer.owner.part))?;
         Ok(Self {
             sealed_ns: trailer.owner.time_ns,
             part: trailer.owner.part,

@@ -3,10 +3,11 @@
 //!
 //! The head is for the process that finds the segment of a dead writer; the footer, at the very end of the file, for
 //! readers. A footer is believed only whole: its length, its checksums and every entry are verified before one is used.
+//! Entries do not overlap, and none is longer than a record of its part can be.
 
 use std::ops::Range;
 
-use ucm_core::{BlockId, MissReason, PAGE, Part, crc32c, limits, round_up};
+use ucm_core::{BlockId, MissReason, PAGE, Part, crc32c, round_up};
 use ucm_io::Process;
 use ucm_quota::layout::SegmentName;
 use ucm_record::bytes::{array, part_at, u32_at, u64_at};
@@ -201,6 +202,7 @@ impl Trailer {
         let whole = start >= HEAD_LEN
             && start.is_multiple_of(PAGE)
             && entries <= MAX_ENTRIES
+            && entries as u64 <= (start - HEAD_LEN) / PAGE // each has a page of its own
             && len == footer_len(entries)
             && u32_at(bytes, at::ENTRY_LEN) as usize == ENTRY_LEN;
         if !whole {
@@ -226,8 +228,9 @@ impl Trailer {
         })
     }
 
-    /// Verifies the whole footer and gives its entries.
-    pub(crate) fn entries(&self, footer: &[u8]) -> Result<Vec<Entry>, MissReason> {
+    /// Verifies the whole footer and gives its entries: records of at most `longest` bytes that lie
+    /// side by side.
+    pub(crate) fn entries(&self, footer: &[u8], longest: u64) -> Result<Vec<Entry>, MissReason> {
         if footer.len() as u64 != self.footer.end - self.footer.start {
             return Err(MissReason::Truncated);
         }
@@ -245,12 +248,22 @@ impl Trailer {
             let whole = entry.offset.is_multiple_of(PAGE)
                 && entry.len.is_multiple_of(PAGE)
                 && entry.len > 0
-                && entry.len <= 2 * limits::MAX_BLOCK_BYTES
+                && entry.len <= longest
                 && entry.offset >= HEAD_LEN
                 && end <= self.footer.start;
             whole.then_some(entry)
         };
         let entries = listed.chunks_exact(ENTRY_LEN).take(self.entries).map(entry);
-        entries.collect::<Option<_>>().ok_or(MissReason::BadHeader)
+        let entries: Vec<Entry> = entries.collect::<Option<_>>().ok_or(MissReason::BadHeader)?;
+        let mut places: Vec<Range<u64>> = entries
+            .iter()
+            .map(|entry| entry.offset..entry.offset + entry.len)
+            .collect();
+        places.sort_unstable_by_key(|place| place.start);
+        // What is read of a segment is never more than the segment.
+        if places.windows(2).any(|pair| pair[1].start < pair[0].end) {
+            return Err(MissReason::BadHeader);
+        }
+        Ok(entries)
     }
 }

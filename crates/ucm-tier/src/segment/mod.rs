@@ -79,8 +79,6 @@ pub struct SegmentConfig {
     pub most_blocks: usize,
     /// How segments are reclaimed.
     pub merging: Merging,
-    /// Whether records may be shorter than the layout says, as stored in another form that the caller can read.
-    pub shorter: bool,
 }
 
 impl Default for SegmentConfig {
@@ -90,7 +88,6 @@ impl Default for SegmentConfig {
             age: Duration::from_secs(1),
             most_blocks: 1 << 24,
             merging: Merging::default(),
-            shorter: false,
         }
     }
 }
@@ -203,22 +200,14 @@ impl Segments {
 
     /// Whether a record of this place is one of ours whole and with KV, by its length.
     fn presence(&self, hit: Option<Hit>) -> Presence {
-        let lengths = &self.shared.lengths;
-        match hit {
-            Some(hit) if self.is_shorter(hit.len) || lengths.has_kv(hit.len) => Ok(()),
-            Some(_) => Err(MissReason::WrongLength),
-            None => Err(MissReason::Absent),
-        }
+        hit.map_or(Err(MissReason::Absent), |hit| {
+            self.shared.lengths.presence(hit.len)
+        })
     }
 
     /// Whether a record of so many bytes can be one of ours whole, with KV or without.
     fn is_ours(&self, len: u64) -> bool {
-        self.is_shorter(len) || self.shared.lengths.is_record(len)
-    }
-
-    /// Whether a record of so many bytes can be one of ours in another form.
-    fn is_shorter(&self, len: u64) -> bool {
-        self.config.shorter && len < self.shared.lengths.longest()
+        self.shared.lengths.is_ours(len)
     }
 
     fn now_ns(&self) -> i64 {

@@ -59,6 +59,36 @@ class SideConfig(Section):
     version: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
 
+class PartConfig(Section):
+    """Another part of the namespace and the sizes of its blocks, by the keys of the store."""
+
+    #: KV group, pipeline rank, tensor rank.
+    part: tuple[int, int, int]
+    tensor_size: _Bytes | None = None
+    tensor_size_list: tuple[_Bytes, ...] = ()
+    shard_size: _Bytes
+    block_size: _Bytes
+
+    @model_validator(mode="after")
+    def _one_spelling(self) -> Self:
+        _check_tensors(self.tensor_size, self.tensor_size_list)
+        return self
+
+    def spec(self) -> dict[str, Any]:
+        """The description that the core takes."""
+        return {
+            "part": self.part,
+            "tensor_sizes": list(self.tensor_size_list) or [self.tensor_size],
+            "shard_size": self.shard_size,
+            "block_size": self.block_size,
+        }
+
+
+def _check_tensors(size: int | None, sizes: tuple[int, ...]) -> None:
+    if (size is None) == (not sizes):
+        raise ValueError("give either tensor_size or tensor_size_list")
+
+
 class EngineSettings(StoreSettings):
     """Keys of every store of the core; sizes in bytes."""
 
@@ -77,6 +107,10 @@ class EngineSettings(StoreSettings):
     identity: str = ""
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int] = (0, 0, 0)
+    #: Parts of the namespace whose blocks have other sizes than this one's, for a store that looks up
+    #: the blocks of all of them. Without it a store over directories takes the sizes from the
+    #: manifest; one over memory, a server or a bucket does not find blocks of other sizes.
+    parts: tuple[PartConfig, ...] = ()
     #: Side shards that blocks may have beside their KV, by name (1 to 16 of a-z, 0-9, _, -, .): the bytes of each for a
     #: whole block, or those and the version of its content. At most 8, and 16 MiB together.
     sides: dict[str, Annotated[SideConfig, BeforeValidator(_of_bytes)]] = Field(default_factory=dict)
@@ -101,8 +135,7 @@ class EngineSettings(StoreSettings):
 
     @model_validator(mode="after")
     def _one_spelling(self) -> Self:
-        if (self.tensor_size is None) == (not self.tensor_size_list):
-            raise ValueError("give either tensor_size or tensor_size_list")
+        _check_tensors(self.tensor_size, self.tensor_size_list)
         return self
 
     @property
@@ -147,6 +180,7 @@ class EngineSettings(StoreSettings):
                 "transfer": self.transfer,
                 "identity": self.identity_json,
                 "part": self.part,
+                "parts": [part.spec() for part in self.parts],
                 "tensor_sizes": self.tensors,
                 "shard_size": self.shard_size,
                 "block_size": self.block_size,

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use ucm_core::BlockId;
 use ucm_infra::seqlock;
 
-use super::table::{Field, Table, describe};
+use super::table::{Field, MOST_PROBES, Table, describe};
 use super::*;
 
 const LEN: usize = 5000;
@@ -100,7 +100,31 @@ fn table<'a>(region: &'a SharedRegion, words: &'a [seqlock::AtomicU64]) -> Table
     Table {
         words,
         shape: region.shape(),
+        probes: region.shape().buckets,
     }
+}
+
+#[test]
+fn a_reader_looks_at_few_buckets_of_an_index_that_is_full() {
+    let (mut place, region) = (Place::new(), region(1024));
+    let view = place.view(&region);
+    put(&region, 1, 0);
+    let (shape, words) = (region.shape(), region.words());
+    let (home, mask) = (shape.place(id(1)).0, shape.buckets - 1);
+    let bucket = |steps: usize| &words[shape.index() + ((home + steps) & mask)];
+    let name = bucket(0).load(Ordering::Relaxed);
+    assert!(shape.buckets > MOST_PROBES && view.contains(id(1)));
+    // What another process writes there is full of names of other records.
+    (0..shape.buckets).for_each(|steps| bucket(steps).store(1, Ordering::Relaxed));
+    assert!(!view.contains(id(1)) && !view.contains(id(2)));
+    bucket(MOST_PROBES - 1).store(name, Ordering::Relaxed);
+    assert!(view.contains(id(1)), "within reach");
+    bucket(MOST_PROBES - 1).store(1, Ordering::Relaxed);
+    bucket(MOST_PROBES).store(name, Ordering::Relaxed);
+    assert!(!view.contains(id(1)), "the search has ended before");
+    let mut out = vec![0; 8192];
+    assert!(view.copy_out(id(1), &mut out).is_none() && !view.contains(id(2)));
+    assert!(region.contains(id(1)), "its own writer believes its own index");
 }
 
 #[test]

@@ -28,7 +28,7 @@ fn entries(count: u8) -> Vec<Entry> {
 }
 
 fn read(footer: &[u8], file_len: u64) -> Result<Vec<Entry>, MissReason> {
-    Trailer::decode(footer, file_len)?.entries(footer)
+    Trailer::decode(footer, file_len)?.entries(footer, 16 * PAGE)
 }
 
 #[test]
@@ -42,6 +42,10 @@ fn a_footer_says_what_was_put_into_it() {
         assert_eq!((trailer.owner, trailer.footer), (owner(), start..len));
         assert_eq!(read(&footer, len + PAGE), Err(MissReason::WrongLength));
     }
+    // One that names more records than there is room for is not read at all.
+    let footer = encode_footer(&owner(), PAGE * 5, &entries(5));
+    let len = PAGE * 5 + footer.len() as u64;
+    assert_eq!(Trailer::decode(&footer, len), Err(MissReason::BadHeader));
     assert_eq!(footer_len(124), PAGE);
     assert_eq!(footer_len(125), 2 * PAGE);
 }
@@ -81,6 +85,33 @@ fn entries_outside_the_records_are_refused() {
             Err(MissReason::BadHeader),
             "{offset} {len}"
         );
+    }
+}
+
+#[test]
+fn entries_that_overlap_or_are_longer_than_a_record_can_be_are_refused() {
+    let start = PAGE * 64;
+    let read_all = |places: &[(u64, u64)]| {
+        let entry = |(n, &(offset, len)): (usize, &(u64, u64))| Entry {
+            id: BlockId([n as u8; 16]),
+            offset: offset * PAGE,
+            len: len * PAGE,
+        };
+        let all: Vec<Entry> = places.iter().enumerate().map(entry).collect();
+        let footer = encode_footer(&owner(), start, &all);
+        read(&footer, start + footer.len() as u64)
+    };
+    for side_by_side in [&[(1, 2), (3, 1)][..], &[(9, 2), (1, 8)], &[(1, 16), (17, 16)]] {
+        assert!(read_all(side_by_side).is_ok(), "{side_by_side:?}");
+    }
+    for lying in [
+        &[(1, 2), (2, 1)][..],
+        &[(1, 2), (1, 2)],
+        &[(9, 2), (1, 9)],
+        &[(1, 12), (20, 1), (3, 4)],
+        &[(1, 17)],
+    ] {
+        assert_eq!(read_all(lying), Err(MissReason::BadHeader), "{lying:?}");
     }
 }
 
@@ -173,7 +204,9 @@ fn the_frozen_segment_is_read_and_would_be_written_again() {
     assert_eq!(bytes, segment());
     assert_eq!(decode_head(&bytes).unwrap().0, owner());
     let trailer = Trailer::decode(&bytes, len).unwrap();
-    let entries = trailer.entries(&bytes[trailer.footer.start as usize..]).unwrap();
+    let entries = trailer
+        .entries(&bytes[trailer.footer.start as usize..], u64::MAX)
+        .unwrap();
     assert_eq!(entries.len(), 2);
     assert_eq!(trailer.owner, owner());
     let newer = std::fs::read(fixture("segment-v1/newer.seg")).unwrap();

@@ -189,7 +189,7 @@ class Readiness:
             except Exception as error:
                 return self.off(f"the identity cannot be known: {error}", MissReason.IDENTITY_UNKNOWN)
             if text is not None:
-                self._open(text, self._handshakes[0])
+                self._open(text, self._handshakes)
         if self.phase == OPENING:
             self._selection.poll()
             if self._selection.failed:
@@ -215,11 +215,15 @@ class Readiness:
             if why := self._identity.why_invalid():
                 self.off(why, MissReason.IDENTITY_UNKNOWN)
 
-    def _open(self, text: str, handshake: Handshake) -> None:
+    def _open(self, text: str, handshakes: Sequence[Handshake]) -> None:
         self.phase, self.identity_text, self._opening_since = OPENING, text, self._clock()
         self._open_logged = False
         self.reason = MissReason.UNHEALTHY  # if it takes too long
-        self._selection.begin(text, handshake.shapes | {"identity": text, "part": handshake.part, "device_id": -1})
+        first = handshakes[0]
+        setup = first.shapes | {"identity": text, "part": first.part, "device_id": -1}
+        if others := _other_sizes(handshakes):
+            setup["parts"] = others
+        self._selection.begin(text, setup)
 
     def take_setup(self) -> StoreSetup | None:
         """What the workers open their stores with: once, in the first plan after it is known, and again for every
@@ -257,3 +261,14 @@ class Readiness:
         if self.phase == PENDING:
             return self._handshakes is None and self.worth_waiting()
         return self.phase == OPENING and (self.worth_waiting() or self._selection.trying)
+
+
+def _other_sizes(handshakes: Sequence[Handshake]) -> list[dict[str, Any]]:
+    """The sizes of the ranks' blocks other than those of the first, each once, with a part that has them."""
+    keys = ("tensor_size", "tensor_size_list", "shard_size", "block_size")
+    found: list[tuple[dict[str, Any], tuple[int, int, int]]] = []
+    for handshake in handshakes:
+        sizes = {key: handshake.shapes[key] for key in keys if key in handshake.shapes}
+        if all(sizes != known for known, _ in found):
+            found.append((sizes, handshake.part))
+    return [sizes | {"part": part} for sizes, part in found[1:]]
