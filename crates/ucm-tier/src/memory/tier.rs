@@ -42,6 +42,12 @@ pub(super) struct Tier {
     lengths: Lengths,
     state: Mutex<State>,
     hook: OnceLock<Hook>,
+    counters: Counters,
+}
+
+/// What [`MemoryCounts`] is read from.
+#[derive(Default)]
+struct Counters {
     evicted: AtomicU64,
     handed: AtomicU64,
     damaged: AtomicU64,
@@ -87,13 +93,7 @@ impl Tier {
             clock,
             region,
             hook: OnceLock::new(),
-            evicted: AtomicU64::new(0),
-            handed: AtomicU64::new(0),
-            damaged: AtomicU64::new(0),
-            returned: AtomicU64::new(0),
-            deleted: AtomicU64::new(0),
-            touched: AtomicU64::new(0),
-            lent: AtomicU64::new(0),
+            counters: Counters::default(),
         }))
     }
 
@@ -213,7 +213,7 @@ impl Tier {
         let Some(record) = gone else {
             return true;
         };
-        self.evicted.fetch_add(1, Ordering::Relaxed);
+        self.counters.evicted.fetch_add(1, Ordering::Relaxed);
         match hook {
             None => {
                 if state.telling {
@@ -226,10 +226,10 @@ impl Tier {
                 let sound = self.verify(id, &record).is_ok();
                 let victim = Victim::new(Arc::clone(self), record);
                 if sound {
-                    self.handed.fetch_add(1, Ordering::Relaxed);
+                    self.counters.handed.fetch_add(1, Ordering::Relaxed);
                     hook(victim);
                 } else {
-                    self.damaged.fetch_add(1, Ordering::Relaxed);
+                    self.counters.damaged.fetch_add(1, Ordering::Relaxed);
                 }
             }
         }
@@ -249,7 +249,7 @@ impl Tier {
         let used = state.out.remove(&slot).unwrap_or(false);
         if used && region.find(id).is_some_and(|(there, _)| there == slot) {
             state.policy.inserted(slot, id, record.ordinal());
-            self.returned.fetch_add(1, Ordering::Relaxed);
+            self.counters.returned.fetch_add(1, Ordering::Relaxed);
             return;
         }
         let gone = region.remove(id, Some(slot));
@@ -276,7 +276,7 @@ impl Tier {
     pub(super) fn lend(&self, id: BlockId) -> Option<Pinned> {
         let record = self.pin(id)?;
         self.used(&record);
-        self.lent.fetch_add(1, Ordering::Relaxed);
+        self.counters.lent.fetch_add(1, Ordering::Relaxed);
         Some(record)
     }
 
@@ -321,7 +321,7 @@ impl Tier {
                 }
             }
             drop(state);
-            self.touched.fetch_add(touched, Ordering::Relaxed);
+            self.counters.touched.fetch_add(touched, Ordering::Relaxed);
         }
     }
 
@@ -337,7 +337,7 @@ impl Tier {
             state.changes.lost(id);
         }
         drop(state);
-        self.deleted.fetch_add(1, Ordering::Relaxed);
+        self.counters.deleted.fetch_add(1, Ordering::Relaxed);
         true
     }
 
@@ -399,13 +399,13 @@ impl Tier {
     pub(super) fn counts(&self) -> MemoryCounts {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         MemoryCounts {
-            evicted: get(&self.evicted),
-            handed: get(&self.handed),
-            damaged: get(&self.damaged),
-            returned: get(&self.returned),
-            deleted: get(&self.deleted),
-            touched: get(&self.touched),
-            lent: get(&self.lent),
+            evicted: get(&self.counters.evicted),
+            handed: get(&self.counters.handed),
+            damaged: get(&self.counters.damaged),
+            returned: get(&self.counters.returned),
+            deleted: get(&self.counters.deleted),
+            touched: get(&self.counters.touched),
+            lent: get(&self.counters.lent),
             neighbours: 0,
         }
     }
