@@ -119,7 +119,7 @@ def test_a_footer_that_lies_has_little_read(segments: Written, ucm_json: Json) -
     document = ucm_json("verify", segments.path)
     assert document["reasons"] == {"bad_header": 1}
     assert document["bytes_read"] < 4 << 20
-    beside = [(PAGE + n * (512 << 20), 512 << 20) for n in range(3)]
+    beside = [((256 << 20) + n * (512 << 20), 512 << 20) for n in range(3)]
     assert lying(file, beside, start) < 1 << 20
     document = ucm_json("verify", segments.path)
     assert document["reasons"] == {"not_a_record": 3}
