@@ -152,9 +152,17 @@ fn a_segment_with_a_record_that_is_not_sound_stays_as_it_is() {
         assert!(there.len() == 7 && !there.contains(&bad.id), "{what}");
         let others: Vec<_> = ids(8).into_iter().filter(|block| *block != bad.id).collect();
         assert!(loads(&store, &others) && !loads(&store, &[bad.id]), "{what}");
-        store
-            .dump(&Device::filled(&store.setup, &ids(8)), &[bad.id])
-            .unwrap();
+        let dumped = store.dump(&Device::filled(&store.setup, &ids(8)), &[bad.id]);
+        match dumped {
+            Ok(()) => assert_eq!(what, "damaged", "it is not replaced"),
+            Err(failed) => {
+                let text = failed[0].1.to_string();
+                assert!(
+                    what == "newer" && text.contains("reason=newer_version"),
+                    "{what}: {text}"
+                );
+            }
+        }
     }
 }
 

@@ -28,7 +28,6 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use super::credentials;
 use super::http::{Connector, Most, Refused, code_in};
-use crate::network::use_ring;
 use crate::secret_file;
 
 /// Pauses before a request is tried again, and how long after its beginning it is.
@@ -158,7 +157,6 @@ impl Client {
 impl Bucket {
     /// A client for this place; nothing is touched. `Config` where none can be made.
     pub(super) fn new(place: &Place) -> Result<Self> {
-        use_ring();
         let url = Url::parse(&place.url)?;
         let http = place
             .endpoint

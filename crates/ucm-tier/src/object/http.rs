@@ -27,6 +27,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
 use super::bucket::Told;
+use crate::network::use_ring;
 
 /// How long making a connection may take, to a bucket and to a machine's own service of keys; and
 /// how long one request may take. Deadlines of ours are mostly sooner.
@@ -90,6 +91,7 @@ impl Connector {
     /// `http`: the bucket is reached without TLS. `connections` are kept open, `authorities`
     /// trusted beside those of the system.
     pub(super) fn new(http: bool, connections: usize, authorities: Vec<Certificate>) -> Self {
+        use_ring();
         Self {
             options: ClientOptions::new()
                 .with_allow_http(http)
