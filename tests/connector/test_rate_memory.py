@@ -89,18 +89,32 @@ FASTER = ComputeSpeed(0.1, 0.0005, 1000)
 SLOWER = {0: LoadSpeed(0.5, 1e-5, 100, 10_000, 0.0), 2: LoadSpeed(0.1, 1e-6, 100, 100, 0.0)}
 
 
-def test_first_loads_go_by_the_best_speeds_that_the_machine_showed(root: Path) -> None:
+def test_first_loads_have_deadlines_by_the_best_speed_that_the_machine_showed(root: Path) -> None:
     Life(root).learns()
     Life(root, identity="faster").learns(FASTER, SLOWER)
     Life(root, identity="elsewhere", machine="other").learns(ComputeSpeed(0.0, 1e-6, 1000), {})
-    instant = {0: LoadSpeed(0.0, 1e-9, 1, 1, 0.0)}
-    Life(root, identity="of another store", store="other").learns(FASTER, instant)
     life = Life(root, identity="new")
     # Twice what FASTER takes for them, whatever this engine is called.
     assert life.admission.began("r", hit(1000), 1) == pytest.approx(2 * 0.5)
-    speeds = [life.admission._tier(tier).rate.seconds(100) for tier in range(4)]
-    assert speeds[:3] == pytest.approx([0.25, 0.85, 0.1], rel=0.01)
-    assert speeds[3] is None
+
+
+def test_load_speeds_of_others_decline_nothing_once_this_engine_computes(root: Path) -> None:
+    """Another store may have been slower, or others may have used it at the time."""
+    Life(root).learns(COMPUTING, {0: LoadSpeed(50.0, 1e-3, 100, 10_000, 0.9)})
+    life = Life(root, identity="new")
+    for _ in range(2):
+        life.admission.compute_rate.planned({"r": 1000}, 1000, life.clock.now)
+        life.clock.now += 1.0
+        life.admission.step_ended()
+    assert life.admission.compute_rate.seconds(1000) is not None
+    assert life.admission.decide([hit(1000)], 1)[1] == Verdict.LOAD
+    life.admission.began("r", hit(1000), 1)
+    life.clock.now += 0.1
+    life.admission.step_ended()
+    life.admission.ended("r")
+    measured = life.admission._tier(0).rate
+    assert measured.seconds(1000) == pytest.approx(0.1)  # by this load alone
+    assert measured.given_up == 0.0
 
 
 def test_what_others_showed_declines_nothing_and_is_not_written_as_its_own(root: Path) -> None:

@@ -348,12 +348,10 @@ class Admission:
         for number, known in loading.items():
             self._tier(number).rate.recall(known)
 
-    def borrow(self, computing: ComputeSpeed | None, loading: Mapping[int, LoadSpeed]) -> None:
-        """Start with what others showed on this machine, where nothing is known of this engine."""
-        if computing is not None:
-            self.compute_rate.borrow(computing)
-        for number, known in loading.items():
-            self._tier(number).rate.recall(known, borrowed=True)
+    def borrow(self, computing: ComputeSpeed) -> None:
+        """Take the deadlines of loads from a speed that another engine showed on this machine, until
+        this engine has one. Load speeds are never taken from others: they would decline hits."""
+        self.compute_rate.borrow(computing)
 
     # What is told -------------------------------------------------------------------------------------------
 

@@ -43,7 +43,6 @@ class LoadRate:
     def __init__(self) -> None:
         self._samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # bytes, seconds
         self._outlier: tuple[int, float, bool] | None = None  # the newest sample if it was one, and whether slower
-        self._borrowed = False  # all samples are another engine's
         self._least = self._most = 0  # bytes of the samples
         self.fixed = 0.0  # seconds
         self._per_byte = 0.0  # seconds
@@ -71,7 +70,6 @@ class LoadRate:
     ) -> None:
         """A load ended after between ``low`` and ``high`` seconds. ``late``: it was given up, so that ``high`` is
         infinity. ``accept_outlier``: an outlier is accepted at once, as there are few samples."""
-        self._borrowed = False
         expected = self.seconds(size)
         guess = expected if expected is not None else low if late else (low + high) / 2
         took = min(max(guess, low), high)
@@ -94,17 +92,15 @@ class LoadRate:
 
     def known(self) -> LoadSpeed | None:
         """What another process of this engine may start with; None: nothing is known."""
-        if not self._samples or self._borrowed:
+        if not self._samples:
             return None
         return LoadSpeed(self.fixed, self._per_byte, self._least, self._most, self.given_up)
 
-    def recall(self, known: LoadSpeed, *, borrowed: bool = False) -> None:
+    def recall(self, known: LoadSpeed) -> None:
         """Start with what an earlier process knew. It counts as one or two loads, so the next few outweigh it, and two
-        that are far off end it; nothing if loads were measured already. ``borrowed``: it was a
-        process of another engine."""
+        that are far off end it; nothing if loads were measured already."""
         if self._samples:
             return
-        self._borrowed = borrowed
         self.fixed, self.given_up = known.fixed, min(known.given_up, 1.0)
         for size in sorted({known.least, known.most}):
             self._samples.append((size, known.seconds(size)))

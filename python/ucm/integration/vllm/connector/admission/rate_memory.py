@@ -2,9 +2,9 @@
 
 They are written to a small file beside the root's marker, for each identity and machine, and used until they are
 measured anew (:meth:`~.compute_rate.ComputeRate.recall`, :meth:`~.load_rate.LoadRate.recall`). An
-engine of which nothing is remembered begins with the best that others showed on the machine
-(:meth:`~.admission.Admission.borrow`). Background threads read and write the file, so no step waits
-for it; where that fails, nothing is remembered.
+engine of which nothing is remembered takes the deadlines of its loads from the best speed of
+computing that others showed on the machine (:meth:`~.admission.Admission.borrow`). Background
+threads read and write the file, so no step waits for it; where that fails, nothing is remembered.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ NAME, LIMIT = "ucm-rates.json", 256
 SOON_S, RARELY_S = 5.0, 640.0
 #: The end of an engine waits so long for the last writing, in seconds; on a root that answers it takes milliseconds.
 CLOSE_S = 1.0
-#: Bytes of the load by which the speeds of others are compared.
-TYPICAL_LOAD = 16 << 20
 #: What a processor calls itself, by architecture.
 _PROCESSOR = ("vendor_id", "model name", "cpu family", "model", "CPU implementer", "CPU part", "cpu", "machine")
 
@@ -173,17 +171,11 @@ class RateMemory:
             logger.info("speeds remembered of this engine on this machine: %s", self._admission.rates())
 
     def _borrow(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Where nothing is remembered of this engine: the best speeds in ``entries``, each part by
-        itself."""
-        computing, loading = None, dict[int, LoadSpeed]()
-        for entry in entries:
-            speed, tiers = self._speeds(entry)
-            if speed is not None and speed.plausible():
-                computing = min(computing or speed, speed, key=ComputeSpeed.per_token)
-            for tier, known in tiers.items():
-                best = loading.get(tier, known)
-                loading[tier] = min(best, known, key=lambda each: each.seconds(TYPICAL_LOAD))
-        self._admission.borrow(computing, loading)
+        """Until this engine has a speed of computing: the best in ``entries``."""
+        speeds = [_read_as(ComputeSpeed, entry.get("computing")) for entry in entries]
+        plausible = [speed for speed in speeds if speed is not None and speed.plausible()]
+        if plausible:
+            self._admission.borrow(min(plausible, key=ComputeSpeed.per_token))
 
     def _speeds(self, entry: Mapping[str, Any]) -> tuple[ComputeSpeed | None, dict[int, LoadSpeed]]:
         """The speeds of computing and of this store's tiers in an entry. A part that makes no sense
