@@ -20,6 +20,9 @@ from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate, C
 from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
 from ucm.integration.vllm.connector.admission.rate_memory import LIMIT, NAME, RARELY_S, SOON_S, RateMemory, machine_name
 from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.identity.engine_identity import FIELDS
+from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity, lasting
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
 from ucm.integration.vllm.connector.metadata import RankReport
 from ucm.integration.vllm.connector.root_file import ROOT_MARKER
 
@@ -77,6 +80,34 @@ def test_an_engine_of_another_identity_or_on_another_machine_knows_nothing(root:
     assert Life(root, **other).known() == (None, {})
     Life(root, **other).learns(ComputeSpeed(0.1, 0.1, 100), {})
     same(Life(root).known())
+
+
+def test_a_reset_that_forgets_blocks_forgets_no_speed(root: Path) -> None:
+    """What is measured after it is known to the next process, and no entry is added for it."""
+    own = dict.fromkeys(FIELDS, "")
+    live = LiveIdentity(own, WeightSource(str(root)), "declared:weights", None)
+    life = Life(root, identity=live.text() or "").learns()
+    for _ in range(3):
+        live.forget()
+        life.memory.open(live.text() or "", "s")
+        life.learns(None, {2: LOADING[1]})
+    later = LiveIdentity(own, WeightSource(str(root)), "declared:weights", None)
+    assert sorted(Life(root, identity=later.text() or "").known()[1]) == [0, 1, 2]
+    assert len(json.loads((root / NAME).read_text())["rates"]) == 1
+
+
+def test_random_words_are_left_out_of_the_key() -> None:
+    word = "0123456789abcdef" * 2
+    assert lasting(f'{{"weights":"sha256:ab reset:{word}"}}') == '{"weights":"sha256:ab"}'
+    assert lasting(f'{{"weights":"private:{word} reset:{word}"}}') == '{"weights":"private:"}'
+
+
+def test_another_identity_of_one_process_is_written_too(root: Path) -> None:
+    """After other weights were loaded, nothing is known to be in the file of the new identity."""
+    life = Life(root).learns()
+    life.memory.open("other weights", "s")
+    life.learns()
+    same(Life(root, identity="other weights").known())
 
 
 def hit(tokens: int, tier: int = 0) -> Cut:

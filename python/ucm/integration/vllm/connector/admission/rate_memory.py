@@ -22,6 +22,7 @@ from ucm.integration.vllm.connector.admission.compute_rate import ComputeSpeed
 from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
 from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.guard import harmless, logger
+from ucm.integration.vllm.connector.identity.live_identity import lasting
 from ucm.integration.vllm.connector.root_file import RootFile
 
 #: The file's name, and how many engines and machines it remembers.
@@ -107,12 +108,13 @@ class RateMemory:
         if self._file is None:
             return
         machine = self._machine()
-        self._key = f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}, {machine}"
+        self._key = f"{hashlib.sha256(lasting(identity).encode()).hexdigest()[:32]}, {machine}"
         self._store = store
         self.due = self._clock() + self._pause
-        if entry := self._found.get(self._key):
+        entry = self._found.get(self._key)
+        self._written = dict(entry or {})
+        if entry:
             self._recall(entry)
-            self._written = dict(entry)
         self._borrow([e for key, e in self._found.items() if key.partition(", ")[2] == machine])
 
     @harmless(None)

@@ -7,6 +7,7 @@ KV is stored under a random one, for this process alone.
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Any
 
@@ -16,6 +17,14 @@ from ucm.integration.vllm.connector.identity.engine_identity import identity_dig
 from ucm.integration.vllm.connector.identity.weight_files import WeightSource
 from ucm.integration.vllm.connector.identity.weights import DECLARED, WeightsDigest, WeightsState
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+
+#: The random words in the text of an identity.
+_RANDOM = re.compile(r" reset:[0-9a-f]{32}|(?<=\"private:)[0-9a-f]{32}")
+
+
+def lasting(text: str) -> str:
+    """The text of an identity without its random words: what processes that differ in these alone share."""
+    return _RANDOM.sub("", text)
 
 
 class UnknowableError(UcmError):
