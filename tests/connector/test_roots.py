@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ucm.config import parse
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector import UCMConnector
+from ucm.integration.vllm.connector import UCMConnector, configured_stores
 from ucm.integration.vllm.connector.configured_stores import refuse_model_directory
 from ucm.integration.vllm.connector.root_file import RootFile
 
@@ -37,6 +37,14 @@ def test_the_directory_of_the_model_is_no_root(model: Path, below: str) -> None:
         refuse_model_directory(config_of(root), [str(model)])
     text = refused.value.message
     assert str(root) in text and "directory of the model" in text and "choose another directory" in text
+
+
+def test_a_relative_model_on_a_file_system_that_does_not_answer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    monkeypatch.setattr(configured_stores, "real_path", lambda path: path)
+    refuse_model_directory(config_of(model.parent / "root"), ["model"])
+    with pytest.raises(ConfigError, match="lies in the directory of the model"):
+        refuse_model_directory(config_of(model / "below"), ["model"])
 
 
 def test_it_is_found_behind_links_in_every_stage_and_every_alternative(model: Path, tmp_path: Path) -> None:

@@ -133,6 +133,9 @@ def test_an_address_shows_its_user_and_no_password() -> None:
         (f"redis://:{MARK}@h", "redis://:***@h"),
         (f"rediss://{MARK}@h/1", "rediss://***@h/1"),
         (f"redis://u:{MARK}/@:x@h", "redis://u:***@h"),
+        (f"redis://u:a {MARK}@h:6379/0", "redis://u:***@h:6379/0"),
+        (f"redis://u:{MARK} @h", "redis://u:***@h"),
+        (f"redis://a {MARK}@h", "redis://***@h"),
         ("redis://h", "redis://h"),
     ):
         assert without_login(written) == shown

@@ -27,8 +27,8 @@ _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _NFS_ADDRESS = re.compile(r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-#: User and password inside an address; the password is what follows the first colon.
-_LOGIN = re.compile(r"(?<=://)(?P<user>[^\s:@/]*:)?[^\s]*(?=@)")
+#: User and password of an address: all up to the last ``@``, spaces too. The password is what follows the first colon.
+_LOGIN = re.compile(r"(?<=://)(?P<user>[^\s:@/]*:)?.*(?=@)", re.DOTALL)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
@@ -173,7 +173,7 @@ def scheme_of(place: str) -> str:
 
 
 def without_login(text: str) -> str:
-    """A text with the password in an address replaced: ``redis://user:***@host``. A login without a colon, which may
+    """A text of one address with its password replaced: ``redis://user:***@host``. A login without a colon, which may
     be one secret, is replaced whole."""
     return _LOGIN.sub(lambda login: (login["user"] or "") + _ASTERISKS, text)
 

@@ -60,9 +60,9 @@ def refuse_model_directory(config: UcmConfig, models: Iterable[str]) -> None:
 
     ``models``: as vLLM is given them, directories or names.
     """
-    directories = [real_path(model) for model in models if os.path.isdir(model)]
+    directories = [os.path.abspath(real_path(model)) for model in models if os.path.isdir(model)]
     for root in (root for one in (config, *config.alternatives) for root in one.roots):
-        real = real_path(root)
+        real = os.path.abspath(real_path(root))
         for model in directories:
             if os.path.commonpath((real, model)) == model:
                 which = "is the directory of the model"
@@ -89,7 +89,7 @@ def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredSt
     if not config.user_store:
         told |= engine
     roots = told.get("storage_backends") or config.root or ()
-    where = without_login(roots if isinstance(roots, str) else ", ".join(map(str, roots)))
+    where = ", ".join(without_login(str(root)) for root in ((roots,) if isinstance(roots, str) else roots))
     full = f"{module}.{name}" if module else name
     return ConfiguredStore(full, f"{full} on {where}" if where else full, told, make)
 
