@@ -18,7 +18,7 @@ from ucm.reasons import MissReason
 
 SERVED = ["0.30.0", "0.30.2rc1", "0.31.0", "0.32.0", "0.32.0+cpu", "0.33.0", "0.33.1.dev7+g0a1b2c3"]
 OLD = ["0.9.2", "0.26.0", "0.28.1", "0.29.0rc2"]
-UNTESTED = ["0.34.0", "0.100.0", "1.0.0", "dev"]
+UNTESTED = ["0.34.0", "0.100.0", "1.0.0", "dev", "0.1.dev1+g0a1b2c3", "0.1.dev11+gabc.d20261127", "0.0.0"]
 
 
 def test_the_installed_version_is_served() -> None:

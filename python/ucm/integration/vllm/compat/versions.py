@@ -34,9 +34,13 @@ def why_untested(version: str) -> str:
 
 
 def _release(version: str) -> tuple[int, int] | None:
-    """Major and minor version; None of a build without a release number, which says "dev"."""
+    """Major and minor version; None of a build that does not know its release.
+
+    Such a build says "dev", or where its sources had no tags "0.1.dev…" or "0.0.0"."""
     found = re.match(r"v?(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else None
+    if found is None or re.match(r"v?0\.(1\.dev|0\.0(?!\d))", version):
+        return None
+    return int(found[1]), int(found[2])
 
 
 def _text(release: tuple[int, int]) -> str:
