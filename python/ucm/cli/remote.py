@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from ucm._core import Place
 
 _Item = tuple[str, str, int, int, str]
-#: Most bytes of a document that is read, whatever the server says of its size (``limits.rs``).
-_LONGEST_DOCUMENT = 4 << 20
 _MANIFEST_OF_PART = re.compile(r"manifest-g\d+p\d+t\d+\.json")
+#: Most bytes of a document that is read (``DOCUMENT`` of the core).
 _LONGEST_DOCUMENT = 16 << 20
 _REDIS = ("redis", "rediss")
 
@@ -172,7 +171,7 @@ class RemoteRoot:
     def _json(self, item: _Item) -> Any:
         if item[2] > _LONGEST_DOCUMENT:
             raise ValueError(f"more than {_LONGEST_DOCUMENT} bytes")
-        text = self.read(item, 0, min(item[2], _LONGEST_DOCUMENT))
+        text = self.read(item, 0, item[2])
         return None if text is None else json.loads(text)
 
     def _manifest(self, namespace: str) -> Any:
