@@ -49,8 +49,8 @@ impl Files {
         filled
     }
 
-    /// Writes into a file that is there.
-    pub(crate) fn write_at(&self, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
+    /// Writes into a file that is there. `keep`: by a root that stays open for the next such write.
+    pub(crate) fn write_at(&self, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()> {
         let len = bytes.len();
         let end = offset
             .checked_add(len as u64)
@@ -62,10 +62,11 @@ impl Files {
                 .with("len", len));
         }
         let fail = |e| failed(e, "cannot write the file", path);
-        let mut file = self.with_ring(File::new(
-            self.roots.open_often(path, WRITE_FLAGS).map_err(fail)?,
-            false,
-        ));
+        let opened = match keep {
+            true => self.roots.open_often(path, WRITE_FLAGS),
+            false => self.roots.walk().open(path, WRITE_FLAGS),
+        };
+        let mut file = self.with_ring(File::new(opened.map_err(fail)?, false));
         let fits = on_a_page(bytes) && offset.is_multiple_of(PAGE) && len.is_multiple_of(SECTOR);
         let mut through_cache = true;
         let written = if self.direct {
@@ -218,7 +219,10 @@ mod tests {
     #[test]
     fn a_file_is_filled_cut_off_and_named() {
         let place = Place::new();
-        place.files.write_at(&place.private(), 4096, b"data").unwrap();
+        place
+            .files
+            .write_at(&place.private(), 4096, b"data", false)
+            .unwrap();
         let meta = place.finish(true).unwrap();
         assert_eq!((meta.len, meta.mtime_ns), (8196, 5_000_000_000));
         let bytes = std::fs::read(place.target()).unwrap();
@@ -248,7 +252,7 @@ mod tests {
         let place = Place::new();
         let error = place.files.create(&place.private(), b"", 0, 0o600).unwrap_err();
         assert_eq!(error.os_code(), Some(17));
-        let write = |path: &Path, at| place.files.write_at(path, at, b"data").unwrap_err().kind();
+        let write = |path: &Path, at| place.files.write_at(path, at, b"data", false).unwrap_err().kind();
         assert_eq!(write(&place.target(), 0), ErrorKind::NotFound);
         assert_eq!(write(&place.private(), u64::MAX), ErrorKind::InvalidInput);
         let error = place

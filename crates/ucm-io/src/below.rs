@@ -7,7 +7,8 @@
 //!
 //! The descriptor of a root lives as long as one operation: one that is kept keeps a share from being
 //! unmounted, and leads to the old share after another one is mounted in its place. Only appends to
-//! segments (one for each record) and reads of segments use a kept one. It is closed when it was not
+//! segments (one for each record) and reads of segments use a kept one, because only segments have
+//! unused descriptors closed. A copy between roots opens its root anew for each piece. It is closed when it was not
 //! used for a while, as descriptors of segments are, and as soon as any other operation finds another
 //! directory or another mount at the root's path: the marker is read about once a second.
 
@@ -36,6 +37,9 @@ pub(crate) struct Roots {
     /// `openat2` cannot be used here.
     without_openat2: AtomicBool,
     kept: Mutex<Option<KeptRoot>>,
+    /// Directories that walks opened.
+    #[cfg(test)]
+    pub(crate) opened: std::sync::atomic::AtomicUsize,
 }
 
 /// The root that appends to segments and reads of them went to last.
@@ -155,32 +159,47 @@ impl Roots {
         flags: OFlags,
         mode: Mode,
     ) -> rustix::io::Result<OwnedFd> {
+        let mut refused = false;
         if !self.without_openat2.load(Ordering::Relaxed) {
             // Its own way to refuse links names them also where a directory is wanted.
             let flags = flags - OFlags::NOFOLLOW;
             match retry(|| rustix::fs::openat2(root, path, flags, mode, STRICTLY)) {
                 Err(Errno::NOSYS) => self.without_openat2.store(true, Ordering::Relaxed),
-                // A seccomp filter, or what the walk below finds too.
-                Err(Errno::PERM) => {}
+                // A seccomp filter, or an error that the walk below meets too.
+                Err(Errno::PERM) => refused = true,
                 opened => return opened,
             }
         }
-        let mut dir: Option<OwnedFd> = None;
-        let mut parts = path.components().peekable();
-        while let Some(part) = parts.next() {
-            let name = match part {
-                Component::Normal(name) => name,
-                Component::CurDir => continue,
-                _ => return Err(Errno::XDEV),
-            };
-            let from = dir.as_ref().map_or(root, |dir| dir.as_fd());
-            if parts.peek().is_none() {
-                return open_here(from, name, flags, mode);
-            }
-            dir = Some(open_here(from, name, DIRECTORY, Mode::empty())?);
+        let opened = open_by_parts(root, path, flags, mode);
+        if refused && opened.is_ok() {
+            self.without_openat2.store(true, Ordering::Relaxed); // only the call was refused
         }
-        Err(Errno::INVAL) // no name
+        opened
     }
+}
+
+/// The same without `openat2`: one `openat` for each directory on the way.
+fn open_by_parts(
+    root: BorrowedFd<'_>,
+    path: &Path,
+    flags: OFlags,
+    mode: Mode,
+) -> rustix::io::Result<OwnedFd> {
+    let mut dir: Option<OwnedFd> = None;
+    let mut parts = path.components().peekable();
+    while let Some(part) = parts.next() {
+        let name = match part {
+            Component::Normal(name) => name,
+            Component::CurDir => continue,
+            _ => return Err(Errno::XDEV),
+        };
+        let from = dir.as_ref().map_or(root, |dir| dir.as_fd());
+        if parts.peek().is_none() {
+            return open_here(from, name, flags, mode);
+        }
+        dir = Some(open_here(from, name, DIRECTORY, Mode::empty())?);
+    }
+    Err(Errno::INVAL) // no name
 }
 
 /// Opens a root, by links too.
@@ -313,6 +332,8 @@ impl Walk<'_> {
         {
             return Ok(Arc::clone(dir));
         }
+        #[cfg(test)]
+        self.roots.opened.fetch_add(1, Ordering::Relaxed);
         let dir = Arc::new(
             self.roots
                 .open_from(root.as_fd(), parent, DIRECTORY, Mode::empty())?,
@@ -403,6 +424,54 @@ mod tests {
             assert!(open("a").is_ok() && open("./a").is_ok(), "{walks}");
             assert_eq!(roots.walk().at(&root.join("a/..")).err(), Some(Errno::INVAL));
         }
+    }
+
+    /// Has the kernel answer `openat2` with EPERM on this thread, as seccomp filters of containers do.
+    #[allow(unsafe_code, reason = "a filter of system calls")]
+    fn refuse_openat2() {
+        let jump = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+        let (load, ret) = (
+            (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16,
+            (libc::BPF_RET | libc::BPF_K) as u16,
+        );
+        let step = |code, jf, k| libc::sock_filter { code, jt: 0, jf, k };
+        let mut steps = [
+            step(load, 0, 0), // the number of the call
+            step(jump, 1, libc::SYS_openat2 as u32),
+            step(ret, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+            step(ret, 0, libc::SECCOMP_RET_ALLOW),
+        ];
+        let filter = libc::sock_fprog {
+            len: steps.len() as u16,
+            filter: steps.as_mut_ptr(),
+        };
+        // SAFETY: the calls change this thread alone, and the kernel copies the filter before it returns.
+        let done = unsafe {
+            [
+                libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+                libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter),
+            ]
+        };
+        assert_eq!(done, [0; 2], "{}", std::io::Error::last_os_error());
+    }
+
+    #[test]
+    fn a_refused_openat2_is_remembered_once_a_walk_without_it_succeeds() {
+        let place = tempfile::tempdir().unwrap();
+        std::fs::write(place.path().join("file"), b"x").unwrap();
+        let opens = || {
+            refuse_openat2();
+            let roots = Roots::default();
+            roots.add(place.path());
+            let open = |name: &str| roots.walk().open(&place.path().join(name), OFlags::RDONLY);
+            let forgot = || roots.without_openat2.load(Ordering::Relaxed);
+            assert_eq!(open("absent").unwrap_err(), Errno::NOENT);
+            assert!(!forgot(), "the name may be what is refused");
+            open("file").unwrap();
+            assert!(forgot());
+            open("file").unwrap();
+        };
+        std::thread::scope(|scope| scope.spawn(opens).join()).unwrap();
     }
 
     #[test]

@@ -77,7 +77,7 @@ pub trait IoEngine: Send + Sync {
 
     fn create(&self, by: &Caller<'_>, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()>;
 
-    fn write_at(&self, by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8]) -> Result<()>;
+    fn write_at(&self, by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()>;
 
     fn finish(&self, by: &Caller<'_>, finish: &Finish<'_>) -> Result<FileMeta>;
 

@@ -174,8 +174,11 @@ impl IoJob {
     }
 
     /// Writes at `offset` of a file that is there, and closes it with the error of the close seen.
-    pub fn write_at(&self, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.run(|io, by| io.write_at(by, path, offset, bytes))
+    /// `keep`: the descriptor of the root above it may stay open for the next such write. Only a
+    /// caller that also has it closed ([`Close::Unused`](crate::Close::Unused)) passes true: an open root keeps a share
+    /// from being unmounted.
+    pub fn write_at(&self, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()> {
+        self.run(|io, by| io.write_at(by, path, offset, bytes, keep))
     }
 
     /// Gives a filled private file its end and its name; its metadata as it was closed.

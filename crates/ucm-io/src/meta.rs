@@ -88,29 +88,42 @@ fn go_on(wanted: StillWanted<'_>) -> Result<()> {
     ))
 }
 
+/// The numbers of these paths, ordered by directory, so that a walk opens each directory once.
+fn by_directory<'p>(paths: impl Iterator<Item = &'p Path>) -> Vec<usize> {
+    let numbered = paths.map(|path| path.parent().map(Path::as_os_str)).zip(0..);
+    let mut order: Vec<(Option<&OsStr>, usize)> = numbered.collect();
+    order.sort_unstable();
+    order.into_iter().map(|(_, number)| number).collect()
+}
+
 pub(crate) fn stat(
     roots: &Roots,
     paths: &[PathBuf],
     stop_at_missing: bool,
     wanted: StillWanted<'_>,
 ) -> Result<Vec<Option<FileMeta>>> {
-    let mut found = Vec::with_capacity(paths.len());
-    let mut walk = roots.walk();
-    for (number, path) in paths.iter().enumerate() {
-        if number.is_multiple_of(STATS_BETWEEN_LOOKS) {
+    let mut found = vec![None; paths.len()];
+    // The answer has the paths before `end`: later ones are skipped.
+    let (mut end, mut error) = (paths.len(), None);
+    let (mut walk, mut looks) = (roots.walk(), 0_usize);
+    for number in by_directory(paths.iter().map(PathBuf::as_path)) {
+        if number >= end {
+            continue;
+        }
+        if looks.is_multiple_of(STATS_BETWEEN_LOOKS) {
             go_on(wanted)?;
         }
-        let meta = match walk.at(path).and_then(|at| stat_found(&at)) {
-            Ok(meta) => Some(meta),
-            Err(e) if is_absent(e) => None,
-            Err(e) => return Err(failed(e, "cannot look up the file", path)),
-        };
-        found.push(meta);
-        if meta.is_none() && stop_at_missing {
-            break;
+        looks += 1;
+        let path = &paths[number];
+        match walk.at(path).and_then(|at| stat_found(&at)) {
+            Ok(meta) => found[number] = Some(meta),
+            Err(e) if is_absent(e) && stop_at_missing => (end, error) = (number + 1, None),
+            Err(e) if is_absent(e) => {}
+            Err(e) => (end, error) = (number, Some(failed(e, "cannot look up the file", path))),
         }
     }
-    Ok(found)
+    found.truncate(end);
+    error.map_or(Ok(found), Err)
 }
 
 /// Whether a name was there for an operation on it.
@@ -124,12 +137,18 @@ fn was_there(done: rustix::io::Result<()>, what: &'static str, path: &Path) -> R
 
 pub(crate) fn touch(roots: &Roots, files: &[(PathBuf, i64)], wanted: StillWanted<'_>) -> Vec<Result<bool>> {
     let mut walk = roots.walk();
-    let one = |(path, mtime_ns): &(PathBuf, i64)| {
+    let mut one = |(path, mtime_ns): &(PathBuf, i64)| {
         go_on(wanted)?;
         let set = walk.at(path).and_then(|at| set_mtime(&at, *mtime_ns));
         was_there(set, "cannot set the file's time", path)
     };
-    files.iter().map(one).collect()
+    let order = by_directory(files.iter().map(|(path, _)| path.as_path()));
+    let mut done: Vec<_> = order
+        .into_iter()
+        .map(|number| (number, one(&files[number])))
+        .collect();
+    done.sort_unstable_by_key(|(number, _)| *number);
+    done.into_iter().map(|(_, set)| set).collect()
 }
 
 /// Gives a named file its time, best effort: it is whole and has its name, and only its age would be wrong.
@@ -316,6 +335,52 @@ mod tests {
         assert_eq!(found, alone);
         assert_eq!(found[3].unwrap().len, 3);
         assert_eq!(look(&paths, true), alone[..5]);
+    }
+
+    #[test]
+    fn one_operation_opens_each_directory_once_and_answers_in_order() {
+        let place = tempfile::tempdir().unwrap();
+        let roots = Roots::default();
+        roots.add(place.path());
+        // Neighbours lie in different directories, as records do.
+        let paths: Vec<PathBuf> = (0..64)
+            .map(|number| place.path().join(format!("ns/d{}/f{number}", number * 5 % 8)))
+            .collect();
+        for (number, path) in paths.iter().enumerate() {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, vec![0; number]).unwrap();
+        }
+        let opened = || roots.opened.swap(0, std::sync::atomic::Ordering::Relaxed);
+        for stop in [false, true] {
+            let found = stat(&roots, &paths, stop, &|| true).unwrap();
+            let lengths: Vec<_> = found.iter().map(|meta| meta.unwrap().len).collect();
+            assert_eq!(lengths, (0..64).collect::<Vec<_>>());
+            assert_eq!(opened(), 8);
+        }
+        let files: Vec<_> = paths.iter().cloned().zip(1_000_000_000..).collect();
+        std::fs::remove_file(&paths[40]).unwrap();
+        let touched = touch(&roots, &files, &|| true);
+        let there: Vec<_> = touched.into_iter().map(Result::unwrap).collect();
+        assert_eq!(there, (0..64).map(|number| number != 40).collect::<Vec<_>>());
+        assert_eq!(opened(), 8);
+        for (path, time) in files.iter().filter(|(path, _)| path.exists()) {
+            assert_eq!(to_meta(&rustix::fs::stat(path).unwrap()).mtime_ns, *time);
+        }
+        // The first that is missing ends the answer, and the first that fails is the error.
+        std::fs::remove_file(&paths[20]).unwrap();
+        assert_eq!(stat(&roots, &paths, true, &|| true).unwrap().len(), 21);
+        assert_eq!(stat(&roots, &paths, false, &|| true).unwrap().len(), 64);
+        let dir = paths[21].parent().unwrap();
+        std::fs::rename(dir, place.path().join("ns/moved")).unwrap();
+        std::os::unix::fs::symlink("moved", dir).unwrap();
+        let first = (0..64).find(|number| paths[*number].starts_with(dir)).unwrap();
+        for stop in [false, true] {
+            let error = stat(&roots, &paths, stop, &|| true).unwrap_err();
+            let said = format!("path={}", paths[first].display());
+            assert!(error.to_string().contains(&said), "{error}");
+        }
+        let cut: Vec<_> = [20, first].map(|number| paths[number].clone()).into();
+        assert_eq!(stat(&roots, &cut, true, &|| true).unwrap(), [None]);
     }
 
     #[test]

@@ -96,8 +96,8 @@ impl IoEngine for PsyncEngine {
         self.files.create(path, head, room, mode)
     }
 
-    fn write_at(&self, _by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.files.write_at(path, offset, bytes)
+    fn write_at(&self, _by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()> {
+        self.files.write_at(path, offset, bytes, keep)
     }
 
     fn finish(&self, by: &Caller<'_>, finish: &Finish<'_>) -> Result<FileMeta> {

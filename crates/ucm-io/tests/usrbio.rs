@@ -162,7 +162,7 @@ fn files_are_written_and_read_in_batches() {
     // Written in pieces, as segments are.
     let (private, target) = (dir.path().join("private"), dir.path().join("target"));
     io.create(&private, b"head", 0, 0o600).unwrap();
-    io.write_at(&private, 4096, &bytes[..MIB]).unwrap();
+    io.write_at(&private, 4096, &bytes[..MIB], false).unwrap();
     let finish = Finish {
         private: &private,
         target: &target,

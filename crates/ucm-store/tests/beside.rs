@@ -196,6 +196,13 @@ fn fill_until(store: &Beside, first: u8, mut so: impl FnMut() -> bool) -> Vec<Bl
     all
 }
 
+/// Whether this process has a descriptor open on a root or below it.
+fn is_open(root: &Path) -> bool {
+    let fds = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let mut targets = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());
+    targets.any(|target| target.starts_with(root))
+}
+
 #[test]
 fn what_a_root_has_to_remove_it_copies_to_the_next_one() {
     for layout in layouts() {
@@ -208,6 +215,10 @@ fn what_a_root_has_to_remove_it_copies_to_the_next_one() {
         });
         assert!(stored(&store.roots[0]) <= 24 * RECORD);
         store.await_all(&all); // not one is lost
+        if layout == Layout::File {
+            // Segments have a kept one closed later; files never use it again.
+            eventually("the colder root can be unmounted", || !is_open(&store.roots[1]));
+        }
         let colder = files(&store.roots[1]);
         let moved = colder
             .iter()

@@ -293,7 +293,7 @@ impl Move<'_> {
     fn write(&self, private: &Path, at: u64, bytes: Vec<u8>) -> Result<()> {
         let path = private.to_owned();
         self.to
-            .call(self.step(), move |io| io.write_at(&path, at, &bytes))
+            .call(self.step(), move |io| io.write_at(&path, at, &bytes, false))
     }
 
     /// Whether what was written is there.

@@ -268,9 +268,10 @@ impl IoEngine for FaultyEngine {
         self.befall(by, OpKind::Create, &[path], create)
     }
 
-    fn write_at(&self, by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
+    fn write_at(&self, by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()> {
         self.befall(by, OpKind::WriteAt, &[path], |harm| {
-            self.inner.write_at(by, path, offset, &harm.written(bytes))?;
+            self.inner
+                .write_at(by, path, offset, &harm.written(bytes), keep)?;
             if harm.kills() { died() } else { Ok(()) }
         })
     }
@@ -279,7 +280,8 @@ impl IoEngine for FaultyEngine {
         self.befall(by, OpKind::Finish, &[finish.target], |harm| {
             let footer = &*harm.written(finish.footer);
             if harm.kills() {
-                let left = self.inner.write_at(by, finish.private, finish.offset, footer);
+                let at = finish.offset;
+                let left = self.inner.write_at(by, finish.private, at, footer, false);
                 return left.and(died());
             }
             let meta = self.inner.finish(by, &Finish { footer, ..*finish })?;

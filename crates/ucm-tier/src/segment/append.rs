@@ -45,7 +45,7 @@ impl Segments {
         let (segments, path) = (Arc::clone(self), self.private(open.name));
         let write = move |io: &IoJob| {
             let whole = &mut slot.as_mut_slice()[..entry.len as usize];
-            io.write_at(&path, entry.offset, &whole[..options.len])?;
+            io.write_at(&path, entry.offset, &whole[..options.len], true)?;
             if options.read_back {
                 let (shared, len) = (&segments.shared, Some(entry.len));
                 return shared.read_back(io, entry.id, &path, entry.offset, len, whole);

@@ -120,7 +120,7 @@ impl Reinsertion<'_> {
                 continue;
             };
             let into = path.clone();
-            shared.call(self.step(), move |io| io.write_at(&into, end, &bytes))?;
+            shared.call(self.step(), move |io| io.write_at(&into, end, &bytes, false))?;
             let entry = Entry {
                 offset: end,
                 ..piece.entry
