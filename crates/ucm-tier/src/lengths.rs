@@ -20,7 +20,8 @@ use crate::backend::Presence;
 /// Time between two looks at the manifest, however many lengths are not known.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 /// The most bytes that any record can have.
-const LONGEST_RECORD: u64 = RecordHeader::LONGEST as u64 + limits::MAX_BLOCK_BYTES + limits::MAX_SIDES_BYTES;
+pub(crate) const LONGEST_RECORD: u64 =
+    RecordHeader::LONGEST as u64 + limits::MAX_BLOCK_BYTES + limits::MAX_SIDES_BYTES;
 /// Most lengths that are kept. What the manifest names beyond that is not known.
 const MOST: usize = 1024;
 

@@ -40,6 +40,9 @@ const PARTS_AT_ONCE: usize = 4;
 /// Most objects that one listing names, and bytes of their names and tags.
 pub(super) const MOST_LISTED: usize = 1 << 20;
 const MOST_NAMED: usize = 256 << 20;
+/// Most objects on one page of a listing. By default Azure sends up to 5000, at about 1 KiB each:
+/// more bytes than a page may have.
+const PAGE_OBJECTS: usize = 256;
 /// Longest token that names the next page of a listing, bytes.
 const TOKEN: usize = 8 << 10;
 /// Pages without an object one after the other, which some servers send between others (Azure
@@ -139,8 +142,8 @@ pub(crate) struct Bucket {
 struct Client {
     store: Arc<dyn ObjectStore>,
     pages: Arc<dyn PaginatedListStore>,
-    /// A listing can begin behind a name.
-    has_offsets: bool,
+    /// A listing is in order of names, and can begin behind one.
+    is_ordered: bool,
 }
 
 impl Client {
@@ -149,7 +152,7 @@ impl Client {
         Self {
             store: Arc::clone(&client) as Arc<dyn ObjectStore>,
             pages: client,
-            has_offsets: true,
+            is_ordered: true,
         }
     }
 }
@@ -240,7 +243,8 @@ impl Bucket {
             builder = builder.with_region(region);
         }
         let mut client = Client::of(builder.build()?);
-        client.has_offsets = !url.bucket.ends_with("--x-s3"); // a bucket of S3 Express
+        // A directory bucket (S3 Express) lists in no order.
+        client.is_ordered = !url.bucket.ends_with("--x-s3");
         Ok(client)
     }
 
@@ -426,10 +430,15 @@ impl Bucket {
         Err(cut.with("most", MOST_LISTED))
     }
 
-    /// Adds to `found` what lies below a prefix, from behind this name on if one is given, in order
-    /// of names and as it arrives: what was found stays where this fails, or the caller waits no
-    /// longer. False where it ends at the `most` first ones. `Io` where a page brings nothing new
-    /// and names another page.
+    /// True if listings are in the order of names: one can go on behind the last name of another.
+    pub(super) fn is_ordered(&self) -> bool {
+        self.client.is_ordered
+    }
+
+    /// Adds to `found` what lies below a prefix, from behind this name on if one is given, as it
+    /// arrives: what was found stays where this fails, or the caller waits no longer. It is in order
+    /// of names where [`Bucket::is_ordered`]. False where it ends at the `most` first ones. `Io`
+    /// where a page brings nothing new and names another page.
     pub(super) async fn list_into(
         &self,
         prefix: &Path,
@@ -441,7 +450,8 @@ impl Bucket {
         let (mut token, mut last, mut empty, mut named) = (None, None, 0, 0);
         loop {
             let options = PaginatedListOptions {
-                offset: behind.filter(|_| self.client.has_offsets).map(Path::to_string),
+                offset: behind.filter(|_| self.client.is_ordered).map(Path::to_string),
+                max_keys: Some(PAGE_OBJECTS),
                 page_token: token.clone(),
                 extensions: Most::page(),
                 ..PaginatedListOptions::default()
@@ -450,7 +460,9 @@ impl Bucket {
             let page = page.map_err(|error| self.failed(prefix, &error))?;
             let objects = page.result.objects;
             let first = objects.iter().map(|meta| &meta.location).max().cloned();
-            let (came_on, is_empty) = (first > last, objects.is_empty());
+            // Without an order only another token, and the limits, tell that a listing goes on.
+            let came_on = !self.client.is_ordered || first > last;
+            let is_empty = objects.is_empty();
             for meta in objects {
                 // Not every server can begin behind a name.
                 if behind.is_some_and(|behind| meta.location <= *behind) {
@@ -684,7 +696,7 @@ mod tests {
         let client = Client {
             store,
             pages,
-            has_offsets: true,
+            is_ordered: true,
         };
         Bucket {
             client,

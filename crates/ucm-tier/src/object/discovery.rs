@@ -209,7 +209,8 @@ impl Objects {
         Ok(())
     }
 
-    /// Lists all, from where the last turn ended. Of one that fails half-way the rest comes with the next turn.
+    /// Lists all, from where the last turn ended. Of one that fails half-way the rest comes with the next turn; where a
+    /// bucket lists in no order, the next turn lists from the beginning.
     fn list_all(&self, state: &mut State, deadline: MonotonicTime) -> Result<()> {
         let mut all = state.all.take().unwrap_or_else(|| ListingAll {
             behind: None,
@@ -240,11 +241,16 @@ impl Objects {
                 state.listed_all = Some(self.clock.now());
                 Ok(())
             }
+            // What was listed is taken up all the same: its footers are read before the next turn.
+            (Err(error), Some(_)) if !self.bucket.is_ordered() && error.kind() == ErrorKind::Timeout => {
+                Ok(())
+            }
+            (Err(error), _) if !self.bucket.is_ordered() => Err(error),
             (ended, None) => {
                 state.all = Some(all);
                 ended.map(|_| ())
             }
-            _ if all.listed > MOST_LISTED => {
+            _ if all.listed > MOST_LISTED || !self.bucket.is_ordered() => {
                 state.listed_all = Some(self.clock.now());
                 let text = "there are more objects in this namespace than can be listed; give the store a prefix of its own, \
                             or a larger object_size";

@@ -174,6 +174,11 @@ fn pages(most: u64, of: impl Fn(u64) -> String + Send + Sync + 'static) -> Answe
 
 /// A client of the server at this port, with keys that are secret.
 fn bucket(port: u16) -> (TempDir, Bucket) {
+    bucket_of("bucket", port)
+}
+
+/// The same of a bucket of this name.
+fn bucket_of(name: &str, port: u16) -> (TempDir, Bucket) {
     let dir = TempDir::new().unwrap();
     let keys = dir.path().join("keys");
     let text = format!(
@@ -183,7 +188,7 @@ fn bucket(port: u16) -> (TempDir, Bucket) {
     std::fs::write(&keys, text).unwrap();
     std::fs::set_permissions(&keys, Permissions::from_mode(0o600)).unwrap();
     let place = Place {
-        url: "s3://bucket/p".to_owned(),
+        url: format!("s3://{name}/p"),
         endpoint: Some(format!("http://127.0.0.1:{port}")),
         region: Some("us-east-1".to_owned()),
         credentials: Some(keys),
@@ -291,6 +296,53 @@ fn a_listing_that_brings_nothing_new_ends() {
     let (_keys, bucket) = bucket(server.port);
     let found = wait(bucket.list(&Path::from("p"))).unwrap();
     assert_eq!(found.len(), 6);
+}
+
+#[test]
+fn every_page_of_a_listing_has_a_limit() {
+    let name = |number: u64| vec![format!("p/{number:04}")];
+    let server = Server::start(pages(3, move |n| match n {
+        0..2 => page(&name(n), Some(&format!("{n}"))),
+        _ => page(&name(n), None),
+    }));
+    let (_keys, bucket) = bucket(server.port);
+    wait(bucket.list(&Path::from("p"))).unwrap();
+    let heads = server.heads();
+    assert_eq!(heads.len(), 3);
+    for head in heads {
+        assert!(head.contains("max-keys=256 http"), "{head}");
+    }
+}
+
+#[test]
+fn a_bucket_without_an_order_is_listed_whole_and_ends_too() {
+    let name = |number: u64| vec![format!("p/{number:04}")];
+    let directory = |answer: Answer| {
+        let server = Server::start(answer);
+        let (keys, bucket) = bucket_of("bucket--x-s3", server.port);
+        (server, keys, bucket)
+    };
+    let (_server, _keys, bucket) = directory(pages(5, move |n| match n {
+        0..4 => page(&name(9 - n), Some(&format!("{n}"))),
+        _ => page(&name(9 - n), None),
+    }));
+    let mut found = Vec::new();
+    let behind = Path::from("p/0006");
+    let all = wait(bucket.list_into(&Path::from("p"), Some(&behind), 100, &mut found)).unwrap();
+    let names: Vec<&str> = found.iter().map(|meta| meta.location.as_ref()).collect();
+    assert!(all && names == ["p/0009", "p/0008", "p/0007"], "{names:?}");
+    let most = 60;
+    let endless = [
+        pages(most, move |n| page(&name(n), Some("same"))),
+        pages(most, move |n| page(&[], Some(&format!("{n}")))),
+        pages(most, move |n| page(&name(n), Some(""))),
+    ];
+    for (number, answer) in endless.into_iter().enumerate() {
+        let (server, _keys, bucket) = directory(answer);
+        let failed = wait(bucket.list(&Path::from("p"))).unwrap_err().to_string();
+        assert!(failed.contains("nothing new"), "case {number}: {failed}");
+        assert!(server.heads().len() <= 12, "case {number}");
+    }
 }
 
 #[test]

@@ -13,12 +13,11 @@ use super::DOCUMENT;
 use super::bucket::{Bucket, Place as At, Url, time_of};
 use super::names::{Names, SegmentObject};
 use super::uses::uses_told;
+use crate::lengths::LONGEST_RECORD;
 use crate::place::{Item, Place, Room};
 
 /// How long one call may take.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes of one read, whatever length a listing names: more than any record has.
-const MOST_READ: u64 = 1 << 30;
 /// How old what is known of uses may be when something is removed; writers tell theirs once a minute at most.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
@@ -105,7 +104,8 @@ impl Place for ObjectPlace {
             let Some(meta) = self.bucket.head(&path).await? else {
                 return Ok(None);
             };
-            let end = start.saturating_add(len.min(MOST_READ)).min(meta.size);
+            // Whatever length a listing names.
+            let end = start.saturating_add(len.min(LONGEST_RECORD)).min(meta.size);
             if start >= end {
                 return Ok(Some(Vec::new())); // a server refuses a stretch of nothing
             }
