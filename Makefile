@@ -146,10 +146,13 @@ test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
-		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py
+		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py \
+		--ignore tests/connector/test_long_prompts.py
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
 	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
+	@# A process of its own: a driver that was loaded once is there for all later tests.
+	@$(STAGE) "pytest long prompts" $(RUN_BIN)/python -m pytest --quiet tests/connector/test_long_prompts.py
 	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
 
