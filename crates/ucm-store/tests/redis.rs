@@ -5,10 +5,12 @@
 
 mod common;
 
-use std::net::TcpListener;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::json;
@@ -19,7 +21,7 @@ use ucm_io::{IoOptions, IoPool};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
 
-use common::servers::{Server, free_port, has_program, redis, redis_at};
+use common::servers::{Server, free_port, has, has_program, redis, redis_at};
 use common::stored::{Reply, ask};
 use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
@@ -530,4 +532,266 @@ fn a_node_that_is_gone_takes_its_own_blocks_alone() {
     });
     assert!(those.len() < 40, "{} of 40", those.len());
     eventually("and give what they have", || loads(&anew, &those));
+}
+
+/// A server that answers a question for a record with a value of 8 GiB, announced, and sends that until the connection is
+/// closed or [`FLOOD`] bytes are sent.
+struct Liar {
+    address: String,
+    is_cluster: bool,
+    /// Questions for records.
+    asked: AtomicU64,
+    /// Bytes of such values that were sent.
+    sent: AtomicU64,
+    /// Connections that were closed.
+    closed: AtomicU64,
+    /// It announces the value and then sends nothing.
+    is_silent: AtomicBool,
+}
+
+/// What a liar sends at most.
+const FLOOD: u64 = 512 << 20;
+/// What the system may hold of it, in the buffers of a socket, beside what a store takes.
+const BUFFERS: u64 = 48 << 20;
+
+impl Liar {
+    fn start(is_cluster: bool) -> Arc<Self> {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let liar = Arc::new(Self {
+            address: listener.local_addr().unwrap().to_string(),
+            is_cluster,
+            asked: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            closed: AtomicU64::new(0),
+            is_silent: AtomicBool::new(false),
+        });
+        let accepting = Arc::clone(&liar);
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let liar = Arc::clone(&accepting);
+                std::thread::spawn(move || {
+                    let _ = liar.serve(stream.unwrap());
+                    liar.closed.fetch_add(1, Ordering::Relaxed);
+                });
+            }
+        });
+        liar
+    }
+
+    fn setup(&self) -> Setup {
+        Setup {
+            breaker: BreakerConfig::default(),
+            ..at(&format!("redis://{}", self.address))
+        }
+    }
+
+    fn serve(&self, stream: TcpStream) -> std::io::Result<()> {
+        let mut questions = BufReader::new(stream.try_clone()?);
+        let mut answers = stream;
+        loop {
+            let words = question_from(&mut questions)?;
+            let name = words[0].to_ascii_uppercase();
+            let of_record = words.get(1).is_some_and(|key| !key.contains(":manifest:"));
+            let answer = match name.as_str() {
+                "INFO" => {
+                    let text = format!(
+                        "redis_version:7.0.15\r\nrole:master\r\ncluster_enabled:{}\r\n",
+                        u8::from(self.is_cluster)
+                    );
+                    format!("${}\r\n{text}\r\n", text.len())
+                }
+                "CLUSTER" => {
+                    let (host, port) = self.address.split_once(':').unwrap();
+                    format!("*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n{host}\r\n:{port}\r\n$2\r\nid\r\n")
+                }
+                "GET" | "GETRANGE" if of_record => {
+                    self.flood(&mut answers)?;
+                    continue;
+                }
+                "GET" | "GETRANGE" => "$0\r\n\r\n".to_owned(),
+                _ => "+OK\r\n".to_owned(),
+            };
+            answers.write_all(answer.as_bytes())?;
+        }
+    }
+
+    fn flood(&self, answers: &mut TcpStream) -> std::io::Result<()> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        answers.write_all(b"$8589934592\r\n")?;
+        if self.is_silent.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let piece = vec![0; 1 << 20];
+        while self.sent.load(Ordering::Relaxed) < FLOOD {
+            let sent = answers.write(&piece)?;
+            self.sent.fetch_add(sent as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+/// The words of one question.
+fn question_from(stream: &mut impl BufRead) -> std::io::Result<Vec<String>> {
+    let number = |stream: &mut dyn BufRead| -> std::io::Result<usize> {
+        let mut line = String::new();
+        match stream.read_line(&mut line)? {
+            0 => Err(std::io::ErrorKind::UnexpectedEof.into()),
+            _ => Ok(line.trim_end()[1..].parse::<usize>().unwrap()),
+        }
+    };
+    let words = number(stream)?;
+    let mut question = Vec::new();
+    for _ in 0..words {
+        let mut word = vec![0; number(stream)? + 2];
+        stream.read_exact(&mut word)?;
+        word.truncate(word.len() - 2);
+        question.push(String::from_utf8_lossy(&word).into_owned());
+    }
+    Ok(question)
+}
+
+#[test]
+fn a_missing_server_is_a_skip_and_where_servers_are_required_a_failure() {
+    let missing = |required| std::panic::catch_unwind(|| has("ucm-no-such-server", "make servers", required));
+    assert!(!missing(false).unwrap());
+    assert!(missing(true).is_err());
+}
+
+#[test]
+fn a_length_that_a_server_announces_is_not_believed() {
+    for is_cluster in [false, true] {
+        let (dir, liar) = (directory(), Liar::start(is_cluster));
+        let store = Store::open(dir.path(), liar.setup());
+        let device = Device::blank(&store.setup, &ids(1));
+        let load = store
+            .engine
+            .load(device.rows(&ids(1)), Some(Duration::from_secs(20)))
+            .unwrap();
+        eventually("the load ends", || {
+            load.check(store.engine.clock(), ucm_store::engine::Until::Published)
+        });
+        assert!(device.is_blank(id(0)));
+        let failures = load.failures();
+        let said = failures[0].1.to_string();
+        assert!(said.contains("more than was asked for"), "{said}");
+        eventually("the connection is closed", || {
+            liar.closed.load(Ordering::Relaxed) > 1 // one is from the first look
+        });
+        let sent = liar.sent.load(Ordering::Relaxed);
+        assert!(sent < BUFFERS, "{sent} bytes, cluster: {is_cluster}");
+        for n in 1..4 {
+            assert!(!loads(&store, &[id(n)]));
+        }
+        assert_eq!(store.stat("healthy"), 0, "the store says that it is sick");
+    }
+}
+
+#[test]
+fn a_connection_is_closed_once_a_question_on_it_is_late() {
+    let (dir, liar) = (directory(), Liar::start(false));
+    liar.is_silent.store(true, Ordering::Relaxed);
+    let clock = ManualClock::new();
+    let store = Store::with_clock(dir.path(), liar.setup(), Arc::clone(&clock) as Arc<dyn Clock>);
+    eventually("only connections of the store are open", || {
+        liar.closed.load(Ordering::Relaxed) > 0
+    });
+    let closed = liar.closed.load(Ordering::Relaxed);
+    let device = Device::blank(&store.setup, &ids(1));
+    let load = store
+        .engine
+        .load(device.rows(&ids(1)), Some(Duration::from_millis(100)))
+        .unwrap();
+    eventually("the server is asked", || liar.asked.load(Ordering::Relaxed) > 0);
+    eventually("the load ends", || {
+        clock.advance(Duration::from_millis(10));
+        load.check(store.engine.clock(), ucm_store::engine::Until::Published)
+    });
+    assert_eq!(load.failures()[0].1.kind(), ErrorKind::Timeout);
+    eventually("the connection is closed", || {
+        liar.closed.load(Ordering::Relaxed) > closed
+    });
+}
+
+#[test]
+fn a_value_that_is_no_record_is_not_sent_whole() {
+    let Some((_dir, _server, store)) = started("") else {
+        return;
+    };
+    let key = store.key(id(0));
+    let foreign = 64 << 20;
+    let end = (foreign - 1).to_string();
+    assert_eq!(
+        store.redis(&[b"SETRANGE", key.as_bytes(), end.as_bytes(), b"x"]),
+        Reply::Number(foreign)
+    );
+    let sent = || match store.redis(&[b"INFO", b"stats"]) {
+        Reply::Bytes(info) => {
+            let info = String::from_utf8(info).unwrap();
+            let sent = info
+                .lines()
+                .find_map(|line| line.strip_prefix("total_net_output_bytes:"));
+            sent.unwrap().parse::<i64>().unwrap()
+        }
+        other => unreachable!("{other:?}"),
+    };
+    let before = sent();
+    assert!(!loads(&store, &ids(1)));
+    assert!(sent() - before < 1 << 20, "{} bytes", sent() - before);
+    dumped(&store, &ids(1));
+    assert!(loads(&store, &ids(1)));
+}
+
+#[test]
+fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let setup = Setup {
+        breaker: BreakerConfig::default(),
+        ..on_server(&server)
+    };
+    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    dumped(&store, &ids(2));
+    store.said();
+    let ok = Reply::Text("OK".into());
+    assert_eq!(store.redis(&[b"REPLICAOF", b"127.0.0.1", b"1"]), ok);
+    let writes = || match store.redis(&[b"INFO", b"commandstats"]) {
+        Reply::Bytes(info) => {
+            let info = String::from_utf8(info).unwrap();
+            let line = info.lines().find(|line| line.starts_with("cmdstat_set:"));
+            let rejected = line.and_then(|line| line.split("rejected_calls=").nth(1));
+            rejected.map_or(0, |rest| rest.split(',').next().unwrap().parse::<u64>().unwrap())
+        }
+        other => unreachable!("{other:?}"),
+    };
+    for n in 10..20 {
+        let device = Device::filled(&store.setup, &[id(n)]);
+        assert!(store.dump(&device, &[id(n)]).is_err());
+        assert!(loads(&store, &ids(2)), "what it has is read");
+    }
+    assert_eq!(
+        writes(),
+        1,
+        "the first write says it, and the others are not tried"
+    );
+    assert_eq!((store.stat("healthy"), store.tier(0, "writable")), (1, 0));
+    let said = store.said();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(
+        said[0].contains("redis takes no blocks for now") && said[0].contains("replica"),
+        "{said:?}"
+    );
+    clock.advance(Duration::from_secs(10));
+    let device = Device::filled(&store.setup, &[id(20)]);
+    assert!(store.dump(&device, &[id(20)]).is_err());
+    assert_eq!(writes(), 2, "one is let through after a while");
+    assert!(store.said().is_empty(), "it is said once");
+    assert_eq!(store.redis(&[b"REPLICAOF", b"NO", b"ONE"]), ok);
+    clock.advance(Duration::from_secs(10));
+    dumped(&store, &[id(20)]);
+    assert!(loads(&store, &[id(20)]));
+    assert!(store.said()[0].contains("redis takes blocks again"));
+    assert_eq!(store.tier(0, "writable"), 1);
 }
