@@ -132,7 +132,14 @@ impl TlsFiles {
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     let text = read_file(path)?;
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
-    found.map_err(|error| wrong_file(path, error))
+    let found = found.map_err(|error| wrong_file(path, error))?;
+    if found.is_empty() {
+        let none = Error::new(ErrorKind::Config, "a file for TLS cannot be used");
+        return Err(none
+            .with("path", path.display())
+            .with("why", "there is no certificate in it"));
+    }
+    Ok(found)
 }
 
 fn wrong_file(path: &Path, error: impl std::error::Error + Send + Sync + 'static) -> Error {
@@ -170,6 +177,19 @@ mod tests {
         let address = Address::parse("redis://h", &apart).unwrap();
         assert_eq!(address.info().redis_settings().password(), Some("secret"));
         assert!(!address.to_string().contains("secret"));
+    }
+
+    #[test]
+    fn a_file_without_a_certificate_is_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "no PEM").unwrap();
+        let files = TlsFiles {
+            ca: Some(file.path().to_owned()),
+            ..TlsFiles::default()
+        };
+        let error = files.client_config().err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Config);
+        assert!(error.to_string().contains("no certificate in it"), "{error}");
     }
 
     #[test]
