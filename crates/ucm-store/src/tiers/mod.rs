@@ -489,7 +489,7 @@ impl Tiers {
                 }
             }
             Some(Err(error)) => {
-                if tier.write_failed(error, request.number, now).is_some() {
+                if tier.write_failed(error, request.number, now) {
                     let kind = error.kind().name();
                     warn!(
                         store = self.records.writer,

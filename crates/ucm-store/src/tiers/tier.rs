@@ -281,19 +281,23 @@ impl Tier {
             .then_some(change)
     }
 
-    /// A write of a request failed: whether writes are switched off by that, and it is to be said. Where the whole tier is
-    /// off that was said.
-    pub(super) fn write_failed(&self, error: &Error, request: u64, now: MonotonicTime) -> Option<Change> {
+    /// A write of a request failed: whether writes are switched off, and that is still to be said. While the whole tier is
+    /// off that was said instead.
+    pub(super) fn write_failed(&self, error: &Error, request: u64, now: MonotonicTime) -> bool {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
         if of_medium
             && self.state.writes.failed_requests.note(request)
             && self.state.writes.breaker.is_closed()
         {
-            return None;
+            return false;
         }
-        let change = self.state.writes.breaker.write_failure(error, now)?;
-        let says = self.is_well() && !self.state.writes.said.swap(true, Ordering::AcqRel);
-        says.then_some(change)
+        let writes = &self.state.writes;
+        writes.breaker.write_failure(error, now);
+        let of_writes = of_medium || error.kind() == ErrorKind::Unhealthy;
+        of_writes
+            && !writes.breaker.is_closed()
+            && self.is_well()
+            && !writes.said.swap(true, Ordering::AcqRel)
     }
 
     /// This copy is no hit until another takes its place.
