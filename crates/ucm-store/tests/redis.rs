@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde_json::json;
 use tempfile::TempDir;
 use ucm_core::{BlockId, ErrorKind};
@@ -131,6 +132,24 @@ fn a_record_of_a_newer_version_is_a_miss_and_stays() {
     assert!(!loads(&store, &ids(1)));
     let dumped = store.dump(&Device::filled(&store.setup, &ids(1)), &ids(1));
     assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign);
+    assert_eq!(store.stored(id(0)).unwrap(), newer);
+}
+
+#[test]
+fn a_newer_record_that_was_not_met_yet_is_in_the_way_of_a_dump() {
+    let Some((dir, _server, store)) = started("") else {
+        return;
+    };
+    dumped(&store, &ids(1));
+    let mut newer = store.stored(id(0)).unwrap();
+    newer[4] = 2; // the version
+    let crc = ucm_core::crc32c(&newer[..60]);
+    newer[60..64].copy_from_slice(&crc.to_le_bytes());
+    store.store_as(id(0), &newer);
+    let other = Store::open(dir.path(), store.setup.clone());
+    let dumped = other.dump(&Device::filled(&other.setup, &ids(1)), &ids(1));
+    assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign);
+    assert_eq!(other.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!(store.stored(id(0)).unwrap(), newer);
 }
 
@@ -545,8 +564,18 @@ struct Liar {
     sent: AtomicU64,
     /// Connections that were closed.
     closed: AtomicU64,
+    /// Connections that were closed after a question for a record.
+    closed_asked: AtomicU64,
     /// It announces the value and then sends nothing.
     is_silent: AtomicBool,
+    /// It says that it has no record.
+    is_honest: AtomicBool,
+    /// Its listings stay where they are.
+    is_stuck: AtomicBool,
+    /// Steps of listings.
+    listed: AtomicU64,
+    /// The nodes of its cluster.
+    nodes: Mutex<Vec<String>>,
 }
 
 /// What a liar sends at most.
@@ -557,20 +586,28 @@ const BUFFERS: u64 = 48 << 20;
 impl Liar {
     fn start(is_cluster: bool) -> Arc<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
         let liar = Arc::new(Self {
-            address: listener.local_addr().unwrap().to_string(),
+            nodes: Mutex::new(vec![address.clone()]),
+            address,
             is_cluster,
             asked: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             closed: AtomicU64::new(0),
+            closed_asked: AtomicU64::new(0),
             is_silent: AtomicBool::new(false),
+            is_honest: AtomicBool::new(false),
+            is_stuck: AtomicBool::new(false),
+            listed: AtomicU64::new(0),
         });
         let accepting = Arc::clone(&liar);
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let liar = Arc::clone(&accepting);
                 std::thread::spawn(move || {
-                    let _ = liar.serve(stream.unwrap());
+                    let mut asked = false;
+                    let _ = liar.serve(stream.unwrap(), &mut asked);
+                    liar.closed_asked.fetch_add(asked.into(), Ordering::Relaxed);
                     liar.closed.fetch_add(1, Ordering::Relaxed);
                 });
             }
@@ -585,7 +622,7 @@ impl Liar {
         }
     }
 
-    fn serve(&self, stream: TcpStream) -> std::io::Result<()> {
+    fn serve(&self, stream: TcpStream, asked: &mut bool) -> std::io::Result<()> {
         let mut questions = BufReader::new(stream.try_clone()?);
         let mut answers = stream;
         loop {
@@ -601,12 +638,38 @@ impl Liar {
                     format!("${}\r\n{text}\r\n", text.len())
                 }
                 "CLUSTER" => {
-                    let (host, port) = self.address.split_once(':').unwrap();
-                    format!("*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n{host}\r\n:{port}\r\n$2\r\nid\r\n")
+                    let nodes = self.nodes.lock();
+                    let share = 16384 / nodes.len();
+                    let range = |(n, node): (usize, &String)| {
+                        let (host, port) = node.split_once(':').unwrap();
+                        let (first, last) = (n * share, (n + 1) * share - 1);
+                        format!("*3\r\n:{first}\r\n:{last}\r\n*3\r\n$9\r\n{host}\r\n:{port}\r\n$2\r\nid\r\n")
+                    };
+                    let ranges: String = nodes.iter().enumerate().map(range).collect();
+                    format!("*{}\r\n{ranges}", nodes.len())
+                }
+                "SCAN" => {
+                    let step = 1 + self.listed.fetch_add(1, Ordering::Relaxed);
+                    let next = match self.is_stuck.load(Ordering::Relaxed) {
+                        _ if step == 1000 => 0,
+                        true => 1,
+                        false => step,
+                    };
+                    let (next, key) = (next.to_string(), "k".repeat(1_000_000));
+                    format!(
+                        "*2\r\n${}\r\n{next}\r\n*1\r\n${}\r\n{key}\r\n",
+                        next.len(),
+                        key.len()
+                    )
                 }
                 "GET" | "GETRANGE" if of_record => {
-                    self.flood(&mut answers)?;
-                    continue;
+                    *asked = true;
+                    if !self.is_honest.load(Ordering::Relaxed) {
+                        self.flood(&mut answers)?;
+                        continue;
+                    }
+                    self.asked.fetch_add(1, Ordering::Relaxed);
+                    "$0\r\n\r\n".to_owned()
                 }
                 "GET" | "GETRANGE" => "$0\r\n\r\n".to_owned(),
                 _ => "+OK\r\n".to_owned(),
@@ -794,4 +857,109 @@ fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
     assert!(loads(&store, &[id(20)]));
     assert!(store.said()[0].contains("redis takes blocks again"));
     assert_eq!(store.tier(0, "writable"), 1);
+}
+
+#[test]
+fn a_server_that_comes_back_as_a_replica_is_said_to_take_no_blocks() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let setup = Setup {
+        breaker: BreakerConfig::default(),
+        ..on_server(&server)
+    };
+    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    dumped(&store, &ids(1));
+    let port = server.port;
+    drop(server);
+    let dump = |n| {
+        let device = Device::filled(&store.setup, &[id(n)]);
+        store.dump(&device, &[id(n)])
+    };
+    eventually("it is switched off", || {
+        dump(20).is_err() && store.stat("healthy") == 0
+    });
+    let _again = redis_at(port, dir.path(), "--replicaof 127.0.0.1 1").unwrap();
+    eventually("it answers", || {
+        clock.advance(Duration::from_secs(10));
+        store.engine.lookup(&[id(9)]).is_ok() && store.stat("healthy") == 1
+    });
+    store.said();
+    clock.advance(Duration::from_secs(10));
+    assert!(dump(20).is_err());
+    let said = store.said();
+    assert!(
+        said.iter()
+            .any(|text| text.contains("redis takes no blocks for now")),
+        "{said:?}"
+    );
+    clock.advance(Duration::from_secs(10));
+    assert!(dump(20).is_err());
+    assert!(store.said().is_empty(), "it is said once");
+}
+
+#[test]
+fn a_user_that_may_not_write_reads_what_is_there() {
+    let Some((_dir, _server, store)) = started("") else {
+        return;
+    };
+    dumped(&store, &ids(2));
+    let ok = Reply::Text("OK".into());
+    assert_eq!(store.redis(&[b"ACL", b"SETUSER", b"default", b"-set"]), ok);
+    for n in 10..20 {
+        assert_eq!(refusal(&store, &[id(n)]), ErrorKind::Unhealthy);
+        assert!(loads(&store, &ids(2)), "what it has is read");
+    }
+    assert_eq!((store.stat("healthy"), store.tier(0, "writable")), (1, 0));
+}
+
+#[test]
+fn a_node_that_does_not_end_its_answers_loses_its_connection_and_the_others_keep_theirs() {
+    let (dir, liar, honest) = (directory(), Liar::start(true), Liar::start(true));
+    liar.is_silent.store(true, Ordering::Relaxed);
+    honest.is_honest.store(true, Ordering::Relaxed);
+    for node in [&liar, &honest] {
+        *node.nodes.lock() = vec![liar.address.clone(), honest.address.clone()];
+    }
+    let mut setup = Setup {
+        tensors: vec![64 << 20], // of which four are on the way at once
+        layers: 1,
+        layers_per_shard: 1,
+        slots: 4,
+        ..at(&format!("redis://{}", liar.address))
+    };
+    setup.breaker.threshold = u32::MAX;
+    setup.options.push(("redis_connections", json!(1)));
+    let store = Store::open(dir.path(), setup);
+    let closed = |node: &Liar| node.closed_asked.load(Ordering::Relaxed);
+    let mut blocks = 0..=u8::MAX;
+    eventually("the connection of the liar is closed", || {
+        let block = [id(blocks.next().unwrap())];
+        let device = Device::blank(&store.setup, &block);
+        let load = store
+            .engine
+            .load(device.rows(&block), Some(Duration::from_millis(100)))
+            .unwrap();
+        eventually("the load ends", || {
+            load.check(store.engine.clock(), ucm_store::engine::Until::Published)
+        });
+        closed(&liar) > 0
+    });
+    assert!(honest.asked.load(Ordering::Relaxed) > 0);
+    assert_eq!(closed(&honest), 0);
+}
+
+#[test]
+fn a_listing_without_end_is_an_error() {
+    for is_stuck in [false, true] {
+        let (dir, liar) = (directory(), Liar::start(false));
+        liar.is_stuck.store(is_stuck, Ordering::Relaxed);
+        let store = Store::open(dir.path(), liar.setup());
+        let listed = store.backend.list(&job());
+        assert_eq!(listed.err().unwrap().kind(), ErrorKind::Io);
+        let steps = liar.listed.load(Ordering::Relaxed);
+        assert!(steps < 300, "{steps} steps");
+    }
 }

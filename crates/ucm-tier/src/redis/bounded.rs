@@ -4,7 +4,8 @@
 //! alone ([`answer_bound`]). A stream below the client's parser counts what comes, and fails once that is more than all
 //! questions under way may be answered with and [`SLACK`] bytes. A connection on which a question was given up takes no
 //! more questions, and is closed as soon as the others on it have ended. The client of a cluster gives no question up: it waits
-//! for the answer, or for the connection to break, so that its connections stay and are bounded all the same.
+//! for the answer, or for the connection to break, so that its connections stay and are bounded all the same. Where questions
+//! that no caller waits for any more leave no room for another one on a connection ([`IN_FLIGHT`]), it is closed at once.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -42,6 +43,8 @@ pub(super) const CONNECT: Duration = Duration::from_secs(5);
 pub(super) const CONNECT_NODE: Duration = Duration::from_millis(1500);
 /// How long the system waits for what it sent to be acknowledged.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
+/// Bytes of records, sent or expected, that are on their way at once, on all connections of a store. More wait for their turn.
+pub(super) const IN_FLIGHT: usize = 256 << 20;
 /// Questions that wait to be sent on one connection.
 const QUEUE: usize = 256;
 
@@ -202,9 +205,14 @@ impl Bounded {
         self.shared.count.lock().retired
     }
 
-    /// Begins a question whose answer has at most so many bytes.
+    /// Begins a question whose answer has at most so many bytes. Callers wait for at most [`IN_FLIGHT`] together, so where
+    /// more would be due the rest was given up, and the connection is closed.
     fn begin(&self, bound: u64) -> RedisResult<Question> {
         let mut count = self.shared.count.lock();
+        if count.due > 0 && count.due.saturating_add(bound) > IN_FLIGHT as u64 {
+            count.retired = true;
+            self.shared.driver.abort();
+        }
         if count.retired {
             return Err(io::Error::from(io::ErrorKind::BrokenPipe).into());
         }
@@ -334,8 +342,16 @@ impl Connect for Bounded {
     }
 }
 
+/// Connects to every address of a host at once, and takes the first one that answers.
 async fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
-    let stream = TcpStream::connect((host, port)).await?;
+    let addresses = tokio::net::lookup_host((host, port)).await?;
+    let connects: Vec<_> = addresses
+        .map(|address| TcpStream::connect(address).boxed())
+        .collect();
+    if connects.is_empty() {
+        return Err(io::ErrorKind::NotFound.into()); // the name has no address
+    }
+    let (stream, _others) = futures_util::future::select_ok(connects).await?;
     stream.set_nodelay(true)?;
     SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
     Ok(stream)

@@ -26,7 +26,7 @@ use ucm_infra::{Clock, MonotonicTime, Runtime};
 use ucm_io::IoJob;
 
 use super::address::{Address, TlsFiles};
-use super::bounded::{Bounded, CONNECT, CONNECT_NODE, ClusterTls, answer_bound};
+use super::bounded::{Bounded, CONNECT, CONNECT_NODE, ClusterTls, IN_FLIGHT, answer_bound};
 use super::info::ServerInfo;
 use crate::network::{keep_memory_of_answers, use_ring};
 
@@ -37,12 +37,15 @@ const AGAIN: Duration = Duration::from_millis(500);
 /// The client of a cluster is made anew where questions are late and nothing has come for this long: it may wait for nodes
 /// that are gone.
 const SILENCE: Duration = Duration::from_secs(1);
-/// Bytes of records, sent or expected, that are on their way at once. More wait for their turn.
-const IN_FLIGHT: usize = 256 << 20;
 /// What these are counted in.
 const UNIT: usize = 4 << 10;
 /// Keys that one step of a listing asks for.
 const SCAN: usize = 1000;
+
+/// Bytes that the keys of a listing may take, each with [`OF_KEY`].
+const MOST_NAMED: usize = 256 << 20;
+/// Bytes that a key takes besides its own.
+const OF_KEY: usize = 64;
 
 /// What is said where user and password are not right, or have not the right.
 const NO_LOGIN: &str = "the server does not let us in; check user and password (redis_username, redis_password) and their rights";
@@ -82,7 +85,7 @@ enum Server {
 #[derive(Clone)]
 struct Cluster {
     client: ClusterClient,
-    _tls: Option<Arc<ClusterTls>>,
+    tls: Option<Arc<ClusterTls>>,
 }
 
 /// One server and how it is reached.
@@ -96,7 +99,11 @@ struct Node {
 #[derive(Clone)]
 enum Link {
     One(Bounded),
-    Cluster(ClusterConnection<Bounded>),
+    /// The client of a cluster makes new connections with what its number refers to, so that is kept with it.
+    Cluster {
+        connection: ClusterConnection<Bounded>,
+        _tls: Option<Arc<ClusterTls>>,
+    },
 }
 
 /// The place of one connection.
@@ -214,7 +221,7 @@ impl Connections {
             .retries(3)
             .build();
         let client = client.map_err(no_client)?;
-        Ok(Server::Cluster(Box::new(Cluster { client, _tls: tls })))
+        Ok(Server::Cluster(Box::new(Cluster { client, tls })))
     }
 
     /// Asks these questions and waits for all answers, for as long as somebody waits for this job: an answer or a refusal for
@@ -395,7 +402,10 @@ impl Server {
             Self::One(node) => node.connect().await.map(Link::One),
             Self::Cluster(cluster) => {
                 let made = cluster.client.get_async_generic_connection().await;
-                made.map(Link::Cluster)
+                made.map(|connection| Link::Cluster {
+                    connection,
+                    _tls: cluster.tls.clone(),
+                })
             }
         };
         made.map_err(no_answer)
@@ -436,7 +446,7 @@ impl Link {
     fn is_retired(&self) -> bool {
         match self {
             Self::One(connection) => connection.is_retired(),
-            Self::Cluster(_) => false,
+            Self::Cluster { .. } => false,
         }
     }
 
@@ -452,7 +462,7 @@ impl Link {
                     asked.await?.into_iter().map(Ok).collect()
                 }
             },
-            Self::Cluster(connection) => return Ok(ask_nodes(connection, questions, time).await),
+            Self::Cluster { connection, .. } => return Ok(ask_nodes(connection, questions, time).await),
         };
         let settled = |answer: Result<Value, RedisError>| match answer.and_then(Value::extract_error) {
             Ok(value) => Ok(Ok(value)),
@@ -466,7 +476,7 @@ impl Link {
         let question = redis::cmd("INFO");
         match self {
             Self::One(connection) => connection.req_packed_command(&question).await,
-            Self::Cluster(connection) => {
+            Self::Cluster { connection, .. } => {
                 let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
                 connection.route_command(question, all).await
             }
@@ -477,9 +487,9 @@ impl Link {
     async fn scan(&mut self, pattern: &str) -> Result<Vec<Vec<u8>>, RedisError> {
         let nodes = match self {
             Self::One(_) => vec![None],
-            Self::Cluster(connection) => primaries(connection).await?.into_iter().map(Some).collect(),
+            Self::Cluster { connection, .. } => primaries(connection).await?.into_iter().map(Some).collect(),
         };
-        let mut found = Vec::new();
+        let (mut found, mut named) = (Vec::new(), 0);
         for node in nodes {
             let mut cursor = "0".to_owned();
             loop {
@@ -491,7 +501,7 @@ impl Link {
                     .arg("COUNT")
                     .arg(SCAN);
                 let answer = match (&mut *self, &node) {
-                    (Self::Cluster(connection), Some((host, port))) => {
+                    (Self::Cluster { connection, .. }, Some((host, port))) => {
                         let node = SingleNodeRoutingInfo::ByAddress {
                             host: host.clone(),
                             port: *port,
@@ -501,14 +511,18 @@ impl Link {
                             .await
                     }
                     (Self::One(connection), _) => connection.req_packed_command(&question).await,
-                    (Self::Cluster(_), None) => break,
+                    (Self::Cluster { .. }, None) => break,
                 };
                 let (next, keys): (String, Vec<Vec<u8>>) = redis::from_redis_value(answer?.extract_error()?)?;
+                named += keys.iter().map(|key| key.len() + OF_KEY).sum::<usize>();
                 found.extend(keys);
-                cursor = next;
-                if cursor == "0" {
+                if next == "0" {
                     break;
                 }
+                if next == cursor || named > MOST_NAMED {
+                    return Err(endless());
+                }
+                cursor = next;
             }
         }
         found.sort_unstable();
@@ -568,6 +582,12 @@ async fn primaries(connection: &mut ClusterConnection<Bounded>) -> Result<Vec<(S
     Ok(nodes)
 }
 
+/// A listing that does not come on, or is too long.
+fn endless() -> RedisError {
+    let text = "the server lists keys without end, or more than can be listed";
+    std::io::Error::new(std::io::ErrorKind::Unsupported, text).into()
+}
+
 fn late() -> Error {
     Error::new(ErrorKind::Timeout, "the server took no connection in time")
 }
@@ -613,4 +633,18 @@ fn refusal(error: &RedisError) -> Error {
         _ => (ErrorKind::Io, "the server refused"),
     };
     Error::new(kind, text).caused_by(error.clone())
+}
+
+/// The error of a write. A server that lets us not write has answered, and what it has can be read.
+pub(super) fn of_write(error: Error) -> Error {
+    let cause = std::error::Error::source(&error).and_then(|cause| cause.downcast_ref::<RedisError>());
+    match cause.and_then(RedisError::code) {
+        Some("NOPERM" | "ERR") => {
+            let text = "the server lets us write nothing; check the rights of the user (redis_username)";
+            let cause = cause.cloned();
+            let refused = Error::new(ErrorKind::Unhealthy, text);
+            cause.into_iter().fold(refused, Error::caused_by)
+        }
+        _ => error,
+    }
 }

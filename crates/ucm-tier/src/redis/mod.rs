@@ -37,7 +37,8 @@ use crate::recency::Recency;
 use crate::scope::Scope;
 use address::Address;
 pub use address::{Login, TlsFiles};
-use connections::{Connections, Traffic};
+use bounded::IN_FLIGHT;
+use connections::{Connections, Traffic, of_write};
 use info::ServerInfo;
 use keys::Keys;
 use known::Known;
@@ -380,8 +381,8 @@ impl Shared {
         if !replace {
             put.arg("NX");
         }
-        let answer = self.connections.ask_one(io, Traffic::Record, put)?;
-        Ok(answer != Value::Nil)
+        let answer = self.connections.ask_one(io, Traffic::Record, put);
+        Ok(answer.map_err(of_write)? != Value::Nil)
     }
 
     /// Asks the same of each record, for answers that are numbers; -1 where what has its key is no record.
@@ -484,10 +485,15 @@ impl Shared {
             };
             start_of(&self.keys.record(read.id), len)
         };
-        let answers = self
-            .connections
-            .ask(io, Traffic::Record, which.iter().map(question));
-        answers.unwrap_or_else(|error| vec![Err(error); which.len()])
+        // Never more with one round trip than may be on the way at once.
+        let most = (IN_FLIGHT / 2) as u64 / longest.max(1);
+        let together = usize::try_from(most).unwrap_or(usize::MAX).max(1);
+        let ask = |which: &[usize]| {
+            let questions = which.iter().map(question);
+            let answers = self.connections.ask(io, Traffic::Record, questions);
+            answers.unwrap_or_else(|error| vec![Err(error); which.len()])
+        };
+        which.chunks(together).flat_map(ask).collect()
     }
 
     fn wants_part(&self, read: &BlockRead) -> bool {
@@ -560,8 +566,8 @@ impl Shared {
             }
         }
         if options.replace || !self.put(io, &key, record, expire, false)? {
-            if self.stays(io, &key, options.replace)? {
-                return Ok(Written::Present);
+            if let Some(stays) = self.stays(io, &key, options.replace)? {
+                return Ok(stays);
             }
             self.put(io, &key, record, expire, true)?;
         }
@@ -577,9 +583,9 @@ impl Shared {
         Ok(Written::Published)
     }
 
-    /// Whether what has this key is not to be replaced: a record of a newer version, or, unless it was `refused`, one that has
-    /// the length of ours.
-    fn stays(&self, io: &IoJob, key: &str, refused: bool) -> Result<bool> {
+    /// The outcome where what has this key is not replaced: a record of a newer version, or one that this store cannot read;
+    /// or, unless it was `refused`, one that has the length of ours.
+    fn stays(&self, io: &IoJob, key: &str, refused: bool) -> Result<Option<Written>> {
         let head = start_of(key, RecordHeader::LONGEST);
         let answers = self
             .connections
@@ -596,10 +602,13 @@ impl Shared {
                     }
                     Err(refusal) => refusal.reason == MissReason::NewerVersion,
                 };
-                Ok(newer || (!refused && self.is_ours(len)))
+                if newer {
+                    return Ok(Some(Written::InTheWay(MissReason::NewerVersion)));
+                }
+                Ok((!refused && self.is_ours(len)).then_some(Written::Present))
             }
             Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => Err(error),
-            _ => Ok(false),
+            _ => Ok(None),
         }
     }
 
