@@ -88,4 +88,4 @@ def test_they_reach_prometheus_with_their_tier() -> None:
 @pytest.mark.parametrize("name", [name for name, _ in (*TIER_COUNTERS.values(), *TIER_GAUGES.values())])
 def test_names_have_our_prefix_and_a_unit(name: str) -> None:
     assert name.startswith("ucm_tier_")
-    assert name.endswith(("_blocks", "_bytes", "_operations", "_healthy"))
+    assert name.endswith(("_blocks", "_bytes", "_operations", "_healthy", "_writable"))

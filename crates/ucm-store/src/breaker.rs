@@ -1,5 +1,6 @@
 //! The breaker of one backend: after a run of failures that speak of the medium (not of one block), everything
-//! answers at once for a while, then a single request is let through to see whether it is back.
+//! answers at once for a while, then a single request is let through to see whether it is back. A tier has a second one for
+//! writes alone: a medium that is read and takes no writes is used for what it has.
 
 use std::time::Duration;
 
@@ -77,6 +78,50 @@ pub struct Breaker {
     state: Mutex<State>,
 }
 
+/// What a failed operation says of a medium.
+enum Verdict {
+    /// It answers.
+    Answers,
+    /// It does not, or cannot do what was wanted.
+    Sick,
+    /// It said itself that it does not do this now.
+    Refuses,
+    /// Nothing: the operation did not reach it.
+    Nothing,
+}
+
+/// Whether the process itself had too little of something.
+fn is_own_lack(error: &Error) -> bool {
+    matches!(error.os_code(), Some(ENOMEM | ENFILE | EMFILE))
+}
+
+/// What this failure says of a medium. A file that is absent, foreign or damaged, a full or read-only medium, or one that
+/// does not let us in, is an answer all the same; a queue that is full, or a process that has no descriptors left, says
+/// nothing.
+fn of_medium(error: &Error) -> Verdict {
+    match error.kind() {
+        ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => Verdict::Answers,
+        ErrorKind::Io if is_own_lack(error) => Verdict::Nothing,
+        ErrorKind::Timeout | ErrorKind::Io => Verdict::Sick,
+        ErrorKind::NotFound | ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Foreign => {
+            Verdict::Answers
+        }
+        _ => Verdict::Nothing,
+    }
+}
+
+/// What the failure of a write says of writes. A backend reports as `Unhealthy` that it takes none for now. One that is full
+/// makes room, and a directory that is read-only or does not let us in says so without a look at the medium (`ucm_quota`).
+fn of_writes(error: &Error) -> Verdict {
+    match error.kind() {
+        ErrorKind::Unhealthy => Verdict::Refuses,
+        _ => match of_medium(error) {
+            Verdict::Sick => Verdict::Sick,
+            _ => Verdict::Nothing,
+        },
+    }
+}
+
 /// What an observation changed, for the log and the counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
@@ -128,27 +173,30 @@ impl Breaker {
         (!matches!(was, State::Closed { .. })).then_some(Change::Recovered)
     }
 
-    /// An operation failed. A file that is absent, foreign or damaged, a full or read-only medium, or one that does
-    /// not let us in, is an answer of the medium all the same; a queue that is full, or a process that has no
-    /// descriptors left, says nothing.
+    /// An operation failed: what that says of the medium.
     pub fn failure(&self, error: &Error, now: MonotonicTime) -> Option<Change> {
-        match error.kind() {
-            ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => {
-                return self.success();
-            }
-            ErrorKind::Io if matches!(error.os_code(), Some(ENOMEM | ENFILE | EMFILE)) => {
+        self.judged(of_medium(error), now)
+    }
+
+    /// A write failed: what that says of writes, for the breaker of writes. One that the medium refuses as such opens it at
+    /// once.
+    pub fn write_failure(&self, error: &Error, now: MonotonicTime) -> Option<Change> {
+        self.judged(of_writes(error), now)
+    }
+
+    fn judged(&self, verdict: Verdict, now: MonotonicTime) -> Option<Change> {
+        match verdict {
+            Verdict::Answers => self.success(),
+            Verdict::Sick => self.count_failure(now),
+            Verdict::Refuses => self.trip(now),
+            Verdict::Nothing => {
                 self.undecided(now);
-                return None;
-            }
-            ErrorKind::Timeout | ErrorKind::Io => {}
-            ErrorKind::NotFound | ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Foreign => {
-                return self.success();
-            }
-            _ => {
-                self.undecided(now);
-                return None;
+                None
             }
         }
+    }
+
+    fn count_failure(&self, now: MonotonicTime) -> Option<Change> {
         let mut state = self.state.lock();
         let open = State::Open {
             until: now.after(self.config.cool_down),
@@ -288,6 +336,29 @@ mod tests {
         assert_eq!(breaker.failure(&busy, then), None);
         assert!(breaker.allows(13, then));
     }
+
+    #[test]
+    fn a_medium_that_refuses_writes_opens_their_breaker_at_once_and_not_its_own() {
+        let (medium, writes) = (two_in_a_row(), two_in_a_row());
+        let read_only = Error::new(ErrorKind::Unhealthy, "takes no writes");
+        assert_eq!(medium.failure(&read_only, at(0)), None);
+        assert_eq!(writes.write_failure(&read_only, at(0)), Some(Change::Opened));
+        assert!(medium.is_closed() && !writes.allows(1, at(0)));
+        assert!(writes.allows(2, at(1)), "one is let through");
+        assert_eq!(writes.write_failure(&read_only, at(1)), None, "it is said once");
+        assert!(!writes.allows(3, at(1)) && writes.allows(4, at(2)));
+        assert_eq!(writes.success(), Some(Change::Recovered));
+        let (full, broken) = (
+            Error::new(ErrorKind::NoSpace, "full"),
+            Error::new(ErrorKind::Io, "x"),
+        );
+        for _ in 0..3 {
+            assert_eq!(writes.write_failure(&full, at(2)), None);
+        }
+        assert_eq!(writes.write_failure(&broken, at(2)), None);
+        assert_eq!(writes.write_failure(&broken, at(2)), Some(Change::Opened));
+    }
+
     fn two_in_a_row() -> Breaker {
         Breaker::new(BreakerConfig {
             threshold: 2,

@@ -5,12 +5,15 @@
 
 mod common;
 
-use std::net::TcpListener;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde_json::json;
 use tempfile::TempDir;
 use ucm_core::{BlockId, ErrorKind};
@@ -19,7 +22,7 @@ use ucm_io::{IoOptions, IoPool};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
 
-use common::servers::{Server, free_port, has_program, redis, redis_at};
+use common::servers::{Server, free_port, has, has_program, redis, redis_at};
 use common::stored::{Reply, ask};
 use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
@@ -129,6 +132,24 @@ fn a_record_of_a_newer_version_is_a_miss_and_stays() {
     assert!(!loads(&store, &ids(1)));
     let dumped = store.dump(&Device::filled(&store.setup, &ids(1)), &ids(1));
     assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign);
+    assert_eq!(store.stored(id(0)).unwrap(), newer);
+}
+
+#[test]
+fn a_newer_record_that_was_not_met_yet_is_in_the_way_of_a_dump() {
+    let Some((dir, _server, store)) = started("") else {
+        return;
+    };
+    dumped(&store, &ids(1));
+    let mut newer = store.stored(id(0)).unwrap();
+    newer[4] = 2; // the version
+    let crc = ucm_core::crc32c(&newer[..60]);
+    newer[60..64].copy_from_slice(&crc.to_le_bytes());
+    store.store_as(id(0), &newer);
+    let other = Store::open(dir.path(), store.setup.clone());
+    let dumped = other.dump(&Device::filled(&other.setup, &ids(1)), &ids(1));
+    assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign);
+    assert_eq!(other.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!(store.stored(id(0)).unwrap(), newer);
 }
 
@@ -530,4 +551,415 @@ fn a_node_that_is_gone_takes_its_own_blocks_alone() {
     });
     assert!(those.len() < 40, "{} of 40", those.len());
     eventually("and give what they have", || loads(&anew, &those));
+}
+
+/// A server that answers a question for a record with a value of 8 GiB, announced, and sends that until the connection is
+/// closed or [`FLOOD`] bytes are sent.
+struct Liar {
+    address: String,
+    is_cluster: bool,
+    /// Questions for records.
+    asked: AtomicU64,
+    /// Bytes of such values that were sent.
+    sent: AtomicU64,
+    /// Connections that were closed.
+    closed: AtomicU64,
+    /// Connections that were closed after a question for a record.
+    closed_asked: AtomicU64,
+    /// It announces the value and then sends nothing.
+    is_silent: AtomicBool,
+    /// It says that it has no record.
+    is_honest: AtomicBool,
+    /// Its listings stay where they are.
+    is_stuck: AtomicBool,
+    /// Steps of listings.
+    listed: AtomicU64,
+    /// The nodes of its cluster.
+    nodes: Mutex<Vec<String>>,
+}
+
+/// What a liar sends at most.
+const FLOOD: u64 = 512 << 20;
+/// What the system may hold of it, in the buffers of a socket, beside what a store takes.
+const BUFFERS: u64 = 48 << 20;
+
+impl Liar {
+    fn start(is_cluster: bool) -> Arc<Self> {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let liar = Arc::new(Self {
+            nodes: Mutex::new(vec![address.clone()]),
+            address,
+            is_cluster,
+            asked: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            closed: AtomicU64::new(0),
+            closed_asked: AtomicU64::new(0),
+            is_silent: AtomicBool::new(false),
+            is_honest: AtomicBool::new(false),
+            is_stuck: AtomicBool::new(false),
+            listed: AtomicU64::new(0),
+        });
+        let accepting = Arc::clone(&liar);
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let liar = Arc::clone(&accepting);
+                std::thread::spawn(move || {
+                    let mut asked = false;
+                    let _ = liar.serve(stream.unwrap(), &mut asked);
+                    liar.closed_asked.fetch_add(asked.into(), Ordering::Relaxed);
+                    liar.closed.fetch_add(1, Ordering::Relaxed);
+                });
+            }
+        });
+        liar
+    }
+
+    fn setup(&self) -> Setup {
+        Setup {
+            breaker: BreakerConfig::default(),
+            ..at(&format!("redis://{}", self.address))
+        }
+    }
+
+    fn serve(&self, stream: TcpStream, asked: &mut bool) -> std::io::Result<()> {
+        let mut questions = BufReader::new(stream.try_clone()?);
+        let mut answers = stream;
+        loop {
+            let words = question_from(&mut questions)?;
+            let name = words[0].to_ascii_uppercase();
+            let of_record = words.get(1).is_some_and(|key| !key.contains(":manifest:"));
+            let answer = match name.as_str() {
+                "INFO" => {
+                    let text = format!(
+                        "redis_version:7.0.15\r\nrole:master\r\ncluster_enabled:{}\r\n",
+                        u8::from(self.is_cluster)
+                    );
+                    format!("${}\r\n{text}\r\n", text.len())
+                }
+                "CLUSTER" => {
+                    let nodes = self.nodes.lock();
+                    let share = 16384 / nodes.len();
+                    let range = |(n, node): (usize, &String)| {
+                        let (host, port) = node.split_once(':').unwrap();
+                        let (first, last) = (n * share, (n + 1) * share - 1);
+                        format!("*3\r\n:{first}\r\n:{last}\r\n*3\r\n$9\r\n{host}\r\n:{port}\r\n$2\r\nid\r\n")
+                    };
+                    let ranges: String = nodes.iter().enumerate().map(range).collect();
+                    format!("*{}\r\n{ranges}", nodes.len())
+                }
+                "SCAN" => {
+                    let step = 1 + self.listed.fetch_add(1, Ordering::Relaxed);
+                    let next = match self.is_stuck.load(Ordering::Relaxed) {
+                        _ if step == 1000 => 0,
+                        true => 1,
+                        false => step,
+                    };
+                    let (next, key) = (next.to_string(), "k".repeat(1_000_000));
+                    format!(
+                        "*2\r\n${}\r\n{next}\r\n*1\r\n${}\r\n{key}\r\n",
+                        next.len(),
+                        key.len()
+                    )
+                }
+                "GET" | "GETRANGE" if of_record => {
+                    *asked = true;
+                    if !self.is_honest.load(Ordering::Relaxed) {
+                        self.flood(&mut answers)?;
+                        continue;
+                    }
+                    self.asked.fetch_add(1, Ordering::Relaxed);
+                    "$0\r\n\r\n".to_owned()
+                }
+                "GET" | "GETRANGE" => "$0\r\n\r\n".to_owned(),
+                _ => "+OK\r\n".to_owned(),
+            };
+            answers.write_all(answer.as_bytes())?;
+        }
+    }
+
+    fn flood(&self, answers: &mut TcpStream) -> std::io::Result<()> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        answers.write_all(b"$8589934592\r\n")?;
+        if self.is_silent.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let piece = vec![0; 1 << 20];
+        while self.sent.load(Ordering::Relaxed) < FLOOD {
+            let sent = answers.write(&piece)?;
+            self.sent.fetch_add(sent as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+/// The words of one question.
+fn question_from(stream: &mut impl BufRead) -> std::io::Result<Vec<String>> {
+    let number = |stream: &mut dyn BufRead| -> std::io::Result<usize> {
+        let mut line = String::new();
+        match stream.read_line(&mut line)? {
+            0 => Err(std::io::ErrorKind::UnexpectedEof.into()),
+            _ => Ok(line.trim_end()[1..].parse::<usize>().unwrap()),
+        }
+    };
+    let words = number(stream)?;
+    let mut question = Vec::new();
+    for _ in 0..words {
+        let mut word = vec![0; number(stream)? + 2];
+        stream.read_exact(&mut word)?;
+        word.truncate(word.len() - 2);
+        question.push(String::from_utf8_lossy(&word).into_owned());
+    }
+    Ok(question)
+}
+
+#[test]
+fn a_missing_server_is_a_skip_and_where_servers_are_required_a_failure() {
+    let missing = |required| std::panic::catch_unwind(|| has("ucm-no-such-server", "make servers", required));
+    assert!(!missing(false).unwrap());
+    assert!(missing(true).is_err());
+}
+
+#[test]
+fn a_length_that_a_server_announces_is_not_believed() {
+    for is_cluster in [false, true] {
+        let (dir, liar) = (directory(), Liar::start(is_cluster));
+        let store = Store::open(dir.path(), liar.setup());
+        let device = Device::blank(&store.setup, &ids(1));
+        let load = store
+            .engine
+            .load(device.rows(&ids(1)), Some(Duration::from_secs(20)))
+            .unwrap();
+        eventually("the load ends", || {
+            load.check(store.engine.clock(), ucm_store::engine::Until::Published)
+        });
+        assert!(device.is_blank(id(0)));
+        let failures = load.failures();
+        let said = failures[0].1.to_string();
+        assert!(said.contains("more than was asked for"), "{said}");
+        eventually("the connection is closed", || {
+            liar.closed.load(Ordering::Relaxed) > 1 // one is from the first look
+        });
+        let sent = liar.sent.load(Ordering::Relaxed);
+        assert!(sent < BUFFERS, "{sent} bytes, cluster: {is_cluster}");
+        for n in 1..4 {
+            assert!(!loads(&store, &[id(n)]));
+        }
+        assert_eq!(store.stat("healthy"), 0, "the store says that it is sick");
+    }
+}
+
+#[test]
+fn a_connection_is_closed_once_a_question_on_it_is_late() {
+    let (dir, liar) = (directory(), Liar::start(false));
+    liar.is_silent.store(true, Ordering::Relaxed);
+    let clock = ManualClock::new();
+    let store = Store::with_clock(dir.path(), liar.setup(), Arc::clone(&clock) as Arc<dyn Clock>);
+    eventually("only connections of the store are open", || {
+        liar.closed.load(Ordering::Relaxed) > 0
+    });
+    let closed = liar.closed.load(Ordering::Relaxed);
+    let device = Device::blank(&store.setup, &ids(1));
+    let load = store
+        .engine
+        .load(device.rows(&ids(1)), Some(Duration::from_millis(100)))
+        .unwrap();
+    eventually("the server is asked", || liar.asked.load(Ordering::Relaxed) > 0);
+    eventually("the load ends", || {
+        clock.advance(Duration::from_millis(10));
+        load.check(store.engine.clock(), ucm_store::engine::Until::Published)
+    });
+    assert_eq!(load.failures()[0].1.kind(), ErrorKind::Timeout);
+    eventually("the connection is closed", || {
+        liar.closed.load(Ordering::Relaxed) > closed
+    });
+}
+
+#[test]
+fn a_value_that_is_no_record_is_not_sent_whole() {
+    let Some((_dir, _server, store)) = started("") else {
+        return;
+    };
+    let key = store.key(id(0));
+    let foreign = 64 << 20;
+    let end = (foreign - 1).to_string();
+    assert_eq!(
+        store.redis(&[b"SETRANGE", key.as_bytes(), end.as_bytes(), b"x"]),
+        Reply::Number(foreign)
+    );
+    let sent = || match store.redis(&[b"INFO", b"stats"]) {
+        Reply::Bytes(info) => {
+            let info = String::from_utf8(info).unwrap();
+            let sent = info
+                .lines()
+                .find_map(|line| line.strip_prefix("total_net_output_bytes:"));
+            sent.unwrap().parse::<i64>().unwrap()
+        }
+        other => unreachable!("{other:?}"),
+    };
+    let before = sent();
+    assert!(!loads(&store, &ids(1)));
+    assert!(sent() - before < 1 << 20, "{} bytes", sent() - before);
+    dumped(&store, &ids(1));
+    assert!(loads(&store, &ids(1)));
+}
+
+#[test]
+fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let setup = Setup {
+        breaker: BreakerConfig::default(),
+        ..on_server(&server)
+    };
+    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    dumped(&store, &ids(2));
+    store.said();
+    let ok = Reply::Text("OK".into());
+    assert_eq!(store.redis(&[b"REPLICAOF", b"127.0.0.1", b"1"]), ok);
+    let writes = || match store.redis(&[b"INFO", b"commandstats"]) {
+        Reply::Bytes(info) => {
+            let info = String::from_utf8(info).unwrap();
+            let line = info.lines().find(|line| line.starts_with("cmdstat_set:"));
+            let rejected = line.and_then(|line| line.split("rejected_calls=").nth(1));
+            rejected.map_or(0, |rest| rest.split(',').next().unwrap().parse::<u64>().unwrap())
+        }
+        other => unreachable!("{other:?}"),
+    };
+    for n in 10..20 {
+        let device = Device::filled(&store.setup, &[id(n)]);
+        assert!(store.dump(&device, &[id(n)]).is_err());
+        assert!(loads(&store, &ids(2)), "what it has is read");
+    }
+    assert_eq!(
+        writes(),
+        1,
+        "the first write says it, and the others are not tried"
+    );
+    assert_eq!((store.stat("healthy"), store.tier(0, "writable")), (1, 0));
+    let said = store.said();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(
+        said[0].contains("redis takes no blocks for now") && said[0].contains("replica"),
+        "{said:?}"
+    );
+    clock.advance(Duration::from_secs(10));
+    let device = Device::filled(&store.setup, &[id(20)]);
+    assert!(store.dump(&device, &[id(20)]).is_err());
+    assert_eq!(writes(), 2, "one is let through after a while");
+    assert!(store.said().is_empty(), "it is said once");
+    assert_eq!(store.redis(&[b"REPLICAOF", b"NO", b"ONE"]), ok);
+    clock.advance(Duration::from_secs(10));
+    dumped(&store, &[id(20)]);
+    assert!(loads(&store, &[id(20)]));
+    assert!(store.said()[0].contains("redis takes blocks again"));
+    assert_eq!(store.tier(0, "writable"), 1);
+}
+
+#[test]
+fn a_server_that_comes_back_as_a_replica_is_said_to_take_no_blocks() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let setup = Setup {
+        breaker: BreakerConfig::default(),
+        ..on_server(&server)
+    };
+    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    dumped(&store, &ids(1));
+    let port = server.port;
+    drop(server);
+    let dump = |n| {
+        let device = Device::filled(&store.setup, &[id(n)]);
+        store.dump(&device, &[id(n)])
+    };
+    eventually("it is switched off", || {
+        dump(20).is_err() && store.stat("healthy") == 0
+    });
+    let _again = redis_at(port, dir.path(), "--replicaof 127.0.0.1 1").unwrap();
+    eventually("it answers", || {
+        clock.advance(Duration::from_secs(10));
+        store.engine.lookup(&[id(9)]).is_ok() && store.stat("healthy") == 1
+    });
+    store.said();
+    clock.advance(Duration::from_secs(10));
+    assert!(dump(20).is_err());
+    let said = store.said();
+    assert!(
+        said.iter()
+            .any(|text| text.contains("redis takes no blocks for now")),
+        "{said:?}"
+    );
+    clock.advance(Duration::from_secs(10));
+    assert!(dump(20).is_err());
+    assert!(store.said().is_empty(), "it is said once");
+}
+
+#[test]
+fn a_user_that_may_not_write_reads_what_is_there() {
+    let Some((_dir, _server, store)) = started("") else {
+        return;
+    };
+    dumped(&store, &ids(2));
+    let ok = Reply::Text("OK".into());
+    assert_eq!(store.redis(&[b"ACL", b"SETUSER", b"default", b"-set"]), ok);
+    for n in 10..20 {
+        assert_eq!(refusal(&store, &[id(n)]), ErrorKind::Unhealthy);
+        assert!(loads(&store, &ids(2)), "what it has is read");
+    }
+    assert_eq!((store.stat("healthy"), store.tier(0, "writable")), (1, 0));
+}
+
+#[test]
+fn a_node_that_does_not_end_its_answers_loses_its_connection_and_the_others_keep_theirs() {
+    let (dir, liar, honest) = (directory(), Liar::start(true), Liar::start(true));
+    liar.is_silent.store(true, Ordering::Relaxed);
+    honest.is_honest.store(true, Ordering::Relaxed);
+    for node in [&liar, &honest] {
+        *node.nodes.lock() = vec![liar.address.clone(), honest.address.clone()];
+    }
+    let mut setup = Setup {
+        tensors: vec![64 << 20], // of which four are on the way at once
+        layers: 1,
+        layers_per_shard: 1,
+        slots: 4,
+        ..at(&format!("redis://{}", liar.address))
+    };
+    setup.breaker.threshold = u32::MAX;
+    setup.options.push(("redis_connections", json!(1)));
+    let store = Store::open(dir.path(), setup);
+    let closed = |node: &Liar| node.closed_asked.load(Ordering::Relaxed);
+    let mut blocks = 0..=u8::MAX;
+    eventually("the connection of the liar is closed", || {
+        let block = [id(blocks.next().unwrap())];
+        let device = Device::blank(&store.setup, &block);
+        let load = store
+            .engine
+            .load(device.rows(&block), Some(Duration::from_millis(100)))
+            .unwrap();
+        eventually("the load ends", || {
+            load.check(store.engine.clock(), ucm_store::engine::Until::Published)
+        });
+        closed(&liar) > 0
+    });
+    assert!(honest.asked.load(Ordering::Relaxed) > 0);
+    assert_eq!(closed(&honest), 0);
+}
+
+#[test]
+fn a_listing_without_end_is_an_error() {
+    for is_stuck in [false, true] {
+        let (dir, liar) = (directory(), Liar::start(false));
+        liar.is_stuck.store(is_stuck, Ordering::Relaxed);
+        let store = Store::open(dir.path(), liar.setup());
+        let listed = store.backend.list(&job());
+        assert_eq!(listed.err().unwrap().kind(), ErrorKind::Io);
+        let steps = liar.listed.load(Ordering::Relaxed);
+        assert!(steps < 300, "{steps} steps");
+    }
 }

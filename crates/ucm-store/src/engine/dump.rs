@@ -91,7 +91,7 @@ impl Run {
 }
 
 impl Core {
-    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker is open).
+    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium or of writes is open).
     pub fn dump(self: &Arc<Self>, rows: Vec<Row>) -> Result<Task> {
         self.check_rows(&rows, false)?;
         let now = self.clock.now();
@@ -112,6 +112,10 @@ impl Core {
             return Ok(task);
         }
         self.check_available(now)?;
+        if !self.tiers.may_take_dumps(now) {
+            let text = "the storage takes no blocks for now; what it has is read";
+            return Err(Error::new(ErrorKind::Unhealthy, text));
+        }
         self.drop_incomplete(now);
         let work = self.take_slots(by_block(rows), self.tiers.request(deadline))?;
         self.life.open_tasks.add(&state);

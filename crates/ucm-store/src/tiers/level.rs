@@ -165,7 +165,9 @@ impl Tiers {
     /// The same for a copy that no one waits for. Where none is well it is the first, which then drops the copy.
     pub(super) fn taker_of_copy(&self, level: &Level, id: BlockId, len: usize) -> usize {
         let now = self.clock.now();
-        let well = self.taker(level, id, len, |number| self.tiers[number].may(u64::MAX, now));
+        let well = self.taker(level, id, len, |number| {
+            self.tiers[number].may_write(u64::MAX, now)
+        });
         well.unwrap_or_else(|| level.offers(id).next().unwrap_or(level.first))
     }
 
@@ -190,7 +192,7 @@ impl Tiers {
         let now = self.clock.now();
         let order = level.order(id).take_while(|&hotter| hotter != number);
         let hotter: Vec<usize> = order
-            .filter(|&hotter| self.tiers[hotter].may(u64::MAX, now))
+            .filter(|&hotter| self.tiers[hotter].may_write(u64::MAX, now))
             .collect();
         if hotter.is_empty() || !level.often.lock().read(id, now, promotion) {
             return None;

@@ -150,6 +150,8 @@ pub struct TierStats {
     pub capacity_bytes: u64,
     /// Whether it is used now.
     pub healthy: bool,
+    /// Whether it takes what is written now.
+    pub writable: bool,
     /// Of one with a codec.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression: Option<Compression>,
@@ -460,6 +462,45 @@ impl Tiers {
             self.look_later(number);
         }
         admission == Admission::Yes
+    }
+
+    /// The same of a write; what it brings must be told by [`Tiers::note_write`] too.
+    fn admits_write(self: &Arc<Self>, number: usize, request: u64, now: MonotonicTime) -> bool {
+        let writes = &self.tiers[number].state.writes.breaker;
+        writes.would_allow(request, now) && self.admits(number, request, now) && writes.allows(request, now)
+    }
+
+    /// Whether some tier that is written through may take a record now.
+    pub(crate) fn may_take_dumps(&self, now: MonotonicTime) -> bool {
+        let through = |tier: &&Tier| tier.policy == WritePolicy::Through;
+        let mut tiers = self.tiers.iter().filter(through);
+        tiers.any(|tier| tier.may_write(u64::MAX, now))
+    }
+
+    /// Notes how a write of a request ended, for what is written after it; `None` where that says nothing of writes.
+    fn note_write(&self, number: usize, request: Request, ended: Option<Result<(), &Error>>) {
+        let (tier, now) = (&self.tiers[number], self.clock.now());
+        let name = &tier.name;
+        match ended {
+            Some(Ok(())) => {
+                if tier.wrote().is_some() {
+                    let text = "takes blocks again";
+                    info!(store = self.records.writer, tier = name, "{name} {text}");
+                }
+            }
+            Some(Err(error)) => {
+                if tier.write_failed(error, request.number, now) {
+                    let kind = error.kind().name();
+                    warn!(
+                        store = self.records.writer,
+                        tier = name,
+                        error = kind,
+                        "{name} takes no blocks for now, what it has is read; it is tried again now and then: {error}"
+                    );
+                }
+            }
+            None => tier.state.writes.breaker.undecided(now),
+        }
     }
 
     /// Notes that a request was answered, where that may say nothing of the medium.

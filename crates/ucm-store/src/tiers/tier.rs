@@ -44,7 +44,6 @@ pub(crate) struct Tier {
 }
 
 /// How well a tier is.
-#[derive(Default)]
 pub(super) struct State {
     /// What it said when it was opened.
     pub(super) words: Mutex<String>,
@@ -52,8 +51,51 @@ pub(super) struct State {
     pub(super) ready: AtomicBool,
     /// Somebody looks at it for the first time, or again.
     pub(super) probing: AtomicBool,
-    /// The requests that failed last: what fails of one is one failure.
-    failed_requests: Mutex<VecDeque<u64>>,
+    failed_requests: FailedRequests,
+    pub(super) writes: Writes,
+}
+
+impl State {
+    fn new(writes: BreakerConfig) -> Self {
+        Self {
+            words: Mutex::default(),
+            ready: AtomicBool::new(false),
+            probing: AtomicBool::new(false),
+            failed_requests: FailedRequests::default(),
+            writes: Writes {
+                breaker: Breaker::new(writes),
+                failed_requests: FailedRequests::default(),
+                said: AtomicBool::new(false),
+            },
+        }
+    }
+}
+
+/// How well a tier takes what is written, apart from how well it is read.
+pub(super) struct Writes {
+    pub(super) breaker: Breaker,
+    failed_requests: FailedRequests,
+    /// The log says that it takes none.
+    said: AtomicBool,
+}
+
+/// The requests that failed last: what fails of one is one failure.
+#[derive(Default)]
+struct FailedRequests(Mutex<VecDeque<u64>>);
+
+impl FailedRequests {
+    /// Whether this one is among them; it is from now on.
+    fn note(&self, request: u64) -> bool {
+        let mut requests = self.0.lock();
+        if requests.contains(&request) {
+            return true;
+        }
+        if requests.len() == REQUESTS {
+            requests.pop_front();
+        }
+        requests.push_back(request);
+        false
+    }
 }
 
 /// Copies of a tier that are no hits.
@@ -125,7 +167,7 @@ impl Tier {
             level,
             policy: config.policy,
             breaker: Breaker::new(breaker),
-            state: State::default(),
+            state: State::new(breaker),
             copies: RefusedCopies::default(),
             demoting: AtomicUsize::new(0),
             counts: Counts::default(),
@@ -183,6 +225,11 @@ impl Tier {
         self.state.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now)
     }
 
+    /// Whether a write of that request would pass now, as far as the breakers know.
+    pub(super) fn may_write(&self, request: u64, now: MonotonicTime) -> bool {
+        self.may(request, now) && self.state.writes.breaker.would_allow(request, now)
+    }
+
     /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not here.
     pub(super) fn may_have(&self, id: BlockId) -> bool {
         self.backend.features().memory.is_none_or(|memory| memory.has(id))
@@ -218,17 +265,39 @@ impl Tier {
     /// An operation of a request failed. `true` in front if that speaks of the medium.
     pub(super) fn failed(&self, error: &Error, request: u64, now: MonotonicTime) -> (bool, Option<Change>) {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
-        if of_medium {
-            let mut requests = self.state.failed_requests.lock();
-            if requests.contains(&request) && self.breaker.is_closed() {
-                return (of_medium, None); // the pieces of one request are one failure
-            }
-            if requests.len() == REQUESTS {
-                requests.pop_front();
-            }
-            requests.push_back(request);
+        if of_medium && self.state.failed_requests.note(request) && self.breaker.is_closed() {
+            return (of_medium, None); // the pieces of one request are one failure
         }
         (of_medium, self.breaker.failure(error, now))
+    }
+
+    /// A write of a request ended well.
+    pub(super) fn wrote(&self) -> Option<Change> {
+        let change = self.state.writes.breaker.success()?;
+        self.state
+            .writes
+            .said
+            .swap(false, Ordering::AcqRel)
+            .then_some(change)
+    }
+
+    /// A write of a request failed: whether writes are switched off, and that is still to be said. While the whole tier is
+    /// off that was said instead.
+    pub(super) fn write_failed(&self, error: &Error, request: u64, now: MonotonicTime) -> bool {
+        let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
+        if of_medium
+            && self.state.writes.failed_requests.note(request)
+            && self.state.writes.breaker.is_closed()
+        {
+            return false;
+        }
+        let writes = &self.state.writes;
+        writes.breaker.write_failure(error, now);
+        let of_writes = of_medium || error.kind() == ErrorKind::Unhealthy;
+        of_writes
+            && !writes.breaker.is_closed()
+            && self.is_well()
+            && !writes.said.swap(true, Ordering::AcqRel)
     }
 
     /// This copy is no hit until another takes its place.
@@ -289,6 +358,7 @@ impl Tier {
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,
             healthy: self.is_well(),
+            writable: self.is_well() && self.state.writes.breaker.is_closed(),
             compression: self.codec.as_ref().map(TierCodec::stats),
         }
     }

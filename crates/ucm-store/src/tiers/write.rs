@@ -139,12 +139,13 @@ impl Tiers {
                 .members()
                 .filter(in_doubt)
                 .for_each(|number| self.look_later(number));
-            let well = |number: usize| self.tiers[number].is_well() && self.admits(number, request, now);
+            let well =
+                |number: usize| self.tiers[number].is_well() && self.admits_write(number, request, now);
             if let Some(number) = self.taker(level, id, len, well) {
                 return Some(number);
             }
         }
-        self.taker(level, id, len, |number| self.admits(number, request, now))
+        self.taker(level, id, len, |number| self.admits_write(number, request, now))
     }
 
     /// Writes a record to one tier; `done` hears exactly once, by the deadline.
@@ -181,6 +182,12 @@ impl Tiers {
             Ok(Written::Present | Written::InTheWay(_)) => self.note_answer(number, request),
             result => self.note(number, request, result.as_ref().err()),
         }
+        let of_writes = match result {
+            Ok(Written::Published | Written::Unsound(_)) => Some(Ok(())),
+            Ok(_) => None,
+            Err(error) => Some(Err(error)),
+        };
+        self.note_write(number, request, of_writes);
         match result {
             Ok(Written::Published) => {
                 tier.clear_bad(id);
@@ -202,7 +209,7 @@ impl Tiers {
             }
             return;
         };
-        if !self.admits(moving.number, moving.request.number, self.clock.now()) {
+        if !self.admits_write(moving.number, moving.request.number, self.clock.now()) {
             return add(&tier.counts.copies_dropped, 1);
         }
         let options = InsertOptions {
@@ -214,7 +221,7 @@ impl Tiers {
 
     /// A spare slot with these bytes in it, for a tier that is well.
     fn spare_copy(&self, moving: &Moving, record: &[u8]) -> Option<Slot> {
-        if !self.tiers[moving.number].may(moving.request.number, self.clock.now()) {
+        if !self.tiers[moving.number].may_write(moving.request.number, self.clock.now()) {
             return None;
         }
         let mut slot = self.moves.spare.try_acquire()?;
@@ -225,7 +232,7 @@ impl Tiers {
     /// Writes what is in a spare slot; `over` is called when that has ended.
     fn write_copy(self: &Arc<Self>, moving: Moving, slot: Slot, over: impl FnOnce() + Send + 'static) {
         let tier = &self.tiers[moving.number];
-        if !self.admits(moving.number, moving.request.number, self.clock.now()) {
+        if !self.admits_write(moving.number, moving.request.number, self.clock.now()) {
             add(&tier.counts.copies_dropped, 1);
             drop(slot);
             return over();
@@ -345,7 +352,7 @@ impl Tiers {
         let number = self.taker_of_copy(&self.levels[level], victim.id(), victim.record().len());
         let counts = &self.tiers[number].counts;
         let request = self.request(self.clock.now().after(self.moves.deadline));
-        let well = self.tiers[number].may(request.number, self.clock.now());
+        let well = self.tiers[number].may_write(request.number, self.clock.now());
         let Some(slot) = well.then(|| self.moves.spare.try_acquire()).flatten() else {
             return add(&counts.copies_dropped, 1);
         };

@@ -3,8 +3,12 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use redis::{ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, TlsCertificates};
+use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, RootCertStore};
 use ucm_core::{Error, ErrorKind, Result};
 
 use crate::secret_file;
@@ -97,19 +101,52 @@ impl Address {
 }
 
 impl TlsFiles {
-    /// Reads the files. `Config` where one cannot be read.
-    pub(super) fn read(&self) -> Result<TlsCertificates> {
-        let own = |(certificate, key): &(PathBuf, PathBuf)| -> Result<ClientTlsConfig> {
-            Ok(ClientTlsConfig {
-                client_cert: read_file(certificate)?,
-                client_key: secret_file::read(key, "redis_tls_key")?,
-            })
+    /// How TLS is spoken by these. `Config` where a file cannot be read or is not what it should be.
+    pub(super) fn client_config(&self) -> Result<Arc<ClientConfig>> {
+        let mut roots = RootCertStore::empty();
+        if let Some(path) = &self.ca {
+            for certificate in certificates(path)? {
+                roots.add(certificate).map_err(|error| wrong_file(path, error))?;
+            }
+        } else {
+            let found = rustls_native_certs::load_native_certs();
+            roots.add_parsable_certificates(found.certs);
+            if let (true, Some(error)) = (roots.is_empty(), found.errors.into_iter().next()) {
+                let text =
+                    "the authorities that this system trusts cannot be read; name one with redis_tls_ca";
+                return Err(Error::new(ErrorKind::Config, text).caused_by(error));
+            }
+        }
+        let config = ClientConfig::builder().with_root_certificates(roots);
+        let Some((certificate, key)) = &self.certificate else {
+            return Ok(Arc::new(config.with_no_client_auth()));
         };
-        Ok(TlsCertificates {
-            client_tls: self.certificate.as_ref().map(own).transpose()?,
-            root_cert: self.ca.as_deref().map(read_file).transpose()?,
-        })
+        let own_key = PrivateKeyDer::from_pem_slice(&secret_file::read(key, "redis_tls_key")?)
+            .map_err(|error| wrong_file(key, error))?;
+        let config = config.with_client_auth_cert(certificates(certificate)?, own_key);
+        Ok(Arc::new(config.map_err(|error| wrong_file(certificate, error))?))
     }
+}
+
+/// The certificates of a file in PEM.
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let text = read_file(path)?;
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
+    let found = found.map_err(|error| wrong_file(path, error))?;
+    if found.is_empty() {
+        let none = Error::new(ErrorKind::Config, "a file for TLS cannot be used");
+        return Err(none
+            .with("path", path.display())
+            .with("why", "there is no certificate in it"));
+    }
+    Ok(found)
+}
+
+fn wrong_file(path: &Path, error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    let text = "a file for TLS has not what is expected there in PEM";
+    Error::new(ErrorKind::Config, text)
+        .with("path", path.display())
+        .caused_by(error)
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>> {
@@ -140,6 +177,19 @@ mod tests {
         let address = Address::parse("redis://h", &apart).unwrap();
         assert_eq!(address.info().redis_settings().password(), Some("secret"));
         assert!(!address.to_string().contains("secret"));
+    }
+
+    #[test]
+    fn a_file_without_a_certificate_is_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "no PEM").unwrap();
+        let files = TlsFiles {
+            ca: Some(file.path().to_owned()),
+            ..TlsFiles::default()
+        };
+        let error = files.client_config().err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Config);
+        assert!(error.to_string().contains("no certificate in it"), "{error}");
     }
 
     #[test]

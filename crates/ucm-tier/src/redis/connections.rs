@@ -2,9 +2,10 @@
 //!
 //! Each connection carries many questions at once, in order (a *pipeline*). One of them is for what is short, so that a
 //! lookup does not stand behind megabytes; the others carry records, in turn. They are made when they are first wanted, by
-//! a task of their own that goes on when the caller that asked first gives up, and anew after an error or a silence.
-//! Nothing is sent twice on our side: what fails is a miss, and the breaker of the tier keeps the time until the next
-//! attempt.
+//! a task of their own that goes on when the caller that asked first gives up, and anew after an error or a question that
+//! was not answered in time. Nothing is sent twice on our side: what fails is a miss, and the breaker of the tier keeps the
+//! time until the next attempt. No connection brings more than was asked for ([`super::bounded`]), and what the records
+//! under way on all of them may have together has one limit ([`IN_FLIGHT`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -12,38 +13,39 @@ use std::time::{Duration, Instant};
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use parking_lot::{Mutex, RwLock};
-use redis::aio::{ConnectionLike, MultiplexedConnection};
+use redis::aio::ConnectionLike;
 use redis::cluster::{ClusterClient, ClusterClientBuilder};
 use redis::cluster_async::ClusterConnection;
 use redis::cluster_routing::{MultipleNodeRoutingInfo, RoutingInfo, SingleNodeRoutingInfo};
-use redis::io::tcp::TcpSettings;
-use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, Value};
+use redis::{Arg, Cmd, ConnectionInfo, Pipeline, RedisError, Value};
+use rustls::ClientConfig;
+use tokio::sync::Semaphore;
 use tokio::time::error::Elapsed;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Runtime};
 use ucm_io::IoJob;
 
 use super::address::{Address, TlsFiles};
+use super::bounded::{Bounded, CONNECT, CONNECT_NODE, ClusterTls, IN_FLIGHT, answer_bound};
 use super::info::ServerInfo;
 use crate::network::{keep_memory_of_answers, use_ring};
 
-/// How long making one connection may take.
-const CONNECT: Duration = Duration::from_secs(5);
-/// How long one node of a cluster may take, so that the others are reached within [`CONNECT`].
-const CONNECT_NODE: Duration = Duration::from_millis(1500);
 /// Share of the time of a job within which a node of a cluster answers.
 const NODE_SHARE: f64 = 0.75;
 /// How long after one could not be made the next attempt waits; who asks meanwhile gets the same answer.
 const AGAIN: Duration = Duration::from_millis(500);
-/// A connection on which somebody waits and nothing has come for this long is given up: the other end may be gone without
-/// a word.
+/// The client of a cluster is made anew where questions are late and nothing has come for this long: it may wait for nodes
+/// that are gone.
 const SILENCE: Duration = Duration::from_secs(1);
-/// How long the system waits for what it sent to be acknowledged.
-const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
-/// Questions that wait to be sent on one connection.
-const QUEUE: usize = 256;
+/// What these are counted in.
+const UNIT: usize = 4 << 10;
 /// Keys that one step of a listing asks for.
 const SCAN: usize = 1000;
+
+/// Bytes that the keys of a listing may take, each with [`OF_KEY`].
+const MOST_NAMED: usize = 256 << 20;
+/// Bytes that a key takes besides its own.
+const OF_KEY: usize = 64;
 
 /// What is said where user and password are not right, or have not the right.
 const NO_LOGIN: &str = "the server does not let us in; check user and password (redis_username, redis_password) and their rights";
@@ -68,20 +70,40 @@ pub(super) struct Connections {
     /// The first is for what is short.
     lines: Vec<Arc<Line>>,
     turn: AtomicUsize,
+    /// Units of [`IN_FLIGHT`] that are free.
+    in_flight: Semaphore,
 }
 
 /// What answers: one server, or a cluster.
 #[derive(Clone)]
 enum Server {
-    One(Box<Client>),
-    Cluster(Box<ClusterClient>),
+    One(Box<Node>),
+    Cluster(Box<Cluster>),
+}
+
+/// The client of a cluster, and what it refers to by a number.
+#[derive(Clone)]
+struct Cluster {
+    client: ClusterClient,
+    tls: Option<Arc<ClusterTls>>,
+}
+
+/// One server and how it is reached.
+#[derive(Clone)]
+struct Node {
+    info: ConnectionInfo,
+    tls: Option<Arc<ClientConfig>>,
 }
 
 /// A connection that is open.
 #[derive(Clone)]
 enum Link {
-    One(MultiplexedConnection),
-    Cluster(ClusterConnection),
+    One(Bounded),
+    /// The client of a cluster makes new connections with what its number refers to, so that is kept with it.
+    Cluster {
+        connection: ClusterConnection<Bounded>,
+        _tls: Option<Arc<ClusterTls>>,
+    },
 }
 
 /// The place of one connection.
@@ -101,11 +123,11 @@ struct State {
     failed: Option<(Instant, Error)>,
 }
 
-/// What was heard on a line.
+/// What has come on a connection.
 #[derive(Default)]
 struct Health {
     /// When something last came.
-    heard: MonotonicTime,
+    last_answer: MonotonicTime,
     /// The first question that was late since then, as of when it was asked.
     unanswered: Option<MonotonicTime>,
 }
@@ -128,26 +150,34 @@ impl Connections {
             server: RwLock::new(None),
             lines: (0..=connections.max(1)).map(|_| Arc::default()).collect(),
             turn: AtomicUsize::new(0),
+            in_flight: Semaphore::new(IN_FLIGHT / UNIT),
         })
     }
 
     /// Looks what answers at the addresses, by this deadline, and uses that from now on.
     pub(super) fn discover(&self, deadline: MonotonicTime) -> Result<ServerInfo> {
-        let clients = self
+        let tls = match self.addresses.iter().any(Address::is_tls) {
+            true => Some(self.tls.client_config()?),
+            false => None,
+        };
+        let nodes: Vec<_> = self
             .addresses
             .iter()
-            .map(|address| Ok((address.to_string(), self.client(address)?)));
-        let clients: Vec<_> = clients.collect::<Result<_>>()?;
+            .map(|address| {
+                let (info, tls) = (address.info(), tls.clone());
+                (address.to_string(), Node { info, tls })
+            })
+            .collect();
         let first = async move {
             // All at once: one that does not answer keeps no one from the others.
-            let ask = |(at, client): (String, Client)| async move {
-                match tokio::time::timeout(CONNECT, ask_info(&client)).await {
-                    Ok(Ok(info)) => Ok((client, info)),
+            let ask = |(at, node): (String, Node)| async move {
+                match tokio::time::timeout(CONNECT, node.ask_info()).await {
+                    Ok(Ok(info)) => Ok((node, info)),
                     Ok(Err(error)) => Err(error.with("address", at)),
                     Err(_) => Err(late().with("address", at)),
                 }
             };
-            let mut asked: FuturesUnordered<_> = clients.into_iter().map(ask).collect();
+            let mut asked: FuturesUnordered<_> = nodes.into_iter().map(ask).collect();
             let mut failed = Error::internal("no address was given");
             while let Some(answer) = asked.next().await {
                 match answer {
@@ -157,14 +187,16 @@ impl Connections {
             }
             Err(failed)
         };
-        let (client, info) = self.runtime.wait(&*self.clock, deadline, first)?;
-        if info.is_replica && !info.is_cluster {
+        let (node, info) = self.runtime.wait(&*self.clock, deadline, first)?;
+        // One that became a replica while it was in use can be read all the same.
+        let is_first = self.server.read().is_none();
+        if info.is_replica && !info.is_cluster && is_first {
             let text = "this server is a replica and takes no writes; give the address of its primary";
             return Err(Error::new(ErrorKind::Config, text));
         }
         let server = match (info.is_cluster, self.addresses.len()) {
-            (true, _) => Server::Cluster(Box::new(self.cluster_client()?)),
-            (false, 1) => Server::One(Box::new(client)),
+            (true, _) => self.cluster(tls)?,
+            (false, 1) => Server::One(Box::new(node)),
             (false, several) => {
                 let text = "several addresses are nodes of one cluster, but the one that answered is no node of a cluster";
                 return Err(Error::new(ErrorKind::Config, text).with("addresses", several));
@@ -174,32 +206,22 @@ impl Connections {
         Ok(info)
     }
 
-    fn client(&self, address: &Address) -> Result<Client> {
-        let info = address.info().set_tcp_settings(tcp_settings());
-        let client = match address.is_tls() {
-            true => Client::build_with_tls(info, self.tls.read()?),
-            false => Client::open(info),
-        };
-        client.map_err(|error| no_client(error).with("address", address))
-    }
-
-    fn cluster_client(&self) -> Result<ClusterClient> {
+    fn cluster(&self, tls: Option<Arc<ClientConfig>>) -> Result<Server> {
         if let Some(other) = self.addresses.iter().find(|address| address.database() != 0) {
             let text = "a cluster has no numbered databases; leave the number out of the address";
             return Err(Error::new(ErrorKind::Config, text).with("address", other));
         }
         let nodes: Vec<_> = self.addresses.iter().map(Address::info).collect();
-        let tls = self.addresses.iter().any(Address::is_tls);
-        // Its own timeouts are out of the way: those of our jobs hold.
-        let mut builder = ClusterClientBuilder::new(nodes)
-            .tcp_settings(tcp_settings())
+        let tls = tls.map(|tls| Arc::new(ClusterTls::new(tls)));
+        // Its own timeouts are out of the way: those of our jobs and connections hold.
+        let client = ClusterClientBuilder::new(nodes)
+            .database_id(tls.as_ref().map_or(0, |tls| tls.number()))
             .connection_timeout(CONNECT_NODE)
             .response_timeout(Duration::from_secs(3600))
-            .retries(3);
-        if tls {
-            builder = builder.certs(self.tls.read()?);
-        }
-        builder.build().map_err(no_client)
+            .retries(3)
+            .build();
+        let client = client.map_err(no_client)?;
+        Ok(Server::Cluster(Box::new(Cluster { client, tls })))
     }
 
     /// Asks these questions and waits for all answers, for as long as somebody waits for this job: an answer or a refusal for
@@ -215,14 +237,16 @@ impl Connections {
             .into_iter()
             .for_each(|question| _ = pipeline.add_command(question));
         let asked = pipeline.len();
+        let weight = match traffic {
+            Traffic::Short => 0,
+            Traffic::Record => pipeline.cmd_iter().map(units_of).sum(),
+        };
         // Sooner than the deadline, so that what other nodes have answered counts.
         let time = io.deadline().since(self.clock.now()).mul_f64(NODE_SHARE);
         let pipeline = &pipeline;
-        let answers = self.with_link(
-            io,
-            traffic,
-            |mut link| async move { link.ask(pipeline, time).await },
-        )?;
+        let answers = self.with_link(io, traffic, weight, |mut link| async move {
+            link.ask(pipeline, time).await
+        })?;
         if answers.len() != asked {
             return Err(Error::internal("the server did not answer every question"));
         }
@@ -239,22 +263,26 @@ impl Connections {
 
     /// Every key of this pattern, on all nodes.
     pub(super) fn scan(&self, io: &IoJob, pattern: &str) -> Result<Vec<Vec<u8>>> {
-        self.with_link(
-            io,
-            Traffic::Short,
-            |mut link| async move { link.scan(pattern).await },
-        )
+        self.with_link(io, Traffic::Short, 0, |mut link| async move {
+            link.scan(pattern).await
+        })
     }
 
     /// What the server says of itself, of a cluster all nodes together.
     pub(super) fn info(&self, io: &IoJob) -> Result<ServerInfo> {
-        let info = self.with_link(io, Traffic::Short, |mut link| async move { link.info().await })?;
+        let info = self.with_link(io, Traffic::Short, 0, |mut link| async move { link.info().await })?;
         Ok(ServerInfo::parse(&info))
     }
 
     /// Asks over a connection, and once more over a new one where it turns out that the server had ended it: it may end what
-    /// was idle, and what is asked here may be asked twice.
-    fn with_link<T, F>(&self, io: &IoJob, traffic: Traffic, ask: impl Fn(Link) -> F) -> Result<T>
+    /// was idle, and what is asked here may be asked twice. `weight`: units of [`IN_FLIGHT`] that this takes.
+    fn with_link<T, F>(
+        &self,
+        io: &IoJob,
+        traffic: Traffic,
+        weight: usize,
+        ask: impl Fn(Link) -> F,
+    ) -> Result<T>
     where
         F: Future<Output = Result<T, RedisError>>,
     {
@@ -262,6 +290,9 @@ impl Connections {
         let server = self.server.read().clone().ok_or_else(unknown)?;
         let (line, began) = (self.line(traffic), self.clock.now());
         let answered = io.wait(&self.runtime, async {
+            let units = u32::try_from(weight.min(IN_FLIGHT / UNIT)).unwrap_or(u32::MAX);
+            let closed = |_| Error::internal("the limit of bytes in flight was closed");
+            let _in_flight = self.in_flight.acquire_many(units).await.map_err(closed)?;
             let (number, link) = line.link(server.clone()).await?;
             let error = match ask(link).await {
                 Ok(answer) => return Ok(answer),
@@ -308,7 +339,7 @@ impl Line {
 
     fn usable(&self, state: &State) -> Option<(u64, Link)> {
         let fresh = state.number > self.given_up.load(Ordering::Acquire);
-        let link = state.open.clone().filter(|_| fresh)?;
+        let link = state.open.clone().filter(|link| fresh && !link.is_retired())?;
         Some((state.number, link))
     }
 
@@ -344,10 +375,10 @@ impl Line {
         let mut health = self.health.lock();
         if !error.is_some_and(|error| error.kind() == ErrorKind::Timeout) {
             *health = Health {
-                heard: now,
+                last_answer: now,
                 unanswered: None,
             };
-        } else if health.heard < began {
+        } else if health.last_answer < began {
             let since = *health.unanswered.get_or_insert(began);
             if now.since(since) >= SILENCE {
                 *health = Health::default();
@@ -367,39 +398,58 @@ impl Line {
 
 impl Server {
     async fn connect(&self) -> Result<Link> {
-        match self {
-            Self::One(client) => connect(client).await.map(Link::One),
-            Self::Cluster(client) => {
-                let made = client.get_async_connection().await;
-                made.map(Link::Cluster).map_err(no_answer)
+        let made = match self {
+            Self::One(node) => node.connect().await.map(Link::One),
+            Self::Cluster(cluster) => {
+                let made = cluster.client.get_async_generic_connection().await;
+                made.map(|connection| Link::Cluster {
+                    connection,
+                    _tls: cluster.tls.clone(),
+                })
             }
+        };
+        made.map_err(no_answer)
+    }
+}
+
+impl Node {
+    async fn connect(&self) -> Result<Bounded, RedisError> {
+        Bounded::connect(&self.info, self.tls.as_ref()).await
+    }
+
+    async fn ask_info(&self) -> Result<ServerInfo> {
+        let mut connection = self.connect().await.map_err(no_answer)?;
+        let info = connection.req_packed_command(&redis::cmd("INFO")).await;
+        let refused = |error: RedisError| match error.code() {
+            Some("NOPERM") => Ok(ServerInfo::default()), // an account that may not ask: it is taken for one server
+            _ => Err(no_answer(error)),
+        };
+        match info.and_then(Value::extract_error) {
+            Ok(info) => Ok(ServerInfo::parse(&info)),
+            Err(error) => refused(error),
         }
     }
 }
 
-async fn connect(client: &Client) -> Result<MultiplexedConnection> {
-    let config = AsyncConnectionConfig::new()
-        .set_connection_timeout(Some(CONNECT))
-        .set_response_timeout(None) // that of our jobs holds
-        .set_pipeline_buffer_size(QUEUE);
-    let made = client.get_multiplexed_async_connection_with_config(&config).await;
-    made.map_err(no_answer)
-}
-
-async fn ask_info(client: &Client) -> Result<ServerInfo> {
-    let mut connection = connect(client).await?;
-    let info = connection.req_packed_command(&redis::cmd("INFO")).await;
-    let refused = |error: RedisError| match error.code() {
-        Some("NOPERM") => Ok(ServerInfo::default()), // an account that may not ask: it is taken for one server
-        _ => Err(no_answer(error)),
-    };
-    match info.and_then(Value::extract_error) {
-        Ok(info) => Ok(ServerInfo::parse(&info)),
-        Err(error) => refused(error),
-    }
+/// What a question and its answer take of [`IN_FLIGHT`], in units.
+fn units_of(question: &Cmd) -> usize {
+    let sent = question.args_iter().map(|arg| match arg {
+        Arg::Simple(word) => word.len(),
+        _ => 0,
+    });
+    let expected = usize::try_from(answer_bound(question)).unwrap_or(usize::MAX);
+    expected.saturating_add(sent.sum()).div_ceil(UNIT)
 }
 
 impl Link {
+    /// Whether it takes no more questions. The client of a cluster renews its connections itself.
+    fn is_retired(&self) -> bool {
+        match self {
+            Self::One(connection) => connection.is_retired(),
+            Self::Cluster { .. } => false,
+        }
+    }
+
     /// An answer or a refusal for each question, of a cluster also why none came in `time`; an error where the connection to
     /// the only server broke.
     async fn ask(&mut self, questions: &Pipeline, time: Duration) -> Result<Vec<Result<Value>>, RedisError> {
@@ -412,7 +462,7 @@ impl Link {
                     asked.await?.into_iter().map(Ok).collect()
                 }
             },
-            Self::Cluster(connection) => return Ok(ask_nodes(connection, questions, time).await),
+            Self::Cluster { connection, .. } => return Ok(ask_nodes(connection, questions, time).await),
         };
         let settled = |answer: Result<Value, RedisError>| match answer.and_then(Value::extract_error) {
             Ok(value) => Ok(Ok(value)),
@@ -426,7 +476,7 @@ impl Link {
         let question = redis::cmd("INFO");
         match self {
             Self::One(connection) => connection.req_packed_command(&question).await,
-            Self::Cluster(connection) => {
+            Self::Cluster { connection, .. } => {
                 let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
                 connection.route_command(question, all).await
             }
@@ -437,9 +487,9 @@ impl Link {
     async fn scan(&mut self, pattern: &str) -> Result<Vec<Vec<u8>>, RedisError> {
         let nodes = match self {
             Self::One(_) => vec![None],
-            Self::Cluster(connection) => primaries(connection).await?.into_iter().map(Some).collect(),
+            Self::Cluster { connection, .. } => primaries(connection).await?.into_iter().map(Some).collect(),
         };
-        let mut found = Vec::new();
+        let (mut found, mut named) = (Vec::new(), 0);
         for node in nodes {
             let mut cursor = "0".to_owned();
             loop {
@@ -451,7 +501,7 @@ impl Link {
                     .arg("COUNT")
                     .arg(SCAN);
                 let answer = match (&mut *self, &node) {
-                    (Self::Cluster(connection), Some((host, port))) => {
+                    (Self::Cluster { connection, .. }, Some((host, port))) => {
                         let node = SingleNodeRoutingInfo::ByAddress {
                             host: host.clone(),
                             port: *port,
@@ -461,14 +511,18 @@ impl Link {
                             .await
                     }
                     (Self::One(connection), _) => connection.req_packed_command(&question).await,
-                    (Self::Cluster(_), None) => break,
+                    (Self::Cluster { .. }, None) => break,
                 };
                 let (next, keys): (String, Vec<Vec<u8>>) = redis::from_redis_value(answer?.extract_error()?)?;
+                named += keys.iter().map(|key| key.len() + OF_KEY).sum::<usize>();
                 found.extend(keys);
-                cursor = next;
-                if cursor == "0" {
+                if next == "0" {
                     break;
                 }
+                if next == cursor || named > MOST_NAMED {
+                    return Err(endless());
+                }
+                cursor = next;
             }
         }
         found.sort_unstable();
@@ -480,7 +534,7 @@ impl Link {
 /// Asks the nodes side by side; over each connection that is a pipeline again. A node that is gone, or silent for so long,
 /// fails its own questions alone: the others go on, and the client looks for it by itself.
 async fn ask_nodes(
-    connection: &ClusterConnection,
+    connection: &ClusterConnection<Bounded>,
     questions: &Pipeline,
     time: Duration,
 ) -> Vec<Result<Value>> {
@@ -504,7 +558,7 @@ async fn ask_nodes(
 }
 
 /// The primaries of a cluster: host and port of each.
-async fn primaries(connection: &mut ClusterConnection) -> Result<Vec<(String, u16)>, RedisError> {
+async fn primaries(connection: &mut ClusterConnection<Bounded>) -> Result<Vec<(String, u16)>, RedisError> {
     let mut question = redis::cmd("CLUSTER");
     question.arg("SLOTS");
     let any = RoutingInfo::SingleNode(SingleNodeRoutingInfo::Random);
@@ -528,10 +582,10 @@ async fn primaries(connection: &mut ClusterConnection) -> Result<Vec<(String, u1
     Ok(nodes)
 }
 
-fn tcp_settings() -> TcpSettings {
-    TcpSettings::default()
-        .set_nodelay(true)
-        .set_user_timeout(UNACKNOWLEDGED)
+/// A listing that does not come on, or is too long.
+fn endless() -> RedisError {
+    let text = "the server lists keys without end, or more than can be listed";
+    std::io::Error::new(std::io::ErrorKind::Unsupported, text).into()
 }
 
 fn late() -> Error {
@@ -565,9 +619,32 @@ fn refusal(error: &RedisError) -> Error {
             ErrorKind::NoSpace,
             "the server takes no writes, for it cannot save them",
         ),
+        // A health of writes alone: what it has can be read.
+        Some("READONLY") => (
+            ErrorKind::Unhealthy,
+            "the server has become a replica and takes no writes; give the address of the primary",
+        ),
+        Some("NOREPLICAS") => (
+            ErrorKind::Unhealthy,
+            "the server takes no writes, for it has fewer replicas than it wants",
+        ),
         Some("WRONGTYPE") => (ErrorKind::Foreign, "what has this record's key is no record"),
         Some("NOAUTH" | "WRONGPASS" | "NOPERM") => (ErrorKind::Io, NO_LOGIN),
         _ => (ErrorKind::Io, "the server refused"),
     };
     Error::new(kind, text).caused_by(error.clone())
+}
+
+/// The error of a write. A server that lets us not write has answered, and what it has can be read.
+pub(super) fn of_write(error: Error) -> Error {
+    let cause = std::error::Error::source(&error).and_then(|cause| cause.downcast_ref::<RedisError>());
+    match cause.and_then(RedisError::code) {
+        Some("NOPERM" | "ERR") => {
+            let text = "the server lets us write nothing; check the rights of the user (redis_username)";
+            let cause = cause.cloned();
+            let refused = Error::new(ErrorKind::Unhealthy, text);
+            cause.into_iter().fold(refused, Error::caused_by)
+        }
+        _ => error,
+    }
 }

@@ -6,6 +6,7 @@
 //! ([`known`]). [`connections`] has the client; the caller waits for it with the deadline of the job.
 
 mod address;
+mod bounded;
 mod connections;
 mod info;
 mod keys;
@@ -18,7 +19,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use redis::{Cmd, Value};
 use tracing::warn;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Part, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Part, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::{Clock, LANE_LOOKUP, LANE_SPACE, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
@@ -36,7 +37,8 @@ use crate::recency::Recency;
 use crate::scope::Scope;
 use address::Address;
 pub use address::{Login, TlsFiles};
-use connections::{Connections, Traffic};
+use bounded::IN_FLIGHT;
+use connections::{Connections, Traffic, of_write};
 use info::ServerInfo;
 use keys::Keys;
 use known::Known;
@@ -326,8 +328,10 @@ impl Shared {
         self.lengths.learn_from(&manifest);
         let expire = config.expire_after.max(2 * DESCRIBE_AGAIN);
         match self.put(io, &key, &manifest.to_bytes(), expire, true) {
-            // A full server can be read all the same, and may have room again.
-            Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
+            // A server that takes no writes now can be read all the same, and may take them again.
+            Err(error) if !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Unhealthy) => {
+                return Err(error);
+            }
             _ => {}
         }
         self.server.lock().described = self.clock.now();
@@ -337,9 +341,9 @@ impl Shared {
     /// The manifest of a part, if it can be read.
     fn manifest(&self, io: &IoJob, part: Part) -> Result<Option<Manifest>> {
         let key = self.keys.manifest(part);
-        let answer = self
-            .connections
-            .ask_one(io, Traffic::Record, question("GET", &key));
+        let answer =
+            self.connections
+                .ask_one(io, Traffic::Record, start_of(&key, limits::MAX_DOCUMENT_BYTES));
         match answer {
             Ok(Value::BulkString(stored)) => Ok(serde_json::from_slice(&stored).ok()),
             Ok(_) => Ok(None),
@@ -377,8 +381,8 @@ impl Shared {
         if !replace {
             put.arg("NX");
         }
-        let answer = self.connections.ask_one(io, Traffic::Record, put)?;
-        Ok(answer != Value::Nil)
+        let answer = self.connections.ask_one(io, Traffic::Record, put);
+        Ok(answer.map_err(of_write)? != Value::Nil)
     }
 
     /// Asks the same of each record, for answers that are numbers; -1 where what has its key is no record.
@@ -447,22 +451,49 @@ impl Shared {
     }
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        let questions = run.iter().map(|read| self.question_for(read));
-        let answers = self.connections.ask(io, Traffic::Record, questions);
-        let answers = answers.unwrap_or_else(|error| vec![Err(error); run.len()]);
+        let longest = self.lengths.longest();
+        let all: Vec<usize> = (0..run.len()).collect();
+        let mut answers = self.ask_for(io, &run, &all, longest);
+        // A writer that keeps other side shards may have added a length since the manifest was read.
+        let longer = |&n: &usize| match &answers[n] {
+            Ok(Value::BulkString(start)) => {
+                let len = start.len() as u64;
+                len > longest && !self.lengths.is_record(len)
+            }
+            _ => false,
+        };
+        let longer: Vec<usize> = all.into_iter().filter(longer).collect();
+        if !longer.is_empty() && self.learns_lengths(io) {
+            let again = self.ask_for(io, &run, &longer, self.lengths.longest());
+            longer
+                .into_iter()
+                .zip(again)
+                .for_each(|(n, answer)| answers[n] = answer);
+        }
         let ended = |(read, answer)| Outcome::Came(self.came(read, answer));
         run.into_iter().zip(answers).map(ended).collect()
     }
 
-    /// All of a record, or as much of it as there is room for where that is known to be less.
-    fn question_for(&self, read: &BlockRead) -> Cmd {
-        let key = self.keys.record(read.id);
-        if !self.wants_part(read) {
-            return question("GET", &key);
-        }
-        let mut part = question("GETRANGE", &key);
-        part.arg(0).arg(read.slot.len() - 1);
-        part
+    /// Answers for these reads of a run: as much of a record as there is room for where that is known to be less than all,
+    /// else all of it, or one byte more than the longest record has of a value that is none.
+    fn ask_for(&self, io: &IoJob, run: &[BlockRead], which: &[usize], longest: u64) -> Vec<Result<Value>> {
+        let question = |&n: &usize| {
+            let read = &run[n];
+            let len = match self.wants_part(read) {
+                true => read.slot.len(),
+                false => usize::try_from(longest + 1).unwrap_or(usize::MAX),
+            };
+            start_of(&self.keys.record(read.id), len)
+        };
+        // Never more with one round trip than may be on the way at once.
+        let most = (IN_FLIGHT / 2) as u64 / longest.max(1);
+        let together = usize::try_from(most).unwrap_or(usize::MAX).max(1);
+        let ask = |which: &[usize]| {
+            let questions = which.iter().map(question);
+            let answers = self.connections.ask(io, Traffic::Record, questions);
+            answers.unwrap_or_else(|error| vec![Err(error); which.len()])
+        };
+        which.chunks(together).flat_map(ask).collect()
     }
 
     fn wants_part(&self, read: &BlockRead) -> bool {
@@ -471,7 +502,6 @@ impl Shared {
 
     /// What was answered, in the slot, unless the reader takes it as it is.
     fn came(&self, read: BlockRead, answer: Result<Value>) -> Result<ReadDone> {
-        let is_part = self.wants_part(&read);
         let BlockRead {
             id,
             mut slot,
@@ -479,7 +509,7 @@ impl Shared {
             ..
         } = read;
         let mut record = match answer? {
-            Value::BulkString(record) if !(is_part && record.is_empty()) => record,
+            Value::BulkString(record) if !record.is_empty() => record,
             Value::Nil | Value::BulkString(_) => {
                 self.known.forget(id);
                 let text = "the server does not have this record (any more)";
@@ -536,8 +566,8 @@ impl Shared {
             }
         }
         if options.replace || !self.put(io, &key, record, expire, false)? {
-            if self.stays(io, &key, options.replace)? {
-                return Ok(Written::Present);
+            if let Some(stays) = self.stays(io, &key, options.replace)? {
+                return Ok(stays);
             }
             self.put(io, &key, record, expire, true)?;
         }
@@ -545,7 +575,7 @@ impl Shared {
         if options.read_back {
             let back = self
                 .connections
-                .ask_one(io, Traffic::Record, question("GET", &key))?;
+                .ask_one(io, Traffic::Record, start_of(&key, record.len() + 1))?;
             return Ok(self
                 .verify(id, &back)
                 .map_or_else(Written::Unsound, |()| Written::Published));
@@ -553,14 +583,13 @@ impl Shared {
         Ok(Written::Published)
     }
 
-    /// Whether what has this key is not to be replaced: a record of a newer version, or, unless it was `refused`, one that has
-    /// the length of ours.
-    fn stays(&self, io: &IoJob, key: &str, refused: bool) -> Result<bool> {
-        let mut head = question("GETRANGE", key);
-        head.arg(0).arg(RecordHeader::LONGEST - 1);
+    /// The outcome where what has this key is not replaced: a record of a newer version, or one that this store cannot read;
+    /// or, unless it was `refused`, one that has the length of ours.
+    fn stays(&self, io: &IoJob, key: &str, refused: bool) -> Result<Option<Written>> {
+        let head = start_of(key, RecordHeader::LONGEST);
         let answers = self
             .connections
-            .ask(io, Traffic::Short, [question("STRLEN", key), head])?;
+            .ask(io, Traffic::Record, [question("STRLEN", key), head])?;
         match <[Result<Value>; 2]>::try_from(answers) {
             Ok([Ok(Value::Int(len)), Ok(Value::BulkString(head))]) => {
                 let newer = match RecordHeader::decode(&head) {
@@ -573,10 +602,13 @@ impl Shared {
                     }
                     Err(refusal) => refusal.reason == MissReason::NewerVersion,
                 };
-                Ok(newer || (!refused && self.is_ours(len)))
+                if newer {
+                    return Ok(Some(Written::InTheWay(MissReason::NewerVersion)));
+                }
+                Ok((!refused && self.is_ours(len)).then_some(Written::Present))
             }
             Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => Err(error),
-            _ => Ok(false),
+            _ => Ok(None),
         }
     }
 
@@ -642,4 +674,11 @@ fn question(name: &str, key: &str) -> Cmd {
     let mut question = Cmd::with_capacity(2, name.len() + key.len());
     question.arg(name).arg(key);
     question
+}
+
+/// A question about the first `len` bytes of a value, all of it where it has no more; empty where there is none.
+fn start_of(key: &str, len: usize) -> Cmd {
+    let mut start = question("GETRANGE", key);
+    start.arg(0).arg(len.saturating_sub(1));
+    start
 }

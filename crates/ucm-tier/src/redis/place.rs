@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use redis::Value;
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind, Result, limits};
 use ucm_infra::{Clock, LANE_SPACE, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool};
 
@@ -18,6 +18,8 @@ use crate::place::{Item, Place, Room};
 
 /// How long one call may take.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// More bytes than any record has.
+const LONGEST_RECORD: u64 = limits::MAX_BLOCK_BYTES + 2 * limits::MAX_SIDES_BYTES;
 /// How much later than it was listed something must have been used to count as used since.
 const USED_SINCE_NS: u64 = 1_000_000_000;
 
@@ -122,6 +124,7 @@ impl Place for RedisPlace {
     }
 
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
+        let len = len.min(LONGEST_RECORD); // it may be what the server said of its value
         let mut range = question("GETRANGE", name);
         range.arg(start).arg(start.saturating_add(len).saturating_sub(1));
         let answers = self.connections.ask(

@@ -33,6 +33,7 @@ TIER_GAUGES = {
     "used_bytes": ("ucm_tier_used_bytes", "Bytes that a tier holds, as each half of the connector sees it."),
     "capacity_bytes": ("ucm_tier_capacity_bytes", "Bytes that a tier may hold, as each half sees it."),
     "healthy": ("ucm_tier_healthy", "Whether a tier is used now (1) or switched off (0), by half."),
+    "writable": ("ucm_tier_writable", "Whether a tier takes blocks now (1) or is at most read (0), by half."),
 }
 
 #: Seconds between two looks: a store answers at once, but a step is short.
