@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use redis::Value;
-use ucm_core::{Error, ErrorKind, Result, limits};
+use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, LANE_SPACE, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool};
 
@@ -14,12 +14,11 @@ use super::connections::{Connections, Traffic};
 use super::info::ServerInfo;
 use super::keys::Named;
 use super::{TOGETHER, question};
+use crate::lengths::LONGEST_RECORD;
 use crate::place::{Item, Place, Room};
 
 /// How long one call may take.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// More bytes than any record has.
-const LONGEST_RECORD: u64 = limits::MAX_BLOCK_BYTES + 2 * limits::MAX_SIDES_BYTES;
 /// How much later than it was listed something must have been used to count as used since.
 const USED_SINCE_NS: u64 = 1_000_000_000;
 
