@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from toy_engine import BLOCK, LateStore, ToyEngine, expected
 
+from ucm.integration.vllm.connector.scheduler import deferred_dumps
+
 PROMPTS = {
     "long": [(7 * at) % 400 + 3 for at in range(6 * BLOCK + 5)],
     "shared": [(7 * at) % 400 + 3 for at in range(4 * BLOCK)] + [11] * 20,
@@ -178,3 +180,54 @@ def test_a_method_that_raises_once(
         plant(planted, sides_of(engine)[side], name, call, call)
         run(engine)
     run(life())
+
+
+#: One block, and eight, with the output.
+ENDED = {
+    "short": [(7 * at) % 400 + 3 for at in range(BLOCK - COUNT + 1)],
+    "ended": [(9 * at) % 400 + 4 for at in range(8 * BLOCK - COUNT + 1)],
+}
+
+
+def end_two(engine: ToyEngine, patch: pytest.MonkeyPatch, held: bool) -> None:
+    """Two requests end that nothing was offered of before, while all other blocks are in use. What is to be stored of
+    the second is sent with the next step, or of both ``held`` back for want of room."""
+    side = engine.connector._scheduler
+    patch.setattr(side, "_plan_dumps", lambda output, dumps: None)
+    if held:
+        patch.setattr(side.dumps, "room", lambda: 0)
+    holder = engine.add("holder", [(11 * at) % 370 + 2 for at in range(14 * BLOCK)], 30)
+    engine.until(lambda: len(holder.output_token_ids) > 0)
+    for name, tokens in ENDED.items():
+        engine.until(engine.add(name, tokens, COUNT).is_finished)
+    assert not holder.is_finished()
+    assert [len(side._late_dumps), len(side._deferred.trackers)] == ([0, 2] if held else [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("held", "where"),
+    [(held, where) for held in (False, True) for where in ("", "build_connector_meta", "_plan", "jobs_to_flush")]
+    + [(False, "take"), (True, "offers")],
+)
+def test_a_step_that_reuses_blocks_and_is_not_planned_stores_no_bytes_of_others(
+    life: Callable[[], ToyEngine], monkeypatch: pytest.MonkeyPatch, held: bool, where: str
+) -> None:
+    """Blocks of ended requests are still to be stored, and vLLM gives them to others in the step that fails."""
+    engine = life()
+    engine.generate({"first": [3] * BLOCK}, 1)
+    engine.until(lambda: not engine.connector._scheduler.readiness.busy())
+    side = engine.connector._scheduler
+    owners = {"jobs_to_flush": side.dumps, "take": side._rank_hints, "offers": side.dumps}
+    monkeypatch.setattr(deferred_dumps, "ROOM_S", 60.0)
+    with monkeypatch.context() as planted:
+        end_two(engine, planted, held)
+        other = engine.add("other", FRESH["fresh"], 1)
+        while not side._live["other"].lookup.done:
+            engine.pause()
+        calls = plant(planted, owners.get(where, side), where, 1, 1) if where else [1]
+        engine.step()
+        assert calls[0] > 0 and other.is_finished()
+    engine.until(engine.idle)
+    # Whoever finds them loads what was computed.
+    prompts = ENDED | FRESH
+    assert life().generate(prompts, COUNT) == right(prompts)

@@ -163,16 +163,19 @@ class ToyEngine:
 
     def generate(self, prompts: dict[str, list[int]], count: int) -> dict[str, list[int]]:
         """The output tokens of requests that run at the same time."""
+        requests = {name: self.add(name, tokens, count) for name, tokens in prompts.items()}
+        self.until(lambda: all(request.is_finished() for request in requests.values()))
+        return {name: list(request.output_token_ids) for name, request in requests.items()}
+
+    def add(self, name: str, tokens: list[int], count: int) -> Any:
+        """A request for so many output tokens; the steps from now on run it."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        requests = {}
-        for name, tokens in prompts.items():
-            options = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
-            requests[name] = Request(name, tokens, options, None, block_hasher=self._hasher)
-            self.scheduler.add_request(requests[name])
-        self.until(lambda: all(request.is_finished() for request in requests.values()))
-        return {name: list(request.output_token_ids) for name, request in requests.items()}
+        options = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
+        request = Request(name, tokens, options, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
 
     def until(self, so: Callable[[], bool]) -> None:
         """Steps until it is so."""
@@ -181,8 +184,12 @@ class ToyEngine:
                 return
             if not self.step():
                 self.connector.has_pending_push_work()
-                self._pause.wait(0.001)  # threads look up and open stores
+                self.pause()
         raise AssertionError("the engine goes on and on")
+
+    def pause(self) -> None:
+        """A moment for threads that look up and open stores."""
+        self._pause.wait(0.001)
 
     def step(self) -> int:
         """One step of engine core and worker; the tokens that it computed."""

@@ -238,7 +238,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do in this step."""
-        plan = self._with_unplanned_loads(self._plan_step(scheduler_output))
+        planned = self._plan_step(scheduler_output)
+        if planned is None:
+            self._drop_unsent()
+        plan = self._with_unplanned_loads(planned)
         if self._sparse_scheduler is None:
             return plan
         settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
@@ -248,6 +251,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def _plan_step(self, scheduler_output: SchedulerOutput) -> UCMConnectorMetadata | None:
         return NOTHING if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
+
+    @harmless(None, vital=True)
+    def _drop_unsent(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.drop_unsent()
 
     def _with_unplanned_loads(self, plan: UCMConnectorMetadata | None) -> UCMConnectorMetadata:
         """A step's plan, with the loads that vLLM waits for and that it should have and has not. ``plan`` is None where

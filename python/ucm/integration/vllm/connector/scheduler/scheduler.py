@@ -334,11 +334,19 @@ class UCMConnectorScheduler:
         except Exception as error:
             # While the stores are being opened a plan has what is sent once.
             self.failures.note("planning a step", error, vital=self.readiness.phase == OPENING)
+            self.drop_unsent()
             plan = UCMConnectorMetadata(loads=self._loads)
             self._loads = []
         if to_flush:
             plan = replace(plan, jobs_to_flush=to_flush)
         return plan
+
+    def drop_unsent(self) -> None:
+        """A step goes to the workers without what was to be stored. It may write the blocks of ended requests, so none
+        of these is stored any more."""
+        unsent, self._late_dumps = self._late_dumps, []
+        self._deferred.drop()
+        self.dumps.drop(unsent)
 
     def _plan(self, output: SchedulerOutput) -> UCMConnectorMetadata:
         self._notice_reset()
@@ -351,7 +359,7 @@ class UCMConnectorScheduler:
         if self._rates is not None and now >= self._rates.due:
             self._rates.keep(now)
         setup = self.readiness.take_setup()
-        dumps, self._late_dumps = self._late_dumps, []
+        dumps = self._late_dumps  # with all that this step adds: dropped together where something raises
         self._note_items(output)
         if self._deferred:
             self._plan_deferred(is_open, dumps, now)
@@ -367,7 +375,7 @@ class UCMConnectorScheduler:
             self._pause(YIELD_S)
         if not (setup or dumps or loads or touched or prefetch) and check_weights is None:
             return NOTHING
-        self._loads = []
+        self._loads, self._late_dumps = [], []
         return UCMConnectorMetadata(
             setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch, check_weights=check_weights
         )
@@ -478,13 +486,16 @@ class UCMConnectorScheduler:
         upto = tracker.grow(upto, self._keys, self._block_tracker)
         self._deferred.add(tracker, upto, self._manager.get_blocks(request.request_id).blocks[0], now)
 
-    @harmless(None)
     def _plan_deferred(self, is_open: bool, dumps: list[Dump], now: float) -> None:
         if not is_open or self._keys is None:
             return self._deferred.drop()
-        for tracker, plans in self._deferred.take(self._keys, now):
-            self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
-            dumps += plans
+        try:
+            for tracker, plans in self._deferred.take(self._keys, now):
+                dumps += plans
+                self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
+        except Exception as error:  # the blocks of the others were not compared in this step
+            self.failures.note("offering blocks of ended requests", error)
+            self._deferred.drop()
         for reason, blocks in self._deferred.take_lost().items():
             self.miss_stats.unstored(reason, blocks)
 
