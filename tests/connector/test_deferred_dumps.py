@@ -263,3 +263,18 @@ def test_only_so_many_blocks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     stored(rig, plan, free=10)
     assert offered(rig.step()) == [(2, 3)]
     assert unstored(rig) == {"ended": 2}
+
+
+def test_blocks_that_are_refused_again_and_again_do_not_wait_for_ever() -> None:
+    """By a store without room that says it has some, for fewer blocks than wait."""
+    rig, plan = with_little_room(7)
+    stored(rig, plan, free=2)
+    for _ in range(int(2 * ROOM_S / BUSY_PAUSE_S)):
+        if not rig.scheduler.has_pending_push_work:
+            break
+        plan = rig.step()
+        if plan.dumps:
+            stored(rig, plan, free=2, busy=True)
+        rig.clock.now += BUSY_PAUSE_S
+    assert not rig.scheduler.has_pending_push_work
+    assert rig.scheduler.dumps.published_blocks == 2

@@ -4,7 +4,8 @@ Blocks computed with an adapter are offered only after the adapter's files were 
 step may compute more blocks than staging holds; the rest is offered when ranks report free slots.
 A request may end before either, and its blocks belong to vLLM again. They are offered later, unless
 vLLM hands them out to be written first: for a check within :data:`~..identity.adapters.RECHECK_S`,
-for staging until :data:`ROOM_S` pass without a free slot.
+for staging until :data:`ROOM_S` pass in which none is offered for the first time: there is no free
+slot, or what is offered is refused again and again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class _Deferred:
     blocks: list[KVCacheBlock]  # of the request, from its first
     hashes: list[object]  # vLLM's, of the blocks
     since: float
-    offered: float  # when some of them were offered last, or since when they wait
+    offered: float  # when one of them was offered for the first time last, or since when they wait
+    furthest: int  # ordinal behind those that were offered, were they refused or not
 
     def cut(self) -> int:
         """Drop blocks from the first that vLLM handed out on. Returns how many those are."""
@@ -76,7 +78,7 @@ class DeferredDumps:
         if end > tracker.cursor:
             mine = list(blocks[:end])
             hashes = [block.block_hash for block in mine]
-            self._deferred.append(_Deferred(tracker, mine, hashes, now, now))
+            self._deferred.append(_Deferred(tracker, mine, hashes, now, now, tracker.cursor))
 
     def take(self, keys: KeyMaker, now: float) -> Iterator[tuple[RequestTracker, list[Dump]]]:
         """Offer what is confirmed and has room, one request after the other. Drop what is refused, late
@@ -97,7 +99,8 @@ class DeferredDumps:
                 continue
             room = self._dumps.room()
             if plans := self._dumps.plan(hold.tracker, len(hold.blocks), hold.blocks, room):
-                hold.offered = now
+                if hold.tracker.cursor > hold.furthest:
+                    hold.furthest, hold.offered = hold.tracker.cursor, now
                 yield hold.tracker, plans
             if not self._dumps.offers(hold.tracker, len(hold.blocks)):
                 self._deferred.remove(hold)
