@@ -682,3 +682,62 @@ def test_a_rank_that_writes_reports_now_and_then_how_much_its_store_holds(writer
     record = 2 * TOKENS * SIZE * 4
     reported = [StoreRoom("posix", 1000, 10 * tasks, record) for tasks in (2, 4)]
     assert [room for room in rooms if room] == (reported if writer else [])
+
+
+class Making:
+    """Representations that take as long as a test wants."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.forgotten: list[str] = []
+
+    def begin_load(self, *_: Any) -> None:
+        """They are to be made."""
+
+    def arrived(self, request: str, blocks: Any) -> bool:
+        return False
+
+    def work(self) -> list[str]:
+        made, self.made = self.made, []
+        return made
+
+    def forget(self, request: str) -> None:
+        self.forgotten.append(request)
+
+
+def test_a_load_is_under_way_until_what_is_selected_from_is_made() -> None:
+    """After an exception all that is not under way counts as lost."""
+    worker = Worker()
+    store = worker.open()
+    making: Any = Making()
+    worker.connector.loads.representations = making
+    store.kept.update(dict.fromkeys(record_ids(KEYS[0], part_mask(0, 0, 0)), bytes(8192)))
+    worker.step(loads=[load("a", [3])])
+    store.end("staged", "published")
+    assert worker.step()[0] == set()
+    assert worker.connector.loads_under_way(look=False) == {"a"}
+    making.made = ["a"]
+    assert worker.step()[:2] == ({"a"}, set())
+    assert worker.connector.loads_under_way(look=False) == set()
+
+
+def test_a_load_that_is_lost_is_reported_as_failed_once() -> None:
+    worker = Worker()
+    store = worker.open()
+    making: Any = Making()
+    worker.connector.loads.representations = making
+    store.kept.update(dict.fromkeys(record_ids(KEYS[0], part_mask(0, 0, 0)), bytes(8192)))
+    lost = load("a", [3], first=2)
+    worker.step(loads=[lost])
+    store.end("staged", "published")
+    worker.step()
+    for _ in range(2):  # as the end of the load, and again where the bad blocks could not be told
+        worker.connector.loads.forget(lost)
+    assert "a" in making.forgotten, "nothing is made of its blocks, which may be others' by now"
+    ended, bad, report = worker.step()
+    assert (ended, bad) == (set(), set())
+    assert report is not None
+    (failure,) = report.ranks[0].load_failures
+    assert (failure.request, failure.first, failure.refused, failure.reasons) == ("a", 2, b"", ("internal",))
+    assert report.ranks[0].served == []
+    assert worker.connector.loads_under_way(look=False) == set()

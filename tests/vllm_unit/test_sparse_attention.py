@@ -556,6 +556,24 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
     assert work.beside(blocks, Beside({})) is None
 
 
+@pytest.mark.parametrize("reads_later", [False, True])
+def test_nothing_is_made_of_the_blocks_of_a_load_that_is_given_up(config: Any, reads_later: bool) -> None:
+    rows = Rows.of([300, 40], [1, 1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows)
+    rig.attend()
+    blocks = rows.table[0, :9].long().numpy()
+    caches = {method.layer_number(name): layer.kv_cache for name, layer in rig.layers.items()}
+    read = key_reader(rig.layers[NAMES[0]], "CPU_ATTN", rig.layers[NAMES[0]].kv_cache, BLOCK)
+    work = Representations(method, caches, None if reads_later else read, reads_later=reads_later)
+    work.begin_load("r0", IDS[:9], blocks, Beside({}))
+    assert work.arrived("r0", blocks) == reads_later
+    work.forget("r0")
+    work.read_by(read)
+    assert work.work() == []
+    assert not method.store.ready(blocks)
+
+
 @pytest.mark.parametrize("kept", [None, 0, 4], ids=["no side shards", "none stored", "some stored"])
 @pytest.mark.parametrize("then", ["read", "unreadable", "loaded anew"])
 def test_what_is_loaded_before_vllm_has_computed_a_step_is_read_after_it(

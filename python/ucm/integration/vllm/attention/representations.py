@@ -152,6 +152,14 @@ class Representations:
         """The load did not bring all: what it brought is computed over, or is not selected from."""
         self._loads.pop(request, None)
 
+    def forget(self, request: str) -> None:
+        """The load of this request is over as failed, whatever became of it: nothing is made of its blocks, which vLLM
+        may give to others."""
+        self._loads.pop(request, None)
+        self._unselectable.discard(request)
+        self._jobs = deque(job for job in self._jobs if job.request != request)
+        self._postponed = [job for job in self._postponed if job.request != request]
+
     def arrived(self, request: str, blocks: Ids) -> bool:
         """The KV of these blocks is there. False: their representations are still to be made, see :meth:`work`."""
         load = self._loads.pop(request, None)

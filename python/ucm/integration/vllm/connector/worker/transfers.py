@@ -178,8 +178,7 @@ class Loads:
 
     def _arrived(self, load: Load) -> None:
         """All blocks of a load are there."""
-        if load.unread:
-            self._selecting[load.request] = load
+        self._selecting[load.request] = load
         if self.representations is None or self.representations.arrived(load.request, load.blocks):
             self._over(load.request)
 
@@ -187,7 +186,7 @@ class Loads:
         """Nothing more comes of a load whose blocks are there. Without the representations of what was not read, its
         request cannot go on: vLLM is to admit it again, and to load all of it."""
         load = self._selecting.pop(request, None)
-        if load is None or self.representations is None or self.representations.selectable(request):
+        if load is None or not load.unread or self.representations is None or self.representations.selectable(request):
             self._ended.add(request)
             return
         self._fail(load, 0, [], [MissReason.LOAD_FAILED] * len(load.blocks), unselectable=True)
@@ -220,11 +219,18 @@ class Loads:
         return {one.work.request for one in running} | ({} if look else self._selecting).keys()
 
     def forget(self, load: Load) -> None:
-        """This load was reported without what is kept of it here, which may be of other loads of its request later."""
+        """This load was reported as failed, without what is kept of it here, which may be of other loads of its request
+        later. The scheduler side is told, and claims the same hit no more."""
         self._running = [one for one in self._running if one.work is not load]
         self._selecting.pop(load.request, None)
         self._ended.discard(load.request)
         self._bad_blocks.difference_update(load.blocks.tolist())
+        self._served = [served for served in self._served if served.request != load.request]
+        if self.representations is not None:
+            self.representations.forget(load.request)
+        if all(failure.request != load.request for failure in self._failures):
+            reasons = (str(MissReason.INTERNAL),) * len(load.blocks)
+            self._failures.append(LoadFailure(load.request, load.first, b"", reasons))
 
     def take_ended(self) -> set[str]:
         """Requests whose load ended since the last call, each named once."""
