@@ -71,6 +71,24 @@ def test_what_has_left_is_told_with_the_next_plan_where_one_fails() -> None:
     assert [(change.request, change.hot) for change in plan.offloaded] == [("a", [7])]
 
 
+def test_ranks_that_were_not_asked_to_measure_as_a_plan_failed_are_asked_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sparse = scheduler(offload=True)
+    assert sparse.offload is not None
+    sparse._requests["a"] = Request()  # type: ignore[assignment]
+    table = [SimpleNamespace(block_id=at) for at in range(4)]
+    sparse._manager = SimpleNamespace(get_blocks=lambda _: SimpleNamespace(blocks=[table]))  # type: ignore[assignment]
+    monkeypatch.setattr(Request, "num_prompt_tokens", 90, raising=False)
+    with monkeypatch.context() as planted:
+        planted.setattr(sparse.offload, "take", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sparse.plan(step("a"), settled=True)
+    assert not sparse.measuring
+    assert sparse.plan(step("a"), settled=True).measure
+    assert sparse.measuring
+
+
 def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(caplog: pytest.LogCaptureFixture) -> None:
     class Slots(UcmSparseBase):
         def estimate_num_slots_sparsed(self, request: Any) -> int:

@@ -179,12 +179,13 @@ class SparseScheduler:
             self._add(plan, name, computed, output.num_scheduled_tokens[name])
         for new in output.scheduled_new_reqs:
             self._add(plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
-        # Only with a step that vLLM computes: the ranks measure after it, by the kernels that it ran.
-        plan.measure = settled and bool(plan.rows) and self.break_even.ask()
         plan.finished, self._finished = self._finished, []
         plan.given, self._given = np.array(self._given, dtype=np.int64), []
         if self.offload is not None:  # last: what is taken here must arrive
             plan.offloaded, plan.given_back = self.offload.take()
+        # Only with a step that vLLM computes: the ranks measure after it, by the kernels that it ran. They are asked
+        # once, so behind all that may fail.
+        plan.measure = settled and bool(plan.rows) and self.break_even.ask()
         self.break_even.take_effect()
         return plan
 
