@@ -26,6 +26,7 @@ from ucm.integration.vllm.attention.pages import key_reader
 from ucm.integration.vllm.attention.representations import Representations
 from ucm.integration.vllm.attention.rows import SparsePlan, in_order
 from ucm.integration.vllm.attention.tiles import ask_for_tiles
+from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 from ucm.sparse import retrieval
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.method import BlockSparse
@@ -572,6 +573,31 @@ def test_nothing_is_made_of_the_blocks_of_a_load_that_is_given_up(config: Any, r
     work.read_by(read)
     assert work.work() == []
     assert not method.store.ready(blocks)
+
+
+@pytest.mark.parametrize("others", ["none", "written", "given", "unknown"])
+def test_what_is_read_after_the_first_step_is_not_read_from_blocks_that_it_gave_to_others(
+    config: Any, others: str
+) -> None:
+    """The request of the load was aborted, and its blocks are those of others by then."""
+    rows = Rows.of([300, 40], [1, 1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows)
+    rig.attend()
+    blocks = rows.table[0, :9].long().numpy()
+    worker = SparseWorker.__new__(SparseWorker)
+    worker.host, worker.method, worker._writer, worker._measures = rig.host, method, True, False
+    caches = {name: layer.kv_cache for name, layer in rig.layers.items()}
+    worker._prepare_representations(method, rig.layers, "CPU_ATTN", caches, BLOCK)
+    assert worker.representations is not None
+    worker.representations.begin_load("r0", IDS[:9], blocks, Beside({}))
+    assert worker.representations.arrived("r0", blocks)
+    given = blocks[2:3] if others == "given" else blocks[:0]
+    worker.begin_step(SparsePlan(BLOCK, 0, given=given), SimpleNamespace(attn_metadata=None))
+    slot = int(blocks[2] if others == "written" else rows.table[1, 0]) * BLOCK + 5
+    metadata = None if others == "unknown" else SimpleNamespace(slot_mapping=torch.tensor([slot, -1]))
+    worker._after_first_steps(rig.host, {NAMES[0]: metadata})
+    assert method.store.ready(blocks) == (others == "none")
 
 
 @pytest.mark.parametrize("kept", [None, 0, 4], ids=["no side shards", "none stored", "some stored"])

@@ -117,6 +117,10 @@ class Representations:
             except Exception as error:
                 throttle.warning("representations", "loaded blocks could not be encoded, and are dense: %r", error)
 
+    def overwritten(self, blocks: Ids) -> None:
+        """These blocks are filled with something else: nothing that waits is made of them."""
+        self._postponed = [job for job in self._postponed if not np.isin(job.blocks, blocks).any()]
+
     # Dumps ------------------------------------------------------------------------------------------------------
 
     def beside(self, blocks: Ids, store: UcmKVStoreBaseV1) -> dict[str, npt.NDArray[np.uint8]] | None:
@@ -139,7 +143,7 @@ class Representations:
         """These blocks are about to be filled with the records of these ids; those of ``unread`` are not, and their
         representations go to :attr:`rows_of` the request."""
         self._method.store.invalidate(blocks)
-        self._postponed = [job for job in self._postponed if not np.isin(job.blocks, blocks).any()]
+        self.overwritten(blocks)
         load = self._loads[request] = _Load(ids, blocks, store, len(unread))
         self._unselectable.discard(request)
         if self.name in store.side_sizes:

@@ -73,3 +73,9 @@ def last_blocks(metadata: Any, block_tokens: int, rows: int) -> Sequence[int]:
     ends = metadata.query_start_loc[1 : rows + 1].long() - 1
     slots = metadata.slot_mapping.index_select(0, ends.to(metadata.slot_mapping.device))
     return [int(slot) // block_tokens for slot in slots.tolist()]
+
+
+def written_blocks(metadata: Any, block_tokens: int) -> npt.NDArray[np.int64]:
+    """The device blocks that a step writes keys to; -1 where it pads."""
+    slots: npt.NDArray[np.int64] = metadata.slot_mapping.cpu().numpy().astype(np.int64)
+    return np.unique(slots // block_tokens)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucm.config import UcmConfig
-from ucm.errors import ConfigError, UnsupportedError
+from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.break_even import FAILED, length_text, measure
 from ucm.integration.vllm.attention.eager_hooks import EagerHooks
 from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
@@ -19,7 +19,7 @@ from ucm.integration.vllm.attention.offload import Offload, spare_rows
 from ucm.integration.vllm.attention.pages import is_packed, key_reader
 from ucm.integration.vllm.attention.registering import OVERRIDDEN
 from ucm.integration.vllm.attention.representations import Representations, caches_by_layer
-from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.attention.rows import SparsePlan, written_blocks
 from ucm.integration.vllm.attention.tiles import ask_for_tiles
 from ucm.integration.vllm.compat.block_size import common_block_size
 from ucm.integration.vllm.connector.guard import logger
@@ -55,7 +55,7 @@ class SparseWorker:
         self._mask = b""
         self._writer = _writes(kv_cache_config)
         self._eager: EagerHooks | None = None
-        self._learn_pages: Callable[[], None] | None = None  # once vLLM has run a step
+        self._learn_pages: Callable[[Mapping[str, Any]], None] | None = None  # once vLLM has run a step
         self._step: Mapping[str, Any] | None = None  # attention metadata of the step that runs, by layer
         self._measures = False  # after the step that runs
         self._measured: int | None = None
@@ -118,11 +118,13 @@ class SparseWorker:
             shards=len(caches) if method.settings.offload else 1,
         )
 
-        def learn() -> None:
+        def learn(step: Mapping[str, Any]) -> None:
             try:
+                if step:
+                    made.overwritten(written_blocks(step[first], tokens))
                 ask_for_tiles()
                 read = key_reader(layers[first], backend, caches[first], tokens)
-            except UnsupportedError as error:
+            except Exception as error:
                 logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
                 read = None
             made.read_by(read)
@@ -130,7 +132,7 @@ class SparseWorker:
         if is_packed(backend):
             self._learn_pages = learn
         else:
-            learn()
+            learn({})
 
     def _make_offload(self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> Offload:
         """Raises :class:`~ucm.errors.ConfigError` where a layer could want a block that has left."""
@@ -180,6 +182,8 @@ class SparseWorker:
             return
         if self._measures:  # the step of that plan had no end
             self._measured, self._measures = self._not_measured("the step had no end"), False
+        if self.representations is not None:
+            self.representations.overwritten(plan.given)
         self._measures = plan.measure
         metadata = getattr(context, "attn_metadata", None)
         self._step = metadata if plan.rows and isinstance(metadata, Mapping) else None
@@ -189,7 +193,7 @@ class SparseWorker:
         """What is tried out or measured by kernels of vLLM's, after a step in which vLLM ran them."""
         learn, self._learn_pages = self._learn_pages, None
         if learn is not None:
-            learn()
+            learn(step)
         if self._measures:
             self._measured, self._measures = self._measure(host, step), False
 
