@@ -228,6 +228,6 @@ def test_a_step_that_reuses_blocks_and_is_not_planned_stores_no_bytes_of_others(
         engine.step()
         assert calls[0] > 0 and other.is_finished()
     engine.until(engine.idle)
-    # Whoever finds them loads what was computed.
+    # Another life loads what was computed.
     prompts = ENDED | FRESH
     assert life().generate(prompts, COUNT) == right(prompts)

@@ -168,7 +168,7 @@ class ToyEngine:
         return {name: list(request.output_token_ids) for name, request in requests.items()}
 
     def add(self, name: str, tokens: list[int], count: int) -> Any:
-        """A request for so many output tokens; the steps from now on run it."""
+        """A request for ``count`` output tokens; the steps from now on run it."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 

@@ -220,7 +220,7 @@ class Loads:
 
     def forget(self, load: Load) -> None:
         """This load was reported as failed, without what is kept of it here, which may be of other loads of its request
-        later. The scheduler side is told, and claims the same hit no more."""
+        later. The scheduler side learns it, and claims the same hit no more."""
         self._running = [one for one in self._running if one.work is not load]
         self._selecting.pop(load.request, None)
         self._ended.discard(load.request)
