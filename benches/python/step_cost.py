@@ -61,6 +61,9 @@ class Named:
     def why_invalid(self) -> str:
         return ""
 
+    def forget(self) -> None:
+        pass
+
     def update(self, _words: list[WeightsReport]) -> bool:
         return False
 
