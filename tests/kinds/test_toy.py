@@ -114,7 +114,7 @@ def test_a_wrong_value_says_what_and_where(value: Any, words: str) -> None:
 
 def test_its_keys_mean_nothing_beside_another_store() -> None:
     (warning,) = load({"storage_path": "/d", "toy_records": 5}, {}).warnings
-    assert "it is a key of UcmToyStore" in warning
+    assert "use UcmToyStore, whose key it is" in warning
 
 
 def test_the_page_of_the_configuration_is_out_of_date_without_it() -> None:
