@@ -267,7 +267,8 @@ def test_a_record_of_a_newer_version_stays(shared_pool: Pool, opened: Open, raw:
     raw.set(second, _flip(raw.get(second)))  # refused here, and written anew by a newer version before our next dump
     assert [loaded_alone(store, source, block) for block in range(2)] == [False, False]
     raw.set(second, bytes(newer[second]))
-    dump(store, 2)
+    with pytest.raises(TaskError, match="reason=newer_version"):
+        dump(store, 2)
     assert {place: raw.get(place) for place in newer} == newer
 
 

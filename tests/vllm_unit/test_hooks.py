@@ -199,7 +199,10 @@ def end_two(engine: ToyEngine, patch: pytest.MonkeyPatch, held: bool) -> None:
     holder = engine.add("holder", [(11 * at) % 370 + 2 for at in range(14 * BLOCK)], 30)
     engine.until(lambda: len(holder.output_token_ids) > 0)
     for name, tokens in ENDED.items():
-        engine.until(engine.add(name, tokens, COUNT).is_finished)
+        request = engine.add(name, tokens, COUNT)
+        while not side._live[name].lookup.done:  # each step brings the holder closer to its end
+            engine.pause()
+        engine.until(request.is_finished)
     assert not holder.is_finished()
     assert [len(side._late_dumps), len(side._deferred.trackers)] == ([0, 2] if held else [1, 0])
 
