@@ -140,8 +140,8 @@ impl Shared {
 
     /// The outcome where what has a record's name is not written over: one of a newer version,
     /// whose writer knows what it is, or, unless it is to be replaced, this record with other side
-    /// shards, as long as it says itself. An error where no one looked, so that it may be one; what
-    /// cannot be read is no record.
+    /// shards, as long as it says itself. An error where the name could not be read in time, since it
+    /// may be such a record. What cannot be read is no record.
     fn stays(
         &self,
         io: &IoJob,

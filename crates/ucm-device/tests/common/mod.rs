@@ -456,7 +456,7 @@ impl Drop for Caller<'_> {
     }
 }
 
-/// Waits for an event that is not done until a deadline of so many milliseconds has passed.
+/// Waits for an event that is not done until a deadline of `ms` milliseconds has passed.
 #[track_caller]
 pub(crate) fn wait_late(event: &Arc<dyn Event>, ms: u64) -> Error {
     let event = Arc::clone(event);

@@ -574,8 +574,8 @@ fn certificates(path: &PathBuf) -> Result<Vec<Certificate>> {
     Ok(found)
 }
 
-/// What a client's error says, in one line of bounded length, without the answer of the server, of
-/// which only its code is told; and what it comes from in the end, unless that names an address.
+/// The text of a client's error, in one line of bounded length. Of the server's answer it has the
+/// code alone. The last cause is added, unless it names an address.
 #[derive(Debug, Clone)]
 pub(super) struct Told(String);
 

@@ -205,8 +205,9 @@ impl Bounded {
         self.shared.count.lock().retired
     }
 
-    /// Begins a question whose answer has at most so many bytes. Callers wait for at most [`IN_FLIGHT`] together, so where
-    /// more would be due the rest was given up, and the connection is closed.
+    /// Begins a question whose answer has at most `bound` bytes. Callers wait for at most
+    /// [`IN_FLIGHT`] bytes together. If more would be due, earlier questions were given up: the
+    /// connection is closed.
     fn begin(&self, bound: u64) -> RedisResult<Question> {
         let mut count = self.shared.count.lock();
         if count.due > 0 && count.due.saturating_add(bound) > IN_FLIGHT as u64 {
