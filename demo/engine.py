@@ -1,7 +1,9 @@
-"""One vLLM engine of the demo, alone in its process: start, answer one prompt, stop, leave a result file.
+"""One vLLM engine of the demo, alone in its process: start, answer one prompt, stop, leave a result
+file.
 
-``run.py`` starts it as ``python engine.py JOB`` with a JSON job file and shows what it reports: one line of JSON per
-event in ``job["events"]``. What vLLM itself prints goes to the log that ``run.py`` opened for this process.
+``run.py`` starts it as ``python engine.py JOB`` with a JSON job file and shows what it reports: one
+line of JSON per event in ``job["events"]``. What vLLM itself prints goes to the log that ``run.py``
+opened for this process.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def main(job_file: pathlib.Path) -> None:
         ),
     )
     tell("ready")
-    ask(llm, job["warm_up"], 2)  # shorter than a block: it wakes the threads up and leaves nothing in the store
+    # shorter than a block: it wakes the threads up and leaves nothing in the store
+    ask(llm, job["warm_up"], 2)
     answer = ask(llm, job["prompt"], job["max_tokens"])
     result = {
         "reused": answer.num_cached_tokens,

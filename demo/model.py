@@ -1,8 +1,8 @@
 """A tiny but deep Llama with random weights, written as a Hugging Face checkpoint.
 
-Deep, because every layer costs compute when a prompt is read and only a few bytes when its cache is loaded: this is
-the ratio that makes reuse pay, and a shallow toy would not show it. The weights come from a fixed seed, so that every
-run of the demo has the same model.
+Deep, because every layer costs compute when a prompt is read and only a few bytes when its cache is
+loaded: this is the ratio that makes reuse pay, and a shallow toy would not show it. The weights
+come from a fixed seed, so that every run of the demo has the same model.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ HEAD_DIM = 64
 VOCABULARY = 2048
 MAX_TOKENS = 8192
 
-#: Standard deviation of the weights; queries and keys get the larger one, so that attention really chooses between
-#: tokens and a wrong cache changes the output. Larger still, and rounding alone would change it, too.
+#: Standard deviation of the weights; queries and keys get the larger one, so that attention really
+#: chooses between tokens and a wrong cache changes the output. Larger still, and rounding alone
+#: would change it, too.
 SPREAD = 0.08
 SPREAD_QK = 0.1
 SEED = 20
@@ -64,8 +65,11 @@ def write(directory: pathlib.Path) -> int:
 
 
 def prompt(length: int) -> list[int]:
-    """A prompt of ``length`` token ids, the same in every run; ids 0 and 1 are left to begin and end of text."""
-    return [int(token) for token in np.random.default_rng(SEED + 1).integers(2, VOCABULARY, size=length)]
+    """A prompt of ``length`` token ids, the same in every run; ids 0 and 1 are left to begin and
+    end of text."""
+    return [
+        int(token) for token in np.random.default_rng(SEED + 1).integers(2, VOCABULARY, size=length)
+    ]
 
 
 def _weights() -> dict[str, npt.NDArray[np.float32]]:

@@ -1,4 +1,5 @@
-"""Runs one engine in a process of its own and shows where it is: one line per stage, with the time since the start."""
+"""Runs one engine in a process of its own and shows where it is: one line per stage, with the time
+since the start."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LABELS = {
 }
 
 
-#: What vLLM logs when part of a load failed. Its own count of cached tokens still includes those computed after all.
+#: What vLLM logs when part of a load failed. Its own count of cached tokens still includes those
+#: computed after all.
 RECOVERED = re.compile(r"Recovered from KV load failure: .*\((\d+) tokens affected\)")
 
 
@@ -50,7 +52,11 @@ class Progress:
     def tick(self) -> None:
         """Still alive."""
         if self._live:
-            print(f"{self._clear()}[{self._elapsed():6.1f} s] {self._stage:<12} ...", end="", flush=True)
+            print(
+                f"{self._clear()}[{self._elapsed():6.1f} s] {self._stage:<12} ...",
+                end="",
+                flush=True,
+            )
 
     def _clear(self) -> str:
         return "\r\033[K" if self._live else ""
@@ -60,10 +66,14 @@ class Progress:
 
 
 def run_engine(
-    name: str, job: dict[str, Any], out: pathlib.Path, progress: Progress, program: str = "engine.py"
+    name: str,
+    job: dict[str, Any],
+    out: pathlib.Path,
+    progress: Progress,
+    program: str = "engine.py",
 ) -> dict[str, Any]:
-    """Start an engine, wait for it, return what it answered. Raises :class:`DemoError` when it fails. ``program`` is
-    the file beside this one that runs it."""
+    """Start an engine, wait for it, return what it answered. Raises :class:`DemoError` when it
+    fails. ``program`` is the file beside this one that runs it."""
     log, events, job_file = (out / f"{name}.{ending}" for ending in ("log", "events", "job"))
     events.write_text("")
     job_file.write_text(json.dumps({**job, "events": str(events)}))
@@ -73,7 +83,8 @@ def run_engine(
         seen = 0
         deadline = time.monotonic() + PATIENCE
         while True:
-            ended = child.poll() is not None  # asked before reading, so that the last events are read
+            # asked before reading, so that the last events are read
+            ended = child.poll() is not None
             complete = events.read_text().rpartition("\n")[0].splitlines()
             for text in complete[seen:]:
                 event = json.loads(text)
@@ -85,19 +96,26 @@ def run_engine(
             if ended:
                 break
             if time.monotonic() > deadline:
-                raise DemoError(f"the {name} engine did not end within {PATIENCE:.0f} s; its log is {log}")
+                raise DemoError(
+                    f"the {name} engine did not end within {PATIENCE:.0f} s; its log is {log}"
+                )
             progress.tick()
             time.sleep(0.2)
     events.unlink()
     job_file.unlink()
     if child.returncode != 0 or result is None:
-        raise DemoError(f"the {name} engine failed (exit code {child.returncode}); end of {log}:\n{_tail(log)}")
+        raise DemoError(
+            f"the {name} engine failed (exit code {child.returncode}); end of {log}:\n{_tail(log)}"
+        )
     return result
 
 
 @contextlib.contextmanager
-def _child(program: str, job_file: pathlib.Path, log_file: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """The engine as a session of its own, so that nothing of it stays behind when the demo is interrupted."""
+def _child(
+    program: str, job_file: pathlib.Path, log_file: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The engine as a session of its own, so that nothing of it stays behind when the demo is
+    interrupted."""
     command = [sys.executable, str(pathlib.Path(__file__).with_name(program)), str(job_file)]
     environment = os.environ | json.loads(job_file.read_text())["device"]["environment"]
     child = subprocess.Popen(

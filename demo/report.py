@@ -41,7 +41,8 @@ def table(runs: Sequence[Run]) -> str:
     widths = [max(len(row[1][column]) for row in rows) for column in range(len(runs))]
     label = max(len(row[0]) for row in rows)
     lines = [
-        f"  {name:<{label}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        f"  {name:<{label}}  "
+        + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         for name, cells in rows
     ]
     lines.insert(1, "  " + "-" * (len(lines[0]) - 2))
@@ -56,10 +57,16 @@ def write_svg(runs: Sequence[Run], path: pathlib.Path) -> None:
     height = top + len(runs) * (bar + gap) + 22
     total = left + width + 150
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height}" width="{total}" height="{height}">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height}"'
+            f' width="{total}" height="{height}">'
+        ),
         "<style>text { font: 14px system-ui, sans-serif; fill: #222222 }</style>",
         f'<rect width="{total}" height="{height}" fill="#ffffff"/>',
-        f'<text x="16" y="28">Time to first token, {runs[0].prompt_tokens} prompt tokens, each in a new process</text>',
+        (
+            f'<text x="16" y="28">Time to first token, {runs[0].prompt_tokens} prompt tokens, each'
+            " in a new process</text>"
+        ),
     ]
     for row, run in enumerate(runs):
         y = top + row * (bar + gap) + gap // 2
@@ -68,7 +75,10 @@ def write_svg(runs: Sequence[Run], path: pathlib.Path) -> None:
         colour = "#b0b7c3" if row == 0 else "#2f6fdf"
         parts += [
             f'<text x="{left - 10}" y="{y + 18}" text-anchor="end">{escape(run.title)}</text>',
-            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{bar}" rx="3" fill="{colour}"/>',
+            (
+                f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{bar}" rx="3"'
+                f' fill="{colour}"/>'
+            ),
             f'<text x="{left + length + 8:.1f}" y="{y + 18}">{label}</text>',
         ]
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")

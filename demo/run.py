@@ -1,14 +1,17 @@
-"""``make demo``: the same prompt to three vLLM engines, one after another, each in a new process, over one store.
+"""``make demo``: the same prompt to three vLLM engines, one after another, each in a new process,
+over one store.
 
 1. cold: the store is empty, the prompt is computed, its KV blocks are stored.
 2. warm: a new process finds the blocks and loads them instead of computing.
-3. one byte of one stored block is flipped; the blocks before it are loaded, it is refused, computed again and replaced.
+3. one byte of one stored block is flipped; the blocks before it are loaded, it is refused, computed
+   again and replaced.
 
-With ``--store nfs`` the store is a share that two hosts mount, each over a client of the tests. With ``--store redis``,
-``s3`` or ``mooncake`` it is on a server that the demo starts, and the third engine comes after that was killed and
-started again instead: what it kept is loaded, what it forgot is computed and stored again. With ``--device softcuda``
-the KV counts as the memory of a GPU, and every block goes there and back through the software driver of the tests: its
-streams, its events and the kernels that it interprets.
+With ``--store nfs`` the store is a share that two hosts mount, each over a client of the tests.
+With ``--store redis``, ``s3`` or ``mooncake`` it is on a server that the demo starts, and the third
+engine comes after that was killed and started again instead: what it kept is loaded, what it forgot
+is computed and stored again. With ``--device softcuda`` the KV counts as the memory of a GPU, and
+every block goes there and back through the software driver of the tests: its streams, its events
+and the kernels that it interprets.
 
 Ends with one table, a small SVG of the timings, and exit code 0 only if everything was as promised.
 """
@@ -35,28 +38,53 @@ PROMPT_TOKENS = 125 * BLOCK_SIZE + 5
 #: Prompt and output together fill no further block: every block file belongs to the prompt.
 OUTPUT_TOKENS = 24
 FULL_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
-#: What is not judged with ``--any-speed``: a GPU computes this small model sooner than anything is loaded.
+#: What is not judged with ``--any-speed``: a GPU computes this small model sooner than anything is
+#: loaded.
 SOONER = "warm: the first token came sooner"
 
 
 def main() -> int:
     """Run the demo; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go")
-    parser.add_argument("--device", choices=["host", "softcuda"], default="host", help="where the KV lies")
-    parser.add_argument("--any-speed", action="store_true", help="load whatever is sooner, and judge no time: on a GPU")
-    parser.add_argument("--driver", type=pathlib.Path, help="the library of the software driver (make demo builds it)")
-    parser.add_argument("--store", choices=STORES, default="posix", help="what the blocks are kept in")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go"
+    )
+    parser.add_argument(
+        "--device", choices=["host", "softcuda"], default="host", help="where the KV lies"
+    )
+    parser.add_argument(
+        "--any-speed",
+        action="store_true",
+        help="load whatever is sooner, and judge no time: on a GPU",
+    )
+    parser.add_argument(
+        "--driver",
+        type=pathlib.Path,
+        help="the library of the software driver (make demo builds it)",
+    )
+    parser.add_argument(
+        "--store", choices=STORES, default="posix", help="what the blocks are kept in"
+    )
     options = parser.parse_args()
     out = options.out
     if options.device == "softcuda" and (options.driver is None or not options.driver.exists()):
-        parser.error("--device softcuda needs --driver, the library that `cargo build -p softcuda` makes")
+        parser.error(
+            "--device softcuda needs --driver, the library that `cargo build -p softcuda` makes"
+        )
     try:
         shutil.rmtree(out / "store", ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         with STORES[options.store](out) as place:
-            where = device(options.driver if options.device == "softcuda" else None, options.any_speed)
-            runs, checks = over_server(out, place, where) if isinstance(place, Service) else demo(out, place, where)
+            where = device(
+                options.driver if options.device == "softcuda" else None, options.any_speed
+            )
+            runs, checks = (
+                over_server(out, place, where)
+                if isinstance(place, Service)
+                else demo(out, place, where)
+            )
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
@@ -72,7 +100,8 @@ def main() -> int:
 
 
 def device(driver: pathlib.Path | None, any_speed: bool) -> dict[str, Any]:
-    """What an engine is told of where its KV lies: where vLLM has it, or in that of a device behind this driver."""
+    """What an engine is told of where its KV lies: where vLLM has it, or in that of a device behind
+    this driver."""
     config = {"admission": "always"} if any_speed else {}
     if driver is None:
         return {"connector": None, "config": config, "environment": {}}
@@ -80,13 +109,16 @@ def device(driver: pathlib.Path | None, any_speed: bool) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
     return {
         "connector": "accelerated",
-        # The driver interprets its kernels, so that they are never what is measured to be the cheapest.
+        # The driver interprets its kernels, so that they are never what is measured to be the
+        # cheapest.
         "config": {"platform": "cuda", "transfer": "staging", **config},
         "environment": {"UCM_TEST_DRIVER": str(driver.resolve()), "PYTHONPATH": path},
     }
 
 
-def demo(out: pathlib.Path, place: Place, device: dict[str, Any]) -> tuple[list[report.Run], list[tuple[str, bool]]]:
+def demo(
+    out: pathlib.Path, place: Place, device: dict[str, Any]
+) -> tuple[list[report.Run], list[tuple[str, bool]]]:
     """The three runs and what must hold of them."""
     root = place.files
     progress, job = begin(out, place, device)
@@ -106,7 +138,10 @@ def demo(out: pathlib.Path, place: Place, device: dict[str, Any]) -> tuple[list[
     victim = after_warm.chain()[ordinal]
     flip_byte(victim)
     damaged, refusal = StoreFiles(root), verdict(victim)
-    progress.line("damage", f"one byte flipped in block {ordinal}, {victim.name}; a second reader says: {refusal}")
+    progress.line(
+        "damage",
+        f"one byte flipped in block {ordinal}, {victim.name}; a second reader says: {refusal}",
+    )
     damaged_answer = run_engine("damaged", job | {"store": place.config["damaged"]}, out, progress)
     after_damaged = StoreFiles(root)
     repaired = _figures("one byte flipped", damaged_answer, damaged, after_damaged)
@@ -120,13 +155,19 @@ def demo(out: pathlib.Path, place: Place, device: dict[str, Any]) -> tuple[list[
             len(after_cold) >= 0.95 * FULL_BLOCKS,
         ),
         (
-            f"warm: {warm.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} full blocks were loaded instead of computed",
+            (
+                f"warm: {warm.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} full blocks were loaded"
+                " instead of computed"
+            ),
             warm.reused_tokens >= 0.95 * FULL_BLOCKS * BLOCK_SIZE,
         ),
         (SOONER, warm.first_token_s < cold.first_token_s),
         ("warm: nothing was written twice", warm.stored_bytes == 0),
         (
-            f"damaged: block {ordinal} was refused, all {ordinal} blocks before it were loaded and none behind it",
+            (
+                f"damaged: block {ordinal} was refused, all {ordinal} blocks before it were loaded"
+                " and none behind it"
+            ),
             refusal == "bad_checksum" and repaired.reused_tokens == ordinal * BLOCK_SIZE,
         ),
         (
@@ -137,8 +178,11 @@ def demo(out: pathlib.Path, place: Place, device: dict[str, Any]) -> tuple[list[
     ]
 
 
-def begin(out: pathlib.Path, place: Place | Service, device: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
-    """What all runs have in common: what shows where they are, and the job of each but for its store."""
+def begin(
+    out: pathlib.Path, place: Place | Service, device: dict[str, Any]
+) -> tuple[Progress, dict[str, Any]]:
+    """What all runs have in common: what shows where they are, and the job of each but for its
+    store."""
     progress = Progress()
     print(f"ucm {importlib.metadata.version('ucm-kv')}, vLLM {_vllm_version()}, {_model_line()}")
     progress.line("store", place.words)
@@ -157,14 +201,18 @@ def begin(out: pathlib.Path, place: Place | Service, device: dict[str, Any]) -> 
 def over_server(
     out: pathlib.Path, place: Service, device: dict[str, Any]
 ) -> tuple[list[report.Run], list[tuple[str, bool]]]:
-    """The same over a server, which is killed and started again before the third engine; what must hold then."""
-    paths = [of["PYTHONPATH"] for of in (device["environment"], place.environment) if "PYTHONPATH" in of]
+    """The same over a server, which is killed and started again before the third engine; what must
+    hold then."""
+    paths = [
+        of["PYTHONPATH"] for of in (device["environment"], place.environment) if "PYTHONPATH" in of
+    ]
     environment = {**device["environment"], **place.environment}
     if paths:
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     device = device | {"environment": environment}
     progress, job = begin(out, place, device)
-    # Here loading is to be seen; a machine that is busy with something else would answer too late for it.
+    # Here loading is to be seen; a machine that is busy with something else would answer too late
+    # for it.
     store = {**place.config, "deadlines": {"lookup_ms": 5000, "load_unknown_s": 60}}
     runs: list[report.Run] = []
     counts = [0]
@@ -172,7 +220,9 @@ def over_server(
         if title == "server restarted":
             place.server.restart()
             progress.line(
-                "server", "killed, and started again" + ("" if place.keeps else "; it has forgotten every block")
+                "server",
+                "killed, and started again"
+                + ("" if place.keeps else "; it has forgotten every block"),
             )
             counts.append(counts[-1] if place.keeps else 0)
         answer = run_engine(title.replace(" ", "-"), job | {"store": store}, out, progress)
@@ -195,9 +245,15 @@ def over_server(
     (cold, warm, again), stored, enough = runs, counts[1], 0.95 * FULL_BLOCKS * BLOCK_SIZE
     return runs, [
         ("cold: nothing was there to reuse", cold.reused_tokens == 0),
-        (f"cold: {stored} of {FULL_BLOCKS} full blocks of the prompt were stored", stored >= 0.95 * FULL_BLOCKS),
         (
-            f"warm: {warm.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} full blocks were loaded instead of computed",
+            f"cold: {stored} of {FULL_BLOCKS} full blocks of the prompt were stored",
+            stored >= 0.95 * FULL_BLOCKS,
+        ),
+        (
+            (
+                f"warm: {warm.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} full blocks were loaded"
+                " instead of computed"
+            ),
             warm.reused_tokens >= enough,
         ),
         (SOONER, warm.first_token_s < cold.first_token_s),
@@ -208,20 +264,29 @@ def over_server(
 
 
 def after_restart(keeps: bool, again: report.Run, stored: int) -> list[tuple[str, bool]]:
-    """What must hold of the engine that comes after the server's restart, when ``stored`` blocks are there."""
+    """What must hold of the engine that comes after the server's restart, when ``stored`` blocks
+    are there."""
     loaded, enough = again.reused_tokens // BLOCK_SIZE, 0.95 * FULL_BLOCKS
     if keeps:
         return [
-            (f"after the server's restart: {loaded} of {FULL_BLOCKS} were loaded", loaded >= enough),
+            (
+                f"after the server's restart: {loaded} of {FULL_BLOCKS} were loaded",
+                loaded >= enough,
+            ),
             ("after the server's restart: nothing was written twice", again.stored_bytes == 0),
         ]
     return [
         ("after the server's restart: nothing was there to reuse", loaded == 0),
-        (f"after the server's restart: {stored} of {FULL_BLOCKS} were stored again", stored >= enough),
+        (
+            f"after the server's restart: {stored} of {FULL_BLOCKS} were stored again",
+            stored >= enough,
+        ),
     ]
 
 
-def _figures(title: str, answer: dict[str, Any], before: StoreFiles, after: StoreFiles) -> report.Run:
+def _figures(
+    title: str, answer: dict[str, Any], before: StoreFiles, after: StoreFiles
+) -> report.Run:
     """Bytes loaded are counted from the blocks reused: every one of them was read from its file."""
     return report.Run(
         title=title,
@@ -235,7 +300,10 @@ def _figures(title: str, answer: dict[str, Any], before: StoreFiles, after: Stor
 
 
 def _model_line() -> str:
-    return f"a random Llama of {model.LAYERS} layers, {PROMPT_TOKENS} prompt tokens in blocks of {BLOCK_SIZE}"
+    return (
+        f"a random Llama of {model.LAYERS} layers, {PROMPT_TOKENS} prompt tokens in blocks of"
+        f" {BLOCK_SIZE}"
+    )
 
 
 def _vllm_version() -> str:

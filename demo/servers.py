@@ -1,8 +1,8 @@
-"""Servers that stores of the network keep their blocks on, as the demo and the tests start them: real ones, each on a
-port of its own of this machine, ended with the process that started it.
+"""Servers that stores of the network keep their blocks on, as the demo and the tests start them:
+real ones, each on a port of its own of this machine, ended with the process that started it.
 
-``redis-server`` is a package of the system (``make servers`` installs it where it may), ``s3s-fs`` an S3 server that
-keeps objects in files and is built by ``make servers-long``.
+``redis-server`` is a package of the system (``make servers`` installs it where it may), ``s3s-fs``
+an S3 server that keeps objects in files and is built by ``make servers-long``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ def free_port() -> int:
 
 
 class Server:
-    """A server process on this machine; a context manager. It can be killed and started again on the same port."""
+    """A server process on this machine; a context manager. It can be killed and started again on
+    the same port."""
 
     def __init__(self, command: Callable[[int], Sequence[str]], directory: pathlib.Path) -> None:
-        """``command``: the command line for a port. ``directory``: where it runs, made if need be."""
+        """``command``: the command line for a port. ``directory``: where it runs, made if need
+        be."""
         self.port = free_port()
         self._command, self._directory = command, directory
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,7 +80,10 @@ class Server:
     def _begin(self) -> int:
         """Starts its process and returns that one's id."""
         # Through a pipe it hears when we end, however that is: its standard input is closed then.
-        keeper = 'trap "" TERM; "$@" </dev/null >/dev/null 2>&1 & pid=$!; echo $pid; read -r _; kill -9 $pid; wait $pid'
+        keeper = (
+            'trap "" TERM; "$@" </dev/null >/dev/null 2>&1 & pid=$!; echo $pid; read -r _; kill -9'
+            " $pid; wait $pid"
+        )
         self._process = subprocess.Popen(
             ["sh", "-c", keeper, "sh", *self._command(self.port)],
             cwd=self._directory,
@@ -108,13 +113,26 @@ class Server:
 
 
 def redis_server(directory: pathlib.Path, *more: str, keeps: bool = False) -> Server:
-    """A Redis server; with ``keeps`` it has what was stored after a restart, too. Raises :class:`MissingError`."""
+    """A Redis server; with ``keeps`` it has what was stored after a restart, too. Raises
+    :class:`MissingError`."""
     if shutil.which("redis-server") is None:
-        raise MissingError("redis-server is not installed; `make servers` installs it as root (apt-get)")
+        raise MissingError(
+            "redis-server is not installed; `make servers` installs it as root (apt-get)"
+        )
     kept = ["--appendonly", "yes", "--appendfsync", "always"] if keeps else ["--appendonly", "no"]
 
     def command(port: int) -> list[str]:
-        return ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", *kept, *more]
+        return [
+            "redis-server",
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            *kept,
+            *more,
+        ]
 
     return Server(command, directory)
 
@@ -125,9 +143,22 @@ def s3_server(directory: pathlib.Path) -> Server:
     if not program.exists():
         raise MissingError("s3s-fs is not built; `make servers-long` builds it")
     (directory / BUCKET).mkdir(parents=True, exist_ok=True)
-    keys = ["--access-key", KEYS["AWS_ACCESS_KEY_ID"], "--secret-key", KEYS["AWS_SECRET_ACCESS_KEY"]]
+    keys = [
+        "--access-key",
+        KEYS["AWS_ACCESS_KEY_ID"],
+        "--secret-key",
+        KEYS["AWS_SECRET_ACCESS_KEY"],
+    ]
     return Server(
-        lambda port: [str(program), "--host", "127.0.0.1", "--port", str(port), *keys, str(directory.resolve())],
+        lambda port: [
+            str(program),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *keys,
+            str(directory.resolve()),
+        ],
         directory,
     )
 

@@ -1,6 +1,8 @@
-"""One vLLM engine of ``sparse.py``, alone in its process: start, answer the questions, stop, leave a result file.
+"""One vLLM engine of ``sparse.py``, alone in its process: start, answer the questions, stop, leave
+a result file.
 
-Scheduler and worker live in this process, so that the counters of sparse attention can be read where they are kept.
+Scheduler and worker live in this process, so that the counters of sparse attention can be read
+where they are kept.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def main(job_file: pathlib.Path) -> None:
     answers = [ask(llm, question["tokens"], 2) for question in questions]
     result = {
         "said": [list(answer.outputs[0].token_ids) for answer in answers],
-        "reused": sum(answer.num_cached_tokens for answer in answers[::3]),  # of each haystack the first question
+        # of each haystack the first question
+        "reused": sum(answer.num_cached_tokens for answer in answers[::3]),
         "sparse": counters(),
         "token_ms": token_ms(llm, questions[:8], job["max_tokens"]),
     }
@@ -70,12 +73,15 @@ def counters() -> dict[str, float]:
 
 
 def token_ms(llm: Any, questions: list[dict[str, Any]], tokens: int) -> float:
-    """Milliseconds from one token to the next, one request at a time; the median over the requests."""
+    """Milliseconds from one token to the next, one request at a time; the median over the
+    requests."""
     times: list[float] = []
     for question in questions:
         began = time.perf_counter()
         answer = ask(llm, question["tokens"], tokens)
-        times.append((time.perf_counter() - began - answer.metrics.first_token_latency) / (tokens - 1) * 1e3)
+        times.append(
+            (time.perf_counter() - began - answer.metrics.first_token_latency) / (tokens - 1) * 1e3
+        )
     return statistics.median(times)
 
 

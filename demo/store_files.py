@@ -1,4 +1,5 @@
-"""What the demo knows of the store: its block files, their bytes, and the verdict of the reader in plain Python."""
+"""What the demo knows of the store: its block files, their bytes, and the verdict of the reader in
+plain Python."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from ucm.store.record import Refused, parse_header, verify_file
 
 
 class StoreFiles:
-    """A look at all block files of one root at one moment: ``<namespace>/blocks/<hh>/<32 hex>.bin``."""
+    """A look at all block files of one root at one moment: ``<namespace>/blocks/<hh>/<32
+    hex>.bin``."""
 
     def __init__(self, root: pathlib.Path) -> None:
         self.digests = {path: _digest(path) for path in sorted(root.glob("*/blocks/*/*.bin"))}
@@ -29,7 +31,11 @@ class StoreFiles:
 
     def written_since(self, before: StoreFiles) -> int:
         """Bytes in files that are new or have other contents than ``before``."""
-        return sum(size for path, size in self.sizes.items() if before.digests.get(path) != self.digests[path])
+        return sum(
+            size
+            for path, size in self.sizes.items()
+            if before.digests.get(path) != self.digests[path]
+        )
 
 
 def flip_byte(path: pathlib.Path) -> None:

@@ -1,4 +1,5 @@
-"""What ``make demo STORE=...`` runs over: what an engine is told of the store, and what has to be started for it."""
+"""What ``make demo STORE=...`` runs over: what an engine is told of the store, and what has to be
+started for it."""
 
 from __future__ import annotations
 
@@ -65,20 +66,24 @@ class Place:
 def directory(out: pathlib.Path) -> Iterator[Place]:
     """A directory of this machine."""
     root = (out / "store").resolve()
-    # A file for each block, so that there is something to look at; left out, the quicker layout is found out.
+    # A file for each block, so that there is something to look at; left out, the quicker layout is
+    # found out.
     config = {"storage_backend": "posix", "storage_path": str(root), "layout": "file"}
     yield Place(f"block files in {root}", dict.fromkeys(RUNS, config), root)
 
 
 @contextlib.contextmanager
 def share(out: pathlib.Path) -> Iterator[Place]:
-    """An export that two hosts mount, over the file system of the tests that does what an NFS client does.
+    """An export that two hosts mount, over the file system of the tests that does what an NFS
+    client does.
 
     The engine that computes runs on one host, those that load on the other.
     """
     sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "trust"))
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
-        raise DemoError("STORE=nfs mounts a file system of the tests, which needs root and /dev/fuse")
+        raise DemoError(
+            "STORE=nfs mounts a file system of the tests, which needs root and /dev/fuse"
+        )
     from fuse import unmount  # type: ignore[import-not-found, unused-ignore]
     from nfs import NfsClient  # type: ignore[import-not-found, unused-ignore]
 
@@ -93,7 +98,12 @@ def share(out: pathlib.Path) -> Iterator[Place]:
             root = str(mounts[host] / "root")
             # This file system is written in Python; a share answers sooner.
             patient = {"lookup_ms": 5000, "load_unknown_s": 60, "dump_s": 60, "shutdown_s": 60}
-            return {"storage_backend": "nfs", "storage_path": root, "layout": "file", "deadlines": patient}
+            return {
+                "storage_backend": "nfs",
+                "storage_path": root,
+                "layout": "file",
+                "deadlines": patient,
+            }
 
         hosts = dict(zip(RUNS, ("left", "right", "right"), strict=True))
         where = f"an export in {export}, mounted by two hosts"
@@ -109,7 +119,9 @@ def redis(out: pathlib.Path) -> Iterator[Service]:
         raise DemoError(str(missing)) from None
     with server:
         config = {"storage_backends": f"redis://{server.at}"}
-        yield Service(f"a redis-server on {server.at}", config, {}, server, lambda: _inspected(config, {}))
+        yield Service(
+            f"a redis-server on {server.at}", config, {}, server, lambda: _inspected(config, {})
+        )
 
 
 @contextlib.contextmanager
@@ -131,7 +143,8 @@ def s3(out: pathlib.Path) -> Iterator[Service]:
 
 @contextlib.contextmanager
 def mooncake(out: pathlib.Path) -> Iterator[Service]:
-    """A pool of Mooncake over TCP: its master, and a process that lends memory. Both forget what they had."""
+    """A pool of Mooncake over TCP: its master, and a process that lends memory. Both forget what
+    they had."""
     sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "mooncake"))
     from mooncake_pool import PACKAGE, Pool  # type: ignore[import-not-found, unused-ignore]
 
@@ -142,8 +155,18 @@ def mooncake(out: pathlib.Path) -> Iterator[Service]:
     with pool:
         pool.lend(POOL_BYTES)
         config = {"storage_backend": "mooncake", **pool.config}
-        words = f"a pool of Mooncake, master on {pool.address}, {POOL_BYTES >> 20} MiB lent by another process"
-        yield Service(words, config, {"PYTHONPATH": path}, _Master(pool), lambda: _counted(pool.metrics), keeps=False)
+        words = (
+            f"a pool of Mooncake, master on {pool.address}, {POOL_BYTES >> 20} MiB lent by another"
+            " process"
+        )
+        yield Service(
+            words,
+            config,
+            {"PYTHONPATH": path},
+            _Master(pool),
+            lambda: _counted(pool.metrics),
+            keeps=False,
+        )
 
 
 class _Master:
@@ -164,7 +187,8 @@ class _Master:
 
 
 def _counted(port: int) -> tuple[int, int]:
-    """Values in a pool of Mooncake and their bytes, as its master counts them: its client lists no keys."""
+    """Values in a pool of Mooncake and their bytes, as its master counts them: its client lists no
+    keys."""
     return _metric(port, "master_key_count"), _metric(port, "master_allocated_bytes")
 
 
@@ -172,15 +196,30 @@ def _metric(port: int, name: str) -> int:
     """One figure of a master's; 0 where it has none."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines if line.split(" ")[0].split("{")[0] == name)
+    return sum(
+        int(float(line.split()[-1])) for line in lines if line.split(" ")[0].split("{")[0] == name
+    )
 
 
 def _inspected(config: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[int, int]:
     """Blocks on a server and their bytes, as ``ucm inspect`` says it."""
     address = str(config["storage_backends"])
-    told = [text for key, value in config.items() if key != "storage_backends" for text in ("-o", f"{key}={value}")]
-    command = [str(pathlib.Path(sys.executable).with_name("ucm")), "inspect", "--json", *told, address]
-    said = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    told = [
+        text
+        for key, value in config.items()
+        if key != "storage_backends"
+        for text in ("-o", f"{key}={value}")
+    ]
+    command = [
+        str(pathlib.Path(sys.executable).with_name("ucm")),
+        "inspect",
+        "--json",
+        *told,
+        address,
+    ]
+    said = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, check=False
+    )
     if said.returncode:
         raise DemoError(f"ucm inspect {address}: {said.stderr.strip()}")
     (root,) = json.loads(said.stdout)["roots"]
@@ -188,7 +227,9 @@ def _inspected(config: Mapping[str, Any], environment: Mapping[str, str]) -> tup
 
 
 #: Word of ``STORE`` -> what makes it ready, below a directory for what it leaves.
-STORES: Mapping[str, Callable[[pathlib.Path], contextlib.AbstractContextManager[Place | Service]]] = {
+STORES: Mapping[
+    str, Callable[[pathlib.Path], contextlib.AbstractContextManager[Place | Service]]
+] = {
     "posix": directory,
     "nfs": share,
     "redis": redis,

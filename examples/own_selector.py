@@ -1,7 +1,7 @@
 """A selector of your own, run by vLLM on a CPU: ``python examples/own_selector.py``.
 
-It makes a tiny Llama with random weights, asks it one prompt twice, densely and over the blocks that the selector
-chooses, and prints what was read. Needs ``ucm-kv[vllm]``.
+It makes a tiny Llama with random weights, asks it one prompt twice, densely and over the blocks
+that the selector chooses, and prints what was read. Needs ``ucm-kv[vllm]``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class LastKey(BlockSelector):
         return keys[:, -1].float()
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
-        """The latest query ``[1, query heads, size]`` and what is kept of the candidates: ``[heads, blocks]``."""
+        """The latest query ``[1, query heads, size]`` and what is kept of the candidates: ``[heads,
+        blocks]``."""
         del layer
         mean = self.grouped(query[-1:])[0].mean(dim=1)  # of the query heads of each KV head
         return (reps * mean).sum(dim=-1).T
@@ -51,13 +52,15 @@ class LastKeySparse(BlockSparse):
     algorithm: ClassVar[str] = "Quest"
 
 
-register_selector("Quest", LastKey)  # in every process of the engine, because each imports this module
+# in every process of the engine, because each imports this module
+register_selector("Quest", LastKey)
 
 PROMPT, ANSWER = 2000, 32
 
 
 def run(model: Path, root: Path, sparse: bool) -> dict[str, Any]:
-    """One engine, which lives in this process: its answer, seconds per token, and the share of blocks it read."""
+    """One engine, which lives in this process: its answer, seconds per token, and the share of
+    blocks it read."""
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -90,7 +93,9 @@ def run(model: Path, root: Path, sparse: bool) -> dict[str, Any]:
     prompt = [(17 * place * place + 5 * place) % 1999 + 3 for place in range(PROMPT)]
 
     def ask(tokens: int) -> list[int]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
         answer = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
         return list(answer.outputs[0].token_ids)
 
@@ -109,7 +114,11 @@ def run(model: Path, root: Path, sparse: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Both engines, one after the other, and one line of JSON for each."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "demo"))
     import model
 

@@ -1,7 +1,9 @@
-"""What several directories of tests share: options of the run, and the one host that starts engines of vLLM.
+"""What several directories of tests share: options of the run, and the one host that starts engines
+of vLLM.
 
-Options stand here because pytest reads them only from what it loads first. The fixtures of engines need the modules of
-``tests/vllm``, whose place the directories that use them put on the path; nothing of them is imported before.
+Options stand here because pytest reads them only from what it loads first. The fixtures of engines
+need the modules of ``tests/vllm``, whose place the directories that use them put on the path;
+nothing of them is imported before.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
     from ucm.store.posix import UcmPosixStore
 
-#: Most starts of engines in one run of every day: each takes about ten seconds. Add to it with a reason.
+#: Most starts of engines in one run of every day: each takes about ten seconds. Add to it with a
+#: reason.
 ENGINE_LIMIT = 52
 _hosts: list[EngineHost] = []
 
@@ -40,7 +43,8 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def open_store() -> Iterator[Callable[[str, Mapping[str, Any]], UcmPosixStore]]:
-    """Opens stores of ours, by the name of their class, with a configuration; closes those that the test left open."""
+    """Opens stores of ours, by the name of their class, with a configuration; closes those that the
+    test left open."""
     from ucm.store import UcmConnectorFactoryV1
     from ucm.store.posix import UcmPosixStore
 
@@ -60,12 +64,16 @@ def open_store() -> Iterator[Callable[[str, Mapping[str, Any]], UcmPosixStore]]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the trust matrix."""
     group = parser.getgroup("trust", "trust matrix (tests/trust)")
-    group.addoption("--trust-table", metavar="FILE", help="write the table of the trust matrix as markdown")
+    group.addoption(
+        "--trust-table", metavar="FILE", help="write the table of the trust matrix as markdown"
+    )
     group.addoption(
         "--kv-transfer-config",
         metavar="JSON",
-        help="run the engine's rows with another connector, with {root} for the directory that is harmed; "
-        "of what ours counts nothing is then asked",
+        help=(
+            "run the engine's rows with another connector, with {root} for the directory that is"
+            " harmed; of what ours counts nothing is then asked"
+        ),
     )
 
 
@@ -73,17 +81,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves to the long form what ``one_runner`` marks, on the second runner."""
     if os.environ.get("UCM_TEST_LONG"):
         return
-    skip = pytest.mark.skip(reason="one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both")
+    skip = pytest.mark.skip(
+        reason="one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both"
+    )
     for item in items:
         call = getattr(item, "callspec", None)
-        if item.get_closest_marker("one_runner") and call is not None and call.params.get("runner") == "v2":
+        if (
+            item.get_closest_marker("one_runner")
+            and call is not None
+            and call.params.get("runner") == "v2"
+        ):
             item.add_marker(skip)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says how many engines were started."""
     for host in _hosts:
-        terminalreporter.write_line(f"vLLM engines started: {len(host.started)} ({', '.join(host.started)})")
+        terminalreporter.write_line(
+            f"vLLM engines started: {len(host.started)} ({', '.join(host.started)})"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -94,14 +110,17 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def host(work: Path, request: pytest.FixtureRequest) -> Iterator[EngineHost]:
-    """Starts engines, one at a time; another connector's may end at every row of the trust matrix."""
+    """Starts engines, one at a time; another connector's may end at every row of the trust
+    matrix."""
     from harness import EngineHost
 
     host = EngineHost(work)
     _hosts.append(host)
     yield host
     host.stop()
-    others = request.config.getoption("--kv-transfer-config") is not None or os.environ.get("UCM_TEST_LONG")
+    others = request.config.getoption("--kv-transfer-config") is not None or os.environ.get(
+        "UCM_TEST_LONG"
+    )
     assert others or len(host.started) <= ENGINE_LIMIT, f"too many engine starts: {host.started}"
 
 

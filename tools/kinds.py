@@ -1,9 +1,9 @@
-"""Writes the tables of docs/configuration.md that come from the registry of kinds of tiers: the stores, and the keys of
-each kind.
+"""Writes the tables of docs/configuration.md that come from the registry of kinds of tiers: the
+stores, and the keys of each kind.
 
-Run it after a kind or one of its options changed, with the core built; with ``--check`` it only says whether the page
-is as it should be (a test does that). A table stands between ``<!-- <name>: made by tools/kinds.py -->`` and
-``<!-- end -->``; every kind that has keys needs one.
+Run it after a kind or one of its options changed, with the core built; with ``--check`` it only
+says whether the page is as it should be (a test does that). A table stands between ``<!-- <name>:
+made by tools/kinds.py -->`` and ``<!-- end -->``; every kind that has keys needs one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ucm.config.sizes import show_size
 from ucm.config.stores import COMMON, KINDS, PIPELINE, STORES, Kind, own_keys
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-TABLE = re.compile(r"(<!-- (?P<name>[^:>]+): made by tools/kinds\.py -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(
+    r"(<!-- (?P<name>[^:>]+): made by tools/kinds\.py -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL
+)
 #: What may be written for a value of each format, where the option names no unit itself.
 UNITS = {
     "directories": "path",
@@ -79,9 +81,17 @@ def unit_of(schema: Schema) -> str:
     """What may be written for an option, with its bounds."""
     if several := choices(schema):
         return ", ".join(several)
-    unit = schema.get("unit") or UNITS.get(schema.get("format", "")) or UNITS_OF_TYPES[json_type(schema)]
+    unit = (
+        schema.get("unit")
+        or UNITS.get(schema.get("format", ""))
+        or UNITS_OF_TYPES[json_type(schema)]
+    )
     least, most = schema.get("minimum", 0), schema.get("maximum")
-    if json_type(schema) not in ("integer", "number") or schema.get("format") in ("mode", "age", "amount"):
+    if json_type(schema) not in ("integer", "number") or schema.get("format") in (
+        "mode",
+        "age",
+        "amount",
+    ):
         return str(unit)
     show = show_size if schema.get("format") == "size" else str
     if least > 1 and most is not None:
@@ -113,19 +123,25 @@ def tables() -> dict[str, str]:
 
 
 def written(page: str) -> str:
-    """The page with its tables made anew. Raises LookupError where one is missing, or is none of ours."""
+    """The page with its tables made anew. Raises LookupError where one is missing, or is none of
+    ours."""
     made = tables()
     standing = [found["name"] for found in TABLE.finditer(page)]
     if sorted(standing) != sorted(made):
         missing, unknown = sorted(set(made) - set(standing)), sorted(set(standing) - set(made))
-        raise LookupError(f"tables missing: {missing}, unknown: {unknown}, twice: {len(standing) - len(set(standing))}")
+        raise LookupError(
+            f"tables missing: {missing}, unknown: {unknown}, twice:"
+            f" {len(standing) - len(set(standing))}"
+        )
     return TABLE.sub(lambda found: f"{found[1]}{made[found['name']]}{found[4]}", page)
 
 
 def main() -> int:
     """Writes the page, or says whether it is as it should be."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the page is out of date"
+    )
     check = parser.parse_args().check
     page = PAGE.read_text()
     try:

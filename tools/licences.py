@@ -1,7 +1,9 @@
-"""Writes THIRD-PARTY-LICENSES.txt: the licences of everything from others that is linked into the wheel.
+"""Writes THIRD-PARTY-LICENSES.txt: the licences of everything from others that is linked into the
+wheel.
 
-Run it by hand after a change of Cargo.lock; with ``--check`` it only says whether the file is as it should be (a test
-does that). Needs cargo and the sources of the crates, which every build has fetched, and no network.
+Run it by hand after a change of Cargo.lock; with ``--check`` it only says whether the file is as it
+should be (a test does that). Needs cargo and the sources of the crates, which every build has
+fetched, and no network.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "THIRD-PARTY-LICENSES.txt"
 #: What wheels are built for, and the crate that they are built from.
 TARGETS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
-FEATURES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["maturin"]["features"]
+FEATURES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["maturin"][
+    "features"
+]
 CRATE = ["--package", "ucm-py", "--features", ",".join(FEATURES)]
 #: The standard library is linked too; compilers come with and without its texts, so it stands here.
 STD = "Copyright (c) The Rust Project Contributors"
@@ -49,22 +53,42 @@ def cargo(*arguments: str) -> str:
 
 def linked() -> set[tuple[str, str]]:
     """Names and versions of the crates from others that end up in the module, on any target."""
-    asked = ["tree", *CRATE, "--edges", "normal,no-proc-macro", "--prefix", "none", "--format", "{p}"]
+    asked = [
+        "tree",
+        *CRATE,
+        "--edges",
+        "normal,no-proc-macro",
+        "--prefix",
+        "none",
+        "--format",
+        "{p}",
+    ]
     lines = {line for target in TARGETS for line in cargo(*asked, "--target", target).splitlines()}
     crates = {tuple(line.split()[:2]) for line in lines if line.strip()}
-    return {(name, version.removeprefix("v")) for name, version in crates if not name.startswith("ucm-")}
+    return {
+        (name, version.removeprefix("v")) for name, version in crates if not name.startswith("ucm-")
+    }
 
 
 def texts(package: dict[str, str]) -> list[str]:
     """The licence texts of a package, without those that nobody has to choose."""
     where = Path(package["manifest_path"]).parent
-    files = sorted(path for path in where.iterdir() if re.match(r"(?i)licen[cs]e|copying|notice", path.name))
+    files = sorted(
+        path for path in where.iterdir() if re.match(r"(?i)licen[cs]e|copying|notice", path.name)
+    )
     files = [path for path in files if path.is_file()]
     if " OR " in package["license"].replace("/", " OR "):
-        files = [path for path in files if not re.search(r"(?i)apache|boost|a2", path.name)] or files
-    found = [textwrap.dedent(path.read_text(encoding="utf-8").expandtabs()).strip() for path in files]
+        files = [
+            path for path in files if not re.search(r"(?i)apache|boost|a2", path.name)
+        ] or files
+    found = [
+        textwrap.dedent(path.read_text(encoding="utf-8").expandtabs()).strip() for path in files
+    ]
     if not found:
-        raise SystemExit(f"{package['name']}: no licence text in its package; say in tools/licences.py where one is")
+        raise SystemExit(
+            f"{package['name']}: no licence text in its package; say in tools/licences.py where"
+            " one is"
+        )
     return [re.sub(r"[ ]+$", "", text, flags=re.MULTILINE) for text in found]
 
 
@@ -86,7 +110,9 @@ def document() -> str:
 def main() -> int:
     """Writes or checks the file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the file is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, fail if the file is out of date"
+    )
     check: bool = parser.parse_args().check
     wanted = document()
     if not check:

@@ -1,7 +1,7 @@
 """Prints how many lines of Rust each crate has: what is built, without tests.
 
-Counted is every line of ``crates/*/src`` but files of tests (``tests.rs``, ``tests_*.rs``, ``tests/``) and modules
-under ``#[cfg(test)]``.
+Counted is every line of ``crates/*/src`` but files of tests (``tests.rs``, ``tests_*.rs``,
+``tests/``) and modules under ``#[cfg(test)]``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ def is_test(path: Path) -> bool:
 
 
 def built(path: Path) -> int:
-    """Lines of a file that are no tests: a module of them ends with the brace that stands where it began."""
+    """Lines of a file that are no tests: a module of them ends with the brace that stands where it
+    began."""
     count, end = 0, ""
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines):
         follows = lines[number + 1].strip() if number + 1 < len(lines) else ""
         if end:
             end = "" if line == end else end
-        elif line.strip().startswith("#[cfg(") and "test" in line and follows.startswith("mod ") and follows[-1] == "{":
+        elif (
+            line.strip().startswith("#[cfg(")
+            and "test" in line
+            and follows.startswith("mod ")
+            and follows[-1] == "{"
+        ):
             end = line[: len(line) - len(line.lstrip())] + "}"
         else:
             count += 1
@@ -35,7 +41,9 @@ def main() -> None:
     """One line for each crate, and their sum."""
     crates = {}
     for crate in sorted((ROOT / "crates").iterdir()):
-        files = (path for path in (crate / "src").rglob("*.rs") if not is_test(path.relative_to(crate)))
+        files = (
+            path for path in (crate / "src").rglob("*.rs") if not is_test(path.relative_to(crate))
+        )
         crates[crate.name] = sum(map(built, files))
     for name, lines in [*crates.items(), ("all", sum(crates.values()))]:
         print(f"{name:14} {lines:6}")

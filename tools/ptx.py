@@ -1,11 +1,13 @@
-"""Makes kernels/copy.ptx from kernels/copy.cu with NVIDIA's run-time compiler, which comes as a wheel.
+"""Makes kernels/copy.ptx from kernels/copy.cu with NVIDIA's run-time compiler, which comes as a
+wheel.
 
-Run it by hand after a change of the source; with ``--check`` it only says whether the committed file is what it would
-write (a test does that). Needs neither a CUDA toolkit nor a GPU: only the wheel, at the version that
-``requirements/dev.txt`` names, because another version writes other text.
+Run it by hand after a change of the source; with ``--check`` it only says whether the committed
+file is what it would write (a test does that). Needs neither a CUDA toolkit nor a GPU: only the
+wheel, at the version that ``requirements/dev.txt`` names, because another version writes other
+text.
 
-The compiler writes PTX of its own version. Nothing in the kernels needs more than the first version of their target
-that drivers in use read, so the file says that one; the tests have it assembled.
+The compiler writes PTX of its own version. Nothing in the kernels needs more than the first version
+of their target that drivers in use read, so the file says that one; the tests have it assembled.
 """
 
 from __future__ import annotations
@@ -29,10 +31,18 @@ HEAD = "// Made by tools/ptx.py from kernels/copy.cu.\n"
 def compiler() -> ctypes.CDLL:
     """The library of the wheel."""
     wheel = importlib.metadata.distribution(WHEEL)
-    if f"{WHEEL}=={wheel.version}" not in (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8").splitlines():
+    if (
+        f"{WHEEL}=={wheel.version}"
+        not in (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8").splitlines()
+    ):
         raise SystemExit(f"{WHEEL} is {wheel.version}, not the version of requirements/dev.txt")
-    libraries = {file.name.split(".")[0]: str(file.locate()) for file in wheel.files or [] if ".so" in file.name}
-    # The compiler asks for its built-in headers by name only: they are found where they are loaded already.
+    libraries = {
+        file.name.split(".")[0]: str(file.locate())
+        for file in wheel.files or []
+        if ".so" in file.name
+    }
+    # The compiler asks for its built-in headers by name only: they are found where they are loaded
+    # already.
     ctypes.CDLL(libraries["libnvrtc-builtins"])
     return ctypes.CDLL(libraries["libnvrtc"])
 
@@ -49,7 +59,9 @@ def compiled(source: str) -> str:
         getattr(nvrtc, f"nvrtcGet{of}")(program, buffer)
         return buffer.value.decode()
 
-    status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), SOURCE.name.encode(), 0, None, None)
+    status = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), SOURCE.name.encode(), 0, None, None
+    )
     if status:
         raise SystemExit(f"{WHEEL}: nvrtcCreateProgram: status {status}")
     if nvrtc.nvrtcCompileProgram(program, len(OPTIONS), (ctypes.c_char_p * len(OPTIONS))(*OPTIONS)):
@@ -58,7 +70,8 @@ def compiled(source: str) -> str:
 
 
 def tidied(ptx: str) -> str:
-    """The same without comments, which name the build of the compiler, and with the version that is asked for."""
+    """The same without comments, which name the build of the compiler, and with the version that is
+    asked for."""
     ptx = re.sub(r"[ \t]*(//.*)?$", "", ptx, flags=re.MULTILINE)
     ptx, versions = re.subn(r"^\.version .*$", f".version {VERSION}", ptx, flags=re.MULTILINE)
     if versions != 1:
@@ -68,14 +81,21 @@ def tidied(ptx: str) -> str:
 
 def main() -> int:
     """Writes or checks the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the file is as it should be")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the file is as it should be"
+    )
     arguments = parser.parse_args()
     text = tidied(compiled(SOURCE.read_text(encoding="utf-8")))
     if not arguments.check:
         OUT.write_text(text, encoding="utf-8")
     elif OUT.read_text(encoding="utf-8") != text:
-        print(f"{OUT.relative_to(ROOT)} is not what {SOURCE.relative_to(ROOT)} gives; run: python tools/ptx.py")
+        print(
+            f"{OUT.relative_to(ROOT)} is not what {SOURCE.relative_to(ROOT)} gives; run: python"
+            " tools/ptx.py"
+        )
         return 1
     return 0
 

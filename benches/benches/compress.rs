@@ -1,8 +1,9 @@
-//! The codecs on numbers like those of a KV cache: how much shorter they become, what one core encodes and decodes, beside
-//! memcpy in the same run, and the medium at which it breaks even.
+//! The codecs on numbers like those of a KV cache: how much shorter they become, what one core
+//! encodes and decodes, beside memcpy in the same run, and the medium at which it breaks even.
 //!
-//! Values are normally distributed, with a scale of their own for each channel, as keys and values of attention are; a layer
-//! has 64 KiB, a block 1 MiB. The fastest of some rounds counts, taken in turns. A medium below `(1 - 1/ratio) * rate` gains.
+//! Values are normally distributed, with a scale of their own for each channel, as keys and values
+//! of attention are; a layer has 64 KiB, a block 1 MiB. The fastest of some rounds counts, taken in
+//! turns. A medium below `(1 - 1/ratio) * rate` gains.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
 use std::hint::black_box;
@@ -32,7 +33,8 @@ fn run() -> Result<()> {
         BLOCK >> 10
     );
     println!(
-        "codec  type       ratio  encode MB/s  decode MB/s  memcpy MB/s  encode  decode   even writing  even reading MB/s"
+        "codec  type       ratio  encode MB/s  decode MB/s  memcpy MB/s  encode  decode   even \
+         writing  even reading MB/s"
     );
     let dtypes = [DType::Bf16, DType::F16, DType::F32, DType::Fp8E4m3];
     for (algorithm, dtype) in Algorithm::ALL
@@ -73,7 +75,8 @@ fn memcpy(blocks: usize) -> f64 {
     (BLOCK * blocks) as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Ratio, and bytes in a second that one thread encodes and decodes in place, verifying what is stored included.
+/// Ratio, and bytes in a second that one thread encodes and decodes in place, verifying what is
+/// stored included.
 fn contest(algorithm: Algorithm, dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
     let geometry = Geometry::new(vec![LAYER as u64], LAYERS as u32, LAYERS as u32)?;
     let record = RecordLayout::new(&geometry).describing(16, dtype);
@@ -124,7 +127,9 @@ fn numbers(dtype: DType) -> Vec<u8> {
         state ^= state << 17;
         ((state >> 11) as f64 + 0.5) / (1u64 << 53) as f64
     };
-    let scales: Vec<f64> = (0..CHANNELS).map(|_| (2.0 * uniform() - 1.0).exp2()).collect();
+    let scales: Vec<f64> = (0..CHANNELS)
+        .map(|_| (2.0 * uniform() - 1.0).exp2())
+        .collect();
     let mut bytes = Vec::with_capacity(4 * BLOCK);
     let mut at = 0;
     while bytes.len() < 4 * BLOCK {
@@ -132,7 +137,9 @@ fn numbers(dtype: DType) -> Vec<u8> {
         let number = (normal * scales[at % CHANNELS]) as f32;
         at += 1;
         match dtype {
-            DType::Bf16 => bytes.extend(((number.to_bits() + 0x8000) >> 16).to_le_bytes()[..2].iter()),
+            DType::Bf16 => {
+                bytes.extend(((number.to_bits() + 0x8000) >> 16).to_le_bytes()[..2].iter())
+            }
             DType::F16 => bytes.extend(small(number, 5, 10).to_le_bytes()),
             DType::F32 => bytes.extend(number.to_le_bytes()),
             _ => bytes.push(small(number, 4, 3) as u8),
@@ -141,7 +148,8 @@ fn numbers(dtype: DType) -> Vec<u8> {
     bytes
 }
 
-/// A number with so many bits of exponent and mantissa: cut off, and zero or the largest where it does not fit.
+/// A number with so many bits of exponent and mantissa: cut off, and zero or the largest where it
+/// does not fit.
 fn small(number: f32, exponent: u32, mantissa: u32) -> u16 {
     let bits = number.to_bits();
     let sign = (bits >> 31) << (exponent + mantissa);

@@ -1,5 +1,6 @@
-//! Moving a block between the host device and a slot, in one transfer of many pieces, beside one memcpy of as many
-//! bytes: parts of its speed, taken in turns, from and to memory that no cache holds.
+//! Moving a block between the host device and a slot, in one transfer of many pieces, beside one
+//! memcpy of as many bytes: parts of its speed, taken in turns, from and to memory that no cache
+//! holds.
 #![allow(
     clippy::print_stdout,
     clippy::unwrap_used,
@@ -18,14 +19,16 @@ const BYTES: usize = 128 << 20;
 const BLOCK: usize = 1 << 20;
 /// Blocks moved in one turn.
 const AT_ONCE: usize = 16;
-/// Alignment of the device's memory, as tensors have it: some processors copy to memory a few bytes off far more slowly.
+/// Alignment of the device's memory, as tensors have it: some processors copy to memory a few bytes
+/// off far more slowly.
 const ALIGN: usize = 64;
 
 /// The pieces of the block at this address, of `len` bytes each, and where they lie in the record.
 fn pieces(first: u64, len: usize, layout: &RecordLayout) -> Vec<Piece> {
     let piece = |layer: u32| Piece {
         at: layout.layer_data(layer).start,
-        // SAFETY: inside the memory, which outlives every copy and is touched by nothing else meanwhile.
+        // SAFETY: inside the memory, which outlives every copy and is touched by nothing else
+        // meanwhile.
         span: unsafe { DeviceSpan::new(first + u64::from(layer) * len as u64, len as u64) },
     };
     (0..layout.layers()).map(piece).collect()
@@ -36,7 +39,8 @@ fn main() {
         return;
     }
     println!(
-        "| piece | memcpy GB/s | gather | scatter | gather, checksum as it lands | the same, a call for each layer | gather, then checksum |\n\
+        "| piece | memcpy GB/s | gather | scatter | gather, checksum as it lands | the same, a \
+         call for each layer | gather, then checksum |\n\
          |---|---|---|---|---|---|---|"
     );
     let mut stream = HostDevice::new().make_stream().unwrap();
@@ -48,9 +52,12 @@ fn main() {
         let layers = (BLOCK / len) as u32;
         let layout = RecordLayout::new(&Geometry::new(vec![len as u64], layers, layers).unwrap());
         let record = layout.record_len();
-        let pool = SlotPool::new(HostArena::new(record * (BYTES / BLOCK)).unwrap(), record).unwrap();
+        let pool =
+            SlotPool::new(HostArena::new(record * (BYTES / BLOCK)).unwrap(), record).unwrap();
         let mut slots: Vec<Slot> = std::iter::from_fn(|| pool.try_acquire()).collect();
-        slots.iter_mut().for_each(|slot| slot.as_mut_slice().fill(2));
+        slots
+            .iter_mut()
+            .for_each(|slot| slot.as_mut_slice().fill(2));
         let header = layout.header_len();
         let stream = std::cell::RefCell::new(&mut stream);
         let slots = std::cell::RefCell::new(slots);
@@ -71,7 +78,10 @@ fn main() {
             &mut || {
                 each(&mut |at, slot| {
                     let pieces = pieces(base + at as u64, len, &layout);
-                    stream.borrow_mut().gather(&pieces, slot, &mut |_, _| {}).unwrap();
+                    stream
+                        .borrow_mut()
+                        .gather(&pieces, slot, &mut |_, _| {})
+                        .unwrap();
                 });
             },
             &mut || {
@@ -86,7 +96,10 @@ fn main() {
                     let mut seal = |slot: &mut [u8], landed: usize| {
                         std::hint::black_box(layout.seal_layer(slot, landed as u32 - 1));
                     };
-                    stream.borrow_mut().gather(&pieces, slot, &mut seal).unwrap();
+                    stream
+                        .borrow_mut()
+                        .gather(&pieces, slot, &mut seal)
+                        .unwrap();
                 });
             },
             &mut || {
@@ -101,7 +114,10 @@ fn main() {
             &mut || {
                 each(&mut |at, slot| {
                     let pieces = pieces(base + at as u64, len, &layout);
-                    stream.borrow_mut().gather(&pieces, slot, &mut |_, _| {}).unwrap();
+                    stream
+                        .borrow_mut()
+                        .gather(&pieces, slot, &mut |_, _| {})
+                        .unwrap();
                     for layer in 0..layers {
                         std::hint::black_box(layout.seal_layer(slot, layer));
                     }

@@ -1,13 +1,17 @@
-//! Cost of block keys from a token array, as a ratio to the raw compressions of the same hash in the same run.
+//! Cost of block keys from a token array, as a ratio to the raw compressions of the same hash in
+//! the same run.
 //!
-//! The yardstick runs the compression function alone over `ceil((16 + 4 * block_size + 9) / 64)` pieces per block, the
-//! least any implementation of the chain can do. The state goes on from block to block, as in one long message, since
-//! in a chain every compression waits for the one before. The goal for sha256 and md5 is a ratio of at most 1.3.
+//! The yardstick runs the compression function alone over `ceil((16 + 4 * block_size + 9) / 64)`
+//! pieces per block, the least any implementation of the chain can do. The state goes on from block
+//! to block, as in one long message, since in a chain every compression waits for the one before.
+//! The goal for sha256 and md5 is a ratio of at most 1.3.
 //!
-//! The last column is the same work with each block started afresh: there the CPU overlaps the end of one block with
-//! the start of the next, which a chain cannot have. It is shown for comparison, not as a yardstick.
+//! The last column is the same work with each block started afresh: there the CPU overlaps the end
+//! of one block with the start of the next, which a chain cannot have. It is shown for comparison,
+//! not as a yardstick.
 //!
-//! BLAKE3 offers no compression function; its yardstick is one hash of a message of the block's length.
+//! BLAKE3 offers no compression function; its yardstick is one hash of a message of the block's
+//! length.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
 use std::hint::black_box;
@@ -33,9 +37,18 @@ fn main() -> ExitCode {
             let Ok(hasher) = BlockHasher::new(&[7; 32], block_size, method) else {
                 return ExitCode::FAILURE;
             };
-            let mut ours = || drop(black_box(hasher.hash_blocks(black_box(&tokens), None, 0, &[])));
-            let (mut chained, mut unchained) =
-                (raw(method, block_size, true), raw(method, block_size, false));
+            let mut ours = || {
+                drop(black_box(hasher.hash_blocks(
+                    black_box(&tokens),
+                    None,
+                    0,
+                    &[],
+                )))
+            };
+            let (mut chained, mut unchained) = (
+                raw(method, block_size, true),
+                raw(method, block_size, false),
+            );
             let [ours, raw, unchained] = in_turns([&mut ours, &mut chained, &mut unchained])
                 .map(|time| time.as_nanos() as f64 / TOKENS as f64);
             let ratio = ours / raw;
@@ -45,7 +58,8 @@ fn main() -> ExitCode {
                 _ => "missed",
             };
             println!(
-                "{method:<6}  {block_size:>10}  {ours:>8.2}  {raw:>12.2}  {ratio:>5.2}  {goal:<6}  {unchained:>18.2}"
+                "{method:<6}  {block_size:>10}  {ours:>8.2}  {raw:>12.2}  {ratio:>5.2}  {goal:<6}  \
+                 {unchained:>18.2}"
             );
         }
     }

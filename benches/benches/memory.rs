@@ -1,5 +1,6 @@
-//! The memory tier beside memcpy: keeping a record, copying one out of the own region and out of another process's
-//! (here: another store of this one, mapped read-only), and looking ids up. Ratios of time, memcpy = 1, taken in turns.
+//! The memory tier beside memcpy: keeping a record, copying one out of the own region and out of
+//! another process's (here: another store of this one, mapped read-only), and looking ids up.
+//! Ratios of time, memcpy = 1, taken in turns.
 #![allow(
     clippy::print_stdout,
     clippy::unwrap_used,
@@ -54,7 +55,10 @@ fn main() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    println!("| record | memcpy GB/s | keep | copy own | copy of another process |\n|---|---|---|---|---|");
+    println!(
+        "| record | memcpy GB/s | keep | copy own | copy of another process \
+         |\n|---|---|---|---|---|"
+    );
     for kib in [256u64, 1024, 2048] {
         let geometry = Geometry::new(vec![kib << 10], 1, 1).unwrap();
         let layout = RecordLayout::new(&geometry).describing(16, DType::F16);
@@ -66,7 +70,8 @@ fn main() {
         let reader = tier(dir.path(), &layout, None);
         assert!(reader.contains(id(0)), "the reader sees it");
         // As the engine's slots lie: memcpy likes no other offset in a page on some processors.
-        let slots = SlotPool::with_slots(HostArena::new(BYTES + 2 * len).unwrap(), len, count + 1).unwrap();
+        let slots =
+            SlotPool::with_slots(HostArena::new(BYTES + 2 * len).unwrap(), len, count + 1).unwrap();
         let mut sources: Vec<Slot> = std::iter::from_fn(|| slots.try_acquire_above(1)).collect();
         // Written, or all of them would be one page of zeroes that is always in a cache.
         sources
@@ -90,7 +95,8 @@ fn main() {
                 &mut || {
                     for _ in 0..AT_ONCE {
                         let source = &sources[turn.borrow_mut()(0)].as_slice()[..len];
-                        out.borrow_mut().copy_from_slice(std::hint::black_box(source));
+                        out.borrow_mut()
+                            .copy_from_slice(std::hint::black_box(source));
                     }
                 },
                 &mut || {
@@ -168,9 +174,14 @@ fn lookups(dir: &std::path::Path) {
     ]);
     let ns = |time: Duration| time.as_nanos() as f64 / 1024.0;
     println!("\n| lookup of 1024 ids | ns an id |\n|---|---|");
-    for (name, time) in ["own", "of another process", "absent", "of these, making the ids"]
-        .iter()
-        .zip(times)
+    for (name, time) in [
+        "own",
+        "of another process",
+        "absent",
+        "of these, making the ids",
+    ]
+    .iter()
+    .zip(times)
     {
         println!("| {name} | {:.0} |", ns(time));
     }

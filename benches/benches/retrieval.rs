@@ -1,11 +1,13 @@
-//! Sparse retrieval on a CPU: every kernel on every instruction set of this machine, beside plain Rust and beside one
-//! copy of the same bytes by `memcpy`, all on one thread.
+//! Sparse retrieval on a CPU: every kernel on every instruction set of this machine, beside plain
+//! Rust and beside one copy of the same bytes by `memcpy`, all on one thread.
 //!
-//! The shape is that of a model with 8 KV heads of size 128 and blocks of 128 tokens, which lie anywhere. A round reads
-//! one layer again and again, which stays in the caches as far as it fits there and shows the kernel; or the layers of a
-//! small model in turn, so that what is read comes from where it would come in a decode step, which shows the memory.
-//! Goals, for the best set of this machine: products of bf16 at least 10 times as fast as plain Rust, and with 32 K
-//! tokens hash codes read at half of memcpy's bandwidth or more. Whether each is met stands behind its figures.
+//! The shape is that of a model with 8 KV heads of size 128 and blocks of 128 tokens, which lie
+//! anywhere. A round reads one layer again and again, which stays in the caches as far as it fits
+//! there and shows the kernel; or the layers of a small model in turn, so that what is read comes
+//! from where it would come in a decode step, which shows the memory. Goals, for the best set of
+//! this machine: products of bf16 at least 10 times as fast as plain Rust, and with 32 K tokens
+//! hash codes read at half of memcpy's bandwidth or more. Whether each is met stands behind its
+//! figures.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
 use std::hint::black_box;
@@ -69,7 +71,8 @@ fn main() -> ExitCode {
 fn bench() -> Result<()> {
     let sets: Vec<Isa> = Isa::ALL.into_iter().filter(|isa| isa.supported()).collect();
     println!(
-        "one layer, {HEADS} KV heads of {DIM}, blocks of {BLOCK} tokens, one thread; fastest of the rounds"
+        "one layer, {HEADS} KV heads of {DIM}, blocks of {BLOCK} tokens, one thread; fastest of \
+         the rounds"
     );
     println!("kernel           tokens  layers  set      us/layer   GB/s  x scalar  x memcpy");
     for tokens in [4 << 10, 32 << 10, 128 << 10] {
@@ -135,7 +138,11 @@ fn bench() -> Result<()> {
         let mut out = vec![0; blocks * HEADS];
         for heads_apart in [false, true] {
             let case = Case {
-                name: if heads_apart { "hamming heads" } else { "hamming" },
+                name: if heads_apart {
+                    "hamming heads"
+                } else {
+                    "hamming"
+                },
                 tokens,
                 layers: &layers,
                 goal: (!heads_apart && tokens == 32 << 10).then_some(Goal::Memcpy(0.5)),
@@ -171,7 +178,11 @@ impl Case<'_> {
     }
 
     /// Runs a kernel on every set, in turns with a copy.
-    fn measure_layers(&self, sets: &[Isa], mut run: impl FnMut(&[u8], Isa) -> Result<()>) -> Result<()> {
+    fn measure_layers(
+        &self,
+        sets: &[Isa],
+        mut run: impl FnMut(&[u8], Isa) -> Result<()>,
+    ) -> Result<()> {
         let read: usize = self.layers.iter().map(Vec::len).sum();
         let rounds = ((64 << 20) / read).clamp(6, 60);
         let mut to = vec![1; self.layers[0].len()];
@@ -264,7 +275,9 @@ fn choose(tokens: usize, table: &[i32]) -> Result<()> {
 fn latent(sets: &[Isa]) -> Result<()> {
     let (tokens, len, queries) = (32 << 10, 72, 64);
     let (table, of_tokens) = (scattered(tokens / BLOCK), [tokens as i32]);
-    let layers: Vec<Vec<u8>> = (0..LAYERS).map(|layer| bytes(tokens * len, layer)).collect();
+    let layers: Vec<Vec<u8>> = (0..LAYERS)
+        .map(|layer| bytes(tokens * len, layer))
+        .collect();
     let query = bytes(queries * len, 98);
     let mut out = vec![0; table.len()];
     let case = Case {
@@ -290,7 +303,9 @@ fn latent(sets: &[Isa]) -> Result<()> {
 
 /// Hash codes of keys: of a chunk of a prompt, and of one token.
 fn codes(sets: &[Isa]) -> Result<()> {
-    let weights: Vec<f32> = (0..DIM * CODE * 8).map(|i| (i as f32 * 0.37).sin()).collect();
+    let weights: Vec<f32> = (0..DIM * CODE * 8)
+        .map(|i| (i as f32 * 0.37).sin())
+        .collect();
     let encoder = Encoder::new(&weights, 1, DIM, CODE * 8)?;
     println!(
         "\nhash codes of {} bits       tokens  set      ns/token  x scalar",

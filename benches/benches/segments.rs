@@ -1,8 +1,9 @@
-//! The two layouts side by side: dump until published, load to the verified slot, lookup, and what finding the segments
-//! of others costs at 10^2, 10^3 and 10^4 of them.
+//! The two layouts side by side: dump until published, load to the verified slot, lookup, and what
+//! finding the segments of others costs at 10^2, 10^3 and 10^4 of them.
 //!
-//! Both write the same records through the same engine with the same threads, in turns on one directory
-//! (`UCM_BENCH_DIR`, else the temporary one); the fastest turn of each counts, and the ratio is segment to file.
+//! Both write the same records through the same engine with the same threads, in turns on one
+//! directory (`UCM_BENCH_DIR`, else the temporary one); the fastest turn of each counts, and the
+//! ratio is segment to file.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
 use std::collections::BTreeMap;
@@ -51,7 +52,11 @@ fn run() -> Result<()> {
     lookups(if full { 100_000 } else { 2_000 })?;
     println!("finding the segments of others: first look, and one look when nothing has changed");
     println!("segments  first ms  us/segment");
-    for segments in if full { vec![100, 1000, 10_000] } else { vec![100] } {
+    for segments in if full {
+        vec![100, 1000, 10_000]
+    } else {
+        vec![100]
+    } {
         discovery(segments)?;
     }
     Ok(())
@@ -79,7 +84,10 @@ fn contest(block: usize, direct: bool, turn: usize, rounds: usize) -> Result<()>
         }
     }
     let mode = if direct { "direct" } else { "buffered" };
-    for (what, file, segment) in [("dump", best[0][0], best[1][0]), ("load", best[0][1], best[1][1])] {
+    for (what, file, segment) in [
+        ("dump", best[0][0], best[1][0]),
+        ("load", best[0][1], best[1][1]),
+    ] {
         let rate = |seconds: f64| (count * block) as f64 / seconds / 1e6;
         let (file, segment) = (rate(file), rate(segment));
         println!(
@@ -114,7 +122,8 @@ fn lookups(blocks: usize) -> Result<()> {
         bench.end();
     }
     println!(
-        "lookup of {blocks} blocks that are there, 1024 at once: file {:.0} ns, segment {:.0} ns per id",
+        "lookup of {blocks} blocks that are there, 1024 at once: file {:.0} ns, segment {:.0} ns \
+         per id",
         each[0], each[1]
     );
     Ok(())
@@ -199,14 +208,20 @@ impl Bench {
                 ..IoOptions::with_workers(THREADS)
             },
         )?;
-        // Sealed as soon as nothing is being written: the end of a turn is the end of its last record.
+        // Sealed as soon as nothing is being written: the end of a turn is the end of its last
+        // record.
         let segments = SegmentConfig {
             age: Duration::ZERO,
             ..SegmentConfig::default()
         };
         let pool = Arc::clone(&io);
         let backend: Arc<dyn Backend> = if segment {
-            Arc::new(SegmentBackend::new(config, segments, io, Arc::clone(&clock))?)
+            Arc::new(SegmentBackend::new(
+                config,
+                segments,
+                io,
+                Arc::clone(&clock),
+            )?)
         } else {
             Arc::new(PosixBackend::new(config, io, Arc::clone(&clock))?)
         };
@@ -265,7 +280,9 @@ impl Bench {
     }
 
     fn read(&self, first: usize, count: usize) -> Result<Duration> {
-        let slots: Vec<Slot> = (0..count).filter_map(|_| self.slots.try_acquire()).collect();
+        let slots: Vec<Slot> = (0..count)
+            .filter_map(|_| self.slots.try_acquire())
+            .collect();
         let start = Instant::now();
         let mut waits = Vec::with_capacity(count);
         for (n, slot) in (first..).zip(slots) {
@@ -283,12 +300,15 @@ impl Bench {
                         part: Part::default(),
                         layout: &record,
                     };
-                    let judged = verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect);
+                    let judged =
+                        verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect);
                     judged.map(|_| ()).map_err(ucm_core::Error::from)
                 }));
             };
             let (backend, deadline) = (Arc::clone(&self.backend), self.deadline());
-            let read = move |io: &IoJob| Ok(backend.read(io, vec![BlockRead::whole(id(n), slot, deadline)]));
+            let read = move |io: &IoJob| {
+                Ok(backend.read(io, vec![BlockRead::whole(id(n), slot, deadline)]))
+            };
             self.pool.job(LANE_LOAD, deadline, read, judge);
             waits.push(over);
         }

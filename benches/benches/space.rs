@@ -1,6 +1,7 @@
-//! Cost of looking after the space of a root: one count of 10^4, 10^5 and (with `UCM_BENCH_FULL=1`) 10^6 blocks, from
-//! opening a store until it has counted, as a ratio to a plain walk (read each directory, stat each name) of the same
-//! root in the same run. Block files are sparse, of the length of a record.
+//! Cost of looking after the space of a root: one count of 10^4, 10^5 and (with `UCM_BENCH_FULL=1`)
+//! 10^6 blocks, from opening a store until it has counted, as a ratio to a plain walk (read each
+//! directory, stat each name) of the same root in the same run. Block files are sparse, of the
+//! length of a record.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
 use std::collections::BTreeMap;

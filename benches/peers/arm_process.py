@@ -1,4 +1,5 @@
-"""An arm's process, from the driver's side: requests with a deadline, and the reason when there is no answer."""
+"""An arm's process, from the driver's side: requests with a deadline, and the reason when there is
+no answer."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ START_SECONDS = 300.0
 
 
 class ArmProcess:
-    """One arm, started; ``version`` and ``threads`` once it said hello, ``reason`` when it cannot run."""
+    """One arm, started; ``version`` and ``threads`` once it said hello, ``reason`` when it cannot
+    run."""
 
     def __init__(self, arm: Arm, python: str, environment: dict[str, str], directory: Path) -> None:
         self.arm = arm
@@ -30,10 +32,18 @@ class ArmProcess:
         self._rest = b""
         self._process: subprocess.Popen[bytes] | None = None
         if not python or not os.access(python, os.X_OK):
-            self.reason = "not installed: there is no CPython 3.12 for it (make bench-peers PYTHON312=<file>)"
+            self.reason = (
+                "not installed: there is no CPython 3.12 for it (make bench-peers PYTHON312=<file>)"
+            )
             return
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-        child = [python, str(HERE / "child.py"), arm.module, arm.kind, json.dumps(dict(arm.options))]
+        child = [
+            python,
+            str(HERE / "child.py"),
+            arm.module,
+            arm.kind,
+            json.dumps(dict(arm.options)),
+        ]
         self._process = subprocess.Popen(
             [arm.program, arm.kind] if arm.program else child,
             stdin=subprocess.PIPE,

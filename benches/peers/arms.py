@@ -25,15 +25,18 @@ class Arm:
     program: str = ""
 
 
-#: Blocks are published as soon as nothing more is being written: a round ends when all of its blocks are.
+#: Blocks are published as soon as nothing more is being written: a round ends when all of its
+#: blocks are.
 _SEGMENTS = {"layout": "segment"}
 
-#: Of ucm's own, the first is what others are set in relation to. Files and segments, in this order, for both ends of a
-#: load: in the caller's memory, and in the slot that was read and verified.
+#: Of ucm's own, the first is what others are set in relation to. Files and segments, in this order,
+#: for both ends of a load: in the caller's memory, and in the slot that was read and verified.
 ARMS = (
     Arm("ucm, files", "peer_ucm", "Ucm", {"config": {"layout": "file"}}, own=True),
     Arm("ucm, segments", "peer_ucm", "Ucm", {"config": _SEGMENTS}, own=True),
-    Arm("ucm, files, to the slot", "peer_ucm", "UcmToSlot", {"config": {"layout": "file"}}, own=True),
+    Arm(
+        "ucm, files, to the slot", "peer_ucm", "UcmToSlot", {"config": {"layout": "file"}}, own=True
+    ),
     Arm("ucm, segments, to the slot", "peer_ucm", "UcmToSlot", {"config": _SEGMENTS}, own=True),
     Arm("vLLM fs tier", "peer_vllm", "VllmFs"),
     Arm("LMCache fs", "peer_lmcache", "LMCacheL2", {"type": "fs"}),

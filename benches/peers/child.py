@@ -1,9 +1,10 @@
 """One arm in a process of its own: ``python child.py MODULE CLASS OPTIONS``, driven by ``run.py``.
 
-Requests and answers are lines of JSON on standard input and on what was standard output; whatever the arm itself
-prints goes to standard error. A round is: open a store in an empty directory, dump and load as many other blocks as
-will be measured (threads, buffers and directories are warm then), then dump, load and look up the blocks that count.
-Every round compares what was loaded with what was dumped.
+Requests and answers are lines of JSON on standard input and on what was standard output; whatever
+the arm itself prints goes to standard error. A round is: open a store in an empty directory, dump
+and load as many other blocks as will be measured (threads, buffers and directories are warm then),
+then dump, load and look up the blocks that count. Every round compares what was loaded with what
+was dumped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ LOOKUPS = 7
 
 def pages(count: int, block_bytes: int) -> Blocks:
     """Touched memory on page boundaries, one block a row."""
-    blocks = np.frombuffer(mmap.mmap(-1, count * block_bytes), dtype=np.uint8).reshape(count, block_bytes)
+    blocks = np.frombuffer(mmap.mmap(-1, count * block_bytes), dtype=np.uint8).reshape(
+        count, block_bytes
+    )
     blocks[:] = 0
     return blocks
 
@@ -48,14 +51,19 @@ def lookup_us(peer: Peer, names: Any, expected: bool, count: int) -> float | Non
         except UnavailableError:
             return None
         if [bool(answer) for answer in found] != [expected] * count:
-            raise RuntimeError(f"lookup says {sum(map(bool, found))} of {count} are there, expected {expected}")
+            raise RuntimeError(
+                f"lookup says {sum(map(bool, found))} of {count} are there, expected {expected}"
+            )
         peer.after_lookup(names)
         took.append(seconds / count * 1e6)
     return statistics.median(took)
 
 
-def one_ms(peer: Peer, ids: list[bytes], source: Any, target: Any) -> tuple[float | None, float | None]:
-    """Milliseconds that a dump and a load take for one block, the medians of so many ids; None without any."""
+def one_ms(
+    peer: Peer, ids: list[bytes], source: Any, target: Any
+) -> tuple[float | None, float | None]:
+    """Milliseconds that a dump and a load take for one block, the medians of so many ids; None
+    without any."""
     if not ids:
         return None, None
     names = peer.name_blocks(ids)
@@ -66,17 +74,30 @@ def one_ms(peer: Peer, ids: list[bytes], source: Any, target: Any) -> tuple[floa
 
 
 def one_round(
-    peer: Peer, directory: str, block_bytes: int, count: int, direct: bool, seed: int, singles: int = 0
+    peer: Peer,
+    directory: str,
+    block_bytes: int,
+    count: int,
+    direct: bool,
+    seed: int,
+    singles: int = 0,
 ) -> dict[str, Any]:
-    """The figures of one round: GB/s (10^9 bytes) of dump and load, microseconds per id of lookups; milliseconds for
-    one block, of so many ``singles``, for a peer whose names and memory are sequences of blocks."""
+    """The figures of one round: GB/s (10^9 bytes) of dump and load, microseconds per id of lookups;
+    milliseconds for one block, of so many ``singles``, for a peer whose names and memory are
+    sequences of blocks."""
     random = np.random.default_rng(seed)
     warm, ids, absent, alone = ([random.bytes(16) for _ in range(count)] for _ in range(4))
     source, target = pages(count, block_bytes), pages(count, block_bytes)
-    source.view(np.uint64)[:] = random.integers(0, 2**63, source.nbytes // 8, np.uint64).reshape(count, -1)
+    source.view(np.uint64)[:] = random.integers(0, 2**63, source.nbytes // 8, np.uint64).reshape(
+        count, -1
+    )
     peer.prepare(directory, block_bytes, count, direct)
     try:
-        names_warm, names, names_absent = peer.name_blocks(warm), peer.name_blocks(ids), peer.name_blocks(absent)
+        names_warm, names, names_absent = (
+            peer.name_blocks(warm),
+            peer.name_blocks(ids),
+            peer.name_blocks(absent),
+        )
         from_memory, to_memory = peer.wrap(source), peer.wrap(target)
         peer.dump(names_warm, from_memory)
         peer.load(names_warm, to_memory)
@@ -101,7 +122,10 @@ def one_round(
         "dump_one": dump_ms,
         "load_one": load_ms,
     }
-    return {name: figure if name.removesuffix("_one") in peer.figures else None for name, figure in figures.items()}
+    return {
+        name: figure if name.removesuffix("_one") in peer.figures else None
+        for name, figure in figures.items()
+    }
 
 
 def answer(out: TextIO, message: dict[str, Any]) -> None:

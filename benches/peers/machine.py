@@ -1,4 +1,5 @@
-"""On what was measured, without naming it: cores, processor, kernel and file system, no host and no path."""
+"""On what was measured, without naming it: cores, processor, kernel and file system, no host and no
+path."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 
 
 def file_system(directory: Path) -> str:
-    """The type of the file system that holds a directory, ``unknown`` where the kernel does not say."""
+    """The type of the file system that holds a directory, ``unknown`` where the kernel does not
+    say."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

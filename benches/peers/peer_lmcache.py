@@ -1,4 +1,5 @@
-"""LMCache's L2 adapters ``fs`` and ``fs_native``, driven as LMCache's own ``lmcache bench l2`` drives them."""
+"""LMCache's L2 adapters ``fs`` and ``fs_native``, driven as LMCache's own ``lmcache bench l2``
+drives them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ class LMCacheL2(Peer):
 
     def _spec(self, directory: str, direct: bool) -> dict[str, Any]:
         """What the adapter is told."""
-        spec: dict[str, Any] = {"type": self.options["type"], "base_path": directory, "use_odirect": direct}
+        spec: dict[str, Any] = {
+            "type": self.options["type"],
+            "base_path": directory,
+            "use_odirect": direct,
+        }
         if self._native:
             spec["num_workers"] = THREADS
         return spec
@@ -63,7 +68,11 @@ class LMCacheL2(Peer):
                 fmt=MemoryFormat.KV_2LTD,
                 ref_count=1,
             )
-            objects.append(TensorMemoryObj(raw_data=torch.from_numpy(block), metadata=described, parent_allocator=None))
+            objects.append(
+                TensorMemoryObj(
+                    raw_data=torch.from_numpy(block), metadata=described, parent_allocator=None
+                )
+            )
         return objects
 
     def dump(self, names: list[Any], memory: list[Any]) -> None:
@@ -82,7 +91,9 @@ class LMCacheL2(Peer):
     def load(self, names: list[Any], memory: list[Any]) -> None:
         parts = split(len(names), THREADS)
         tasks = [self._adapter.submit_load_task(names[part], memory[part]) for part in parts]
-        found = self._bitmaps(tasks, self._adapter.get_load_event_fd(), self._adapter.query_load_result)
+        found = self._bitmaps(
+            tasks, self._adapter.get_load_event_fd(), self._adapter.query_load_result
+        )
         loaded = sum(bitmap.popcount() for bitmap in found)
         if loaded != len(names):
             raise RuntimeError(f"{loaded} of {len(names)} blocks were loaded")
@@ -90,7 +101,9 @@ class LMCacheL2(Peer):
     def lookup(self, names: list[Any]) -> Sequence[bool]:
         task = self._adapter.submit_lookup_and_lock_task(names, {})
         (bitmap,) = self._bitmaps(
-            [task], self._adapter.get_lookup_and_lock_event_fd(), self._adapter.query_lookup_and_lock_result
+            [task],
+            self._adapter.get_lookup_and_lock_event_fd(),
+            self._adapter.query_lookup_and_lock_result,
         )
         return [bitmap.test(number) for number in range(len(names))]
 

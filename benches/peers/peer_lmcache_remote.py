@@ -1,4 +1,5 @@
-"""LMCache's L2 adapters for the servers of ``make bench-remote``; the directory of a round is the server's address."""
+"""LMCache's L2 adapters for the servers of ``make bench-remote``; the directory of a round is the
+server's address."""
 
 from __future__ import annotations
 

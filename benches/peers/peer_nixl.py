@@ -1,7 +1,7 @@
 """NIXL's POSIX plugin: transfers between registered memory and one preallocated file.
 
-It moves bytes and is no store: no names, nothing to look up, nothing published. It is here as what one large file
-reaches, and as the library on which others build their file tiers.
+It moves bytes and is no store: no names, nothing to look up, nothing published. It is here as what
+one large file reaches, and as the library on which others build their file tiers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from peer import Blocks, Peer, UnavailableError
 
 
 class NixlPosix(Peer):
-    """Option ``queue``: which of the plugin's I/O queues to use, as ``use_aio`` or ``use_uring``."""
+    """Option ``queue``: which of the plugin's I/O queues to use, as ``use_aio`` or
+    ``use_uring``."""
 
     threads = "the caller's, and the kernel's queue"
 
@@ -26,7 +27,9 @@ class NixlPosix(Peer):
         try:
             self._agent.create_backend("POSIX", {options["queue"]: "true"})
         except Exception as error:
-            raise UnavailableError(f"the plugin does not start with {options['queue']}: {error}") from error
+            raise UnavailableError(
+                f"the plugin does not start with {options['queue']}: {error}"
+            ) from error
         self._file = -1
         self._registered: list[Any] = []
         self._offsets: dict[bytes, int] = {}
@@ -60,8 +63,11 @@ class NixlPosix(Peer):
     def load(self, names: list[tuple[int, int, int]], memory: list[tuple[int, int, int]]) -> None:
         self._transfer("READ", names, memory)
 
-    def _transfer(self, way: str, names: list[tuple[int, int, int]], memory: list[tuple[int, int, int]]) -> None:
-        """Asks for progress in a loop, as the library's own examples do: the plugin has no thread of its own."""
+    def _transfer(
+        self, way: str, names: list[tuple[int, int, int]], memory: list[tuple[int, int, int]]
+    ) -> None:
+        """Asks for progress in a loop, as the library's own examples do: the plugin has no thread
+        of its own."""
         agent = self._agent
         handle = agent.initialize_xfer(
             way, agent.get_xfer_descs(memory, "DRAM"), agent.get_xfer_descs(names, "FILE"), "bench"

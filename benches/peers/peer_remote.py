@@ -1,4 +1,5 @@
-"""Stores of the network, for ``make bench-remote``: ucm over a server, and Mooncake's own client over the same pool.
+"""Stores of the network, for ``make bench-remote``: ucm over a server, and Mooncake's own client
+over the same pool.
 
 The directory of a round is the address of its server here, which is empty.
 """
@@ -17,7 +18,8 @@ from ucm.store.posix import UcmPosixStore
 
 
 class UcmRemote(Ucm):
-    """Options: ``store``, the class; ``keys``, of the store, in which ``{at}`` stands for the address."""
+    """Options: ``store``, the class; ``keys``, of the store, in which ``{at}`` stands for the
+    address."""
 
     threads = "the store's defaults"
 
@@ -31,7 +33,8 @@ class UcmRemote(Ucm):
             "tensor_size": block_bytes,
             "shard_size": block_bytes,
             "block_size": block_bytes,
-            # All blocks are staged at once; a quarter of the slots is kept for loads, and a slot holds a header too.
+            # All blocks are staged at once; a quarter of the slots is kept for loads, and a slot
+            # holds a header too.
             "staging_capacity": max(8, 4 * count // 3 + 2) * (block_bytes + (64 << 10)),
             "deadlines": {"lookup_ms": int(PATIENCE * 1000), "dump_s": PATIENCE},
         }
@@ -43,7 +46,8 @@ class UcmRemote(Ucm):
 
 
 class MooncakeAlone(Peer):
-    """Mooncake's Python client, driven as the store drives it: registered memory, one call for some megabytes."""
+    """Mooncake's Python client, driven as the store drives it: registered memory, one call for some
+    megabytes."""
 
     threads = "one calls, Mooncake's own move bytes"
     #: Bytes of one call, as in the store.
@@ -76,10 +80,14 @@ class MooncakeAlone(Peer):
     def wrap(self, blocks: Blocks) -> Blocks:
         code = self._client.register_buffer(blocks.ctypes.data, blocks.nbytes)
         if code != 0:
-            raise RuntimeError(f"Mooncake's client answers {code} to memory that is to be registered")
+            raise RuntimeError(
+                f"Mooncake's client answers {code} to memory that is to be registered"
+            )
         return blocks
 
-    def _batches(self, names: list[str], memory: Blocks) -> Iterator[tuple[list[str], list[int], list[int]]]:
+    def _batches(
+        self, names: list[str], memory: Blocks
+    ) -> Iterator[tuple[list[str], list[int], list[int]]]:
         """Keys, addresses and lengths of some megabytes at a time."""
         addresses = [block.ctypes.data for block in memory]
         for part in split(len(names), -(-memory.nbytes // self.BATCH)):

@@ -21,7 +21,10 @@ PATIENCE = 60.0
 class Ucm(Peer):
     """Options: ``config``, keys of the store beside those that every arm is given."""
 
-    threads = f"{THREADS} for I/O (half of them for dumps), 3 that gather: two write too, the third where these wait"
+    threads = (
+        f"{THREADS} for I/O (half of them for dumps), 3 that gather: two write too, the third where"
+        " these wait"
+    )
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -41,7 +44,8 @@ class Ucm(Peer):
             # As much as a user gives it: a segment is never longer than a 64th of the limit.
             "storage_capacity": "64GiB",
             "free_space_floor": "1%",
-            # All blocks are staged at once; a quarter of the slots is kept for loads, and a slot holds a header too.
+            # All blocks are staged at once; a quarter of the slots is kept for loads, and a slot
+            # holds a header too.
             "staging_capacity": max(8, 4 * count // 3 + 2) * (block_bytes + (64 << 10)),
             "posix_data_trans_concurrency": THREADS,
             "posix_lookup_concurrency": THREADS,
@@ -57,7 +61,8 @@ class Ucm(Peer):
         self._counted(self._store)
 
     def _counted(self, store: UcmPosixStore) -> None:
-        """Wait until the store knows what lies below its root: before, it takes a few hundred blocks and no more."""
+        """Wait until the store knows what lies below its root: before, it takes a few hundred
+        blocks and no more."""
         end = time.monotonic() + PATIENCE
         while not store.stats().get("storage_counted", 1):
             if time.monotonic() > end:
@@ -69,7 +74,9 @@ class Ucm(Peer):
 
     def dump(self, names: Sequence[bytes], memory: npt.NDArray[np.uint64]) -> None:
         assert self._store is not None
-        self._store.wait(self._store.dump_data(names, [0] * len(names), memory), PATIENCE, "published")
+        self._store.wait(
+            self._store.dump_data(names, [0] * len(names), memory), PATIENCE, "published"
+        )
 
     def load(self, names: Sequence[bytes], memory: npt.NDArray[np.uint64]) -> None:
         assert self._store is not None
@@ -86,9 +93,11 @@ class Ucm(Peer):
 
 
 class UcmToSlot(Ucm):
-    """The same store, loads alone, up to where those of the peers end: in host memory, which here is the store's own.
+    """The same store, loads alone, up to where those of the peers end: in host memory, which here
+    is the store's own.
 
-    Every block is read and verified as for any load, in the slot from which it would be copied to an accelerator.
+    Every block is read and verified as for any load, in the slot from which it would be copied to
+    an accelerator.
     """
 
     figures = ("load",)

@@ -1,7 +1,9 @@
-"""vLLM's own file tier: the C extension that its ``fs`` tier reads, writes and looks up with, and its file names.
+"""vLLM's own file tier: the C extension that its ``fs`` tier reads, writes and looks up with, and
+its file names.
 
-The tier itself (``OffloadingConnector``) refuses to start without an accelerator, so what it would hand to its threads
-is handed to as many threads here: a batch of blocks each, one file a block, a private name and a rename.
+The tier itself (``OffloadingConnector``) refuses to start without an accelerator, so what it would
+hand to its threads is handed to as many threads here: a batch of blocks each, one file a block, a
+private name and a rename.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class VllmFs(Peer):
         self._pool = ThreadPoolExecutor(THREADS)
 
     def name_blocks(self, ids: Sequence[bytes]) -> list[str]:
-        return [f"{self._root}/{name[:3]}/{name[3:5]}_g0/{name}.bin" for name in (key.hex() for key in ids)]
+        return [
+            f"{self._root}/{name[:3]}/{name[3:5]}_g0/{name}.bin"
+            for name in (key.hex() for key in ids)
+        ]
 
     def wrap(self, blocks: Blocks) -> list[memoryview]:
         return [memoryview(block) for block in blocks]
@@ -46,7 +51,9 @@ class VllmFs(Peer):
         self._each(store, len(names))
 
     def load(self, names: list[str], memory: list[memoryview]) -> None:
-        self._each(lambda part: batch_load_block(names[part], memory[part], self._direct), len(names))
+        self._each(
+            lambda part: batch_load_block(names[part], memory[part], self._direct), len(names)
+        )
 
     def _each(self, task: Callable[[slice], None], count: int) -> None:
         """One job for each thread; raises what one of them raised."""

@@ -1,7 +1,8 @@
 """From the rounds of every arm to rows, ratios, goals and tables. Needs no peer and no store.
 
-A ratio says how many times as fast an arm is as another, taken round by round (the two were measured right after each
-other) and then the median: above 1 is faster, for lookups too, where the figure itself is a time.
+A ratio says how many times as fast an arm is as another, taken round by round (the two were
+measured right after each other) and then the median: above 1 is faster, for lookups too, where the
+figure itself is a time.
 """
 
 from __future__ import annotations
@@ -77,13 +78,18 @@ def _ratio(mine: Sequence[float], other: Sequence[float], more_is_better: bool) 
     return statistics.median(a / b if more_is_better else b / a for a, b in pairs)
 
 
-def rows(rounds: Rounds, own: Sequence[str], names: Sequence[str], movers: Container[str] = ()) -> list[Row]:
+def rows(
+    rounds: Rounds, own: Sequence[str], names: Sequence[str], movers: Container[str] = ()
+) -> list[Row]:
     """Every arm in every case, in the order of ``names``.
 
-    ``own`` are ucm's arms, the reference first; ``movers`` are peers that only move bytes and are no stores.
+    ``own`` are ucm's arms, the reference first; ``movers`` are peers that only move bytes and are
+    no stores.
     """
     result = []
-    for case in sorted({case for case, _ in rounds}, key=lambda case: (case[1] != "buffered", case[0])):
+    for case in sorted(
+        {case for case, _ in rounds}, key=lambda case: (case[1] != "buffered", case[0])
+    ):
         for operation, more in OPERATIONS.items():
             measured = {
                 name: figures
@@ -108,9 +114,13 @@ def rows(rounds: Rounds, own: Sequence[str], names: Sequence[str], movers: Conta
                         high=max(figures),
                         rounds=figures,
                         to_ours=None if ours is None else _ratio(figures, measured[ours], more),
-                        to_best_peer=None if best is None else _ratio(figures, measured[best], more),
+                        to_best_peer=(
+                            None if best is None else _ratio(figures, measured[best], more)
+                        ),
                         best_peer=best,
-                        to_best_store=None if store is None else _ratio(figures, measured[store], more),
+                        to_best_store=(
+                            None if store is None else _ratio(figures, measured[store], more)
+                        ),
                         best_store=store,
                     )
                 )
@@ -123,7 +133,10 @@ def goals(measured: Sequence[Row], files: str, segments: str, to_slot: Sequence[
     ``to_slot``: the arms whose loads end in the verified slot, where the peers' end.
     """
     found = {(row.operation, row.block_bytes, row.mode, row.arm): row for row in measured}
-    cases = sorted({(row.block_bytes, row.mode) for row in measured}, key=lambda case: (case[1] != "buffered", case[0]))
+    cases = sorted(
+        {(row.block_bytes, row.mode) for row in measured},
+        key=lambda case: (case[1] != "buffered", case[0]),
+    )
     result = []
 
     def judge(operation: str, case: Case, arm: str) -> None:
@@ -175,9 +188,9 @@ def table(measured: Sequence[Row], operation: str) -> list[str]:
             continue
         name = f"**{row.arm}**" if row.arm == row.best_peer else row.arm
         lines.append(
-            f"| {row.mode} | {size(row.block_bytes)} | {name} "
-            f"| {_number(row.median)} ({_number(row.low)} to {_number(row.high)}) "
-            f"| {_number(row.to_ours)} | {_number(row.to_best_peer)} | {_number(row.to_best_store)} |"
+            f"| {row.mode} | {size(row.block_bytes)} | {name} | {_number(row.median)}"
+            f" ({_number(row.low)} to {_number(row.high)}) | {_number(row.to_ours)} |"
+            f" {_number(row.to_best_peer)} | {_number(row.to_best_store)} |"
         )
     return lines
 
@@ -186,21 +199,34 @@ def markdown(figures: dict[str, Any]) -> str:
     """The whole report; ``figures`` is what :func:`document` returns."""
     machine, settings = figures["machine"], figures["settings"]
     lines = [
-        f"Measured {figures['date']} at commit {figures['commit']}: {machine['cores']} cores ({machine['processor']}),",
+        (
+            f"Measured {figures['date']} at commit {figures['commit']}: {machine['cores']} cores"
+            f" ({machine['processor']}),"
+        ),
         f"{machine['memory_gib']} GiB, Linux {machine['kernel']}, {machine['file_system']}.",
-        f"{settings['mib']} MiB in each of {settings['rounds']} rounds, load average {machine['load_before']} before.",
+        (
+            f"{settings['mib']} MiB in each of {settings['rounds']} rounds, load average"
+            f" {machine['load_before']} before."
+        ),
         "",
     ]
     if settings["quick"]:
         lines += ["A quick run: it shows that every arm runs, and no speed.", ""]
     lines += ["| arm | version | threads | state |", "|---|---|---|---|"]
     for arm in figures["arms"]:
-        lines.append(f"| {arm['name']} | {arm['version'] or '-'} | {arm['threads'] or '-'} | {arm['state']} |")
+        lines.append(
+            f"| {arm['name']} | {arm['version'] or '-'} | {arm['threads'] or '-'} |"
+            f" {arm['state']} |"
+        )
     measured = [Row(**row) for row in figures["rows"]]
     for operation in OPERATIONS:
         lines += ["", f"{TITLES[operation]}:", "", *table(measured, operation)]
     if figures["goals"]:
-        lines += ["", "| goal | case | value | beside stores alone | met |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            "| goal | case | value | beside stores alone | met |",
+            "|---|---|---|---|---|",
+        ]
         for goal in figures["goals"]:
             met = {True: "yes", False: "no", None: "not measured"}[goal["met"]]
             value, stores = _number(goal["value"]), _number(goal["beside_stores"])
@@ -210,6 +236,11 @@ def markdown(figures: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def document(head: dict[str, Any], measured: Sequence[Row], judged: Sequence[Goal]) -> dict[str, Any]:
+def document(
+    head: dict[str, Any], measured: Sequence[Row], judged: Sequence[Goal]
+) -> dict[str, Any]:
     """What is written as JSON: ``head`` (date, machine, settings, arms, notes), rows and goals."""
-    return head | {"rows": [asdict(row) for row in measured], "goals": [asdict(goal) for goal in judged]}
+    return head | {
+        "rows": [asdict(row) for row in measured],
+        "goals": [asdict(goal) for goal in judged],
+    }

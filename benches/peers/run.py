@@ -1,8 +1,9 @@
-"""ucm beside what a user would use instead, in one run: ``make bench-peers`` (README.md says how it is measured).
+"""ucm beside what a user would use instead, in one run: ``make bench-peers`` (README.md says how it
+is measured).
 
-Every arm of ``arms.py`` runs in a process of its own. They take turns round by round, in a random order each round, so
-that what else happens on the machine falls on all of them. Prints the tables, and writes them and every figure to
-``--json`` and beside it.
+Every arm of ``arms.py`` runs in a process of its own. They take turns round by round, in a random
+order each round, so that what else happens on the machine falls on all of them. Prints the tables,
+and writes them and every figure to ``--json`` and beside it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,24 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mib", type=int, default=128, help="MiB in each round (128)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count (5)")
-    parser.add_argument("--block-kib", type=int, nargs="+", default=list(BLOCKS_KIB), help="sizes of blocks in KiB")
+    parser.add_argument(
+        "--block-kib", type=int, nargs="+", default=list(BLOCKS_KIB), help="sizes of blocks in KiB"
+    )
     parser.add_argument("--mode", choices=MODES, nargs="+", default=list(MODES))
     parser.add_argument("--arm", nargs="+", help="only arms whose name contains one of these texts")
-    parser.add_argument("--dir", type=Path, default=ROOT / "build", help="where directories are made (build/)")
+    parser.add_argument(
+        "--dir", type=Path, default=ROOT / "build", help="where directories are made (build/)"
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "peers.json")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a round of one arm may take")
-    parser.add_argument("--python312", default="", help="interpreter of the environment with UCM's wheel")
-    parser.add_argument("--quick", action="store_true", help="2 MiB, one round: shows that everything runs")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds that a round of one arm may take"
+    )
+    parser.add_argument(
+        "--python312", default="", help="interpreter of the environment with UCM's wheel"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2 MiB, one round: shows that everything runs"
+    )
     chosen = parser.parse_args()
     if chosen.python312:  # not resolved: what lies behind the link is not the environment
         chosen.python312 = os.path.abspath(chosen.python312)
@@ -50,8 +61,11 @@ def arguments() -> argparse.Namespace:
 
 
 def environment(arm: Arm) -> dict[str, str]:
-    """What the process of an arm sees: ucm from this source tree, the others from what is installed alone."""
-    values = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "UCM_"))}
+    """What the process of an arm sees: ucm from this source tree, the others from what is installed
+    alone."""
+    values = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "UCM_"))
+    }
     if arm.own:
         values["PYTHONPATH"] = str(ROOT / "python")
     return values
@@ -66,9 +80,16 @@ class Contest:
         self.rounds: results.Rounds = {}
         #: (arm, reason) -> the cases that it kept the arm out of.
         self.out: dict[tuple[str, str], list[str]] = {}
-        wanted = [arm for arm in ARMS if not chosen.arm or any(text in arm.name for text in chosen.arm)]
+        wanted = [
+            arm for arm in ARMS if not chosen.arm or any(text in arm.name for text in chosen.arm)
+        ]
         self.arms = [
-            ArmProcess(arm, chosen.python312 if arm.python312 else sys.executable, environment(arm), scratch)
+            ArmProcess(
+                arm,
+                chosen.python312 if arm.python312 else sys.executable,
+                environment(arm),
+                scratch,
+            )
             for arm in wanted
         ]
 
@@ -76,7 +97,9 @@ class Contest:
         """Say which arms run, and why others do not."""
         for arm in self.arms:
             arm.greet()
-            print(f"{arm.arm.name:22} {arm.version or 'cannot run here: ' + arm.reason}", flush=True)
+            print(
+                f"{arm.arm.name:22} {arm.version or 'cannot run here: ' + arm.reason}", flush=True
+            )
 
     def case(self, block_bytes: int, mode: str) -> None:
         """All rounds of one case; an arm that fails in one sits out the rest of it."""
@@ -88,13 +111,17 @@ class Contest:
                 reason = figures.get("unavailable") or figures.get("failed")
                 if reason:
                     print(f"  {arm.arm.name}: {reason}", flush=True)
-                    self.out.setdefault((arm.arm.name, reason), []).append(f"{results.size(block_bytes)} {mode}")
+                    self.out.setdefault((arm.arm.name, reason), []).append(
+                        f"{results.size(block_bytes)} {mode}"
+                    )
                     self.rounds.pop(((block_bytes, mode), arm.arm.name), None)
                     running.remove(arm)
                 else:
                     self.rounds.setdefault(((block_bytes, mode), arm.arm.name), []).append(figures)
 
-    def _one(self, arm: ArmProcess, block_bytes: int, count: int, mode: str, number: int) -> dict[str, Any]:
+    def _one(
+        self, arm: ArmProcess, block_bytes: int, count: int, mode: str, number: int
+    ) -> dict[str, Any]:
         """One round of one arm in a directory of its own, which takes no space afterwards."""
         directory = tempfile.mkdtemp(prefix="round-", dir=self.scratch)
         request = {
@@ -114,11 +141,15 @@ class Contest:
         """Of an arm, in the results."""
         if any(name == arm.arm.name for _, name in self.rounds):
             return "measured"
-        return arm.reason or next((reason for name, reason in self.out if name == arm.arm.name), "not asked")
+        return arm.reason or next(
+            (reason for name, reason in self.out if name == arm.arm.name), "not asked"
+        )
 
     def notes(self) -> list[str]:
         """Which arms are missing from which cases, and why."""
-        return [f"{name}: {reason} ({', '.join(cases)})" for (name, reason), cases in self.out.items()]
+        return [
+            f"{name}: {reason} ({', '.join(cases)})" for (name, reason), cases in self.out.items()
+        ]
 
     def stop(self) -> None:
         """End every process."""
@@ -136,7 +167,9 @@ def main() -> None:
         "machine": machine.describe(chosen.dir),
         "settings": {"mib": chosen.mib, "rounds": chosen.rounds, "quick": chosen.quick},
     }
-    with tempfile.TemporaryDirectory(prefix="peers-", dir=chosen.dir, ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix="peers-", dir=chosen.dir, ignore_cleanup_errors=True
+    ) as scratch:
         contest = Contest(chosen, Path(scratch))
         try:
             contest.greet()
@@ -149,7 +182,12 @@ def main() -> None:
     names = [arm.arm.name for arm in contest.arms]
     own = [arm.name for arm in ARMS if arm.own]
     head["arms"] = [
-        {"name": arm.arm.name, "version": arm.version, "threads": arm.threads, "state": contest.state(arm)}
+        {
+            "name": arm.arm.name,
+            "version": arm.version,
+            "threads": arm.threads,
+            "state": contest.state(arm),
+        }
         for arm in contest.arms
     ]
     head["notes"] = contest.notes()

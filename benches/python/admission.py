@@ -1,10 +1,13 @@
-"""Time to the first token with the cache relative to that without it, over the speeds of a tier, on a real vLLM.
+"""Time to the first token with the cache relative to that without it, over the speeds of a tier, on
+a real vLLM.
 
-One engine, one store behind a thread that moves its loads at a given speed (``tests/vllm/throttled.py``). Speeds are
-multiples of the one at which loading a prompt takes as long as computing it, measured first. For each speed what the
-engine knew of the tier is forgotten, then every round asks each prompt once for every mode, in alternating order:
-``never`` (computing, the yardstick), ``measured`` and ``always``. vLLM's own cache is emptied before each question.
-Prints a table; ``--json FILE`` keeps it. Run: ``PYTHONPATH=python python benches/python/admission.py``.
+One engine, one store behind a thread that moves its loads at a given speed
+(``tests/vllm/throttled.py``). Speeds are multiples of the one at which loading a prompt takes as
+long as computing it, measured first. For each speed what the engine knew of the tier is forgotten,
+then every round asks each prompt once for every mode, in alternating order: ``never`` (computing,
+the yardstick), ``measured`` and ``always``. vLLM's own cache is emptied before each question.
+Prints a table; ``--json FILE`` keeps it. Run: ``PYTHONPATH=python python
+benches/python/admission.py``.
 """
 
 from __future__ import annotations
@@ -59,13 +62,15 @@ class Bench:
     def counts(self) -> tuple[int, int]:
         """Blocks loaded and blocks declined so far."""
         found = self.engine.scheduler_eval(
-            "[connector._scheduler.miss_stats.total.loaded, connector._scheduler.miss_stats.total.missed['declined']]"
+            "[connector._scheduler.miss_stats.total.loaded,"
+            " connector._scheduler.miss_stats.total.missed['declined']]"
         )
         loaded, declined = json.loads(found)
         return loaded, declined
 
     def warm_up(self) -> float:
-        """Stores the prompts; the bytes a second at which loading would take as long as computing."""
+        """Stores the prompts; the bytes a second at which loading would take as long as
+        computing."""
         self.throttle.clear()
         self.mode("never")
         for _ in range(2):
@@ -94,10 +99,16 @@ class Bench:
                     times[mode].append(self.ask(tokens))
                     if mode == "measured":
                         after = self.counts()
-                        loaded, declined = loaded + after[0] - before[0], declined + after[1] - before[1]
+                        loaded, declined = (
+                            loaded + after[0] - before[0],
+                            declined + after[1] - before[1],
+                        )
         row: dict[str, Any] = {"loaded_blocks": loaded, "declined_blocks": declined}
         for mode in MODES:
-            row[mode] = {"mean": statistics.fmean(times[mode]), "median": statistics.median(times[mode])}
+            row[mode] = {
+                "mean": statistics.fmean(times[mode]),
+                "median": statistics.median(times[mode]),
+            }
         return row
 
 
@@ -117,7 +128,9 @@ def show(factor: float, row: dict[str, Any]) -> str:
 def main() -> None:
     """Prints the table."""
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--rounds", type=int, default=20, help="questions of each prompt, mode and speed")
+    arguments.add_argument(
+        "--rounds", type=int, default=20, help="questions of each prompt, mode and speed"
+    )
     arguments.add_argument("--layers", type=int, default=16)
     arguments.add_argument("--runner", choices=["v1", "v2"], default="v1")
     arguments.add_argument("--speeds", type=float, nargs="*", default=list(SPEEDS))
@@ -133,12 +146,18 @@ def main() -> None:
         extra = {"admission": "measured", "deadlines": deadlines, "log": {"level": "ERROR"}}
         model = write_model(work / "model", llama_config(chosen.layers))
         rows = {}
-        with Engine(EngineSpec(model, chosen.runner, store, extra_config=extra, fork=False), work / "log") as engine:
+        with Engine(
+            EngineSpec(model, chosen.runner, store, extra_config=extra, fork=False), work / "log"
+        ) as engine:
             bench = Bench(engine, Throttle(control))
             even = bench.warm_up()
-            print(f"break-even: {even / 1e6:.2f} MB/s; {chosen.rounds} rounds of {len(LENGTHS)} prompts\n")
             print(
-                "| speed, break-even = 1 | without | measured, mean | median | always, mean | median | loaded | not |"
+                f"break-even: {even / 1e6:.2f} MB/s; {chosen.rounds} rounds of {len(LENGTHS)}"
+                " prompts\n"
+            )
+            print(
+                "| speed, break-even = 1 | without | measured, mean | median | always, mean |"
+                " median | loaded | not |"
             )
             print("|---|---|---|---|---|---|---|---|")
             for factor in chosen.speeds:

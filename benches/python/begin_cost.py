@@ -1,8 +1,8 @@
 """What beginning a load or a dump costs the thread that computes, in microseconds.
 
-Drives the worker side's own ``Loads`` and ``Dumps`` over a real store, with the KV of a model of 32 layers whose block
-has 64 pieces of 16 KiB. Prints the median and the tail of the call that begins, by the number of blocks. Run:
-``python benches/python/begin_cost.py``.
+Drives the worker side's own ``Loads`` and ``Dumps`` over a real store, with the KV of a model of 32
+layers whose block has 64 pieces of 16 KiB. Prints the median and the tail of the call that begins,
+by the number of blocks. Run: ``python benches/python/begin_cost.py``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def told(name: str, kind: str, blocks: int, times: list[float]) -> None:
     """One line."""
     spent = sorted(1e6 * seconds for seconds in times)
     middle, most = statistics.median(spent), spent[-1]
-    print(f"{name:5s} {kind:8s} {blocks:5d} {middle:10.0f} {middle / blocks:10.2f} {most:10.0f}", flush=True)
+    print(
+        f"{name:5s} {kind:8s} {blocks:5d} {middle:10.0f} {middle / blocks:10.2f} {most:10.0f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -72,7 +75,9 @@ def main() -> None:
     most = max(chosen.blocks)
     kv = caches(most)  # the layout knows its addresses only
     layout = KVLayout(kv, [])
-    print(f"{'':5s} {'layout':8s} {'blocks':>5s} {'median us':>10s} {'a block':>10s} {'most us':>10s}")
+    print(
+        f"{'':5s} {'layout':8s} {'blocks':>5s} {'median us':>10s} {'a block':>10s} {'most us':>10s}"
+    )
     for kind in chosen.layouts:
         for blocks in chosen.blocks:
             with (
@@ -85,7 +90,9 @@ def main() -> None:
                 for job in range(1, chosen.rounds + 1):
                     keys = join_keys([os.urandom(16) for _ in range(blocks)])
                     began = time.perf_counter()
-                    dumps.start([Dump(job, "r", 0, b"", keys, numbers)], store, MASK, (0, None), TOKENS)
+                    dumps.start(
+                        [Dump(job, "r", 0, b"", keys, numbers)], store, MASK, (0, None), TOKENS
+                    )
                     begun["dump"].append(time.perf_counter() - began)
                     dumps.flush([job])
                     while len(dumps):

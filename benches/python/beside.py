@@ -1,12 +1,15 @@
-"""This tree beside another revision, in turns: ``python benches/python/beside.py 69ca9d4 --json beside.json``.
+"""This tree beside another revision, in turns: ``python benches/python/beside.py 69ca9d4 --json
+beside.json``.
 
-Both are built the same way in the same run (``builds.py``) and measured by the same programs through the public API, in
-processes of their own: old and new, then new and old, and so on, at least seven pairs. Rows are ``load`` and ``dump``
-(GB/s of blocks of three sizes, through the page cache and past it, as files and in segments), ``lookup`` (1000 ids that
-are there, 1000 that are not), ``ttft`` (first token of an engine of vLLM that was started over what one before it
-stored) and ``idle`` (a store that has nothing to do). By row: the median of the pairs' ratios, its interval
-(``paired.py``), and whether the row fails, that is lies below 0.95 with all of its interval. The exit status is 1 when
-one does, 2 when something could not be measured. A measurement is worth something on a machine with nothing else to do.
+Both are built the same way in the same run (``builds.py``) and measured by the same programs
+through the public API, in processes of their own: old and new, then new and old, and so on, at
+least seven pairs. Rows are ``load`` and ``dump`` (GB/s of blocks of three sizes, through the page
+cache and past it, as files and in segments), ``lookup`` (1000 ids that are there, 1000 that are
+not), ``ttft`` (first token of an engine of vLLM that was started over what one before it stored)
+and ``idle`` (a store that has nothing to do). By row: the median of the pairs' ratios, its interval
+(``paired.py``), and whether the row fails, that is lies below 0.95 with all of its interval. The
+exit status is 1 when one does, 2 when something could not be measured. A measurement is worth
+something on a machine with nothing else to do.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ BLOCKS_KIB = (256, 1024, 2048)
 EARLY = 6
 #: Blocks of the lookup rows: their size does not matter to a lookup, and so many are dumped fast.
 SMALL = 4096
-#: Those of idle.py that both are asked about; stores that only look up use too little to be compared.
+#: Those of idle.py that both are asked about; stores that only look up use too little to be
+#: compared.
 PRESETS = ("Posix, files", "Posix, segments", "Cache|Posix")
 #: With fewer pairs an interval is hardly better than all that was seen.
 LEAST_PAIRS = 7
@@ -74,7 +78,9 @@ class Case(ABC):
 class StoreCase(Case):
     """``benches/peers/child.py`` over ``UcmPosixStore``, in a process of its own for each turn."""
 
-    def __init__(self, layout: str, block: int, count: int, mode: str, rows: Sequence[str], repeats: int) -> None:
+    def __init__(
+        self, layout: str, block: int, count: int, mode: str, rows: Sequence[str], repeats: int
+    ) -> None:
         self.arm = Arm("ucm", "peer_ucm", "Ucm", {"config": {"layout": layout}}, own=True)
         self.request = {"block_bytes": block, "count": count, "direct": mode == "direct"}
         self.repeats = repeats
@@ -85,7 +91,8 @@ class StoreCase(Case):
         else:
             self.label = f"{LAYOUTS[layout]}, {block >> 10} KiB, {MODES[mode]}"
         self.rows = [
-            (name, "us an id", "less") if name.startswith("lookup") else (name, "GB/s", "more") for name in rows
+            (name, "us an id", "less") if name.startswith("lookup") else (name, "GB/s", "more")
+            for name in rows
         ]
 
     def turn(self, build: Build, work: Path) -> Figures:
@@ -96,7 +103,9 @@ class StoreCase(Case):
             for number in range(self.repeats):
                 folder = work / str(number)
                 folder.mkdir()
-                answers.append(process.round(self.request | {"directory": str(folder), "seed": number}, 300.0))
+                answers.append(
+                    process.round(self.request | {"directory": str(folder), "seed": number}, 300.0)
+                )
                 hollow(str(folder))
                 os.sync()
         finally:
@@ -104,7 +113,10 @@ class StoreCase(Case):
         for answer in answers:
             if reason := answer.get("failed") or answer.get("unavailable"):
                 raise FailedError(reason)
-        return {name: statistics.median(answer[figure] for answer in answers) for name, figure in self.figures.items()}
+        return {
+            name: statistics.median(answer[figure] for answer in answers)
+            for name, figure in self.figures.items()
+        }
 
 
 class IdleCase(Case):
@@ -124,7 +136,8 @@ class IdleCase(Case):
 
 
 class RestartCase(Case):
-    """An engine of vLLM that finds what one before it stored; each side has its own root, filled once."""
+    """An engine of vLLM that finds what one before it stored; each side has its own root, filled
+    once."""
 
     def __init__(self, layout: str, tokens: int, prompts: int, kept: Path) -> None:
         self.label = f"restarted, {LAYOUTS[layout]}"
@@ -146,8 +159,11 @@ class RestartCase(Case):
             raise FailedError(f"the restarted engine reused {reused} of {self.tokens} tokens each")
         return {"ttft": statistics.median(first for first, _ in answers)}
 
-    def _life(self, build: Build, root: Path, log: Path, *, stored: bool) -> list[tuple[float, int]]:
-        """An engine from its start to its end: of each prompt the seconds to its first token, and the tokens reused."""
+    def _life(
+        self, build: Build, root: Path, log: Path, *, stored: bool
+    ) -> list[tuple[float, int]]:
+        """An engine from its start to its end: of each prompt the seconds to its first token, and
+        the tokens reused."""
         model = self.kept.parent / "model"
         if not model.exists():
             demo_model.write(model)
@@ -174,8 +190,9 @@ class RestartCase(Case):
     def _await_opened(self, running: Engine) -> None:
         """Asks for prompts that were stored too, each once, until one is found.
 
-        A cache opens in the background, and until then an engine misses. What a prompt that is asked again finds may be
-        the engine's own; and to empty the engine's own begins a new generation of the cache, which has to open again.
+        A cache opens in the background, and until then an engine misses. What a prompt that is
+        asked again finds may be the engine's own; and to empty the engine's own begins a new
+        generation of the cache, which has to open again.
         """
         for tokens in self.early:
             found = running.ask(tokens, 1).cached > 0
@@ -210,7 +227,9 @@ def told(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measured(case: Case, builds: Mapping[str, Build], pairs: int, scratch: Path) -> list[paired.Row]:
+def measured(
+    case: Case, builds: Mapping[str, Build], pairs: int, scratch: Path
+) -> list[paired.Row]:
     """All pairs of a case; the order of the sides changes with every pair."""
     figures: dict[str, list[Figures]] = defaultdict(list)
     for number in range(pairs):
@@ -242,20 +261,35 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("revision", help="of Git, with which this tree is compared")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"some of {','.join(ROWS)}, with commas (all)")
-    parser.add_argument("--pairs", type=int, default=LEAST_PAIRS, help=f"of each case, at least {LEAST_PAIRS}")
-    parser.add_argument("--mib", type=int, default=128, help="MiB that one dump or load moves (128)")
+    parser.add_argument(
+        "--rows", default=",".join(ROWS), help=f"some of {','.join(ROWS)}, with commas (all)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=LEAST_PAIRS, help=f"of each case, at least {LEAST_PAIRS}"
+    )
+    parser.add_argument(
+        "--mib", type=int, default=128, help="MiB that one dump or load moves (128)"
+    )
     parser.add_argument("--ids", type=int, default=1000, help="of a lookup (1000)")
-    parser.add_argument("--repeats", type=int, default=3, help="dumps and loads of a turn, whose median counts (3)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for which a store is left alone (10)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="dumps and loads of a turn, whose median counts (3)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="for which a store is left alone (10)"
+    )
     parser.add_argument("--tokens", type=int, default=4005, help="of a prompt (4005)")
     parser.add_argument("--prompts", type=int, default=8, help="for each engine (8)")
-    parser.add_argument("--dir", type=Path, default=ROOT / "build", help="where directories are made (build/)")
+    parser.add_argument(
+        "--dir", type=Path, default=ROOT / "build", help="where directories are made (build/)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="two pairs of tiny sizes, and of engines those over files only: shows that everything runs, and no more",
+        help=(
+            "two pairs of tiny sizes, and of engines those over files only: shows that everything"
+            " runs, and no more"
+        ),
     )
     chosen = parser.parse_args()
     chosen.rows = [row.strip() for row in chosen.rows.split(",") if row.strip()]
@@ -278,10 +312,15 @@ def run(chosen: argparse.Namespace) -> int:
     told("building this tree")
     builds["new"] = of_this_tree()
     names = {side: build.name for side, build in builds.items()}
-    settings = {key: getattr(chosen, key) for key in ("rows", "pairs", "mib", "ids", "repeats", "seconds")}
+    settings = {
+        key: getattr(chosen, key) for key in ("rows", "pairs", "mib", "ids", "repeats", "seconds")
+    }
     settings |= {key: getattr(chosen, key) for key in ("tokens", "prompts", "quick")}
     about = machine.describe(chosen.dir)
-    document: dict[str, Any] = {"date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"), "machine": about}
+    document: dict[str, Any] = {
+        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
+        "machine": about,
+    }
     document |= {"builds": names, "settings": settings}
     rows: list[paired.Row] = []
     missing: list[str] = []
@@ -292,19 +331,27 @@ def run(chosen: argparse.Namespace) -> int:
             except FailedError as error:
                 missing.append(str(error))
                 told(missing[-1])
-            if chosen.json:  # after every case: an hour's figures are not lost with the last of them
+            # after every case: an hour's figures are not lost with the last of them
+            if chosen.json:
                 document |= {"rows": [row.as_json() for row in rows], "missing": missing}
                 chosen.json.write_text(json.dumps(document, indent=1) + "\n")
     print(
-        f"old: {names['old']}, new: {names['new']}; {chosen.pairs} pairs, load average {about['load_before']} before."
+        f"old: {names['old']}, new: {names['new']}; {chosen.pairs} pairs, load average"
+        f" {about['load_before']} before."
     )
-    print(f"{about['cores']} cores, {about['processor']}, Linux {about['kernel']}, {about['file_system']}.\n")
+    print(
+        f"{about['cores']} cores, {about['processor']}, Linux {about['kernel']},"
+        f" {about['file_system']}.\n"
+    )
     print(paired.table(rows))
     failed = [row for row in rows if paired.judged(row.ratios) == "fails"]
     if chosen.quick:
         print("\nA quick run: it shows that everything runs, and nothing about speed.")
     else:
-        print(f"\n{len(failed)} of {len(rows)} rows fail: surely below {paired.FLOOR} of the old build.")
+        print(
+            f"\n{len(failed)} of {len(rows)} rows fail: surely below {paired.FLOOR} of the old"
+            " build."
+        )
     if missing:
         print("\nNot measured:\n" + "\n".join(f"- {reason}" for reason in missing))
     return 1 if failed else 2 if missing else 0

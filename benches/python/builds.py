@@ -1,8 +1,9 @@
-"""Builds of ucm to be measured beside one another: this tree's, and that of a revision, each a wheel, unpacked.
+"""Builds of ucm to be measured beside one another: this tree's, and that of a revision, each a
+wheel, unpacked.
 
-Both are made the same way, by the same compiler, as users get them. The revision is checked out in a Git worktree below
-``target/beside``, with what was compiled beside it, so that the next run finds it there. Each lies in a directory of
-its own that goes to ``PYTHONPATH``, before what is installed.
+Both are made the same way, by the same compiler, as users get them. The revision is checked out in
+a Git worktree below ``target/beside``, with what was compiled beside it, so that the next run finds
+it there. Each lies in a directory of its own that goes to ``PYTHONPATH``, before what is installed.
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ class Build:
     site: Path
 
     def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The environment of a process that imports this build, and none of what is set for another."""
-        kept = {name: value for name, value in base.items() if not name.startswith(("PYTHON", "UCM_"))}
+        """The environment of a process that imports this build, and none of what is set for
+        another."""
+        kept = {
+            name: value for name, value in base.items() if not name.startswith(("PYTHON", "UCM_"))
+        }
         return kept | {"PYTHONPATH": str(self.site)}
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise BuildError(f"git {' '.join(arguments)}: {done.stderr.strip() or 'failed'}")
     return done.stdout.strip()
@@ -49,7 +55,9 @@ def _git(*arguments: str) -> str:
 def commit_of(revision: str) -> str:
     """The commit that a revision names."""
     try:
-        return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        return _git(
+            "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
+        )
     except BuildError:
         raise BuildError(f"there is no revision {revision!r} in this repository") from None
 
@@ -74,7 +82,11 @@ def of_this_tree() -> Build:
 
 def _maturin() -> str:
     """The program, beside this interpreter, in the environment of the source tree, or anywhere."""
-    places = [Path(sys.executable).parent, ROOT / ".venv" / "bin", *os.environ.get("PATH", "").split(os.pathsep)]
+    places = [
+        Path(sys.executable).parent,
+        ROOT / ".venv" / "bin",
+        *os.environ.get("PATH", "").split(os.pathsep),
+    ]
     found = shutil.which("maturin", path=os.pathsep.join(map(str, places)))
     if found is None:
         raise BuildError("there is no maturin to build with: make lint sets one up in .venv")
@@ -87,21 +99,46 @@ def _built(name: str, tree: Path, place: Path, compiled: Path) -> Build:
     for old in (wheels, site):
         shutil.rmtree(old, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
-    command = [_maturin(), "build", "--release", "--locked", "--interpreter", sys.executable, "--out", str(wheels)]
+    command = [
+        _maturin(),
+        "build",
+        "--release",
+        "--locked",
+        "--interpreter",
+        sys.executable,
+        "--out",
+        str(wheels),
+    ]
     _logged(command, log, f"{name} does not build", tree, {"CARGO_TARGET_DIR": str(compiled)})
     with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
         wheel.extractall(site)
     build = Build(name, site)
-    seen = f"import ucm._core, pathlib, sys; sys.exit(not pathlib.Path(ucm.__file__).is_relative_to({str(site)!r}))"
-    _logged([sys.executable, "-c", seen], log, f"{name} cannot be imported", place, build.environment({}))
+    seen = (
+        "import ucm._core, pathlib, sys; sys.exit(not"
+        f" pathlib.Path(ucm.__file__).is_relative_to({str(site)!r}))"
+    )
+    _logged(
+        [sys.executable, "-c", seen],
+        log,
+        f"{name} cannot be imported",
+        place,
+        build.environment({}),
+    )
     return build
 
 
-def _logged(command: Sequence[str], log: Path, failure: str, folder: Path, more: Mapping[str, str]) -> None:
+def _logged(
+    command: Sequence[str], log: Path, failure: str, folder: Path, more: Mapping[str, str]
+) -> None:
     """Runs a command; what it said is in the log, and its end in the error."""
     with log.open("w") as out:
         done = subprocess.run(
-            command, cwd=folder, env=os.environ | dict(more), stdout=out, stderr=subprocess.STDOUT, check=False
+            command,
+            cwd=folder,
+            env=os.environ | dict(more),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            check=False,
         )
     if done.returncode != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:])

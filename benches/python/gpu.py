@@ -1,15 +1,18 @@
-"""How fast small pieces go between a device and the host, by each method, beside one large copy and torch's own ways.
+"""How fast small pieces go between a device and the host, by each method, beside one large copy and
+torch's own ways.
 
-Run: ``python benches/python/gpu.py`` on a machine with a GPU, torch, NumPy and the wheel of ucm; neither Rust nor a
-network is needed. Where there is no GPU it says so and ends with 0. ``--device host`` copies on the host instead,
-``--quick`` runs a few points, ``--json FILE`` keeps the figures.
+Run: ``python benches/python/gpu.py`` on a machine with a GPU, torch, NumPy and the wheel of ucm;
+neither Rust nor a network is needed. Where there is no GPU it says so and ends with 0. ``--device
+host`` copies on the host instead, ``--quick`` runs a few points, ``--json FILE`` keeps the figures.
 
-Pieces of one size lie in a random order on the device and side by side in pinned memory of the host. Every figure is a
-ratio: the time of one large copy of as many bytes (torch's, or where torch has no such device ucm's own) by the time of
-the method, the median of rounds in which all take turns. 1.0 is as fast as the bus; more is noise. ``index`` is torch's
-``index_select`` or ``index_copy_`` with one copy, ``loop`` a ``copy_`` for each piece. A second table is a store in the
-host's memory, which checks every byte: blocks of 64 layers that are dumped and loaded, beside one large copy of as many
-bytes. Where vLLM is installed a tiny model's first token follows, cold and warm, by ``demo/run.py``.
+Pieces of one size lie in a random order on the device and side by side in pinned memory of the
+host. Every figure is a ratio: the time of one large copy of as many bytes (torch's, or where torch
+has no such device ucm's own) by the time of the method, the median of rounds in which all take
+turns. 1.0 is as fast as the bus; more is noise. ``index`` is torch's ``index_select`` or
+``index_copy_`` with one copy, ``loop`` a ``copy_`` for each piece. A second table is a store in the
+host's memory, which checks every byte: blocks of 64 layers that are dumped and loaded, beside one
+large copy of as many bytes. Where vLLM is installed a tiny model's first token follows, cold and
+warm, by ``demo/run.py``.
 """
 
 from __future__ import annotations
@@ -84,7 +87,9 @@ class Point:
     def _one_copy(self, stream: trans.Stream, to_device: bool) -> Work:
         if self.torch is not None:
             flat = self.pages[: self.count]
-            return self._of_torch(lambda: _copy(flat, self.pinned) if to_device else _copy(self.pinned, flat))
+            return self._of_torch(
+                lambda: _copy(flat, self.pinned) if to_device else _copy(self.pinned, flat)
+            )
         if to_device:
             return lambda: stream.host_to_device(self.host, self.first, self.bytes)
         return lambda: stream.device_to_host(self.first, self.host, self.bytes)
@@ -97,12 +102,16 @@ class Point:
     def _index(self, to_device: bool) -> Work:
         if to_device:
             return self._of_torch(
-                lambda: self.pages.index_copy_(0, self.index, self.pinned.to("cuda", non_blocking=True))
+                lambda: self.pages.index_copy_(
+                    0, self.index, self.pinned.to("cuda", non_blocking=True)
+                )
             )
         return self._of_torch(lambda: _copy(self.pinned, self.pages.index_select(0, self.index)))
 
     def _loop(self, to_device: bool) -> Work:
-        pairs = [(self.pages[number], self.pinned[i]) for i, number in enumerate(self.order.tolist())]
+        pairs = [
+            (self.pages[number], self.pinned[i]) for i, number in enumerate(self.order.tolist())
+        ]
 
         def loop() -> None:
             for page, side in pairs:
@@ -130,12 +139,15 @@ def seconds(work: Work) -> float:
 
 
 def measure(works: dict[str, Work], rounds: int) -> tuple[float, dict[str, float]]:
-    """Median seconds of the first, and of each other the median of its ratios to the first in the same round."""
+    """Median seconds of the first, and of each other the median of its ratios to the first in the
+    same round."""
     for work in works.values():
         work()
     taken = [{name: seconds(work) for name, work in works.items()} for _ in range(rounds)]
     yardstick, *others = works
-    ratios = {name: statistics.median(one[yardstick] / one[name] for one in taken) for name in others}
+    ratios = {
+        name: statistics.median(one[yardstick] / one[name] for one in taken) for name in others
+    }
     return statistics.median(one[yardstick] for one in taken), ratios
 
 
@@ -151,10 +163,18 @@ def rows(where: Place, quick: bool) -> list[dict[str, Any]]:
             point = Point(where, device, size, count)
             for direction in ("to device", "to host"):
                 taken, ratios = measure(point.works(direction == "to device"), 3 if quick else 15)
-                row = {"size": size, "count": count, "direction": direction, "gb_s": point.bytes / taken / 1e9}
+                row = {
+                    "size": size,
+                    "count": count,
+                    "direction": direction,
+                    "gb_s": point.bytes / taken / 1e9,
+                }
                 found.append(row | {"ratios": ratios})
                 if len(found) == 1:
-                    print(f"{'bytes':>8} {'pieces':>6} {'direction':9} {'GB/s':>7}", *(f"{name:>8}" for name in ratios))
+                    print(
+                        f"{'bytes':>8} {'pieces':>6} {'direction':9} {'GB/s':>7}",
+                        *(f"{name:>8}" for name in ratios),
+                    )
                 ratio = (f"{ratio:8.3f}" for ratio in ratios.values())
                 print(f"{size:8} {count:6} {direction:9} {row['gb_s']:7.2f}", *ratio, flush=True)
     return found
@@ -172,9 +192,19 @@ def blocks(where: Place, quick: bool) -> list[dict[str, Any]]:
             for _ in range(WARM):
                 stored.dump()
             rounds = 3 if quick else 9
-            to_host, dumps = measure({"one copy": point.works(False)["one copy"], "dump": stored.dump}, rounds)
-            to_device, loads = measure({"one copy": point.works(True)["one copy"], "load": stored.load}, rounds)
-        row = {"piece": piece, "pieces": pieces, "blocks": count, "dump": dumps["dump"], "load": loads["load"]}
+            to_host, dumps = measure(
+                {"one copy": point.works(False)["one copy"], "dump": stored.dump}, rounds
+            )
+            to_device, loads = measure(
+                {"one copy": point.works(True)["one copy"], "load": stored.load}, rounds
+            )
+        row = {
+            "piece": piece,
+            "pieces": pieces,
+            "blocks": count,
+            "dump": dumps["dump"],
+            "load": loads["load"],
+        }
         found.append(row | {"gb_s": [point.bytes / took / 1e9 for took in (to_device, to_host)]})
         print(f"{piece:8} {pieces:6} {count:6} {row['dump']:8.3f} {row['load']:8.3f}", flush=True)
     return found
@@ -188,8 +218,13 @@ class Stored:
         self._count, self._turn = count, 0
         size = piece * pieces
         sizes: dict[str, Any] = {"tensor_size": piece, "shard_size": size, "block_size": size}
-        room = {"cache_size": 2 * point.bytes + (64 << 20), "staging_capacity": 2 * point.bytes + (8 << 20)}
-        self._store = UcmCacheStore(sizes | room | {"identity": f"bench of {piece}", "platform": platform})
+        room = {
+            "cache_size": 2 * point.bytes + (64 << 20),
+            "staging_capacity": 2 * point.bytes + (8 << 20),
+        }
+        self._store = UcmCacheStore(
+            sizes | room | {"identity": f"bench of {piece}", "platform": platform}
+        )
 
     def dump(self) -> None:
         """All of them, under names of their own."""
@@ -201,7 +236,10 @@ class Stored:
         self._store.wait(self._store.load_data(self._names(), [0] * self._count, self._rows))
 
     def _names(self) -> list[bytes]:
-        return [self._turn.to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(self._count)]
+        return [
+            self._turn.to_bytes(8, "little") + block.to_bytes(8, "little")
+            for block in range(self._count)
+        ]
 
     def __enter__(self) -> Stored:
         return self
@@ -221,7 +259,9 @@ def vllm(where: Place) -> str:
 
 def main() -> int:
     """Prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=WORDS, default="cuda")
     parser.add_argument("--quick", action="store_true", help="a few points and rounds")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
@@ -231,7 +271,10 @@ def main() -> int:
     except MissingError as missing:
         print(f"skipped, all of it: {missing}")
         return 0
-    print(f"ucm {ucm.__version__} on {where.word}; GB/s of one large copy, and the ratio of each method to it")
+    print(
+        f"ucm {ucm.__version__} on {where.word}; GB/s of one large copy, and the ratio of each"
+        " method to it"
+    )
     found = rows(where, arguments.quick)
     stored = blocks(where, arguments.quick)
     came = vllm(where)

@@ -1,14 +1,17 @@
-"""Choosing blocks on a GPU: how near kernels come to the memory's speed, and what a sparse step takes.
+"""Choosing blocks on a GPU: how near kernels come to the memory's speed, and what a sparse step
+takes.
 
-Run: ``python benches/python/gpu_sparse.py`` on a machine with a GPU, torch with Triton, and the wheel of ucm. Where
-there is no GPU it says so and ends with 0. ``--json FILE`` keeps the figures.
+Run: ``python benches/python/gpu_sparse.py`` on a machine with a GPU, torch with Triton, and the
+wheel of ucm. Where there is no GPU it says so and ends with 0. ``--json FILE`` keeps the figures.
 
-32 query and 8 KV heads of 128 in bfloat16, blocks of 128 tokens that lie anywhere, so many layers in turn that nothing
-comes from the GPU's cache that the call before left it in (but with 4096 tokens: they are too few for that). The first
-table says of every kernel the bytes that it must read, by its time, as a share of what a copy on the GPU moves (``of
-memory``); its launches are recorded in a CUDA graph and replayed, so that the host does not count. The second one says
-in microseconds a layer what dense attention takes (torch's, over K and V without gaps; vLLM is not needed), attention
-over as many tokens as are kept, and choosing them by hash codes: by the GPU's clock, and as the host launches it.
+32 query and 8 KV heads of 128 in bfloat16, blocks of 128 tokens that lie anywhere, so many layers
+in turn that nothing comes from the GPU's cache that the call before left it in (but with 4096
+tokens: they are too few for that). The first table says of every kernel the bytes that it must
+read, by its time, as a share of what a copy on the GPU moves (``of memory``); its launches are
+recorded in a CUDA graph and replayed, so that the host does not count. The second one says in
+microseconds a layer what dense attention takes (torch's, over K and V without gaps; vLLM is not
+needed), attention over as many tokens as are kept, and choosing them by hash codes: by the GPU's
+clock, and as the host launches it.
 """
 
 from __future__ import annotations
@@ -104,7 +107,8 @@ class Case:
             self.query = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16)
             self.weights = torch.randn(DIM, BITS)
             self.codes = [
-                torch.randint(0, 256, (pool, BLOCK, KV_HEADS, BITS // 8), dtype=torch.uint8) for _ in range(self.layers)
+                torch.randint(0, 256, (pool, BLOCK, KV_HEADS, BITS // 8), dtype=torch.uint8)
+                for _ in range(self.layers)
             ]
             self.means = [
                 torch.randn(pool, 1, KV_HEADS, DIM, dtype=torch.bfloat16)
@@ -129,7 +133,9 @@ class Case:
             return gpu.dot_scores(self.query, self.means[layer], self.table, self.blocks, **window)
 
         def quest(layer: int) -> object:
-            return gpu.quest_scores(self.query, self.bounds[layer], self.table, self.blocks, **window)
+            return gpu.quest_scores(
+                self.query, self.bounds[layer], self.table, self.blocks, **window
+            )
 
         return [
             ("hamming_scores", replayed(hamming, self.layers), self.code_bytes),
@@ -146,13 +152,24 @@ class Case:
         from ucm.sparse.retrieval import Kept
 
         each = [self.kept // BLOCK - 3] * self.rows
-        rooms = Kept.rooms(self.layers, self.rows, 1, Kept.width(self.table.shape[1], each, 1, 2), "cuda")
+        rooms = Kept.rooms(
+            self.layers, self.rows, 1, Kept.width(self.table.shape[1], each, 1, 2), "cuda"
+        )
         budgets = torch.tensor(each, dtype=torch.int32, device="cuda")  # once a step
 
         def choose(layer: int) -> object:
             codes, table, into = self.codes[layer], self.table, rooms[layer]
             return gpu.hash_select(
-                self.query, self.weights, codes, table, table, self.lengths, budgets, init=1, local=2, into=into
+                self.query,
+                self.weights,
+                codes,
+                table,
+                table,
+                self.lengths,
+                budgets,
+                init=1,
+                local=2,
+                into=into,
             )
 
         choose(0)  # compiles
@@ -161,7 +178,9 @@ class Case:
         for name, tokens in (("dense", self.tokens), ("kept", min(self.kept, self.tokens))):
             size = self.rows * KV_HEADS * tokens * DIM * 4
             pairs = [
-                torch.randn(2, self.rows, KV_HEADS, tokens, DIM, dtype=torch.bfloat16, device="cuda")
+                torch.randn(
+                    2, self.rows, KV_HEADS, tokens, DIM, dtype=torch.bfloat16, device="cuda"
+                )
                 for _ in range(max(2, min(32, COLD_BYTES // size)))
             ]
 
@@ -181,12 +200,16 @@ class Case:
             for layer in range(self.layers):
                 work(layer)
             torch.cuda.synchronize()
-        return float(sum(event.self_device_time_total for event in trace.key_averages())) / self.layers
+        return (
+            float(sum(event.self_device_time_total for event in trace.key_averages())) / self.layers
+        )
 
 
 def main() -> int:
     """Prints two tables."""
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
     given = words.parse_args()
     try:
@@ -198,7 +221,10 @@ def main() -> int:
 
     moved = copied_gb_s()
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gb_s": moved}
-    print(f"{about['device']}, torch {torch.__version__}; a copy on the GPU moves {moved:.0f} GB/s, read and written")
+    print(
+        f"{about['device']}, torch {torch.__version__}; a copy on the GPU moves {moved:.0f} GB/s,"
+        " read and written"
+    )
     kernels: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     for tokens, rows, kept in CASES:
@@ -216,7 +242,9 @@ def main() -> int:
         steps.append(same | {"us": step})
         del case
     if given.json is not None:
-        given.json.write_text(json.dumps({"machine": about, "kernels": kernels, "steps": steps}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({"machine": about, "kernels": kernels, "steps": steps}, indent=1) + "\n"
+        )
     return 0
 
 

@@ -1,11 +1,12 @@
 """Time to first token of vLLM on a GPU, computed and loaded: ``python benches/python/gpu_ttft.py``.
 
-A model of Llama 3.1 8B's shape with random weights. Its engine gets prompts of several lengths: *cold*, which nobody
-stored; again, *own*, a hit of vLLM's own prefix cache on the GPU; and *warm*, after that cache was emptied. An engine
-without ucm says what a cold prompt costs there. Warm answers are compared with those of vLLM's own hits.
+A model of Llama 3.1 8B's shape with random weights. Its engine gets prompts of several lengths:
+*cold*, which nobody stored; again, *own*, a hit of vLLM's own prefix cache on the GPU; and *warm*,
+after that cache was emptied. An engine without ucm says what a cold prompt costs there. Warm
+answers are compared with those of vLLM's own hits.
 
-Needs vLLM for CUDA, whose attention is that of ``tests/vllm`` on a GPU (docs/devices.md). Prints a table;
-``--json`` keeps every time.
+Needs vLLM for CUDA, whose attention is that of ``tests/vllm`` on a GPU (docs/devices.md). Prints a
+table; ``--json`` keeps every time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ os.environ["UCM_TEST_GPU"] = "1"
 from harness import Engine
 from specs import EngineSpec, prompt
 
-LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 32, 4096, 14336, 32, 8, 128, 128256
+LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = (
+    32,
+    4096,
+    14336,
+    32,
+    8,
+    128,
+    128256,
+)
 #: Tokens of a block, vLLM's own default on a GPU.
 BLOCK = 16
 RUNS = ("cold", "own", "warm")
@@ -56,14 +65,18 @@ def write_model(directory: Path, layers: int) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * columns**-0.5).cpu()
+        return (
+            torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * columns**-0.5
+        ).cpu()
 
     def ones() -> torch.Tensor:
         return torch.ones(HIDDEN, dtype=torch.bfloat16)
 
     torch.manual_seed(7)
     ends = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "model.norm.weight": ones()}
-    save_file(ends | {"lm_head.weight": matrix(VOCAB, HIDDEN)}, directory / "model-ends.safetensors")
+    save_file(
+        ends | {"lm_head.weight": matrix(VOCAB, HIDDEN)}, directory / "model-ends.safetensors"
+    )
     for layer in range(layers):
         base = f"model.layers.{layer}."
         weights = {
@@ -103,7 +116,8 @@ def spec(variant: str, model: Path, root: Path, chosen: argparse.Namespace) -> E
 
 
 def ask(running: Engine, tokens: Sequence[int]) -> tuple[float, int, tuple[int, float]]:
-    """Seconds to the first token, tokens that were not computed, and the answer with its log-probability."""
+    """Seconds to the first token, tokens that were not computed, and the answer with its
+    log-probability."""
     answer = running.ask(tokens, 1)
     running.wait_idle()
     assert answer.first is not None
@@ -133,36 +147,56 @@ def measure(running: Engine, ours: bool, length: int, chosen: argparse.Namespace
 def main() -> None:
     """Measures and prints."""
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--variant", nargs="+", choices=OURS, default=["none", "segment", "cache-pc"])
-    arguments.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="of prompts")
+    arguments.add_argument(
+        "--variant", nargs="+", choices=OURS, default=["none", "segment", "cache-pc"]
+    )
+    arguments.add_argument(
+        "--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="of prompts"
+    )
     arguments.add_argument("--prompts", type=int, default=5, help="of each length")
     arguments.add_argument("--layers", type=int, default=LAYERS)
     arguments.add_argument("--runner", choices=("v1", "v2"), default="v2")
-    arguments.add_argument("--work", type=Path, help="where the model (16 GB) and the blocks lie; a folder in memory")
+    arguments.add_argument(
+        "--work", type=Path, help="where the model (16 GB) and the blocks lie; a folder in memory"
+    )
     arguments.add_argument("--json", type=Path)
     chosen = arguments.parse_args()
     if not torch.cuda.is_available():
         print("no GPU: nothing is measured")
         return
-    rows: dict[str, Any] = {"device": torch.cuda.get_device_name(), "runner": chosen.runner, "layers": chosen.layers}
+    rows: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "runner": chosen.runner,
+        "layers": chosen.layers,
+    }
     with tempfile.TemporaryDirectory(prefix="gpu-ttft-", dir=chosen.work) as folder:
         work = Path(folder)
         model = write_model(work / "model", chosen.layers)
-        print("| variant | tokens | cold, s | vLLM's own hit, s | warm, s | warm, cold = 1 | tokens reused | answers |")
+        print(
+            "| variant | tokens | cold, s | vLLM's own hit, s | warm, s | warm, cold = 1 | tokens"
+            " reused | answers |"
+        )
         print("|---|---|---|---|---|---|---|---|", flush=True)
         for variant in chosen.variant:
             (work / variant).mkdir()
-            with Engine(spec(variant, model, work / variant, chosen), work / f"{variant}.log") as running:
+            with Engine(
+                spec(variant, model, work / variant, chosen), work / f"{variant}.log"
+            ) as running:
                 ask(running, prompt(1, max(chosen.tokens)))  # kernels are compiled
                 for length in chosen.tokens:
-                    got = rows[f"{variant} {length}"] = measure(running, variant != "none", length, chosen)
+                    got = rows[f"{variant} {length}"] = measure(
+                        running, variant != "none", length, chosen
+                    )
                     middle = {run: statistics.median(got[run]) for run in RUNS if got[run]}
-                    times = " | ".join(f"{middle[run]:.3f}" if run in middle else "-" for run in RUNS)
+                    times = " | ".join(
+                        f"{middle[run]:.3f}" if run in middle else "-" for run in RUNS
+                    )
                     ours = "- | - | -"
                     if "warm" in middle:
                         ours = (
-                            f"{middle['warm'] / middle['cold']:.2f} | {statistics.median(got['cached']):.0f} "
-                            f"| {got['same']} of {chosen.prompts}, {got['apart']:.4f} apart"
+                            f"{middle['warm'] / middle['cold']:.2f} |"
+                            f" {statistics.median(got['cached']):.0f} | {got['same']} of"
+                            f" {chosen.prompts}, {got['apart']:.4f} apart"
                         )
                     print(f"| {variant} | {length} | {times} | {ours} |", flush=True)
                     if chosen.json:

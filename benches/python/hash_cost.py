@@ -1,8 +1,8 @@
 """What hashing a prompt costs from Python: ns a token, from a list and from a ``uint32`` array.
 
-Run: ``python benches/python/hash_cost.py``. The yardstick, measured in the same run, is what the array costs: the
-difference is what reading Python integers costs. The core's own bench (``cargo bench -- hash``) compares the array's
-cost with bare compressions.
+Run: ``python benches/python/hash_cost.py``. The yardstick, measured in the same run, is what the
+array costs: the difference is what reading Python integers costs. The core's own bench (``cargo
+bench -- hash``) compares the array's cost with bare compressions.
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ def main() -> None:
     for method in ("sha256", "blake3", "md5"):
         for block in (16, 32, 64, 128):
             hasher = BlockHasher(b"identity", block, method)
-            from_array, from_list = best_ns(hasher.hash_blocks, array), best_ns(hasher.hash_blocks, tokens)
-            print(f"{method:8} {block:6} {from_array:7.2f} {from_list:7.2f} {from_list / from_array:11.2f}")
+            from_array, from_list = (
+                best_ns(hasher.hash_blocks, array),
+                best_ns(hasher.hash_blocks, tokens),
+            )
+            print(
+                f"{method:8} {block:6} {from_array:7.2f} {from_list:7.2f}"
+                f" {from_list / from_array:11.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What an open store costs that has nothing to do: CPU, wake-ups, threads, descriptors, memory.
 
-For each preset a process of its own opens a store, moves a few blocks so that every thread that will ever be there is,
-and then leaves it alone. CPU time is that of the whole process, its threads are told apart by their names, Python's
-own among them. Prints a table; ``--json FILE`` keeps the figures, ``--threads`` shows each group of threads.
-Run: ``PYTHONPATH=python python benches/python/idle.py``.
+For each preset a process of its own opens a store, moves a few blocks so that every thread that
+will ever be there is, and then leaves it alone. CPU time is that of the whole process, its threads
+are told apart by their names, Python's own among them. Prints a table; ``--json FILE`` keeps the
+figures, ``--threads`` shows each group of threads. Run: ``PYTHONPATH=python python
+benches/python/idle.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Posix, files, lookups only": ("UcmPosixStore", {"layout": "file", "device_id": -1}),
     "Posix, segments": ("UcmPosixStore", {"layout": "segment"}),
     "Posix, segments, lookups only": ("UcmPosixStore", {"layout": "segment", "device_id": -1}),
-    "Cache|Posix": ("UcmPipelineStore", {"store_pipeline": "Cache|Posix", "layout": "file", "cache_size": "256MiB"}),
+    "Cache|Posix": (
+        "UcmPipelineStore",
+        {"store_pipeline": "Cache|Posix", "layout": "file", "cache_size": "256MiB"},
+    ),
     "Cache|Pc": ("UcmPipelineStore", {"store_pipeline": "Cache|Pc", "cache_size": "256MiB"}),
     "Cache|Empty": ("UcmPipelineStore", {"store_pipeline": "Cache|Empty", "cache_size": "256MiB"}),
 }
@@ -71,7 +75,8 @@ def cpu() -> float:
 
 
 def footprint() -> dict[str, int]:
-    """Descriptors, and bytes of memory: its own, and shared such as the regions of the memory tier."""
+    """Descriptors, and bytes of memory: its own, and shared such as the regions of the memory
+    tier."""
     about = status("/proc/self/status")
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -125,7 +130,11 @@ def measure(preset: str, root: str, seconds: float) -> dict[str, Any]:
         "anonymous_bytes": after["anonymous_bytes"] - before["anonymous_bytes"],
         "shared_bytes": after["shared_bytes"] - before["shared_bytes"],
         "groups": {
-            thread: {"threads": count, "cpu_percent": 100 * spent / took, "wake_ups_per_second": slept / took}
+            thread: {
+                "threads": count,
+                "cpu_percent": 100 * spent / took,
+                "wake_ups_per_second": slept / took,
+            }
             for thread, (count, spent, slept) in sorted(groups.items())
         },
     }
@@ -133,20 +142,37 @@ def measure(preset: str, root: str, seconds: float) -> dict[str, Any]:
 
 def show(row: Mapping[str, Any], with_threads: bool) -> str:
     """A line of the table, and the groups of threads below it."""
-    cells = [row["preset"].replace("|", "\\|"), f"{row['cpu_percent']:.2f} %", f"{row['wake_ups_per_second']:.1f}"]
+    cells = [
+        row["preset"].replace("|", "\\|"),
+        f"{row['cpu_percent']:.2f} %",
+        f"{row['wake_ups_per_second']:.1f}",
+    ]
     cells += [str(row["threads"]), str(row["descriptors"])]
     cells += [f"{row[name] / (1 << 20):.0f} MiB" for name in ("anonymous_bytes", "shared_bytes")]
     lines = ["| " + " | ".join(cells) + " |"]
     if with_threads:
         for name, group in row["groups"].items():
             percent, wakes = group["cpu_percent"], group["wake_ups_per_second"]
-            lines.append(f"|   {group['threads']:.0f} x {name} | {percent:.2f} % | {wakes:.1f} | | | | |")
+            lines.append(
+                f"|   {group['threads']:.0f} x {name} | {percent:.2f} % | {wakes:.1f} | | | | |"
+            )
     return "\n".join(lines)
 
 
-def in_child(preset: str, root: str, seconds: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def in_child(
+    preset: str, root: str, seconds: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The same in a process of its own, with this one's environment unless one is given."""
-    command = [sys.executable, __file__, "--child", preset, "--root", root, "--seconds", str(seconds)]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        preset,
+        "--root",
+        root,
+        "--seconds",
+        str(seconds),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"{preset}: {done.stderr.strip()[-2000:]}")
@@ -157,7 +183,9 @@ def in_child(preset: str, root: str, seconds: float, environment: Mapping[str, s
 def main() -> None:
     """Prints the table."""
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--seconds", type=float, default=20.0, help="how long each store is left alone")
+    arguments.add_argument(
+        "--seconds", type=float, default=20.0, help="how long each store is left alone"
+    )
     arguments.add_argument("--presets", nargs="*", choices=list(PRESETS), default=list(PRESETS))
     arguments.add_argument("--threads", action="store_true", help="show the threads by name")
     arguments.add_argument("--json", type=Path)
@@ -168,7 +196,10 @@ def main() -> None:
         print(json.dumps(measure(chosen.child, chosen.root, chosen.seconds)))
         return
     rows = []
-    print("| store | CPU of a core | wake-ups a second | threads | descriptors | memory | shared memory |")
+    print(
+        "| store | CPU of a core | wake-ups a second | threads | descriptors | memory | shared"
+        " memory |"
+    )
     print("|---|---|---|---|---|---|---|")
     for preset in chosen.presets:
         with tempfile.TemporaryDirectory() as place:

@@ -1,10 +1,12 @@
-"""What alternating pairs of an old and a new measurement say: how much better the new one is, and how sure that is.
+"""What alternating pairs of an old and a new measurement say: how much better the new one is, and
+how sure that is.
 
-A *ratio* is taken within a pair, so that what else the machine does falls on both sides, and is above 1 where the new
-one is better, whether more or less is. Of the ratios the median counts. Its interval is that of the *sign test*: the
-k-th lowest and the k-th highest ratio, with the largest k for which a fair coin falls to one side fewer than k times in
-n throws in at most 5 of 100 cases, both sides together. It holds whatever the distribution is and draws nothing at
-random; with fewer than six pairs there is none.
+A *ratio* is taken within a pair, so that what else the machine does falls on both sides, and is
+above 1 where the new one is better, whether more or less is. Of the ratios the median counts. Its
+interval is that of the *sign test*: the k-th lowest and the k-th highest ratio, with the largest k
+for which a fair coin falls to one side fewer than k times in n throws in at most 5 of 100 cases,
+both sides together. It holds whatever the distribution is and draws nothing at random; with fewer
+than six pairs there is none.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Verdict = Literal["holds", "unsure", "fails", "not judged"]
 
 
 def ratio(old: float, new: float, better: Better) -> float:
-    """How many times as good as the old one the new one is; two that are nothing are as good as one another."""
+    """How many times as good as the old one the new one is; two that are nothing are as good as one
+    another."""
     above, below = (new, old) if better == "more" else (old, new)
     if below == 0:
         return 1.0 if above == 0 else math.inf
@@ -32,10 +35,12 @@ def ratio(old: float, new: float, better: Better) -> float:
 
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Where the median of the distribution lies with at least that confidence; None with too few values to say."""
+    """Where the median of the distribution lies with at least that confidence; None with too few
+    values to say."""
     count = len(values)
     outside, rank = 0.0, 0
-    while rank < count:  # outside: that at most `rank` of the values lie on one side of the median, and on the other
+    # outside: that at most `rank` of the values lie on one side of the median, and on the other
+    while rank < count:
         outside += 2 * math.comb(count, rank) / 2**count
         if outside > 1 - confidence:
             break
@@ -47,7 +52,8 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[f
 
 
 def judged(values: Sequence[float], floor: float = FLOOR) -> Verdict:
-    """Of the ratios of a row: *fails* when the interval lies below the floor, *unsure* when only the median does."""
+    """Of the ratios of a row: *fails* when the interval lies below the floor, *unsure* when only
+    the median does."""
     bounds = interval(values)
     if bounds is None:
         return "not judged"

@@ -1,8 +1,10 @@
-"""Other projects' connectors for vLLM as variants of ``variants.py``, with the servers that they need beside an engine.
+"""Other projects' connectors for vLLM as variants of ``variants.py``, with the servers that they
+need beside an engine.
 
-Each is a context: what is below it runs before the engine starts and is gone after it ended, all on this machine's
-loopback. Where a package or a library is missing, :class:`UnavailableError` says in a sentence what to install.
-``make bench-ttft`` and ``make bench-chat`` set up the environment in which all of them run.
+Each is a context: what is below it runs before the engine starts and is gone after it ended, all on
+this machine's loopback. Where a package or a library is missing, :class:`UnavailableError` says in
+a sentence what to install. ``make bench-ttft`` and ``make bench-chat`` set up the environment in
+which all of them run.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def _package(module: str) -> Path:
     """The directory of an installed package."""
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise UnavailableError(f"{module} is not installed here: make bench-ttft and make bench-chat install it")
+        raise UnavailableError(
+            f"{module} is not installed here: make bench-ttft and make bench-chat install it"
+        )
     return Path(spec.submodule_search_locations[0])
 
 
@@ -81,14 +85,18 @@ def _healthy(port: int, path: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """In a new process: it is told to end when the one that started it is gone, killed for instance."""
+    """In a new process: it is told to end when the one that started it is gone, killed for
+    instance."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def _server(command: Sequence[str], log: Path, port: int, path: str, env: Mapping[str, str]) -> Iterator[None]:
-    """A server as a process group of its own, ready; told to end at the end, and killed if it does not."""
+def _server(
+    command: Sequence[str], log: Path, port: int, path: str, env: Mapping[str, str]
+) -> Iterator[None]:
+    """A server as a process group of its own, ready; told to end at the end, and killed if it does
+    not."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -103,7 +111,9 @@ def _server(command: Sequence[str], log: Path, port: int, path: str, env: Mappin
             while not _healthy(port, path):
                 if process.poll() is not None or time.monotonic() > end:
                     last = log.read_text(errors="replace").strip().splitlines()[-1:]
-                    raise UnavailableError(f"{Path(command[0]).name} did not start: {' '.join(last)[:300]}")
+                    raise UnavailableError(
+                        f"{Path(command[0]).name} did not start: {' '.join(last)[:300]}"
+                    )
                 time.sleep(0.2)
             yield
         finally:
@@ -118,9 +128,11 @@ def _server(command: Sequence[str], log: Path, port: int, path: str, env: Mappin
 
 @contextlib.contextmanager
 def example(root: Path) -> Iterator[Given]:
-    """vLLM's own example: a directory for each prompt, a file for each layer; it verifies and bounds nothing.
+    """vLLM's own example: a directory for each prompt, a file for each layer; it verifies and
+    bounds nothing.
 
-    It finds whole prompts only, never a part of one, and stores what the first step of a prompt computes.
+    It finds whole prompts only, never a part of one, and stores what the first step of a prompt
+    computes.
     """
     yield Given(
         {
@@ -142,7 +154,16 @@ def lmcache(root: Path) -> Iterator[Given]:
         )
     port, http_port = _ports(2)
     shared = f"ucm-bench-{os.getpid()}-{port}"
-    command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", LOOPBACK, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "lmcache.cli.main",
+        "server",
+        "--host",
+        LOOPBACK,
+        "--port",
+        str(port),
+    ]
     command += ["--http-host", LOOPBACK, "--http-port", str(http_port), "--disable-observability"]
     # What workers on a CPU need; the default is for those of an accelerator.
     command += ["--supported-transfer-mode", "auto", "--shm-name", shared]
@@ -150,44 +171,82 @@ def lmcache(root: Path) -> Iterator[Given]:
     command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(root)})]
     env = {"LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
     try:
-        with _server(command, root.with_name(f"{root.name}-server.log"), http_port, "/healthcheck", env):
+        with _server(
+            command, root.with_name(f"{root.name}-server.log"), http_port, "/healthcheck", env
+        ):
             yield Given(
                 {
                     "kv_connector": "LMCacheMPConnector",
                     "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"lmcache.mp.host": f"tcp://{LOOPBACK}", "lmcache.mp.port": port},
+                    "kv_connector_extra_config": {
+                        "lmcache.mp.host": f"tcp://{LOOPBACK}",
+                        "lmcache.mp.port": port,
+                    },
                 },
                 env,
             )
     finally:
-        for left in Path("/dev/shm").glob(f"*{shared}"):  # a killed server leaves its whole memory there
+        # a killed server leaves its whole memory there
+        for left in Path("/dev/shm").glob(f"*{shared}"):
             left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def mooncake(root: Path) -> Iterator[Given]:
-    """Mooncake's master and a client that owns the pool, over TCP; its store connector lies in vLLM.
+    """Mooncake's master and a client that owns the pool, over TCP; its store connector lies in
+    vLLM.
 
     The pool is memory, outside the engine, so that what is loaded comes from another process.
     """
     package = _package("mooncake")
     if not _library("libibverbs.so.1"):
-        raise UnavailableError("Mooncake needs libibverbs.so.1: install libibverbs1, a package of the system")
+        raise UnavailableError(
+            "Mooncake needs libibverbs.so.1: install libibverbs1, a package of the system"
+        )
     rpc, metrics, metadata, owner, owner_http = _ports(5)
-    master = [str(package / "mooncake_master"), "--rpc_address", LOOPBACK, "--rpc_port", str(rpc), "--logtostderr"]
-    master += ["--metrics_host", LOOPBACK, "--metrics_port", str(metrics), "--enable_http_metadata_server=true"]
+    master = [
+        str(package / "mooncake_master"),
+        "--rpc_address",
+        LOOPBACK,
+        "--rpc_port",
+        str(rpc),
+        "--logtostderr",
+    ]
+    master += [
+        "--metrics_host",
+        LOOPBACK,
+        "--metrics_port",
+        str(metrics),
+        "--enable_http_metadata_server=true",
+    ]
     master += [f"--http_metadata_server_host={LOOPBACK}", f"--http_metadata_server_port={metadata}"]
     place = {
         "metadata_server": f"http://{LOOPBACK}:{metadata}/metadata",
         "master_server_address": f"{LOOPBACK}:{rpc}",
         "protocol": "tcp",
     }
-    client = [str(package / "mooncake_client"), "--host", LOOPBACK, "--port", str(owner), "--logtostderr"]
+    client = [
+        str(package / "mooncake_client"),
+        "--host",
+        LOOPBACK,
+        "--port",
+        str(owner),
+        "--logtostderr",
+    ]
     client += [f"--{name}={value}" for name, value in place.items()]
-    client += ["--global_segment_size", f"{POOL_GIB} GB", "--enable_http_server", "--http_port", str(owner_http)]
+    client += [
+        "--global_segment_size",
+        f"{POOL_GIB} GB",
+        "--enable_http_server",
+        "--http_port",
+        str(owner_http),
+    ]
     config = root / "mooncake.json"
     config.write_text(
-        json.dumps(place | {"mode": "standalone-store", "global_segment_size": 0, "local_buffer_size": "512MB"})
+        json.dumps(
+            place
+            | {"mode": "standalone-store", "global_segment_size": 0, "local_buffer_size": "512MB"}
+        )
     )
     logs = [root.with_name(f"{root.name}-{name}.log") for name in ("master", "client")]
     with (

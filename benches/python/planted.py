@@ -1,9 +1,11 @@
-"""A long prompt without computing it: a model with the shape of a large one's attention, and a store that makes KV up.
+"""A long prompt without computing it: a model with the shape of a large one's attention, and a
+store that makes KV up.
 
-:class:`PlantedStore` says of every block that it is stored and, asked for one, fills the pages with numbers that depend
-on the block alone: bell-shaped keys and values, and every :data:`HEAVY`-th block three times as large, so that scores
-differ as those of real prompts do. An engine over it has the KV of 128 K tokens in seconds, and decodes over it as over
-any other; what it answers means nothing. Named to ucm as ``ucm_connector_module_path``.
+:class:`PlantedStore` says of every block that it is stored and, asked for one, fills the pages with
+numbers that depend on the block alone: bell-shaped keys and values, and every :data:`HEAVY`-th
+block three times as large, so that scores differ as those of real prompts do. An engine over it has
+the KV of 128 K tokens in seconds, and decodes over it as over any other; what it answers means
+nothing. Named to ucm as ``ucm_connector_module_path``.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class PlantedStore(UcmKVStoreBaseV1):
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return [True] * len(block_ids)
 
-    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]) -> Task:
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
+    ) -> Task:
         del shard_index
         for block_id, row in zip(block_ids, addrs, strict=True):
             number = int.from_bytes(block_id[:8], "little")
@@ -75,7 +79,8 @@ def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def write_model(folder: Path, tokens: int) -> Path:
-    """A Llama of random weights for prompts of so many tokens, with the attention that models of 8 B have."""
+    """A Llama of random weights for prompts of so many tokens, with the attention that models of 8
+    B have."""
     import torch
     from safetensors.torch import save_file
 
@@ -106,7 +111,10 @@ def write_model(folder: Path, tokens: int) -> Path:
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=source) / columns**0.5).bfloat16()
 
-    weights = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "model.norm.weight": torch.ones(HIDDEN).bfloat16()}
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
+    }
     for layer in range(LAYERS):
         base = f"model.layers.{layer}."
         for name, rows, columns in (

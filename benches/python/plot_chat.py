@@ -1,7 +1,8 @@
 """Draws what ``chat.py --json FILE`` measured: ``plot_chat.py FILE PICTURE``.
 
-One panel each for time to first token, memory and descriptors of the server, by turn; one line for each variant. Around
-the line of the time to first token lies what the clients of that turn saw, from the fastest to the slowest.
+One panel each for time to first token, memory and descriptors of the server, by turn; one line for
+each variant. Around the line of the time to first token lies what the clients of that turn saw,
+from the fastest to the slowest.
 """
 
 from __future__ import annotations
@@ -42,18 +43,35 @@ def panel(title: str, key: str, runs: list[dict[str, Any]], left: float) -> list
     parts = [f'<text x="{left}" y="{TOP - 12}">{escape(title)}</text>']
     for share in (0.0, 0.5, 1.0):
         height = y(most * share)
-        parts.append(f'<line x1="{left}" x2="{left + WIDTH}" y1="{height:.1f}" y2="{height:.1f}" stroke="#e5e7eb"/>')
-        parts.append(f'<text x="{left - 6}" y="{height + 4:.1f}" text-anchor="end">{most * share:.3g}</text>')
+        parts.append(
+            f'<line x1="{left}" x2="{left + WIDTH}" y1="{height:.1f}" y2="{height:.1f}"'
+            ' stroke="#e5e7eb"/>'
+        )
+        parts.append(
+            f'<text x="{left - 6}" y="{height + 4:.1f}" text-anchor="end">{most * share:.3g}</text>'
+        )
     marks = sorted({1, (last + 1) // 2, last})
-    parts += [f'<text x="{x(turn):.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{turn}</text>' for turn in marks]
+    parts += [
+        f'<text x="{x(turn):.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{turn}</text>'
+        for turn in marks
+    ]
     for number, run in enumerate(runs):
         colour = COLOURS[number % len(COLOURS)]
         turns = run["turns"]
         upper = [f"{x(turn['turn']):.1f},{y(max(values(turn, key))):.1f}" for turn in turns]
-        lower = [f"{x(turn['turn']):.1f},{y(min(values(turn, key))):.1f}" for turn in reversed(turns)]
-        middle = [f"{x(turn['turn']):.1f},{y(statistics.median(values(turn, key))):.1f}" for turn in turns]
-        parts.append(f'<polygon points="{" ".join(upper + lower)}" fill="{colour}" opacity="0.15"/>')
-        parts.append(f'<polyline points="{" ".join(middle)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        lower = [
+            f"{x(turn['turn']):.1f},{y(min(values(turn, key))):.1f}" for turn in reversed(turns)
+        ]
+        middle = [
+            f"{x(turn['turn']):.1f},{y(statistics.median(values(turn, key))):.1f}" for turn in turns
+        ]
+        parts.append(
+            f'<polygon points="{" ".join(upper + lower)}" fill="{colour}" opacity="0.15"/>'
+        )
+        parts.append(
+            f'<polyline points="{" ".join(middle)}" fill="none" stroke="{colour}"'
+            ' stroke-width="2"/>'
+        )
     return parts
 
 
@@ -63,7 +81,10 @@ def draw(figures: dict[str, Any]) -> str:
     width = LEFT + len(PANELS) * (WIDTH + LEFT + GAP)
     box = f"0 0 {width} {TOP + HEIGHT + 50}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-family="sans-serif"'
+            ' font-size="12">'
+        ),
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     if runs:

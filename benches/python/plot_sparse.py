@@ -1,8 +1,9 @@
-"""Draws what ``retrieval.py --json LAYER`` and ``sparse.py --json STEPS`` measured, and prints the same as tables:
-``plot_sparse.py LAYER STEPS docs/sparse-speed.svg``.
+"""Draws what ``retrieval.py --json LAYER`` and ``sparse.py --json STEPS`` measured, and prints the
+same as tables: ``plot_sparse.py LAYER STEPS docs/sparse-speed.svg``.
 
-Left one layer's decode attention over the length of a request, right whole decode steps of vLLM, dense and sparse, both
-axes logarithmic. Lines are single requests, marks without a line several requests beside each other.
+Left one layer's decode attention over the length of a request, right whole decode steps of vLLM,
+dense and sparse, both axes logarithmic. Lines are single requests, marks without a line several
+requests beside each other.
 """
 
 from __future__ import annotations
@@ -35,11 +36,21 @@ STEP_LINES = {
 }
 
 
-def line(axes: Axes, rows: Sequence[Row], name: tuple[str, str], value: Callable[[Row], float]) -> None:
+def line(
+    axes: Axes, rows: Sequence[Row], name: tuple[str, str], value: Callable[[Row], float]
+) -> None:
     """One line of a panel, and its marks."""
     label, colour = name
-    single = sorted((row for row in rows if row["requests"] == 1), key=lambda row: int(row["tokens"]))
-    axes.plot([row["tokens"] for row in single], [value(row) for row in single], "o-", color=colour, label=label)
+    single = sorted(
+        (row for row in rows if row["requests"] == 1), key=lambda row: int(row["tokens"])
+    )
+    axes.plot(
+        [row["tokens"] for row in single],
+        [value(row) for row in single],
+        "o-",
+        color=colour,
+        label=label,
+    )
     for row in rows:
         if row["requests"] > 1:
             axes.plot([row["tokens"]], [value(row)], "s", color=colour, fillstyle="none")
@@ -75,7 +86,11 @@ def draw(layer: dict[str, Any], steps: dict[str, Any], picture: Path) -> None:
         line(right, mine, name, lambda row: statistics.median(row["step_ms"]))
     tokens = sorted({int(row["tokens"]) for row in [*layer["rows"], *steps["rows"]]})
     about = layer["machine"]
-    panel(left, f"One layer (32 query, 8 KV heads of 128), {about['isa']}, {about['threads']} threads", tokens)
+    panel(
+        left,
+        f"One layer (32 query, 8 KV heads of 128), {about['isa']}, {about['threads']} threads",
+        tokens,
+    )
     panel(right, "A whole decode step of vLLM, 8 such layers", tokens)
     figure.savefig(picture, metadata={"Date": None})
 
@@ -83,10 +98,18 @@ def draw(layer: dict[str, Any], steps: dict[str, Any], picture: Path) -> None:
 def layer_table(layer: dict[str, Any]) -> str:
     """One layer's figures in Markdown."""
     columns = ("dense", "vLLM", "ours", "choose", "step")
-    lines = [f"| tokens | requests | tokens kept | {' | '.join(columns)} | dense : step |", "|---" * 9 + "|"]
+    lines = [
+        f"| tokens | requests | tokens kept | {' | '.join(columns)} | dense : step |",
+        "|---" * 9 + "|",
+    ]
     for row in layer["rows"]:
         ms = row["ms"]
-        cells = [row["tokens"], row["requests"], row["kept"], *(f"{ms[name]:.2f}" for name in columns)]
+        cells = [
+            row["tokens"],
+            row["requests"],
+            row["kept"],
+            *(f"{ms[name]:.2f}" for name in columns),
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + f" | {ms['dense'] / ms['step']:.1f} |")
     return "\n".join(lines)
 
@@ -94,8 +117,13 @@ def layer_table(layer: dict[str, Any]) -> str:
 def step_table(steps: dict[str, Any]) -> str:
     """Whole steps in Markdown: ms, ratio to the dense step of the same round, share of choosing."""
     known = {(row["tokens"], row["requests"], row["method"]): row for row in steps["rows"]}
-    lines = [f"| tokens | requests | {' | '.join(STEP_LINES)} |", "|---" * (2 + len(STEP_LINES)) + "|"]
-    for tokens, requests in dict.fromkeys((row["tokens"], row["requests"]) for row in steps["rows"]):
+    lines = [
+        f"| tokens | requests | {' | '.join(STEP_LINES)} |",
+        "|---" * (2 + len(STEP_LINES)) + "|",
+    ]
+    for tokens, requests in dict.fromkeys(
+        (row["tokens"], row["requests"]) for row in steps["rows"]
+    ):
         cells, dense = [], known[tokens, requests, "dense"]["step_ms"]
         for method in STEP_LINES:
             row = known[tokens, requests, method]
@@ -104,7 +132,9 @@ def step_table(steps: dict[str, Any]) -> str:
                 ratios = [mine / other for mine, other in zip(row["step_ms"], dense, strict=True)]
                 cell += f" ({statistics.median(ratios):.2f}"
                 if row["selection_ms"]:
-                    share = statistics.median(row["selection_ms"]) / statistics.median(row["step_ms"])
+                    share = statistics.median(row["selection_ms"]) / statistics.median(
+                        row["step_ms"]
+                    )
                     cell += f", {100 * share:.0f} %"
                 cell += ")"
             cells.append(cell)

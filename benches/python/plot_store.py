@@ -1,9 +1,11 @@
-"""Draws what ``cargo bench -p ucm-benches -- store --json FILE`` measured: ``plot_store.py FILE docs/store.svg``.
+"""Draws what ``cargo bench -p ucm-benches -- store --json FILE`` measured: ``plot_store.py FILE
+docs/store.svg``.
 
-One panel for each direction and way of reading or writing. In each, for every size of block and number of threads, two
-pairs of bars: a plain loop of system calls (grey) and ucm with checksums (blue), to or from the slot and to or from the
-caller's memory. A line over a group is what bounds it, where that was measured and fits the panel. With ``--table`` the
-same figures are printed as the tables of ``docs/performance.md``.
+One panel for each direction and way of reading or writing. In each, for every size of block and
+number of threads, two pairs of bars: a plain loop of system calls (grey) and ucm with checksums
+(blue), to or from the slot and to or from the caller's memory. A line over a group is what bounds
+it, where that was measured and fits the panel. With ``--table`` the same figures are printed as the
+tables of ``docs/performance.md``.
 """
 
 from __future__ import annotations
@@ -66,11 +68,14 @@ def panel(rows: list[Row], title: str, x: int, y: int) -> list[str]:
             for offset, key, colour in ((0, "yardstick_gbps", PLAIN), (BAR, "gbps", OURS)):
                 tall = height(row[key])
                 parts.append(
-                    f'<rect x="{at + offset}" y="{base - tall:.1f}" width="{BAR - 1}" height="{tall:.1f}"'
-                    f' fill="{colour}"><title>{row["side"]}: {row[key]:.2f} GB/s</title></rect>'
+                    f'<rect x="{at + offset}" y="{base - tall:.1f}" width="{BAR - 1}"'
+                    f' height="{tall:.1f}" fill="{colour}"><title>{row["side"]}: {row[key]:.2f}'
+                    " GB/s</title></rect>"
                 )
             ratio_at = base - height(max(row["gbps"], row["yardstick_gbps"])) - 3
-            parts.append(f'<text class="ratio" x="{at + BAR}" y="{ratio_at:.1f}">{row["ratio"]:.2f}</text>')
+            parts.append(
+                f'<text class="ratio" x="{at + BAR}" y="{ratio_at:.1f}">{row["ratio"]:.2f}</text>'
+            )
         limits = [row["limit_gbps"] for row in mine if row["limit_gbps"] is not None]
         if limits and limits[0] <= top:
             at = base - height(limits[0])
@@ -99,9 +104,15 @@ def draw(figures: dict[str, Any]) -> str:
         "text { font: 11px system-ui, sans-serif; fill: #222222 } .title { font-size: 13px }"
         " .ratio { font-size: 8px; text-anchor: middle }"
     )
-    title = f"GB/s of KV with checksums, {where}; below: size of a block, threads; above the bars: ucm / plain loop"
+    title = (
+        f"GB/s of KV with checksums, {where}; below: size of a block, threads; above the bars: ucm"
+        " / plain loop"
+    )
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" width="{width}" height="{total}">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" width="{width}"'
+            f' height="{total}">'
+        ),
         f"<style>{style}</style>",
         f'<rect width="{width}" height="{total}" fill="#ffffff"/>',
         f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>',
@@ -131,10 +142,14 @@ def draw(figures: dict[str, Any]) -> str:
 def tables(figures: dict[str, Any]) -> str:
     """Every figure in Markdown, one table for each direction."""
     head = {
-        "load": "| mode | block | threads | to the slot, GB/s: ucm, loop | ratio | ratio without checksums "
-        "| to memory, GB/s: ucm, loop | ratio | limit, GB/s |",
-        "dump": "| mode | block | threads | from the slot, GB/s: ucm, loop | ratio | ratio without checksums "
-        "| from memory, GB/s: ucm, loop | ratio | limit, GB/s |",
+        "load": (
+            "| mode | block | threads | to the slot, GB/s: ucm, loop | ratio | ratio without"
+            " checksums | to memory, GB/s: ucm, loop | ratio | limit, GB/s |"
+        ),
+        "dump": (
+            "| mode | block | threads | from the slot, GB/s: ucm, loop | ratio | ratio without"
+            " checksums | from memory, GB/s: ucm, loop | ratio | limit, GB/s |"
+        ),
     }
     lines = []
     for direction, first in head.items():
@@ -155,7 +170,8 @@ def _line(mode: str, case: tuple[int, int], rows: list[Row]) -> str:
         return next(
             row
             for row in rows
-            if (row["block_bytes"], row["workers"], row["side"], row["checksums"]) == (*case, side, checksums)
+            if (row["block_bytes"], row["workers"], row["side"], row["checksums"])
+            == (*case, side, checksums)
         )
 
     slot, bare, memory = find("slot", True), find("slot", False), find("memory", True)

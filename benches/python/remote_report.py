@@ -1,7 +1,7 @@
 """From the rounds of ``remote.py`` to rows, ratios and tables. Needs no store and no server.
 
-A ratio says how many times as fast ucm is as another arm, round by round, of which the median counts; above 1 ucm is
-faster, for times too.
+A ratio says how many times as fast ucm is as another arm, round by round, of which the median
+counts; above 1 ucm is faster, for times too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ FIGURES: Mapping[str, tuple[str, str, Better]] = {
     "dump_one": ("put, one block", "ms", "less"),
     "load_one": ("get, one block", "ms", "less"),
 }
-#: Those for which there is a goal: the others are times of a single block, which is for the table of stores.
+#: Those for which there is a goal: the others are times of a single block, which is for the table
+#: of stores.
 PROMISED = ("dump", "load", "lookup_present", "lookup_absent")
 
 #: (KiB of a block, arm) -> figures of each round; None where an arm has none.
@@ -56,7 +57,9 @@ def rows(medium: str, kib: int, arms: Sequence[str], rounds: Rounds) -> list[Row
     """Every figure of every arm; ``arms``: ucm first, then the client library alone."""
     found = []
     for figure, (title, unit, better) in FIGURES.items():
-        measured = {arm: values for arm in arms if (values := _values(rounds.get((kib, arm), []), figure))}
+        measured = {
+            arm: values for arm in arms if (values := _values(rounds.get((kib, arm), []), figure))
+        }
         ours = measured.get(arms[0], [])
         for arm, values in measured.items():
             pairs = [] if arm == arms[0] else list(zip(values, ours, strict=False))
@@ -98,7 +101,16 @@ def table(rows: Sequence[Row], judged: bool) -> str:
                 met = f"{row.goal}: {'met' if row.ratio >= row.goal else '**missed**'}"
         if row.interval is not None:
             bounds = f"{row.interval[0]:.2f} to {row.interval[1]:.2f}"
-        cells = (row.medium, f"{row.kib} KiB", row.figure, row.arm, f"{row.median:.3g} {row.unit}", times, bounds, met)
+        cells = (
+            row.medium,
+            f"{row.kib} KiB",
+            row.figure,
+            row.arm,
+            f"{row.median:.3g} {row.unit}",
+            times,
+            bounds,
+            met,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -109,18 +121,32 @@ def own_figures(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.own:
             found.setdefault((row.medium, row.kib), {})[row.figure] = row.median
-    heads = ("store", "block", "read, one block, ms", "write, one block, ms", "read, GB/s", "write, GB/s")
+    heads = (
+        "store",
+        "block",
+        "read, one block, ms",
+        "write, one block, ms",
+        "read, GB/s",
+        "write, GB/s",
+    )
     figures = ("get, one block", "put, one block", "get", "put")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for (medium, kib), values in found.items():
-        lines.append(f"| {medium} | {kib} KiB | {' | '.join(f'{values[figure]:.2f}' for figure in figures)} |")
+        lines.append(
+            f"| {medium} | {kib} KiB |"
+            f" {' | '.join(f'{values[figure]:.2f}' for figure in figures)} |"
+        )
     return lines
 
 
 def write(document: Path, lines: Sequence[str]) -> None:
     """Puts lines between the marks of a document."""
     marks = re.compile(r"(<!-- bench-remote[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
-    text, done = marks.subn(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], document.read_text())
+    text, done = marks.subn(
+        lambda found: found[1] + "\n".join(lines) + "\n" + found[2], document.read_text()
+    )
     if done != 1:
-        raise SystemExit(f"{document} has no <!-- bench-remote --> ... <!-- end --> to write between")
+        raise SystemExit(
+            f"{document} has no <!-- bench-remote --> ... <!-- end --> to write between"
+        )
     document.write_text(text)

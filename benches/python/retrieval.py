@@ -1,12 +1,14 @@
-"""Decode attention on a CPU: vLLM's own kernel, ours over the same blocks, and what choosing the blocks costs.
+"""Decode attention on a CPU: vLLM's own kernel, ours over the same blocks, and what choosing the
+blocks costs.
 
-Run: ``python benches/python/retrieval.py [--threads N] [--layers N]`` where vLLM for CPUs is installed. One layer of 32
-query and 8 KV heads of 128 in bfloat16, blocks of 128 tokens that lie anywhere, several layers in turn so that nothing
-comes from the cache that the call before left it in. ``dense`` is vLLM's kernel over all tokens, the yardstick;
-``vLLM`` and ``ours`` read the blocks of one choice (4096 tokens, 3584 with 32 K, everything with 4 K); ``choose`` are
-the codes of the queries, the scores of all blocks and the choice; ``step`` is choosing and our attention together.
-Fastest of the rounds, taken in turns; the last columns are dense's time over that of the step, and vLLM's over ours.
-``--json`` keeps the figures, which ``plot_sparse.py`` draws.
+Run: ``python benches/python/retrieval.py [--threads N] [--layers N]`` where vLLM for CPUs is
+installed. One layer of 32 query and 8 KV heads of 128 in bfloat16, blocks of 128 tokens that lie
+anywhere, several layers in turn so that nothing comes from the cache that the call before left it
+in. ``dense`` is vLLM's kernel over all tokens, the yardstick; ``vLLM`` and ``ours`` read the blocks
+of one choice (4096 tokens, 3584 with 32 K, everything with 4 K); ``choose`` are the codes of the
+queries, the scores of all blocks and the choice; ``step`` is choosing and our attention together.
+Fastest of the rounds, taken in turns; the last columns are dense's time over that of the step, and
+vLLM's over ours. ``--json`` keeps the figures, which ``plot_sparse.py`` draws.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ CASES = (
 
 
 def with_openmp_in_front() -> None:
-    """Begin anew with torch's OpenMP runtime loaded first, as vLLM does; otherwise its operators use one core."""
+    """Begin anew with torch's OpenMP runtime loaded first, as vLLM does; otherwise its operators
+    use one core."""
     import torch
 
     found = glob.glob(str(Path(torch.__file__).parent / "lib" / "libgomp*.so*"))
@@ -56,10 +59,13 @@ class Case:
         self.rows, self.kept = rows, kept
         blocks = tokens // BLOCK
         self.caches = [
-            torch.randn(rows * blocks, KV_HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16) for _ in range(layers)
+            torch.randn(rows * blocks, KV_HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16)
+            for _ in range(layers)
         ]
         shape = (rows * blocks, BLOCK, KV_HEADS, BITS // 8)
-        self.codes = [zeros(shape, torch.uint8, torch.device("cpu")).random_(0, 256) for _ in range(layers)]
+        self.codes = [
+            zeros(shape, torch.uint8, torch.device("cpu")).random_(0, 256) for _ in range(layers)
+        ]
         self.table = torch.randperm(rows * blocks).view(rows, blocks).int()
         self.lengths = torch.full((rows,), tokens - 5, dtype=torch.int32)
         self.query = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16)
@@ -74,7 +80,9 @@ class Case:
 
         budgets = [self.kept // BLOCK - 3] * self.rows
         table, tokens = self.table, self.lengths
-        return retrieval.hash_select(self.query, self.weights, codes, table, table, tokens, budgets, init=1, local=2)
+        return retrieval.hash_select(
+            self.query, self.weights, codes, table, table, tokens, budgets, init=1, local=2
+        )
 
     def vllms(self, cache: Any, table: Any, tokens: Any) -> None:
         """vLLM's attention over a table, with the plan that it needs."""
@@ -116,7 +124,10 @@ class Case:
 
     def work(self) -> dict[str, Callable[[], None]]:
         """What is measured, each over all layers."""
-        kept = [(chosen.table[:, 0].contiguous(), chosen.tokens[:, 0].contiguous()) for chosen in self.chosen]
+        kept = [
+            (chosen.table[:, 0].contiguous(), chosen.tokens[:, 0].contiguous())
+            for chosen in self.chosen
+        ]
 
         def dense() -> None:
             for cache in self.caches:
@@ -160,7 +171,9 @@ def main() -> None:
     from ucm import _core
     from ucm.sparse import retrieval
 
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     words.add_argument("--layers", type=int, default=4)
     words.add_argument("--rounds", type=int, default=10)
@@ -169,9 +182,16 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     runtime = "OpenMP" if _core.retrieval_openmp() else "own threads"
     best_set = retrieval.instruction_sets()[-1]
-    print(f"{best_set}, {given.threads} threads ({runtime}); ms a layer, fastest of {given.rounds} rounds")
+    print(
+        f"{best_set}, {given.threads} threads ({runtime}); ms a layer, fastest of {given.rounds}"
+        " rounds"
+    )
     columns, rows = ("dense", "vLLM", "ours", "choose", "step"), []
-    print(f"{'tokens':>7} {'rows':>4} {'kept':>5}", *(f"{name:>8}" for name in columns), " dense/step  vLLM/ours")
+    print(
+        f"{'tokens':>7} {'rows':>4} {'kept':>5}",
+        *(f"{name:>8}" for name in columns),
+        " dense/step  vLLM/ours",
+    )
     for tokens, requests, kept in CASES:
         case = Case(tokens, requests, kept, given.layers)
         best = {name: ms / given.layers for name, ms in fastest(case.work(), given.rounds).items()}

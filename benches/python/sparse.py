@@ -1,14 +1,15 @@
 """Time of a decode step, dense and sparse, in vLLM on a CPU: ``python benches/python/sparse.py``.
 
-The prompt of each case is loaded from a store that makes its KV up (``planted.py``), so a step over 128 K tokens is
-measured without computing a prompt of 128 K. A step is the time from one token to the next, the median over the tokens
-of all rounds, and its ratio is to the dense step of the same round. ``dense`` is ucm without sparse attention: vLLM's
-own kernel over the whole KV. Engines of all methods run at once and take turns, request by request, where the memory of
-the machine has room for their KV; else one is started after the other in each round.
+The prompt of each case is loaded from a store that makes its KV up (``planted.py``), so a step over
+128 K tokens is measured without computing a prompt of 128 K. A step is the time from one token to
+the next, the median over the tokens of all rounds, and its ratio is to the dense step of the same
+round. ``dense`` is ucm without sparse attention: vLLM's own kernel over the whole KV. Engines of
+all methods run at once and take turns, request by request, where the memory of the machine has room
+for their KV; else one is started after the other in each round.
 
-*selection* is the share of a whole decode step that goes to choosing: the representations of new keys, the codes of the
-queries, scores and choice of every layer, by the clock of the engine. The goal is 15 %. Prints tables; ``--json`` keeps
-the figures, which ``plot_sparse.py`` draws.
+*selection* is the share of a whole decode step that goes to choosing: the representations of new
+keys, the codes of the queries, scores and choice of every layer, by the clock of the engine. The
+goal is 15 %. Prints tables; ``--json`` keeps the figures, which ``plot_sparse.py`` draws.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ METHODS: Mapping[str, dict[str, Any]] = {
 }
 #: A prompt ends so many tokens before the whole block: what is computed is a part of a block.
 SHORT_OF = 70
-#: The engines of a group run at once where their KV takes at most this share of the memory that is free.
+#: The engines of a group run at once where their KV takes at most this share of the memory that is
+#: free.
 SIDE_BY_SIDE = 0.6
 #: Most of a step that choosing may take.
 SELECTION_GOAL = 0.15
@@ -95,19 +97,29 @@ def spec(method: str, model: Path, root: Path, cases: Sequence[Case], steps: int
 
 
 def measured(engine: Engine, tokens: int, rows: int, steps: int) -> tuple[float, float | None]:
-    """Milliseconds from one token to the next, with so many requests of so many tokens, and how many of them went to
-    choosing; None in an engine that does not choose."""
-    asks = [Ask([token % VOCAB for token in prompt(row, tokens - SHORT_OF)], steps) for row in range(rows)]
+    """Milliseconds from one token to the next, with so many requests of so many tokens, and how
+    many of them went to choosing; None in an engine that does not choose."""
+    asks = [
+        Ask([token % VOCAB for token in prompt(row, tokens - SHORT_OF)], steps)
+        for row in range(rows)
+    ]
     before = selection_s(engine)
     began = time.perf_counter()
     answers = engine.generate(*asks)
     took = time.perf_counter() - began
     spent = selection_s(engine)
     firsts = [answer.first for answer in answers if answer.first is not None]
-    if len(firsts) < rows or min(answer.cached for answer in answers) < (tokens // BLOCK - 1) * BLOCK:
-        raise RuntimeError(f"{tokens} tokens were not loaded: {[answer.cached for answer in answers]}")
+    if (
+        len(firsts) < rows
+        or min(answer.cached for answer in answers) < (tokens // BLOCK - 1) * BLOCK
+    ):
+        raise RuntimeError(
+            f"{tokens} tokens were not loaded: {[answer.cached for answer in answers]}"
+        )
     if any(len(answer.tokens) != steps for answer in answers):
-        raise RuntimeError(f"{steps} tokens were to be decoded, not {[len(answer.tokens) for answer in answers]}")
+        raise RuntimeError(
+            f"{steps} tokens were to be decoded, not {[len(answer.tokens) for answer in answers]}"
+        )
     engine.wait_idle()
     engine.reset()
     chose = None if spent is None or before is None else (spent - before) / (steps - 1) * 1e3
@@ -115,7 +127,8 @@ def measured(engine: Engine, tokens: int, rows: int, steps: int) -> tuple[float,
 
 
 def selection_s(engine: Engine) -> float | None:
-    """Seconds that the worker of an engine has spent on choosing so far; None where it does not choose."""
+    """Seconds that the worker of an engine has spent on choosing so far; None where it does not
+    choose."""
     stats = ast.literal_eval(engine.rpc("probe_worker_eval", "connector.stats().get('sparse')")[0])
     return None if stats is None else float(stats.get("selection_s", 0.0))
 
@@ -123,8 +136,16 @@ def selection_s(engine: Engine) -> float | None:
 class Group:
     """Cases that engines of one size serve."""
 
-    def __init__(self, cases: Sequence[Case], methods: Sequence[str], work: Path, model: Path, steps: int) -> None:
-        self.cases, self.methods, self._work, self._model, self._steps = cases, methods, work, model, steps
+    def __init__(
+        self, cases: Sequence[Case], methods: Sequence[str], work: Path, model: Path, steps: int
+    ) -> None:
+        self.cases, self.methods, self._work, self._model, self._steps = (
+            cases,
+            methods,
+            work,
+            model,
+            steps,
+        )
         self._logs = itertools.count()
 
     def measure(self, rounds: int) -> Iterator[tuple[str, Case, float, float | None]]:
@@ -132,7 +153,9 @@ class Group:
         with contextlib.ExitStack() as stack:
             kept: dict[str, Engine] = {}
             if len(self.methods) * pool_bytes(self.cases) <= SIDE_BY_SIDE * free_bytes():
-                kept = {method: stack.enter_context(self._engine(method)) for method in self.methods}
+                kept = {
+                    method: stack.enter_context(self._engine(method)) for method in self.methods
+                }
             for number in range(rounds):
                 print(f"round {number + 1} of {', '.join(map(named, self.cases))}", flush=True)
                 if kept:
@@ -145,9 +168,12 @@ class Group:
                             yield method, case, *measured(engine, *case, self._steps)
 
     def _engine(self, method: str) -> Engine:
-        """One that has answered: the first request warms up, and measures from which length on choosing pays."""
+        """One that has answered: the first request warms up, and measures from which length on
+        choosing pays."""
         log = self._work / f"{method}-{len(self.cases)}-{next(self._logs)}.log"
-        engine = Engine(spec(method, self._model, self._work / "blocks", self.cases, self._steps), log)
+        engine = Engine(
+            spec(method, self._model, self._work / "blocks", self.cases, self._steps), log
+        )
         try:
             for _ in range(2):
                 measured(engine, min(tokens for tokens, _ in self.cases), 1, self._steps)
@@ -171,18 +197,29 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=48, help="tokens that each request decodes")
     arguments.add_argument("--json", type=Path)
     chosen = arguments.parse_args()
-    groups = [[case for case in group if chosen.tokens is None or case[0] in chosen.tokens] for group in GROUPS]
+    groups = [
+        [case for case in group if chosen.tokens is None or case[0] in chosen.tokens]
+        for group in GROUPS
+    ]
     rows: dict[tuple[str, Case], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="sparse-") as folder, machine_lock():
-        os.environ["UCM_TEST_ENGINE_LOCK"] = "0"  # the lock is held, for all engines of this process
+        os.environ["UCM_TEST_ENGINE_LOCK"] = (
+            "0"  # the lock is held, for all engines of this process
+        )
         work = Path(folder)
         longest = max(tokens for group in groups for tokens, _ in group)
         model = write_model(work / "model", longest + chosen.steps)
         for cases in filter(None, groups):
-            for method, case, step_ms, selection_ms in Group(cases, chosen.method, work, model, chosen.steps).measure(
-                chosen.rounds
-            ):
-                new = {"method": method, "tokens": case[0], "requests": case[1], "step_ms": [], "selection_ms": []}
+            for method, case, step_ms, selection_ms in Group(
+                cases, chosen.method, work, model, chosen.steps
+            ).measure(chosen.rounds):
+                new = {
+                    "method": method,
+                    "tokens": case[0],
+                    "requests": case[1],
+                    "step_ms": [],
+                    "selection_ms": [],
+                }
                 row = rows.setdefault((method, case), new)
                 row["step_ms"].append(step_ms)
                 if selection_ms is not None:
@@ -194,7 +231,9 @@ def main() -> None:
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         about = {"isa": instruction_sets()[-1], "threads": len(os.sched_getaffinity(0))}
-        chosen.json.write_text(json.dumps({"machine": about, "rows": list(rows.values())}, indent=1) + "\n")
+        chosen.json.write_text(
+            json.dumps({"machine": about, "rows": list(rows.values())}, indent=1) + "\n"
+        )
 
 
 def table(rows: Sequence[Mapping[str, Any]], cases: Sequence[Case], methods: Sequence[str]) -> str:
@@ -223,8 +262,8 @@ def selections(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             share = statistics.median(row["selection_ms"]) / statistics.median(row["step_ms"])
             verdict = "within" if share <= SELECTION_GOAL else "ABOVE"
             lines.append(
-                f"selection: {100 * share:4.1f} % of a step of {row['requests']} x {row['tokens']} tokens, "
-                f"{row['method']} ({verdict} the goal of {100 * SELECTION_GOAL:.0f} %)"
+                f"selection: {100 * share:4.1f} % of a step of {row['requests']} x {row['tokens']}"
+                f" tokens, {row['method']} ({verdict} the goal of {100 * SELECTION_GOAL:.0f} %)"
             )
     return lines
 

@@ -1,8 +1,9 @@
 """What one step of vLLM's scheduler pays for ucm when there is nothing to do, in microseconds.
 
-Drives the real scheduler side with vLLM's own ``SchedulerOutput`` and ``Request`` objects, as a step with many decoding
-requests makes them: every call vLLM makes per step, while no block becomes full. Prints the median and the tail, and
-beside them the same with one request in sixteen filling a block. Run: ``python benches/python/step_cost.py``.
+Drives the real scheduler side with vLLM's own ``SchedulerOutput`` and ``Request`` objects, as a
+step with many decoding requests makes them: every call vLLM makes per step, while no block becomes
+full. Prints the median and the tail, and beside them the same with one request in sixteen filling a
+block. Run: ``python benches/python/step_cost.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
 from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
-from ucm.integration.vllm.connector.metadata import DumpResult, Handshake, RankReport, UCMConnectorWorkerMetadata
+from ucm.integration.vllm.connector.metadata import (
+    DumpResult,
+    Handshake,
+    RankReport,
+    UCMConnectorWorkerMetadata,
+)
 from ucm.integration.vllm.connector.scheduler.lookup import Lookups
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
@@ -74,7 +80,9 @@ def open_scheduler(tables: Tables) -> UCMConnectorScheduler:
     readiness = Readiness(
         own_identity={},
         identity=Named(),
-        selection=StoreSelection([ConfiguredStore("Empty", "nowhere", {}, UcmEmptyStore)], 1, background, 5.0),
+        selection=StoreSelection(
+            [ConfiguredStore("Empty", "nowhere", {}, UcmEmptyStore)], 1, background, 5.0
+        ),
         world=1,
         open_allowance=5.0,
     )
@@ -115,7 +123,9 @@ def step(requests: list[Request]) -> SchedulerOutput:
     return output
 
 
-def one_step(scheduler: UCMConnectorScheduler, output: SchedulerOutput, answer: KVConnectorOutput) -> Any:
+def one_step(
+    scheduler: UCMConnectorScheduler, output: SchedulerOutput, answer: KVConnectorOutput
+) -> Any:
     """Every call vLLM makes in a step without arrivals and departures."""
     plan = scheduler.build_connector_meta(output)
     scheduler.update_connector_output(answer)
@@ -129,7 +139,9 @@ def publish(scheduler: UCMConnectorScheduler, plan: Any) -> None:
     """The rank answers that all dumps of the plan were published."""
     done = [DumpResult(dump.job) for dump in plan.dumps]
     last = max((dump.job for dump in plan.dumps), default=0)
-    report = UCMConnectorWorkerMetadata(ranks=[RankReport(rank=0, ready=True, last_job=last, done=done)])
+    report = UCMConnectorWorkerMetadata(
+        ranks=[RankReport(rank=0, ready=True, last_job=last, done=done)]
+    )
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
 

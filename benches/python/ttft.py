@@ -1,10 +1,12 @@
-"""Time to first token of a deep, tiny model, computed and loaded: ``python benches/python/ttft.py``.
+"""Time to first token of a deep, tiny model, computed and loaded: ``python
+benches/python/ttft.py``.
 
-For each variant of ``variants.py`` an engine is started, asked prompts that nobody stored (*cold*), and, after vLLM's
-own prefix cache was emptied, the same ones again (*warm*); with ``--restart`` it is a second engine, on what the first
-one stored, that is asked again. Before each prompt the engine is idle, with every dump staged. Variants take turns;
-their cold times beside those of no connector are what ucm costs where it finds nothing. ``make bench-ttft`` does the
-same beside the connectors of others. Prints a table; ``--json`` keeps every time.
+For each variant of ``variants.py`` an engine is started, asked prompts that nobody stored (*cold*),
+and, after vLLM's own prefix cache was emptied, the same ones again (*warm*); with ``--restart`` it
+is a second engine, on what the first one stored, that is asked again. Before each prompt the engine
+is idle, with every dump staged. Variants take turns; their cold times beside those of no connector
+are what ucm costs where it finds nothing. ``make bench-ttft`` does the same beside the connectors
+of others. Prints a table; ``--json`` keeps every time.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def ask_all(running: Engine, run: str, prompts: Sequence[Any], times: dict[str, 
         running.wait_idle()
 
 
-def one_engine(variant: str, model: Path, work: Path, number: int, chosen: argparse.Namespace) -> dict[str, Any]:
+def one_engine(
+    variant: str, model: Path, work: Path, number: int, chosen: argparse.Namespace
+) -> dict[str, Any]:
     """The times in seconds of one engine, or of one and the next, or why there are none."""
     root, log = work / f"blocks-{number}", work / f"{variant}-{number}.log"
     root.mkdir()
@@ -58,7 +62,9 @@ def one_engine(variant: str, model: Path, work: Path, number: int, chosen: argpa
     except UnavailableError as error:
         return {"failed": str(error)}
     except EngineError as error:
-        return {"failed": why(str(error) + (log.read_text(errors="replace") if log.exists() else ""))}
+        return {
+            "failed": why(str(error) + (log.read_text(errors="replace") if log.exists() else ""))
+        }
     return times
 
 
@@ -84,9 +90,13 @@ def summary(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
                 "state": "measured",
                 "cold_s": median(mine, "cold"),
                 "warm_s": median(mine, "warm"),
-                "warm_to_cold": statistics.median(median([entry], "warm") / median([entry], "cold") for entry in mine),
+                "warm_to_cold": statistics.median(
+                    median([entry], "warm") / median([entry], "cold") for entry in mine
+                ),
                 "cached_tokens": median(mine, "cached"),
-                "added_on_misses": statistics.median(added) if added and variant != "none" else None,
+                "added_on_misses": (
+                    statistics.median(added) if added and variant != "none" else None
+                ),
             }
         )
     return rows
@@ -104,8 +114,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         added = "-" if row["added_on_misses"] is None else f"{row['added_on_misses']:+.1%}"
         lines.append(
-            f"| {row['variant']} | {row['cold_s']:.3f} | {row['warm_s']:.3f} | {row['warm_to_cold']:.2f} "
-            f"| {row['cached_tokens']:.0f} | {added} |"
+            f"| {row['variant']} | {row['cold_s']:.3f} | {row['warm_s']:.3f} |"
+            f" {row['warm_to_cold']:.2f} | {row['cached_tokens']:.0f} | {added} |"
         )
     return "\n".join(lines)
 
@@ -117,7 +127,9 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=4005, help="of a prompt")
     arguments.add_argument("--prompts", type=int, default=8, help="for each engine")
     arguments.add_argument("--rounds", type=int, default=3, help="engines for each variant")
-    arguments.add_argument("--restart", action="store_true", help="another engine is asked the second time")
+    arguments.add_argument(
+        "--restart", action="store_true", help="another engine is asked the second time"
+    )
     arguments.add_argument("--json", type=Path)
     chosen = arguments.parse_args()
     rounds: list[dict[str, dict[str, Any]]] = []

@@ -1,8 +1,9 @@
-"""What is put under an engine in ``ttft.py`` and ``chat.py``: one line for each way of keeping KV, or none.
+"""What is put under an engine in ``ttft.py`` and ``chat.py``: one line for each way of keeping KV,
+or none.
 
-Both run the deep, tiny model of the demo in engines of ``tests/vllm/harness.py``, one at a time on a machine. A variant
-that this version has not got is reported as such, with what the engine said. Connectors of others, with the servers
-that they need, are in ``peer_connectors.py``.
+Both run the deep, tiny model of the demo in engines of ``tests/vllm/harness.py``, one at a time on
+a machine. A variant that this version has not got is reported as such, with what the engine said.
+Connectors of others, with the servers that they need, are in ``peer_connectors.py``.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ for folder in ("tests/vllm", "demo"):
 OURS: Mapping[str, Mapping[str, Any] | None] = {
     "none": None,
     "file": {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"layout": "file"}},
-    "segment": {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"layout": "segment"}},
-    "cache-pc": {"ucm_connector_name": "UcmPipelineStore", "ucm_connector_config": {"store_pipeline": "Cache|Pc"}},
+    "segment": {
+        "ucm_connector_name": "UcmPosixStore",
+        "ucm_connector_config": {"layout": "segment"},
+    },
+    "cache-pc": {
+        "ucm_connector_name": "UcmPipelineStore",
+        "ucm_connector_config": {"store_pipeline": "Cache|Pc"},
+    },
 }
 
 VARIANTS = (*OURS, *PEERS)
-#: What is measured where nobody says what: the others need packages that are not installed with vLLM.
+#: What is measured where nobody says what: the others need packages that are not installed with
+#: vLLM.
 USUAL = tuple(OURS)
 
 #: Of the engines: blocks of so many tokens.
@@ -50,13 +58,16 @@ def transfer(variant: str, root: Path) -> dict[str, Any] | None:
         "kv_connector": "UCMConnector",
         "kv_connector_module_path": "ucm.integration.vllm.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"ucm_connectors": [{**entry, "ucm_connector_config": options}]},
+        "kv_connector_extra_config": {
+            "ucm_connectors": [{**entry, "ucm_connector_config": options}]
+        },
     }
 
 
 @contextlib.contextmanager
 def engine(variant: str, model: Path, root: Path, blocks: int, length: int) -> Iterator[EngineSpec]:
-    """An engine over the demo's model with room for ``blocks`` blocks and prompts of ``length`` tokens.
+    """An engine over the demo's model with room for ``blocks`` blocks and prompts of ``length``
+    tokens.
 
     What a peer needs beside it runs meanwhile; raises UnavailableError where that is not installed.
     """
@@ -72,7 +83,10 @@ def engine(variant: str, model: Path, root: Path, blocks: int, length: int) -> I
             budget=max(2048, length) if variant in WHOLE_PROMPTS else 2048,
             transfer=given.transfer if given else transfer(variant, root),
             args={"max_model_len": length, "kv_cache_memory_bytes": (blocks + 2) << 20},
-            env={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **(given.env if given else {})},
+            env={
+                "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+                **(given.env if given else {}),
+            },
             label=variant,
             fork=False,
         )

@@ -1,7 +1,8 @@
-"""The recall model: a ``Qwen2ForCausalLM`` of half a million parameters, whose attention looks things up.
+"""The recall model: a ``Qwen2ForCausalLM`` of half a million parameters, whose attention looks
+things up.
 
-Three layers of width 128, 4 query and 2 KV heads of size 32, feed-forward 256, 512 tokens, tied embeddings. It is small
-enough to be trained in minutes on one core, and to be committed.
+Three layers of width 128, 4 query and 2 KV heads of size 32, feed-forward 256, 512 tokens, tied
+embeddings. It is small enough to be trained in minutes on one core, and to be committed.
 """
 
 from __future__ import annotations
@@ -63,11 +64,14 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * self.weight).to(x.dtype)
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * self.weight).to(
+            x.dtype
+        )
 
 
 class Attention(nn.Module):
-    """Projections of attention; what attends stands in :meth:`forward` for training, and in the suite for decoding."""
+    """Projections of attention; what attends stands in :meth:`forward` for training, and in the
+    suite for decoding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,11 +91,15 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         q, k, v = (y.transpose(1, 2) for y in self.projected(x, torch.arange(length)))
         if length > 256:
-            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
         else:  # for short sequences the fused kernel's backward pass is many times slower on a CPU
             grouped = q.reshape(batch, KV_HEADS, -1, SIZE)  # [batch, kv heads, group * t, d]
             scores = (grouped @ k.transpose(-1, -2)).float() * SIZE**-0.5
-            hidden = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(HEADS // KV_HEADS, 1)
+            hidden = (
+                torch.ones(length, length, dtype=torch.bool).triu(1).repeat(HEADS // KV_HEADS, 1)
+            )
             weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
             out = (weights.to(v.dtype) @ v).view(batch, HEADS, length, SIZE)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
@@ -148,15 +156,22 @@ class Recall(nn.Module):
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """Write a checkpoint that vLLM and transformers read."""
         directory.mkdir(parents=True, exist_ok=True)
-        weights = {f"model.{name}": value.detach().to(dtype).contiguous() for name, value in self.state_dict().items()}
+        weights = {
+            f"model.{name}": value.detach().to(dtype).contiguous()
+            for name, value in self.state_dict().items()
+        }
         save_file(weights, str(directory / "model.safetensors"), {"format": "pt"})
-        (directory / "config.json").write_text(json.dumps(config(str(dtype).removeprefix("torch.")), indent=2) + "\n")
+        (directory / "config.json").write_text(
+            json.dumps(config(str(dtype).removeprefix("torch.")), indent=2) + "\n"
+        )
 
     @classmethod
     def load(cls, directory: Path = WEIGHTS) -> Recall:
         """Read a checkpoint, in float32."""
         model = cls()
         weights = load_file(str(directory / "model.safetensors"))
-        model.load_state_dict({name.removeprefix("model."): value.float() for name, value in weights.items()})
+        model.load_state_dict(
+            {name.removeprefix("model."): value.float() for name, value in weights.items()}
+        )
         model.eval().requires_grad_(False)
         return model

@@ -1,10 +1,10 @@
-"""Answers of the recall model under every selector, beside dense attention and what is no selection: ``make
-bench-quality``.
+"""Answers of the recall model under every selector, beside dense attention and what is no
+selection: ``make bench-quality``.
 
-Prompts are computed densely, once. Then queries are fed to the decoder, one token at a time with the answers in them,
-so that each answer is one that decoding has to find; windows, budget and rhythm are the method's, and attention reads
-the blocks that :class:`ucm.sparse.method.BlockSparse` says, over plain torch tensors, by the calls that vLLM's workers
-make.
+Prompts are computed densely, once. Then queries are fed to the decoder, one token at a time with
+the answers in them, so that each answer is one that decoding has to find; windows, budget and
+rhythm are the method's, and attention reads the blocks that :class:`ucm.sparse.method.BlockSparse`
+says, over plain torch tensors, by the calls that vLLM's workers make.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "gsa": ("GSA", {"stride": 1}),
     "esa, pool norm": ("ESA", {"stride": 1, "pool": "norm"}),
     "kvstar": ("KVStarMultiStep", {"stride": 1}),
-    "kvstar, all channels, none merged": ("KVStarMultiStep", {"stride": 1, "prune_ratio": 1.0, "merge": 1}),
+    "kvstar, all channels, none merged": (
+        "KVStarMultiStep",
+        {"stride": 1, "prune_ratio": 1.0, "merge": 1},
+    ),
     "random": ("Random", {}),
     "windows": ("Windows", {}),
 }
 #: Blocks that are chosen beside the three of the windows, of the 64 of a prompt of 1024 tokens.
 BUDGETS = {0.344: 19, 0.156: 7, 0.109: 4}
-#: As vLLM has it on a CPU, where blocks are multiples of 32 tokens: 5 of the 33 of a prompt and its queries.
+#: As vLLM has it on a CPU, where blocks are multiples of 32 tokens: 5 of the 33 of a prompt and its
+#: queries.
 WIDE: dict[str, Any] = {"block": 32, "local_blocks": 1, "topk_blocks": 3}
 #: Rhythms, by the choices of the oracle and of two selectors: what staleness alone costs.
 RHYTHMS = [(1, 0), (1, 1), (2, 0), (4, 0), (8, 0), (8, 8), (16, 0)]
@@ -61,7 +65,8 @@ RHYTHMS = [(1, 0), (1, 1), (2, 0), (4, 0), (8, 0), (8, 8), (16, 0)]
 
 @dataclass
 class Filled:
-    """Prompts that were computed: what their tokens made in each layer, and what is fed after them."""
+    """Prompts that were computed: what their tokens made in each layer, and what is fed after
+    them."""
 
     #: Queries, keys and values ``[batch, t, heads, d]`` of each layer.
     layers: list[tuple[Tensor, Tensor, Tensor]]
@@ -107,7 +112,9 @@ def fill(model: Recall, prompts: Sequence[Prompt], together: int = 16) -> Filled
     """Compute prompts of one length densely, so many at once."""
     layers: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in range(LAYERS)]
     for begin in range(0, len(prompts), together):
-        x = model.embed_tokens(torch.tensor([prompt.tokens for prompt in prompts[begin : begin + together]]))
+        x = model.embed_tokens(
+            torch.tensor([prompt.tokens for prompt in prompts[begin : begin + together]])
+        )
         places = torch.arange(x.shape[1])
         for number, layer in enumerate(model.layers):
             layers[number].append(layer.self_attn.projected(layer.input_layernorm(x), places))
@@ -121,8 +128,8 @@ def fill(model: Recall, prompts: Sequence[Prompt], together: int = 16) -> Filled
 def attend(query: Tensor, cache: Sequence[Tensor], table: Tensor, lengths: Tensor) -> Tensor:
     """Paged attention of one query for each row, as an unmodified kernel computes it.
 
-    ``query [rows, heads, d]``; ``cache`` keys and values ``[blocks, b, h, d]``; ``table [rows, n]`` physical blocks, of
-    which the first ``lengths [rows]`` tokens count. ``[rows, heads * d]``.
+    ``query [rows, heads, d]``; ``cache`` keys and values ``[blocks, b, h, d]``; ``table [rows, n]``
+    physical blocks, of which the first ``lengths [rows]`` tokens count. ``[rows, heads * d]``.
     """
     (rows, heads, size), block = query.shape, cache[0].shape[1]
     most = -(-int(lengths.max()) // block)
@@ -142,18 +149,25 @@ def method_of(algorithm: str, keys: Mapping[str, Any]) -> BlockSparse:
 
 
 class Decoder:
-    """The model over a paged cache that holds some prompts, one row each, with a method or without."""
+    """The model over a paged cache that holds some prompts, one row each, with a method or
+    without."""
 
-    def __init__(self, model: Recall, filled: Filled, method: BlockSparse | None, block: int = BLOCK) -> None:
+    def __init__(
+        self, model: Recall, filled: Filled, method: BlockSparse | None, block: int = BLOCK
+    ) -> None:
         self._model, self._filled, self._method, self._block = model, filled, method, block
         batch, self._length, steps = filled.shape
         blocks = -(-(self._length + steps) // block)
         # Physical blocks in no order: nothing may depend on it.
         order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(7))
         self._table = order.view(batch, blocks).int()
-        self._caches = [torch.zeros(2, batch * blocks, block, KV_HEADS, SIZE).unbind() for _ in NAMES]
+        self._caches = [
+            torch.zeros(2, batch * blocks, block, KV_HEADS, SIZE).unbind() for _ in NAMES
+        ]
         if method is not None:
-            method.setup(Geometry(block, KV_HEADS, SIZE), NAMES, batch * blocks, max_sequences=batch)
+            method.setup(
+                Geometry(block, KV_HEADS, SIZE), NAMES, batch * blocks, max_sequences=batch
+            )
         self._bind(self._length, self._length)
         for number, (q, k, v) in enumerate(filled.layers):
             self._layer(number, q, k, v, range(self._length))
@@ -168,8 +182,12 @@ class Decoder:
             self._bind(length + step + 1, 1)
             x = self._model.embed_tokens(fed[:, step : step + 1])
             for number, layer in enumerate(self._model.layers):
-                q, k, v = layer.self_attn.projected(layer.input_layernorm(x), torch.tensor([length + step]))
-                table, lengths = self._layer(number, q, k, v, range(length + step, length + step + 1))
+                q, k, v = layer.self_attn.projected(
+                    layer.input_layernorm(x), torch.tensor([length + step])
+                )
+                table, lengths = self._layer(
+                    number, q, k, v, range(length + step, length + step + 1)
+                )
                 found = attend(q[:, 0], self._caches[number], table, lengths)
                 x = x + layer.self_attn.o_proj(found)[:, None]
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -188,7 +206,8 @@ class Decoder:
     def _bind(self, tokens: int, queries: int) -> None:
         if self._method is not None:
             rows = [
-                SparseRow(str(i), tokens, self._length, self._length, queries) for i in range(self._filled.shape[0])
+                SparseRow(str(i), tokens, self._length, self._length, queries)
+                for i in range(self._filled.shape[0])
             ]
             self._method.bind_sparse_metadata(SparseBatch(rows))
 
@@ -196,16 +215,20 @@ class Decoder:
         if self._method is not None:
             self._method.clear_sparse_metadata()
 
-    def _layer(self, number: int, q: Tensor, k: Tensor, v: Tensor, places: range) -> tuple[Tensor, Tensor]:
-        """Write keys and values ``[batch, t, h, d]`` of these places to the cache; the table and the lengths with which
-        the last of them is to attend."""
+    def _layer(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, places: range
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values ``[batch, t, h, d]`` of these places to the cache; the table and
+        the lengths with which the last of them is to attend."""
         at, size = torch.tensor(places), self._block
         slots = (self._table[:, at // size].long() * size + at % size).flatten()
         for part, new in zip(self._caches[number], (k, v), strict=True):
             part.view(-1, KV_HEADS, SIZE)[slots] = new.flatten(0, 1)
         name, tokens = NAMES[number], places.stop
         table = self._table[:, : -(-tokens // size)]
-        metadata = SimpleNamespace(block_table=table, seq_lens=torch.full((len(table),), tokens, dtype=torch.int32))
+        metadata = SimpleNamespace(
+            block_table=table, seq_lens=torch.full((len(table),), tokens, dtype=torch.int32)
+        )
         if self._method is not None:
             context = SimpleNamespace(attn_metadata={name: metadata})
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -214,7 +237,9 @@ class Decoder:
         return metadata.block_table, metadata.seq_lens
 
 
-def outcome(model: Recall, filled: Filled, algorithm: str | None, block: int = BLOCK, **keys: Any) -> Outcome:
+def outcome(
+    model: Recall, filled: Filled, algorithm: str | None, block: int = BLOCK, **keys: Any
+) -> Outcome:
     """Decode densely (None), or by an algorithm, over blocks of so many tokens."""
     method = None if algorithm is None else method_of(algorithm, keys)
     try:
@@ -230,17 +255,24 @@ def prompts(count: int, length: int = 1024, records: int = 64, first: int = 0) -
     return [recall(seed, length, records) for seed in range(first, first + count)]
 
 
-# The tables ----------------------------------------------------------------------------------------------------------
+# The tables
+# --------------------------------------------------------------------------------------------------
 
 
 def table_of_selectors(model: Recall, filled: Filled) -> list[str]:
     """Shares of right answers, by method and density."""
     dense = outcome(model, filled, None)
-    columns = [*(f"density {density}" for density in BUDGETS), "0.152, blocks of 32", "at 0.156, second of two hops"]
+    columns = [
+        *(f"density {density}" for density in BUDGETS),
+        "0.152, blocks of 32",
+        "at 0.156, second of two hops",
+    ]
     lines = [
         f"| method | {' | '.join(columns)} |",
         "|---|" + "---|" * len(columns),
-        "| dense | " + " | ".join([_share(dense)] * (len(BUDGETS) + 1)) + f" | {_share(dense, SECOND)} |",
+        "| dense | "
+        + " | ".join([_share(dense)] * (len(BUDGETS) + 1))
+        + f" | {_share(dense, SECOND)} |",
     ]
     for name, (algorithm, keys) in METHODS.items():
         found = {}
@@ -248,17 +280,22 @@ def table_of_selectors(model: Recall, filled: Filled) -> list[str]:
             chosen = {} if algorithm == "Windows" else {"topk_blocks": budget}
             found[density] = outcome(model, filled, algorithm, **keys, **chosen)
         wide = {**WIDE, "topk_blocks": None} if algorithm == "Windows" else WIDE
-        cells = [_share(each) for each in (*found.values(), outcome(model, filled, algorithm, **keys, **wide))]
+        cells = [
+            _share(each)
+            for each in (*found.values(), outcome(model, filled, algorithm, **keys, **wide))
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {_share(found[0.156], SECOND)} |")
     return lines
 
 
 def table_of_rhythms(model: Recall, recalls: Filled, chains: Filled) -> list[str]:
-    """Shares of right answers with choices that are some steps old, where each token asks for something else, and
-    where one block answers many."""
+    """Shares of right answers with choices that are some steps old, where each token asks for
+    something else, and where one block answers many."""
     named = [("oracle", "Oracle"), ("gsa_on_device", "GSAOnDevice"), ("esa", "ESA")]
     lines = [
-        "| stride | lag | " + " | ".join(f"{name}: records | {name}: chain" for name, _ in named) + " |",
+        "| stride | lag | "
+        + " | ".join(f"{name}: records | {name}: chain" for name, _ in named)
+        + " |",
         "|---|---|" + "---|---|" * len(named),
     ]
     for stride, lag in RHYTHMS:
@@ -267,7 +304,9 @@ def table_of_rhythms(model: Recall, recalls: Filled, chains: Filled) -> list[str
             keys = {**METHODS[name][1], "stride": stride, "lag": lag, "topk_blocks": BUDGETS[0.156]}
             if lag:
                 keys["retrieval_ms"] = 600_000  # no choice may be late: this is not about time
-            cells += [_share(outcome(model, filled, algorithm, **keys)) for filled in (recalls, chains)]
+            cells += [
+                _share(outcome(model, filled, algorithm, **keys)) for filled in (recalls, chains)
+            ]
         lines.append(f"| {stride} | {lag} | " + " | ".join(cells) + " |")
     return lines
 
@@ -278,7 +317,9 @@ def _share(found: Outcome, *kinds: int) -> str:
 
 def main() -> None:
     """Print the tables, and write them into a document where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--quick", action="store_true", help="a few prompts, to see that it runs")
@@ -292,24 +333,36 @@ def main() -> None:
     dense = outcome(model, recalls, None)
     kinds = ", ".join(f"{dense.count(kind)} {KINDS[kind]}" for kind in (ONE_HOP, FIRST, SECOND))
     setting = (
-        f"{count} prompts (seeds 0 to {count - 1}) of 1024 tokens with 64 records, {dense.count()} answers: {kinds}. "
-        f"Blocks of {BLOCK} tokens, the first and the last two always kept (of 32, the first and the last), the same "
-        "for all methods; a new choice in every step, in every layer. ± is one binomial standard error."
+        f"{count} prompts (seeds 0 to {count - 1}) of 1024 tokens with 64 records, {dense.count()}"
+        f" answers: {kinds}. Blocks of {BLOCK} tokens, the first and the last two always kept (of"
+        " 32, the first and the last), the same for all methods; a new choice in every step, in"
+        " every layer. ± is one binomial standard error."
     )
     staleness = (
-        f"Choices that are some steps old, at density 0.156: the same {dense.count()} answers, and "
-        f"{int((chains.kinds == LINK).sum())} of {len(chains.fed)} chains of {LINKS} records in a row, which lie in "
-        f"three or four blocks and are followed token by token (dense {_share(outcome(model, chains, None))})."
+        f"Choices that are some steps old, at density 0.156: the same {dense.count()} answers, and"
+        f" {int((chains.kinds == LINK).sum())} of {len(chains.fed)} chains of {LINKS} records in a"
+        " row, which lie in three or four blocks and are followed token by token (dense"
+        f" {_share(outcome(model, chains, None))})."
     )
-    selectors, rhythms = table_of_selectors(model, recalls), table_of_rhythms(model, recalls, chains)
+    selectors, rhythms = (
+        table_of_selectors(model, recalls),
+        table_of_rhythms(model, recalls, chains),
+    )
     lines = [setting, "", *selectors, "", staleness, "", *rhythms]
     print("\n".join(lines))
-    print(f"\n{time.monotonic() - started:.0f} s, torch {torch.__version__}, {platform.machine()}, {HEADS} query heads")
+    print(
+        f"\n{time.monotonic() - started:.0f} s, torch {torch.__version__}, {platform.machine()},"
+        f" {HEADS} query heads"
+    )
     if given.write is not None:
         marks = re.compile(r"(<!-- quality[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
-        text, done = marks.subn(lambda m: m[1] + "\n".join(lines) + "\n" + m[2], given.write.read_text())
+        text, done = marks.subn(
+            lambda m: m[1] + "\n".join(lines) + "\n" + m[2], given.write.read_text()
+        )
         if done != 1:
-            raise SystemExit(f"{given.write} has no <!-- quality --> ... <!-- end --> to write between")
+            raise SystemExit(
+                f"{given.write} has no <!-- quality --> ... <!-- end --> to write between"
+            )
         given.write.write_text(text)
 
 

@@ -1,11 +1,13 @@
-"""What the recall model is trained on and asked: records in a haystack, in one hop or two, and chains of records.
+"""What the recall model is trained on and asked: records in a haystack, in one hop or two, and
+chains of records.
 
-A prompt is filler, of a Markov chain, in which records stand: ``k v .`` binds a value to a key, ``k m .`` and,
-somewhere else, ``m v .`` do so through a middle. A query is ``? k v`` or ``? k m v``. Each answer needs one token among
-all of them: blocks by lot miss it, windows miss it, and a choice made for the query before misses it. The second answer
-of two hops needs another block than the first one, and is always decoded. A chain is up to 16 records that stand in a
-row, each naming what the next one tells of: to follow it stays in one block for many tokens, so that a choice may be
-some steps old.
+A prompt is filler, of a Markov chain, in which records stand: ``k v .`` binds a value to a key, ``k
+m .`` and, somewhere else, ``m v .`` do so through a middle. A query is ``? k v`` or ``? k m v``.
+Each answer needs one token among all of them: blocks by lot miss it, windows miss it, and a choice
+made for the query before misses it. The second answer of two hops needs another block than the
+first one, and is always decoded. A chain is up to 16 records that stand in a row, each naming what
+the next one tells of: to follow it stays in one block for many tokens, so that a choice may be some
+steps old.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ LINKS = 16
 ONE_HOP, FIRST, SECOND, LINK = 1, 2, 3, 4
 KINDS = {ONE_HOP: "one hop", FIRST: "two hops, first", SECOND: "two hops, second", LINK: "chain"}
 
-_SUCCESSORS: Ints = np.argsort(np.random.Generator(np.random.PCG64(20)).random((64, 64)), axis=1)[:, :8]
+_SUCCESSORS: Ints = np.argsort(np.random.Generator(np.random.PCG64(20)).random((64, 64)), axis=1)[
+    :, :8
+]
 
 
 @dataclass
@@ -62,8 +66,8 @@ class Filler:
 
 
 def stream(rng: np.random.Generator, length: int, names: int, chains: bool) -> Sequence:
-    """A sequence to train on: records and queries of them, mixed, so that most tokens are answers. ``names``: how many
-    keys, middles and values there are."""
+    """A sequence to train on: records and queries of them, mixed, so that most tokens are answers.
+    ``names``: how many keys, middles and values there are."""
     found, filler = Sequence(), Filler(rng)
     keys, middles, values = (rng.permutation(names).tolist() for _ in range(3))
     chained = chains and rng.random() < 0.3
@@ -78,7 +82,9 @@ def stream(rng: np.random.Generator, length: int, names: int, chains: bool) -> S
         if gap:
             found.add(filler.take(int(rng.geometric(1 / (1 + gap))) - 1))
         if chained and not chain and rng.random() < 0.1:
-            chain = chain_of(keys[-1], middles[-int(rng.integers(2, min(LINKS, length // 12) + 1)) :], values[-1])
+            chain = chain_of(
+                keys[-1], middles[-int(rng.integers(2, min(LINKS, length // 12) + 1)) :], values[-1]
+            )
             found.add(links(chain))
         elif chain and rng.random() < 8 / length:
             found.add(*follow(chain))
@@ -125,15 +131,16 @@ def follow(chain: list[int]) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A haystack, and what is fed to the decoder after it, one token at a time, answers included."""
+    """A haystack, and what is fed to the decoder after it, one token at a time, answers
+    included."""
 
     tokens: list[int]
     queries: Sequence
 
 
 def recall(seed: int, length: int, records: int, asked: int = 3, names: int = NAMES) -> Prompt:
-    """A prompt with so many records, each told once, 5 of 8 of them halves of two hops; ``asked`` queries of one hop
-    and as many of two follow, in any order."""
+    """A prompt with so many records, each told once, 5 of 8 of them halves of two hops; ``asked``
+    queries of one hop and as many of two follow, in any order."""
     rng = np.random.Generator(np.random.PCG64([seed, length, records]))
     filler = Filler(rng)
     pairs = records * 5 // 16
@@ -151,7 +158,10 @@ def recall(seed: int, length: int, records: int, asked: int = 3, names: int = NA
         tokens += filler.take(place - before) + told[which]
         before = place
     tokens += filler.take(length - len(tokens))
-    chosen = [*(one[i] for i in rng.permutation(len(one))[:asked]), *(two[i] for i in rng.permutation(pairs)[:asked])]
+    chosen = [
+        *(one[i] for i in rng.permutation(len(one))[:asked]),
+        *(two[i] for i in rng.permutation(pairs)[:asked]),
+    ]
     queries = Sequence()
     for which in rng.permutation(len(chosen)).tolist():
         queries.add(*query(chosen[which]))

@@ -1,9 +1,11 @@
-"""Train the recall model: ``python benches/quality/recall_train.py --out DIR``; ten minutes of one core, no download.
+"""Train the recall model: ``python benches/quality/recall_train.py --out DIR``; ten minutes of one
+core, no download.
 
-Two things make it learn in minutes. The names grow from 16 to 128 while sequences are short, and only then sequences
-grow: with 128 names from the start it stays where it guesses one of the values it has seen. And matrices are trained
-by Muon (orthogonalised momentum), embeddings, norms and biases by AdamW. It starts with weights that look back: keys
-and queries of a layer resemble each other, and two heads of the first layer attend to the tokens one and two before.
+Two things make it learn in minutes. The names grow from 16 to 128 while sequences are short, and
+only then sequences grow: with 128 names from the start it stays where it guesses one of the values
+it has seen. And matrices are trained by Muon (orthogonalised momentum), embeddings, norms and
+biases by AdamW. It starts with weights that look back: keys and queries of a layer resemble each
+other, and two heads of the first layer attend to the tokens one and two before.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from recall_model import HEADS, KV_HEADS, LAYERS, SIZE, Recall, rotated
 from recall_task import LINK, Sequence, recall, stream
 from torch import Tensor, nn
 
-#: Length, sequences of a batch, most steps, names, and whether there are chains. A stage ends when 20 steps got more
-#: than .97 of the answers right (chains aside), or with its last step; the last stage takes all of its steps, with a
-#: falling rate.
+#: Length, sequences of a batch, most steps, names, and whether there are chains. A stage ends when
+#: 20 steps got more than .97 of the answers right (chains aside), or with its last step; the last
+#: stage takes all of its steps, with a falling rate.
 STAGES = [
     (48, 64, 300, 16, False),
     (48, 64, 300, 32, False),
@@ -33,7 +35,8 @@ STAGES = [
     (1024, 4, 400, 128, True),
 ]
 MUON_RATE, ADAM_RATE, GOOD = 0.02, 3e-3, 0.97
-#: Steps in which the rate rises: of the first stage, and of those after it, which begin without momentum.
+#: Steps in which the rate rises: of the first stage, and of those after it, which begin without
+#: momentum.
 WARM_UP = (50, 10)
 
 
@@ -49,7 +52,10 @@ def begin(model: Recall, generator: torch.Generator) -> None:
         for number, layer in enumerate(model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             k = normal(KV_HEADS, SIZE, width) * width**-0.5
-            q = k.repeat_interleave(HEADS // KV_HEADS, 0) + 0.3 * normal(HEADS, SIZE, width) * width**-0.5
+            q = (
+                k.repeat_interleave(HEADS // KV_HEADS, 0)
+                + 0.3 * normal(HEADS, SIZE, width) * width**-0.5
+            )
             v = normal(KV_HEADS * SIZE, width) * width**-0.5
             attention.k_proj.weight.copy_(k.flatten(0, 1))
             attention.q_proj.weight.copy_(q.flatten(0, 1))
@@ -59,16 +65,25 @@ def begin(model: Recall, generator: torch.Generator) -> None:
             o = 0.1 * normal(width, HEADS * SIZE) * width**-0.5
             if number == 0:
                 # As large as an embedding, so that neither hides the other.
-                o = 0.1 * (o + v.view(KV_HEADS, SIZE, width).repeat_interleave(HEADS // KV_HEADS, 0).flatten(0, 1).T)
+                o = 0.1 * (
+                    o
+                    + v.view(KV_HEADS, SIZE, width)
+                    .repeat_interleave(HEADS // KV_HEADS, 0)
+                    .flatten(0, 1)
+                    .T
+                )
                 look_back(attention.q_proj.bias, attention.k_proj.bias)
             attention.o_proj.weight.copy_(o)
             for linear in (mlp.gate_proj, mlp.up_proj):
                 linear.weight.copy_(normal(*linear.weight.shape) * width**-0.5)
-            mlp.down_proj.weight.copy_(0.05 * normal(*mlp.down_proj.weight.shape) * mlp.down_proj.in_features**-0.5)
+            mlp.down_proj.weight.copy_(
+                0.05 * normal(*mlp.down_proj.weight.shape) * mlp.down_proj.in_features**-0.5
+            )
 
 
 def look_back(query: Tensor, key: Tensor) -> None:
-    """Biases by which the first query head of each KV head attends to the token one, and two, before."""
+    """Biases by which the first query head of each KV head attends to the token one, and two,
+    before."""
     for kv in range(KV_HEADS):
         ones = torch.cat([torch.full((SIZE // 2,), 6.0), torch.zeros(SIZE // 2)])
         key[kv * SIZE : (kv + 1) * SIZE] = ones
@@ -78,14 +93,16 @@ def look_back(query: Tensor, key: Tensor) -> None:
 
 
 class Muon:
-    """Steps of a matrix are its momentum with all singular values near 1 (five Newton-Schulz steps). By Keller
-    Jordan."""
+    """Steps of a matrix are its momentum with all singular values near 1 (five Newton-Schulz
+    steps). By Keller Jordan."""
 
     def __init__(self, matrices: list[nn.Parameter]) -> None:
         self._groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for matrix in matrices:
             self._groups.setdefault(tuple(matrix.shape), []).append(matrix)
-        self._momentum = {shape: torch.zeros(len(group), *shape) for shape, group in self._groups.items()}
+        self._momentum = {
+            shape: torch.zeros(len(group), *shape) for shape, group in self._groups.items()
+        }
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -114,7 +131,9 @@ def batch(sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def measured(model: Recall, length: int, records: int, prompts: int, names: int) -> dict[int, float]:
+def measured(
+    model: Recall, length: int, records: int, prompts: int, names: int
+) -> dict[int, float]:
     """Share of right answers of each kind to prompts that it was not trained on."""
     right: dict[int, list[bool]] = {}
     for seed in range(prompts):
@@ -131,10 +150,19 @@ def measured(model: Recall, length: int, records: int, prompts: int, names: int)
 def main() -> None:
     """Train, stage by stage."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="where the checkpoint goes, written after each stage")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="where the checkpoint goes, written after each stage",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--resume", type=int, default=0, metavar="STAGE", help="go on from the checkpoint with this one"
+        "--resume",
+        type=int,
+        default=0,
+        metavar="STAGE",
+        help="go on from the checkpoint with this one",
     )
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -150,7 +178,8 @@ def main() -> None:
         last = stage == len(STAGES) - 1
         if stage < given.resume:
             continue
-        # Each stage begins from the weights alone, so that a training that was interrupted ends as any other.
+        # Each stage begins from the weights alone, so that a training that was interrupted ends as
+        # any other.
         rng = np.random.Generator(np.random.PCG64([given.seed, stage]))
         muon, adam = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
         recent, followed = deque[float](maxlen=20), deque[float](maxlen=20)
@@ -163,7 +192,9 @@ def main() -> None:
                 logits = model(tokens[:, :-1])
             answers = kinds[:, 1:] > 0
             weights = torch.where(answers, 1.0, 0.02)
-            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+            loss = nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+            )
             loss = (loss * weights.flatten()).sum() / weights.sum()
             model.zero_grad()
             loss.backward()

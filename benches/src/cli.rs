@@ -1,4 +1,5 @@
-//! What the benches that measure stores have in common as programs: their arguments, what they say, how they end.
+//! What the benches that measure stores have in common as programs: their arguments, what they say,
+//! how they end.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -10,7 +11,8 @@ use crate::store::{Mode, Options, Result};
 /// Options that no value follows.
 const FLAGS: [&str; 3] = ["--quick", "--bench", "--no-fio"];
 
-/// Whether the words that are neither options nor their values are none, or one of them is in this name.
+/// Whether the words that are neither options nor their values are none, or one of them is in this
+/// name.
 pub(crate) fn is_named(name: &str, words: impl IntoIterator<Item = String>) -> bool {
     let (mut words, mut named) = (words.into_iter(), None);
     while let Some(word) = words.next() {
@@ -23,7 +25,8 @@ pub(crate) fn is_named(name: &str, words: impl IntoIterator<Item = String>) -> b
     named.unwrap_or(true)
 }
 
-/// Runs a bench if the words of the command line are for it; an error is said, and ends the program with 1.
+/// Runs a bench if the words of the command line are for it; an error is said, and ends the program
+/// with 1.
 pub fn program(name: &str, bench: impl FnOnce() -> Result<()>) -> ExitCode {
     if !asked_for(name) {
         return ExitCode::SUCCESS;
@@ -53,9 +56,10 @@ pub struct Arguments {
 }
 
 impl Arguments {
-    /// `[--quick] [--json FILE] [--dir DIR] [--mib N] [--rounds N] [--no-fio]`, and for one case alone `[--kib N]
-    /// [--workers N] [--mode buffered|synced|direct]`, over `full` or, with `--quick`, over `quick`; at most `most_mib`
-    /// MiB in a turn. An option that is none of these, or has no right value, is an error.
+    /// `[--quick] [--json FILE] [--dir DIR] [--mib N] [--rounds N] [--no-fio]`, and for one case
+    /// alone `[--kib N] [--workers N] [--mode buffered|synced|direct]`, over `full` or, with
+    /// `--quick`, over `quick`; at most `most_mib` MiB in a turn. An option that is none of these,
+    /// or has no right value, is an error.
     pub fn parse(
         words: impl IntoIterator<Item = String>,
         full: Options,
@@ -68,18 +72,26 @@ impl Arguments {
         let mut json = None;
         let mut words = words.into_iter();
         while let Some(argument) = words.next() {
-            let mut value = || words.next().ok_or_else(|| format!("{argument} needs a value"));
+            let mut value = || {
+                words
+                    .next()
+                    .ok_or_else(|| format!("{argument} needs a value"))
+            };
             match argument.as_str() {
                 "--json" => json = Some(PathBuf::from(value()?)),
                 "--dir" => options.dir = PathBuf::from(value()?),
                 "--mib" => options.turn_bytes = value()?.parse::<usize>()?.clamp(4, most_mib) << 20,
                 "--rounds" => options.rounds = value()?.parse::<usize>()?.clamp(1, 99),
-                "--kib" => options.block_bytes = vec![value()?.parse::<usize>()?.clamp(4, 1 << 18) << 10],
+                "--kib" => {
+                    options.block_bytes = vec![value()?.parse::<usize>()?.clamp(4, 1 << 18) << 10]
+                }
                 "--workers" => options.workers = vec![value()?.parse::<usize>()?.clamp(1, 64)],
                 "--mode" => options.modes = vec![mode(&value()?)?],
                 "--no-fio" => options.fio = false,
                 flag if FLAGS.contains(&flag) => {} // seen above, or cargo's
-                option if option.starts_with('-') => return Err(format!("unknown option {option}").into()),
+                option if option.starts_with('-') => {
+                    return Err(format!("unknown option {option}").into());
+                }
                 _ => {} // the names of benches
             }
         }
@@ -110,7 +122,8 @@ mod tests {
 
     #[test]
     fn options_change_what_is_measured_wherever_they_stand() {
-        let asked = parse("fio --mib 1000 --kib 4 --quick --json x --mode direct --no-fio --bench").unwrap();
+        let asked = parse("fio --mib 1000 --kib 4 --quick --json x --mode direct --no-fio --bench")
+            .unwrap();
         assert_eq!(asked.options.dir, PathBuf::from("/quick"));
         assert_eq!(
             (asked.options.turn_bytes, asked.options.block_bytes),
@@ -127,7 +140,9 @@ mod tests {
     #[test]
     fn a_value_of_an_option_is_no_name_of_a_bench() {
         let named = |words: &str| is_named("store", words.split_whitespace().map(str::to_owned));
-        assert!(named("") && named("--quick") && named("--mib 8 --bench") && named("fio --quick store"));
+        assert!(
+            named("") && named("--quick") && named("--mib 8 --bench") && named("fio --quick store")
+        );
         assert!(!named("fio") && !named("--quick fio --json store"));
     }
 

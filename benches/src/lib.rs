@@ -1,4 +1,5 @@
-//! Shared pieces of the benches: taking a figure and its yardstick in turns, so that a busy machine hits both.
+//! Shared pieces of the benches: taking a figure and its yardstick in turns, so that a busy machine
+//! hits both.
 
 pub mod cli;
 pub mod store;
@@ -14,13 +15,17 @@ fn time(work: &mut dyn FnMut()) -> Duration {
     start.elapsed()
 }
 
-/// The fastest of many runs of each, taken in turns after a warm-up. The fastest is the one least disturbed.
+/// The fastest of many runs of each, taken in turns after a warm-up. The fastest is the one least
+/// disturbed.
 pub fn in_turns<const N: usize>(work: [&mut dyn FnMut(); N]) -> [Duration; N] {
     in_turns_of(ROUNDS, work)
 }
 
 /// The same with so many rounds.
-pub fn in_turns_of<const N: usize>(rounds: usize, mut work: [&mut dyn FnMut(); N]) -> [Duration; N] {
+pub fn in_turns_of<const N: usize>(
+    rounds: usize,
+    mut work: [&mut dyn FnMut(); N],
+) -> [Duration; N] {
     let mut best = [Duration::MAX; N];
     for work in &mut work {
         time(work);
@@ -33,7 +38,8 @@ pub fn in_turns_of<const N: usize>(rounds: usize, mut work: [&mut dyn FnMut(); N
     best
 }
 
-/// Whether the argument filter of `cargo bench -- <words>` lets this bench run: no words, or one of them is its name.
+/// Whether the argument filter of `cargo bench -- <words>` lets this bench run: no words, or one of
+/// them is its name.
 pub fn asked_for(name: &str) -> bool {
     cli::is_named(name, std::env::args().skip(1))
 }

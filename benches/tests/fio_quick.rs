@@ -22,7 +22,10 @@ fn the_quick_run_has_every_row_with_fio_and_without() {
         for row in &rows {
             assert_eq!(row.record_bytes, (256 << 10) + 4096);
             assert!(row.plain > 0.0 && row.checked > 0.0);
-            assert_eq!(row.engine_checked.is_some(), row.direction == Direction::Load);
+            assert_eq!(
+                row.engine_checked.is_some(),
+                row.direction == Direction::Load
+            );
             assert!(row.engine_checked.is_none_or(|gbps| gbps > 0.0));
             assert_eq!(row.fio.is_some(), machine.fio.is_some());
             assert_eq!(
@@ -31,7 +34,11 @@ fn the_quick_run_has_every_row_with_fio_and_without() {
             );
             assert!(row.fio.is_none_or(|gbps| gbps.is_finite() && gbps > 0.0));
             let ratios = row.ratios.into_iter().chain(row.median_ratios).flatten();
-            assert!(ratios.into_iter().all(|ratio| ratio.is_finite() && ratio > 0.0));
+            assert!(
+                ratios
+                    .into_iter()
+                    .all(|ratio| ratio.is_finite() && ratio > 0.0)
+            );
         }
         assert!(fio || machine.fio.is_none());
         let lines = one_file_table(&machine, &rows).lines().count();

@@ -11,7 +11,8 @@ fn the_quick_run_has_every_row() {
     let figures = run(&Options::quick(dir.clone()), &|_| {}).unwrap();
     let modes = Mode::ALL.iter().filter(|&&mode| {
         let rows: Vec<_> = figures.rows.iter().filter(|row| row.mode == mode).collect();
-        // Three to load and three to dump for each size and number of workers; none of one mode if it is not there.
+        // Three to load and three to dump for each size and number of workers; none of one mode if
+        // it is not there.
         assert!(rows.len() == 24 || (rows.is_empty() && mode == Mode::Direct));
         assert!(rows.iter().all(|row| row.gbps > 0.0 && row.ratio > 0.0));
         !rows.is_empty()

@@ -1,6 +1,7 @@
 """ucm keeps the KV cache of large language models outside the accelerator and gives it back.
 
-Importing this package is light on purpose: it loads neither vLLM nor torch, nor any accelerator's library.
+Importing this package is light on purpose: it loads neither vLLM nor torch, nor any accelerator's
+library.
 """
 
 from __future__ import annotations

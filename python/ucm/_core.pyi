@@ -49,14 +49,17 @@ class Asked:
     """A lookup on a thread of the store."""
 
     def answer(self) -> tuple[bytes, str, float] | None:
-        """What ``Store.locate_on_prefix`` says, with "absent" where all ids are stored, and the seconds until that was
-        known; None while it is not. Never waits; raises what the lookup failed with."""
+        """What ``Store.locate_on_prefix`` says, with "absent" where all ids are stored, and the
+        seconds until that was known; None while it is not. Never waits; raises what the lookup
+        failed with."""
 
 @final
 class BlockHasher:
     """Computes the chained keys of the full blocks of a token list."""
 
-    def __new__(cls, identity: bytes, block_size: int, hash_method: str = "sha256") -> BlockHasher: ...
+    def __new__(
+        cls, identity: bytes, block_size: int, hash_method: str = "sha256"
+    ) -> BlockHasher: ...
     def hash_blocks(
         self,
         tokens: Any,
@@ -65,7 +68,8 @@ class BlockHasher:
         start: int = 0,
         extra: Sequence[tuple[int, int, bytes]] | None = None,
     ) -> list[bytes]:
-        """Keys of the full blocks from block ``start`` on; ``parent`` is the key of block ``start - 1``."""
+        """Keys of the full blocks from block ``start`` on; ``parent`` is the key of block ``start -
+        1``."""
 
     @property
     def seed(self) -> bytes:
@@ -86,11 +90,12 @@ def part_mask(group: int, pipeline_rank: int, tensor_rank: int) -> bytes:
     """The mask that turns a block key into the record id of one part, and back."""
 
 def record_ids(keys: Sequence[bytes] | bytes, mask: bytes) -> list[bytes]:
-    """Record ids of block keys (or the other way round) under a part's mask. The keys may lie end to end in one
-    ``bytes``."""
+    """Record ids of block keys (or the other way round) under a part's mask. The keys may lie end
+    to end in one ``bytes``."""
 
 def tier_kinds() -> str:
-    """Every kind of tier as a JSON text: names, role, the schema of its options and their defaults in order."""
+    """Every kind of tier as a JSON text: names, role, the schema of its options and their defaults
+    in order."""
 
 @final
 class Place:
@@ -103,22 +108,26 @@ class Place:
         """Most bytes that it takes, bytes that it has (0: it does not say), what it is in words."""
 
     def list(self) -> list[tuple[str, str, int, int, str]]:
-        """Everything that lies there: where it would lie below a root (empty: not ours), its name on the server, its
-        length, when it was last used (ns since 1970), its version."""
+        """Everything that lies there: where it would lie below a root (empty: not ours), its name
+        on the server, its length, when it was last used (ns since 1970), its version."""
 
     def read(self, name: str, start: int, length: int) -> bytes | None:
-        """Bytes of what has this name, fewer where it ends before; ``None`` where there is nothing."""
+        """Bytes of what has this name, fewer where it ends before; ``None`` where there is
+        nothing."""
 
     def remove(self, item: tuple[str, str, int, int, str]) -> bool:
-        """Removes something of ours, as it was listed; false where it is gone, or was used or replaced since."""
+        """Removes something of ours, as it was listed; false where it is gone, or was used or
+        replaced since."""
 
 def run_threads_on(processors: Sequence[int]) -> None:
-    """Let the threads that the core begins from now on run on these processors, whatever the one that begins them is
-    bound to. Raises :class:`~ucm.errors.InvalidInputError` for none, or a number beyond 1023."""
+    """Let the threads that the core begins from now on run on these processors, whatever the one
+    that begins them is bound to. Raises :class:`~ucm.errors.InvalidInputError` for none, or a
+    number beyond 1023."""
 
 @final
 class QuietSha256:
-    """SHA-256 of pieces of files, computed by threads of the lowest priority, which never take the GIL."""
+    """SHA-256 of pieces of files, computed by threads of the lowest priority, which never take the
+    GIL."""
 
     def __init__(self) -> None: ...
     def update(self, fd: int, offset: int, length: int) -> int:
@@ -138,10 +147,12 @@ class Task:
         """Waits for the level, at most ``timeout`` seconds; false if that came first."""
 
     def shard_done(self, row: int) -> bool:
-        """Whether a row of a load has arrived, verified, perhaps before the rest of its block; never waits."""
+        """Whether a row of a load has arrived, verified, perhaps before the rest of its block;
+        never waits."""
 
     def wait_shard(self, row: int, timeout: float | None) -> bool:
-        """Waits for that, at most ``timeout`` seconds; false if that came first, or the row will never arrive."""
+        """Waits for that, at most ``timeout`` seconds; false if that came first, or the row will
+        never arrive."""
 
     def served(self) -> list[int]:
         """Blocks of a load that arrived, by the stage they came from; final once it is finished."""
@@ -158,8 +169,8 @@ class Sides:
         """The task whose row *i* is the *i*-th id."""
 
     def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-        """The bytes, a row for each id (zeros where it is not there), and for each whether it is there; final once the
-        task is finished."""
+        """The bytes, a row for each id (zeros where it is not there), and for each whether it is
+        there; final once the task is finished."""
 
 @final
 class Store:
@@ -179,7 +190,8 @@ class Store:
 
     def answers_at_once(self) -> bool: ...
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str | None]:
-        """The stage that each id from the first on would be read from, a byte each, and why the next is no hit."""
+        """The stage that each id from the first on would be read from, a byte each, and why the
+        next is no hit."""
 
     def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked:
         """The same on a thread of the store."""
@@ -193,11 +205,17 @@ class Store:
     ) -> Task:
         """Starts a load; ``timeout`` in seconds, the configured deadline if None."""
 
-    def register_kv(self, first: npt.NDArray[np.uint64], stride: npt.NDArray[np.uint64], blocks: int) -> None:
-        """Learn where the KV of ``blocks`` blocks lies: piece ``j`` of block ``n`` at ``first[j] + n * stride[j]``."""
+    def register_kv(
+        self, first: npt.NDArray[np.uint64], stride: npt.NDArray[np.uint64], blocks: int
+    ) -> None:
+        """Learn where the KV of ``blocks`` blocks lies: piece ``j`` of block ``n`` at ``first[j] +
+        n * stride[j]``."""
 
     def load_blocks(
-        self, block_ids: Sequence[bytes], blocks: npt.NDArray[np.int64], timeout: float | None = None
+        self,
+        block_ids: Sequence[bytes],
+        blocks: npt.NDArray[np.int64],
+        timeout: float | None = None,
     ) -> Task:
         """Start a load of whole blocks into device blocks by number."""
 
@@ -208,20 +226,26 @@ class Store:
         event: int = 0,
         sides: npt.NDArray[np.uint8] | None = None,
     ) -> Task:
-        """Start a dump of whole device blocks by number, or refuse it at once; the rest as of :meth:`dump`."""
+        """Start a dump of whole device blocks by number, or refuse it at once; the rest as of
+        :meth:`dump`."""
 
-    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> Sides:
+    def load_sides(
+        self, block_ids: Sequence[bytes], name: str, timeout: float | None = None
+    ) -> Sides:
         """Starts reading the side shard of that name of each block, without its KV."""
 
-    def dump_sides(self, block_ids: Sequence[bytes], sides: Sequence[tuple[str, npt.NDArray[np.uint8]]]) -> Task:
-        """Starts writing side shards of blocks that are stored without them, or refuses at once: by name the bytes of
-        each, a row for each block."""
+    def dump_sides(
+        self, block_ids: Sequence[bytes], sides: Sequence[tuple[str, npt.NDArray[np.uint8]]]
+    ) -> Task:
+        """Starts writing side shards of blocks that are stored without them, or refuses at once: by
+        name the bytes of each, a row for each block."""
 
     def sides(self) -> list[tuple[str, int, int]]:
         """Side shards that blocks may have here: name, version of the content, bytes."""
 
     def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> Task:
-        """Starts reading and verifying whole blocks as a load does, without a place to copy them to."""
+        """Starts reading and verifying whole blocks as a load does, without a place to copy them
+        to."""
 
     def dump(
         self,
@@ -231,8 +255,9 @@ class Store:
         event: int = 0,
         sides: npt.NDArray[np.uint8] | None = None,
     ) -> Task:
-        """Starts a dump, or refuses it at once. It reads once the event of this handle is done (0: at once). ``sides``:
-        for each row its share of every side shard, in their order; copied before this returns."""
+        """Starts a dump, or refuses it at once. It reads once the event of this handle is done (0:
+        at once). ``sides``: for each row its share of every side shard, in their order; copied
+        before this returns."""
 
     def describe(
         self,
@@ -242,14 +267,15 @@ class Store:
         tokens: Sequence[int] | None,
         tenant: bytes | None = None,
     ) -> None:
-        """Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the tag of the tenant
-        whose blocks they are, 32 bytes."""
+        """Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the
+        tag of the tenant whose blocks they are, 32 bytes."""
 
     def audit(self, block_ids: Sequence[bytes]) -> None:
         """The next dump of these blocks is compared with what is stored."""
 
     def distrust(self, block_ids: Sequence[bytes]) -> None:
-        """Another rank could not use these records: no hits until the next dump has replaced them."""
+        """Another rank could not use these records: no hits until the next dump has replaced
+        them."""
 
     def trust(self, block_ids: Sequence[bytes]) -> None:
         """Another rank replaces these records: what was refused of them is forgotten."""
@@ -279,7 +305,8 @@ class Store:
         """Ids this process can read before others can, gained and lost since the last call."""
 
     def cc_store(self) -> int:
-        """Address of the store's C table (``ucm_store.h``): the same every time, refused to calls once it is closed."""
+        """Address of the store's C table (``ucm_store.h``): the same every time, refused to calls
+        once it is closed."""
 
     @property
     def record_len(self) -> int:
@@ -289,7 +316,8 @@ class Store:
         """Counters, gauges and histograms as JSON text."""
 
     def take_log(self) -> list[tuple[int, str, dict[str, str]]]:
-        """What the core logged for this store since the last call: (level of ``logging``, message, fields)."""
+        """What the core logged for this store since the last call: (level of ``logging``, message,
+        fields)."""
 
     def close(self) -> None:
         """Ends the store; repeatable."""
@@ -306,7 +334,8 @@ class TransDevice:
         """Its name, with its number."""
 
     def take_log(self) -> list[tuple[int, str, dict[str, str]]]:
-        """What the core logged of devices since the last call: (level of ``logging``, message, fields)."""
+        """What the core logged of devices since the last call: (level of ``logging``, message,
+        fields)."""
 
     def make_stream(self, transfer: str) -> TransStream:
         """A stream that copies this way: auto, dma, sm or staging."""
@@ -337,8 +366,8 @@ class TransBuffer:
 class TransMemory(Buffer):
     """Some bytes on a device or on the host for it; copies under way keep them.
 
-    ``close()`` or the end of a ``with`` block gives them back. Those on the host can be viewed, as by
-    ``numpy.frombuffer(memory, "uint8")``; they stay until the view ends.
+    ``close()`` or the end of a ``with`` block gives them back. Those on the host can be viewed, as
+    by ``numpy.frombuffer(memory, "uint8")``; they stay until the view ends.
     """
 
     @property
@@ -370,8 +399,9 @@ class TransStream:
         number: int | None,
         wait: bool,
     ) -> None:
-        """Copies pieces of ``size`` bytes; ``shape`` is "one", "batch" (many addresses on both sides) or "together"
-        (many on the device, one buffer on the host). Without ``wait`` it is only begun."""
+        """Copies pieces of ``size`` bytes; ``shape`` is "one", "batch" (many addresses on both
+        sides) or "together" (many on the device, one buffer on the host). Without ``wait`` it is
+        only begun."""
 
     def append_callback(self, call: Callable[[bool], object]) -> None:
         """Calls a function on the stream's thread when everything submitted before has ended."""
@@ -385,8 +415,8 @@ class TransStream:
 def end_callbacks() -> None:
     """From now on no stream calls into Python; returns when the callbacks that run have ended."""
 
-# Sparse retrieval; ucm.sparse.retrieval is its face. A tensor is torch's, in the host's memory; how a call is run is
-# (init window, local window, threads, instruction set).
+# Sparse retrieval; ucm.sparse.retrieval is its face. A tensor is torch's, in the host's memory; how
+# a call is run is (init window, local window, threads, instruction set).
 _Tensor: TypeAlias = Any
 _Run: TypeAlias = tuple[int, int, int, str]
 
@@ -406,10 +436,12 @@ def dot_scores(
     words: tuple[str, str, str],
     run: _Run,
 ) -> None:
-    """Scores of blocks from products of queries and representations; ``words`` are the metric and what is done over
-    representations ("quest": they are bounds) and heads."""
+    """Scores of blocks from products of queries and representations; ``words`` are the metric and
+    what is done over representations ("quest": they are bounds) and heads."""
 
-def hash_encode(vectors: _Tensor, weights: _Tensor, codes: _Tensor, slots: _Tensor | None, run: _Run) -> None:
+def hash_encode(
+    vectors: _Tensor, weights: _Tensor, codes: _Tensor, slots: _Tensor | None, run: _Run
+) -> None:
     """Hash codes of vectors, into pages by slot or one behind the other."""
 
 def hash_encode_query(query: _Tensor, weights: _Tensor, codes: _Tensor, run: _Run) -> None:

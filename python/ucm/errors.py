@@ -1,7 +1,8 @@
 """The exception tree of ucm: one class per kind of error of the core.
 
-Every exception carries ``kind`` (the kind's name), ``code`` (the number that users of the original know),
-``context`` (where and with what it happened) and ``retryable``. Its text is ``(code) message``.
+Every exception carries ``kind`` (the kind's name), ``code`` (the number that users of the original
+know), ``context`` (where and with what it happened) and ``retryable``. Its text is ``(code)
+message``.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ class TaskError(UcmError):
 
     kind, code = "io", -1
 
-    def __init__(self, message: str, *, failures: dict[int, UcmError], context: dict[str, Any] | None = None):
+    def __init__(
+        self, message: str, *, failures: dict[int, UcmError], context: dict[str, Any] | None = None
+    ):
         super().__init__(message, context=context)
         self.failures = failures
 

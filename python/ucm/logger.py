@@ -1,4 +1,5 @@
-"""The logger of ucm: one console handler, an optional rotating file, never the same handler twice."""
+"""The logger of ucm: one console handler, an optional rotating file, never the same handler
+twice."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class _Console(logging.Handler):
     """Our console handler; a class of its own so that it is found again."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Standard error is looked up each time: one that replaces it (a test, a daemon) gets the next line.
+        # Standard error is looked up each time: one that replaces it (a test, a daemon) gets the
+        # next line.
         try:
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
@@ -35,18 +37,26 @@ class _File(RotatingFileHandler):
 
 
 def init_logger(
-    name: str = "ucm", level: str = "INFO", log_file: str | None = None, *, log_format: str | None = None
+    name: str = "ucm",
+    level: str = "INFO",
+    log_file: str | None = None,
+    *,
+    log_format: str | None = None,
 ) -> logging.Logger:
-    """The logger ``name``, ready to use; calling it again changes what differs and adds nothing twice.
+    """The logger ``name``, ready to use; calling it again changes what differs and adds nothing
+    twice.
 
-    ``level`` is a name of :mod:`logging` in any case; at the default a logger below one that is set up follows that
-    one's level, and setting up the upper one lets all below it follow. ``log_file`` also writes to that file, turned
-    over at 100 MiB with five old files kept; a file that cannot be opened is said and does not stop anything.
-    ``log_format`` replaces both formats. Raises :class:`ValueError` for an unknown level or a broken format.
+    ``level`` is a name of :mod:`logging` in any case; at the default a logger below one that is set
+    up follows that one's level, and setting up the upper one lets all below it follow. ``log_file``
+    also writes to that file, turned over at 100 MiB with five old files kept; a file that cannot be
+    opened is said and does not stop anything. ``log_format`` replaces both formats. Raises
+    :class:`ValueError` for an unknown level or a broken format.
     """
     number = logging.getLevelNamesMapping().get(level.strip().upper())
     if number is None:
-        raise ValueError(f"unknown log level {level!r}: write DEBUG, INFO, WARNING, ERROR or CRITICAL")
+        raise ValueError(
+            f"unknown log level {level!r}: write DEBUG, INFO, WARNING, ERROR or CRITICAL"
+        )
     console_format = logging.Formatter(log_format or CONSOLE_FORMAT)
     logger = logging.getLogger(name)
     console = _reached(logger, _Console)
@@ -59,12 +69,17 @@ def init_logger(
         console.setFormatter(console_format)
     _free_below(logger)
     if log_file:
-        _add_file(logger, os.path.abspath(os.path.expanduser(log_file)), logging.Formatter(log_format or FILE_FORMAT))
+        _add_file(
+            logger,
+            os.path.abspath(os.path.expanduser(log_file)),
+            logging.Formatter(log_format or FILE_FORMAT),
+        )
     return logger
 
 
 def __getattr__(name: str) -> logging.Logger:
-    """``ucm_logger``, the logger of the original: set up when it is first asked for, unless somebody has done that."""
+    """``ucm_logger``, the logger of the original: set up when it is first asked for, unless
+    somebody has done that."""
     if name != "ucm_logger":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     logger = logging.getLogger("ucm")
@@ -76,7 +91,9 @@ def _reached(logger: logging.Logger, kind: type[H], path: str | None = None) -> 
     here: logging.Logger | None = logger
     while here is not None:
         for handler in here.handlers:
-            if isinstance(handler, kind) and (path is None or getattr(handler, "baseFilename", None) == path):
+            if isinstance(handler, kind) and (
+                path is None or getattr(handler, "baseFilename", None) == path
+            ):
                 return handler
         here = here.parent if here.propagate else None
     return None
@@ -85,7 +102,11 @@ def _reached(logger: logging.Logger, kind: type[H], path: str | None = None) -> 
 def _free_below(logger: logging.Logger) -> None:
     """Loggers below follow this one: no console handler and no level of their own."""
     for name, other in list(logging.Logger.manager.loggerDict.items()):
-        if not isinstance(other, logging.Logger) or not name.startswith(f"{logger.name}.") or not other.propagate:
+        if (
+            not isinstance(other, logging.Logger)
+            or not name.startswith(f"{logger.name}.")
+            or not other.propagate
+        ):
             continue
         ours = [handler for handler in other.handlers if isinstance(handler, _Console)]
         for handler in ours:
@@ -102,7 +123,11 @@ def _add_file(logger: logging.Logger, path: str, formatter: logging.Formatter) -
         os.makedirs(os.path.dirname(path), exist_ok=True)
         added = _File(path, maxBytes=MAX_FILE_BYTES, backupCount=BACKUP_COUNT, encoding="utf-8")
     except OSError as error:
-        logger.warning("the log file %s cannot be opened (%s); logging goes on without it", path, error.strerror)
+        logger.warning(
+            "the log file %s cannot be opened (%s); logging goes on without it",
+            path,
+            error.strerror,
+        )
         return
     added.setFormatter(formatter)
     logger.addHandler(added)

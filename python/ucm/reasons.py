@@ -1,7 +1,8 @@
-"""Why a block was not a hit: the names of ``ucm_core::MissReason`` for Python, and the reason an error stands for.
+"""Why a block was not a hit: the names of ``ucm_core::MissReason`` for Python, and the reason an
+error stands for.
 
-The core's enum is the one list; this one mirrors it, and a test compares the two. ``docs/format.md`` says what each
-means, ``docs/vllm.md`` what to do about it.
+The core's enum is the one list; this one mirrors it, and a test compares the two.
+``docs/format.md`` says what each means, ``docs/vllm.md`` what to do about it.
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ _BY_KIND = {
     "foreign": MissReason.FOREIGN_IDENTITY,
 }
 
-#: Kinds of failure that say nothing about the record. After any other it is not trusted until it was written again.
+#: Kinds of failure that say nothing about the record. After any other it is not trusted until it
+#: was written again.
 _TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a block that could not be loaded may be there all the same, and is worth another try."""
+    """Whether a block that could not be loaded may be there all the same, and is worth another
+    try."""
     return getattr(error, "kind", "") in _TRANSIENT
 
 
@@ -84,7 +87,8 @@ def named(name: object, otherwise: MissReason) -> MissReason:
 
 
 def reason_of(error: BaseException) -> MissReason:
-    """Why the block an error speaks of was not a hit: what the error's context names, else what its kind says."""
+    """Why the block an error speaks of was not a hit: what the error's context names, else what its
+    kind says."""
     if isinstance(error, UcmError):
         return named(error.context.get("reason"), _BY_KIND.get(error.kind, MissReason.INTERNAL))
     return MissReason.IO_ERROR if isinstance(error, OSError) else MissReason.INTERNAL

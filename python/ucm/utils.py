@@ -1,4 +1,5 @@
-"""Helpers for operators: the effective configuration, how much room KV blocks need, where the C header lies."""
+"""Helpers for operators: the effective configuration, how much room KV blocks need, where the C
+header lies."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _DTYPE_BYTES = {
     "int8": 1,
 }
 
-# Layers, KV heads, head size of published dense models with grouped queries, by billions of parameters: used only
-# when nothing but the size of a model is known.
+# Layers, KV heads, head size of published dense models with grouped queries, by billions of
+# parameters: used only when nothing but the size of a model is known.
 _TYPICAL: tuple[tuple[float, int, int, int], ...] = (
     (0.6, 28, 8, 128),
     (1.0, 16, 8, 64),
@@ -52,10 +53,12 @@ def include_dir() -> str:
 
 
 def validate_config(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> UcmConfig:
-    """Check a configuration as the connector would, and return it; ``print()`` of it shows every value's origin.
+    """Check a configuration as the connector would, and return it; ``print()`` of it shows every
+    value's origin.
 
-    ``config`` is a dictionary as in ``kv_connector_extra_config``, or the path of a YAML file; without it, what the
-    environment alone says. Raises :class:`~ucm.errors.ConfigError` with what is wrong.
+    ``config`` is a dictionary as in ``kv_connector_extra_config``, or the path of a YAML file;
+    without it, what the environment alone says. Raises :class:`~ucm.errors.ConfigError` with what
+    is wrong.
     """
     if isinstance(config, str | os.PathLike):
         return load({"ucm_config_path": os.fspath(config)})
@@ -70,15 +73,18 @@ def estimate_storage_requirements(
     *,
     kv_dtype: str = "auto",
 ) -> dict[str, float]:
-    """How much room the KV cache of a model takes, in GiB (the ``_gb`` of the names is kept for its users).
+    """How much room the KV cache of a model takes, in GiB (the ``_gb`` of the names is kept for its
+    users).
 
-    ``model_size_b`` is best the model's configuration (a Hugging Face ``config.json`` as a dictionary or object): its
-    real number of layers, KV heads and head size decide. A plain number means billions of parameters, and the shape of
-    the published model nearest to it is assumed. ``max_seq_len`` is in tokens, rounded up to whole blocks of
-    ``block_size`` tokens. ``kv_dtype`` is vLLM's ``kv_cache_dtype``.
+    ``model_size_b`` is best the model's configuration (a Hugging Face ``config.json`` as a
+    dictionary or object): its real number of layers, KV heads and head size decide. A plain number
+    means billions of parameters, and the shape of the published model nearest to it is assumed.
+    ``max_seq_len`` is in tokens, rounded up to whole blocks of ``block_size`` tokens. ``kv_dtype``
+    is vLLM's ``kv_cache_dtype``.
 
-    Returns ``kv_cache_size_gb`` (everything running at once), ``recommended_storage_gb`` (ten times that, for
-    history), ``recommended_memory_gb`` (one and a half times), and ``kv_bytes_per_token``.
+    Returns ``kv_cache_size_gb`` (everything running at once), ``recommended_storage_gb`` (ten times
+    that, for history), ``recommended_memory_gb`` (one and a half times), and
+    ``kv_bytes_per_token``.
     """
     numbers: dict[str, object] = {
         "max_seq_len": max_seq_len,
@@ -102,7 +108,9 @@ def estimate_storage_requirements(
 def kv_bytes_per_token(model: float | Mapping[str, Any] | Any, kv_dtype: str = "auto") -> int:
     """Bytes of KV of one token over all layers, unsplit by tensor parallelism."""
     if isinstance(model, bool):
-        raise InvalidInputError("a model is its configuration or its size in billions of parameters, got a flag")
+        raise InvalidInputError(
+            "a model is its configuration or its size in billions of parameters, got a flag"
+        )
     if isinstance(model, int | float):
         layers, elements = _typical(float(model))
         return layers * elements * _dtype_bytes(kv_dtype, None)
@@ -112,7 +120,8 @@ def kv_bytes_per_token(model: float | Mapping[str, Any] | Any, kv_dtype: str = "
     width = _dtype_bytes(kv_dtype, _get(config, "dtype", "torch_dtype"))
     latent = _get(config, "kv_lora_rank")
     if latent is not None:
-        # Multi-head latent attention: one latent vector and one rotary key per token and layer, for all heads.
+        # Multi-head latent attention: one latent vector and one rotary key per token and layer, for
+        # all heads.
         return layers * (int(latent) + int(_get(config, "qk_rope_head_dim") or 0)) * width
     heads = _required(config, "num_attention_heads", "n_head")
     kv_heads = int(_get(config, "num_key_value_heads", "num_kv_heads") or heads)
@@ -124,7 +133,9 @@ def kv_bytes_per_token(model: float | Mapping[str, Any] | Any, kv_dtype: str = "
 
 def _typical(billions: float) -> tuple[int, int]:
     if not math.isfinite(billions) or billions <= 0:
-        raise InvalidInputError(f"a model's size is a positive number of billions of parameters, got {billions!r}")
+        raise InvalidInputError(
+            f"a model's size is a positive number of billions of parameters, got {billions!r}"
+        )
     _, layers, kv_heads, head_dim = min(_TYPICAL, key=lambda row: abs(math.log(row[0] / billions)))
     return layers, 2 * kv_heads * head_dim
 
@@ -140,12 +151,18 @@ def _get(config: Any, *names: str) -> Any:
 def _required(config: Any, *names: str) -> int:
     value = _get(config, *names)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInputError(f"the model's configuration has no usable {names[0]}, got {value!r}")
+        raise InvalidInputError(
+            f"the model's configuration has no usable {names[0]}, got {value!r}"
+        )
     return value
 
 
 def _dtype_bytes(kv_dtype: str, model_dtype: Any) -> int:
-    name = str(model_dtype if kv_dtype == "auto" and model_dtype is not None else kv_dtype).removeprefix("torch.")
+    name = str(
+        model_dtype if kv_dtype == "auto" and model_dtype is not None else kv_dtype
+    ).removeprefix("torch.")
     if name not in _DTYPE_BYTES:
-        raise InvalidInputError(f"unknown KV dtype {name!r}; known are {', '.join(sorted(_DTYPE_BYTES))}")
+        raise InvalidInputError(
+            f"unknown KV dtype {name!r}; known are {', '.join(sorted(_DTYPE_BYTES))}"
+        )
     return _DTYPE_BYTES[name]

@@ -50,7 +50,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "payload": (flip(4096 + 7), "bad_checksum"),
     "last layer": (flip(4096 + 6144 * 2 + 9), "bad_checksum"),
     "padding of the payload": (flip(4096 + 20479), "bad_checksum"),
-    "a hole": (lambda path: rewrite(path, lambda data: data[:8192] + bytes(4096) + data[12288:]), "bad_checksum"),
+    "a hole": (
+        lambda path: rewrite(path, lambda data: data[:8192] + bytes(4096) + data[12288:]),
+        "bad_checksum",
+    ),
     "zeroed": (lambda path: rewrite(path, lambda data: bytes(len(data))), "not_a_record"),
     "empty": (lambda path: rewrite(path, lambda data: b""), "truncated"),
     "truncated in the preamble": (lambda path: rewrite(path, lambda data: data[:50]), "truncated"),

@@ -47,10 +47,14 @@ class Written:
         return store
 
     def dump(self, store: UcmPosixStore, count: int, first: int = 0) -> list[bytes]:
-        ids = [bytes([n * 37 % 256]) * 8 + n.to_bytes(8, "little") for n in range(first, first + count)]
+        ids = [
+            bytes([n * 37 % 256]) * 8 + n.to_bytes(8, "little") for n in range(first, first + count)
+        ]
         data = np.random.default_rng(count).integers(0, 256, (count, BLOCK), dtype=np.uint8)
         offsets = [layer * sum(PIECES) + at for layer in range(LAYERS) for at in (0, PIECES[0])]
-        rows = np.array([[data[n].ctypes.data + at for at in offsets] for n in range(count)], dtype=np.uint64)
+        rows = np.array(
+            [[data[n].ctypes.data + at for at in offsets] for n in range(count)], dtype=np.uint64
+        )
         store.wait(store.dump_data(ids, [0] * count, rows))
         return ids
 
@@ -61,7 +65,8 @@ class Written:
         return self
 
     def age(self, seconds: float) -> None:
-        """Lets every record be that old by its time of use; of two the one with the smaller path is older."""
+        """Lets every record be that old by its time of use; of two the one with the smaller path is
+        older."""
         now = time.time()
         for at, path in enumerate(self.records()):
             os.utime(path, (now - seconds + at, now - seconds + at))
@@ -87,5 +92,9 @@ class Written:
         found = {}
         for path in sorted(self.path.rglob("*")):
             about = path.lstat()
-            found[str(path.relative_to(self.path))] = (about.st_ino, about.st_size, about.st_mtime_ns)
+            found[str(path.relative_to(self.path))] = (
+                about.st_ino,
+                about.st_size,
+                about.st_mtime_ns,
+            )
         return found

@@ -1,4 +1,5 @@
-"""Roots with compressed records: judged by what comes out of them where there is a decoder, else as they are stored."""
+"""Roots with compressed records: judged by what comes out of them where there is a decoder, else as
+they are stored."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def compressed(root: Written) -> Written:
         data = np.random.default_rng(1).integers(0, 256, (3, BLOCK), dtype=np.uint8)
         data[:2, 1::2] &= 3  # the third does not shrink
         starts = range(0, BLOCK, sum(PIECES))
-        rows = np.array([[data[n].ctypes.data + at for at in starts] for n in range(3)], dtype=np.uint64)
+        rows = np.array(
+            [[data[n].ctypes.data + at for at in starts] for n in range(3)], dtype=np.uint64
+        )
         await_room(store)
         store.wait(store.dump_data(ids, [0] * 3, rows))
     return root

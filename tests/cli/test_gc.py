@@ -70,7 +70,9 @@ def test_down_to_a_size_the_oldest_use_first(root: Written, ucm: Run, ucm_json: 
     assert "nothing to remove" in ucm("gc", root.path, "--to", target, "--yes").stdout
 
 
-def test_percents_are_of_the_limit_and_the_default_is_the_low_watermark(root: Written, ucm_json: Json) -> None:
+def test_percents_are_of_the_limit_and_the_default_is_the_low_watermark(
+    root: Written, ucm_json: Json
+) -> None:
     capacity = 10 * RECORD
     root.fill("one", 9).limit(capacity)
     assert ucm_json("gc", root.path, "--to", "50%")["planned"] == 4
@@ -107,7 +109,9 @@ def test_a_whole_namespace_goes_and_the_other_stays(root: Written, ucm_json: Jso
     assert (root.path / "ucm-root.json").exists()
 
 
-def test_a_namespace_in_which_something_else_lies_keeps_it_and_its_manifest(root: Written, ucm_json: Json) -> None:
+def test_a_namespace_in_which_something_else_lies_keeps_it_and_its_manifest(
+    root: Written, ucm_json: Json
+) -> None:
     root.fill("one")
     space = root.path / root.namespace("one")
     mine = root.records()[0].with_name("notes.txt")
@@ -123,7 +127,9 @@ def test_a_namespace_in_which_something_else_lies_keeps_it_and_its_manifest(root
 
 def test_a_namespace_and_a_size_is_that_namespace_alone(root: Written, ucm_json: Json) -> None:
     root.fill("one").fill("two", 2)
-    done = ucm_json("gc", root.path, "--namespace", root.namespace("one"), "--to", 2 * RECORD, "--yes")
+    done = ucm_json(
+        "gc", root.path, "--namespace", root.namespace("one"), "--to", 2 * RECORD, "--yes"
+    )
     assert done["removed"] == 4
     assert len(root.records(root.namespace("two"))) == 2
 
@@ -133,7 +139,9 @@ def test_a_live_engine_goes_on(root: Written, ucm_json: Json) -> None:
         ids = root.dump(store, 4)
         assert all(store.lookup(ids))
         done = ucm_json("gc", root.path, "--namespace", root.namespace("one"), "--yes")
-        assert (done["exit"], done["removed"], done["namespaces_removed"]) == (0, 4, []), "somebody writes here"
+        assert (done["exit"], done["removed"], done["namespaces_removed"]) == (0, 4, []), (
+            "somebody writes here"
+        )
         assert not any(store.lookup(ids)), "misses, and no error"
         root.dump(store, 4)
         assert all(store.lookup(ids))
@@ -143,7 +151,9 @@ def test_a_live_engine_goes_on(root: Written, ucm_json: Json) -> None:
 def test_private_files_of_the_dead(root: Written, ucm_json: Json) -> None:
     root.fill("one")
     tmp = root.path / root.namespace("one") / "tmp"
-    dead, alive, foreign = (tmp / name for name in (f"{1:016x}-{1:016x}.tmp", f"{1:016x}-{2:016x}.tmp", "x.tmp"))
+    dead, alive, foreign = (
+        tmp / name for name in (f"{1:016x}-{1:016x}.tmp", f"{1:016x}-{2:016x}.tmp", "x.tmp")
+    )
     beside = root.path / f".{'ab' * 16}.tmp"
     agreed = root.path / "space"
     agreed.mkdir(exist_ok=True)
@@ -164,7 +174,9 @@ def test_quarantined_records(root: Written, ucm_json: Json) -> None:
     root.fill("one")
     kept = root.path / root.namespace("one") / "quarantine"
     kept.mkdir()
-    old, new, foreign = (kept / f"{'ab' * 16}.{reason}.1.bin" for reason in ("bad_header", "truncated", "because"))
+    old, new, foreign = (
+        kept / f"{'ab' * 16}.{reason}.1.bin" for reason in ("bad_header", "truncated", "because")
+    )
     for path in (old, new, foreign):
         path.write_bytes(b"x")
     before = time.time() - 2 * HOUR
@@ -176,7 +188,9 @@ def test_quarantined_records(root: Written, ucm_json: Json) -> None:
     assert len(root.records()) == 6
 
 
-def test_nothing_but_our_own_names_is_ever_removed(root: Written, tmp_path: Path, ucm_json: Json) -> None:
+def test_nothing_but_our_own_names_is_ever_removed(
+    root: Written, tmp_path: Path, ucm_json: Json
+) -> None:
     root.fill("one")
     outside = Written(tmp_path / "outside").fill("two", 3)
     name, here = root.namespace("one"), root.records()[0].parent
@@ -259,7 +273,9 @@ def test_a_root_that_is_gone_stops_it(root: Written, tmp_path: Path, how: str) -
     assert len(list(tmp_path.rglob("*.bin"))) == 3
 
 
-def test_interrupted_it_says_what_it_did(root: Written, ucm: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_it_says_what_it_did(
+    root: Written, ucm: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root.fill("one", 3)
     unlink, last = os.unlink, by_use(root.records())[2].name
 

@@ -31,14 +31,18 @@ def test_a_root_for_people(root: Written, ucm: Run) -> None:
     marker = json.loads((root.path / "ucm-root.json").read_text())
     assert any(marker["uuid"] in line for line in lines)
     assert any("of 64.0 MiB" in line for line in lines)
-    assert any(root.namespace("two") in line and " 3 " in line and "g0p0t0" in line for line in lines)
+    assert any(
+        root.namespace("two") in line and " 3 " in line and "g0p0t0" in line for line in lines
+    )
     assert "/models/one" in done.stdout
     at = lines.index("identities differ in")
     assert [line.split()[0] for line in lines[at + 1 :]] == ["key", "weights"], "only what differs"
 
 
 @pytest.mark.parametrize("layout", ["file", "segment"])
-def test_records_and_bytes_are_counted_by_tenant(root: Written, ucm_json: Json, ucm: Run, layout: str) -> None:
+def test_records_and_bytes_are_counted_by_tenant(
+    root: Written, ucm_json: Json, ucm: Run, layout: str
+) -> None:
     tag = bytes(range(32))
     with root.open(layout=layout) as store:
         ids = root.dump(store, 1)
@@ -60,7 +64,9 @@ def test_a_root_of_two_builds_of_an_engine(root: Written, ucm: Run) -> None:
     one, two = (f"vllm 0.33.1rc2.dev1207+g0123456789abcdef.d2026112{day}.cpu" for day in (1, 2))
     anonymous = json.loads(EngineSettings.model_construct(identity="w").identity_json)
     for engine in (one, two):
-        root.fill(json.dumps(anonymous | {"kv_packing": {"engine": engine}}, separators=(",", ":")), 1)
+        root.fill(
+            json.dumps(anonymous | {"kv_packing": {"engine": engine}}, separators=(",", ":")), 1
+        )
     lines = ucm("inspect", root.path).stdout.splitlines()
     differ = lines[lines.index("identities differ in") + 2 :]
     assert [line.split()[0] for line in differ] == ["kv_packing.engine"], "only what differs"
@@ -81,7 +87,9 @@ def test_the_layout_that_was_decided(root: Written, ucm: Run, ucm_json: Json) ->
     assert "layout       file (records)" in ucm("inspect", root.path).stdout
 
 
-def test_what_engines_remember_in_a_root_is_not_foreign_and_stays(root: Written, ucm: Run, ucm_json: Json) -> None:
+def test_what_engines_remember_in_a_root_is_not_foreign_and_stays(
+    root: Written, ucm: Run, ucm_json: Json
+) -> None:
     root.fill("one", 1)
     files = [root.path / name for name in ("ucm-digests.json", "ucm-rates.json")]
     for file in files:
@@ -97,7 +105,11 @@ def test_a_root_for_programs(root: Written, ucm_json: Json) -> None:
     document = ucm_json("inspect", root.path)
     (found,) = document["roots"]
     assert found["storage_capacity"] == 64 << 20
-    assert (found["records"], found["record_bytes"], found["used_bytes"]) == (9, 9 * RECORD, 9 * RECORD)
+    assert (found["records"], found["record_bytes"], found["used_bytes"]) == (
+        9,
+        9 * RECORD,
+        9 * RECORD,
+    )
     one, two = root.namespace("one"), root.namespace("two")
     assert found["differences"] == {"weights": {one: "one", two: "two"}}
     by_name = {space["namespace"]: space for space in found["namespaces"]}
@@ -134,7 +146,9 @@ def test_what_is_not_a_record(root: Written, ucm_json: Json, ucm: Run, tmp_path:
     assert (found["quarantined"], found["quarantined_bytes"]) == (1, 50)
     assert found["namespaces"][0]["quarantined_reasons"] == {"bad_checksum": 1}
     assert (found["seed_form"], found["seed_form_bytes"]) == (1, RECORD)
-    listed = {one["path"].removeprefix(f"{space.name}/"): one["what"] for one in found["foreign_files"]}
+    listed = {
+        one["path"].removeprefix(f"{space.name}/"): one["what"] for one in found["foreign_files"]
+    }
     assert listed == {
         "blocks": "directory",
         "link": "link",
@@ -193,7 +207,11 @@ def test_an_identity_of_an_engine_in_words() -> None:
         "weights": "sha256:" + "a" * 64,
         "position": {},
         "kv_groups": [
-            {"kind": "FullAttentionSpec", "layers": ["a", "b"], "spec": {"num_kv_heads": 2, "head_size": 64}},
+            {
+                "kind": "FullAttentionSpec",
+                "layers": ["a", "b"],
+                "spec": {"num_kv_heads": 2, "head_size": 64},
+            },
             {"kind": "MambaSpec"},
             "unknown",
         ],
@@ -213,8 +231,19 @@ def test_an_identity_of_an_engine_in_words() -> None:
 
 
 def test_differences_name_keys_of_any_depth() -> None:
-    one: dict[str, Any] = {"a": 1, "model": {"rope": {"base": 1.0}}, "groups": [{"x": 1}, {"x": 2}], "sizes": [1, 2]}
-    two: dict[str, Any] = {"a": 1, "model": {"rope": {"base": 2.0}}, "groups": [{"x": 1}], "sizes": [1, 3], "b": None}
+    one: dict[str, Any] = {
+        "a": 1,
+        "model": {"rope": {"base": 1.0}},
+        "groups": [{"x": 1}, {"x": 2}],
+        "sizes": [1, 2],
+    }
+    two: dict[str, Any] = {
+        "a": 1,
+        "model": {"rope": {"base": 2.0}},
+        "groups": [{"x": 1}],
+        "sizes": [1, 3],
+        "b": None,
+    }
     assert differences({"one": one, "two": two}) == {
         "model.rope.base": {"one": 1.0, "two": 2.0},
         "groups[1].x": {"one": 2},
@@ -234,7 +263,9 @@ def test_strange_names_do_not_reach_the_terminal(root: Written, ucm: Run, ucm_js
     assert ucm_json("inspect", root.path)["roots"][0]["foreign"] == 1
 
 
-def test_several_roots_and_records_at_once(root: Written, tmp_path: Path, ucm_json: Json, ucm: Run) -> None:
+def test_several_roots_and_records_at_once(
+    root: Written, tmp_path: Path, ucm_json: Json, ucm: Run
+) -> None:
     root.fill("one")
     other = Written(tmp_path / "other").fill("two", 2)
     paths = (root.path, other.path, other.records()[0])
@@ -262,7 +293,9 @@ def test_one_record(root: Written, ucm_json: Json, ucm: Run) -> None:
     assert "refused, bad_checksum: layer 0" in ucm("inspect", path).stdout
 
 
-def test_a_record_somewhere_else_is_judged_without_its_name(root: Written, tmp_path: Path, ucm: Run) -> None:
+def test_a_record_somewhere_else_is_judged_without_its_name(
+    root: Written, tmp_path: Path, ucm: Run
+) -> None:
     root.fill("one")
     shutil.copy(root.records()[0], tmp_path / "saved.bin")
     done = ucm("inspect", tmp_path / "saved.bin")

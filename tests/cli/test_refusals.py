@@ -1,4 +1,5 @@
-"""What is the user's to mend is one sentence and status 2; and what importing the command line costs."""
+"""What is the user's to mend is one sentence and status 2; and what importing the command line
+costs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_an_unmarked_directory_is_refused(command: str, tmp_path: Path, ucm: Run
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_namespace_is_not_a_root_and_the_root_is_named(command: str, root: Written, ucm: Run) -> None:
+def test_a_namespace_is_not_a_root_and_the_root_is_named(
+    command: str, root: Written, ucm: Run
+) -> None:
     root.fill("one")
     done = ucm(command, root.path / root.namespace("one"))
     assert done.exit_code == 2
@@ -51,7 +54,9 @@ def test_a_namespace_is_not_a_root_and_the_root_is_named(command: str, root: Wri
         (json.dumps({"format": 2, "uuid": "u", "storage_capacity": 1}), "made by a newer ucm"),
     ],
 )
-def test_a_marker_that_cannot_be_believed(command: str, marker: str, words: str, root: Written, ucm: Run) -> None:
+def test_a_marker_that_cannot_be_believed(
+    command: str, marker: str, words: str, root: Written, ucm: Run
+) -> None:
     root.fill("one", 1)
     (root.path / "ucm-root.json").write_text(marker)
     before = root.tree()
@@ -75,7 +80,9 @@ def test_a_marker_that_cannot_be_believed(command: str, marker: str, words: str,
         (("inspect", "ROOT/nowhere"), "does not exist"),
     ],
 )
-def test_wrong_words_are_explained(arguments: tuple[str, ...], words: str, root: Written, ucm: Run) -> None:
+def test_wrong_words_are_explained(
+    arguments: tuple[str, ...], words: str, root: Written, ucm: Run
+) -> None:
     root.fill("one", 1)
     done = ucm(*(argument.replace("ROOT", str(root.path)) for argument in arguments))
     assert done.exit_code == 2
@@ -101,7 +108,9 @@ def test_missing_rights_are_told_with_the_path(
 
 
 def python(code: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -133,6 +142,8 @@ def test_the_installed_command_is_this_one() -> None:
 
 
 def test_python_m_ucm_is_the_same() -> None:
-    done = subprocess.run([sys.executable, "-m", "ucm", "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "ucm", "--help"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0
     assert all(command in done.stdout for command in COMMANDS)

@@ -22,7 +22,8 @@ Json = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def segments(root: Written) -> Written:
-    # One that is sealed because it is waited for, when all four are in it, and not because of its age.
+    # One that is sealed because it is waited for, when all four are in it, and not because of its
+    # age.
     return root.fill("one", 4, layout="segment", segment_age=60).fill("two", 2)
 
 
@@ -31,35 +32,58 @@ def file_of(root: Written) -> Path:
     return file
 
 
-def test_records_in_segments_are_counted_and_good(segments: Written, ucm: Run, ucm_json: Json) -> None:
+def test_records_in_segments_are_counted_and_good(
+    segments: Written, ucm: Run, ucm_json: Json
+) -> None:
     document = ucm_json("inspect", segments.path)["roots"][0]
     assert (document["segments"], document["segment_records"], document["records"]) == (1, 4, 2)
     assert document["segment_bytes"] == file_of(segments).stat().st_size == 4096 + 4 * RECORD + 4096
     assert document["used_bytes"] == document["segment_bytes"] + 2 * RECORD
     assert (document["foreign"], document["private"]) == (0, 0)
     spaces = {space["segments"]: space for space in document["namespaces"]}
-    assert [(spaces[n]["records"], sum(spaces[n]["parts_present"].values())) for n in (0, 1)] == [(2, 2), (4, 4)]
+    assert [(spaces[n]["records"], sum(spaces[n]["parts_present"].values())) for n in (0, 1)] == [
+        (2, 2),
+        (4, 4),
+    ]
     assert (spaces[0]["bytes"], spaces[1]["bytes"]) == (2 * RECORD, document["segment_bytes"])
     shown = ucm("inspect", segments.path).stdout
     assert "4 records in them" in shown
     (row,) = [
-        line for line in shown.splitlines() if line.strip().startswith(spaces[1]["namespace"]) and "g0p0t0" in line
+        line
+        for line in shown.splitlines()
+        if line.strip().startswith(spaces[1]["namespace"]) and "g0p0t0" in line
     ]
     assert row.split()[1] == "4"
     document = ucm_json("verify", segments.path)
-    assert (document["exit"], document["good"], document["records"], document["segments"]) == (0, 6, 6, 1)
+    assert (document["exit"], document["good"], document["records"], document["segments"]) == (
+        0,
+        6,
+        6,
+        1,
+    )
 
 
-def test_damage_in_a_segment_is_named_and_nothing_of_it_is_moved(segments: Written, ucm_json: Json) -> None:
+def test_damage_in_a_segment_is_named_and_nothing_of_it_is_moved(
+    segments: Written, ucm_json: Json
+) -> None:
     file = file_of(segments)
     footer = segment.parse_footer(file.read_bytes(), file.stat().st_size)
     flip(footer.entries[2].offset + 5000)(file)
     before = file.read_bytes()
     document = ucm_json("verify", segments.path, "--quarantine")
-    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (1, 5, 1, 0)
+    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (
+        1,
+        5,
+        1,
+        0,
+    )
     (bad,) = document["bad_records"]
     assert bad["path"] == f"{file.relative_to(segments.path)}@{footer.entries[2].offset}"
-    assert (bad["reason"], bad["action"], file.read_bytes() == before) == ("bad_checksum", "left", True)
+    assert (bad["reason"], bad["action"], file.read_bytes() == before) == (
+        "bad_checksum",
+        "left",
+        True,
+    )
 
 
 def test_a_damaged_footer_is_one_finding(segments: Written, ucm_json: Json) -> None:
@@ -68,7 +92,11 @@ def test_a_damaged_footer_is_one_finding(segments: Written, ucm_json: Json) -> N
     document = ucm_json("verify", segments.path)
     assert (document["exit"], document["good"], document["bad"]) == (1, 2, 1)
     assert document["reasons"] == {"bad_header": 1}
-    (space,) = (space for space in ucm_json("inspect", segments.path)["roots"][0]["namespaces"] if space["segments"])
+    (space,) = (
+        space
+        for space in ucm_json("inspect", segments.path)["roots"][0]["namespaces"]
+        if space["segments"]
+    )
     assert (space["segment_records"], space["footers_refused"]) == (0, {"bad_header": 1})
 
 
@@ -92,10 +120,13 @@ def test_what_the_store_reads_back(segments: Written) -> None:
 
 
 def lying(file: Path, places: list[tuple[int, int]], start: int) -> int:
-    """Gives the file a footer at ``start`` with these places (offset, length); its bytes on disk."""
+    """Gives the file a footer at ``start`` with these places (offset, length); its bytes on
+    disk."""
     data = file.read_bytes()
     trailer = bytearray(data[-segment.TRAILER_LEN :])
-    listed = b"".join(struct.pack("<16sQQ", bytes([n % 256]) * 16, *place) for n, place in enumerate(places))
+    listed = b"".join(
+        struct.pack("<16sQQ", bytes([n % 256]) * 16, *place) for n, place in enumerate(places)
+    )
     length = -(-(len(listed) + segment.TRAILER_LEN) // PAGE) * PAGE
     listed = listed.ljust(length - segment.TRAILER_LEN, b"\0")
     crc = fastest().of

@@ -48,12 +48,19 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, {"layout": "segment"}, {"layout": "segment", "codec": "lz4", "dtype": "bfloat16"}], ids=str
+    "keys",
+    [{}, {"layout": "segment"}, {"layout": "segment", "codec": "lz4", "dtype": "bfloat16"}],
+    ids=str,
 )
 def test_a_good_root(keys: dict[str, Any], root: Written, ucm: Run, ucm_json: Json) -> None:
     sided(root, **keys)
     document = ucm_json("verify", root.path)
-    assert (document["exit"], document["records"], document["good"], document["bad"]) == (0, 5, 5, 0)
+    assert (document["exit"], document["records"], document["good"], document["bad"]) == (
+        0,
+        5,
+        5,
+        0,
+    )
     assert (document["sides"], document["sides_alone"], document["bad_sides"]) == (7, 1, [])
     done = ucm("verify", root.path)
     assert done.exit_code == 0
@@ -61,13 +68,20 @@ def test_a_good_root(keys: dict[str, Any], root: Written, ucm: Run, ucm_json: Js
 
 
 @pytest.mark.usefixtures("later")
-def test_a_damaged_side_shard_is_told_and_its_kv_stays(root: Written, ucm: Run, ucm_json: Json) -> None:
+def test_a_damaged_side_shard_is_told_and_its_kv_stays(
+    root: Written, ucm: Run, ucm_json: Json
+) -> None:
     sided(root)
     path = max(root.records(), key=lambda path: path.stat().st_size)
     harm(path, -1)
     before = root.tree()
     document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (1, 5, 0, 0)
+    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (
+        1,
+        5,
+        0,
+        0,
+    )
     (bad,) = document["bad_sides"]
     assert (bad["path"], bad["name"]) == (str(path.relative_to(root.path)), "codes")
     assert root.tree() == before
@@ -77,7 +91,9 @@ def test_a_damaged_side_shard_is_told_and_its_kv_stays(root: Written, ucm: Run, 
 
 
 @pytest.mark.usefixtures("later")
-def test_damage_where_a_side_shard_lies_alone_is_that_of_a_record(root: Written, ucm_json: Json) -> None:
+def test_damage_where_a_side_shard_lies_alone_is_that_of_a_record(
+    root: Written, ucm_json: Json
+) -> None:
     sided(root)
     path = min(root.records(), key=lambda path: path.stat().st_size)
     assert verify_file(path).without_kv
@@ -88,7 +104,9 @@ def test_damage_where_a_side_shard_lies_alone_is_that_of_a_record(root: Written,
     assert not path.exists()
 
 
-def test_what_a_root_and_a_record_say_of_their_side_shards(root: Written, ucm: Run, ucm_json: Json) -> None:
+def test_what_a_root_and_a_record_say_of_their_side_shards(
+    root: Written, ucm: Run, ucm_json: Json
+) -> None:
     ids = sided(root)
     (space,) = ucm_json("inspect", root.path)["roots"][0]["namespaces"]
     assert space["sides_present"] == {"codes": 4, "mean-k": 3}

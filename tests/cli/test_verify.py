@@ -86,7 +86,9 @@ def test_damage_of_each_kind_is_found(name: str, root: Written, ucm: Run, ucm_js
     assert path.name in done.stdout
 
 
-def test_what_is_whole_but_belongs_elsewhere_is_found_and_left(root: Written, ucm_json: Json, later: None) -> None:
+def test_what_is_whole_but_belongs_elsewhere_is_found_and_left(
+    root: Written, ucm_json: Json, later: None
+) -> None:
     root.fill("one", 3).fill("two", 1)
     one, other = root.records(root.namespace("one")), root.records(root.namespace("two"))
     shutil.copy(one[1], one[2])
@@ -95,10 +97,14 @@ def test_what_is_whole_but_belongs_elsewhere_is_found_and_left(root: Written, uc
     assert document["exit"] == 1
     assert document["reasons"] == {"foreign_id": 1, "foreign_identity": 1}
     assert document["quarantined"] == 0
-    assert {bad["action"] for bad in document["bad_records"]} == {"left: it is not damaged, it belongs elsewhere"}
+    assert {bad["action"] for bad in document["bad_records"]} == {
+        "left: it is not damaged, it belongs elsewhere"
+    }
 
 
-def test_a_part_of_other_sizes_is_told_and_never_moved(root: Written, ucm_json: Json, later: None) -> None:
+def test_a_part_of_other_sizes_is_told_and_never_moved(
+    root: Written, ucm_json: Json, later: None
+) -> None:
     root.fill("one", 2)
     manifest = root.path / root.namespace("one") / "manifest.json"
     document = json.loads(manifest.read_text())
@@ -110,7 +116,9 @@ def test_a_part_of_other_sizes_is_told_and_never_moved(root: Written, ucm_json: 
     assert len(root.records()) == 2
 
 
-def test_quarantine_moves_what_is_damaged_and_the_store_heals(root: Written, ucm_json: Json, later: None) -> None:
+def test_quarantine_moves_what_is_damaged_and_the_store_heals(
+    root: Written, ucm_json: Json, later: None
+) -> None:
     root.fill("one", 3)
     path = root.records()[1]
     flip(4100)(path)
@@ -146,7 +154,9 @@ def test_what_may_still_be_written_is_not_moved(root: Written, ucm_json: Json) -
     assert len(root.records()) == 2
 
 
-def test_a_newer_version_is_good_news_and_left_alone(root: Written, ucm_json: Json, ucm: Run, later: None) -> None:
+def test_a_newer_version_is_good_news_and_left_alone(
+    root: Written, ucm_json: Json, ucm: Run, later: None
+) -> None:
     root.fill("one", 2)
     newer(root.records()[0])
     before = root.tree()
@@ -156,7 +166,12 @@ def test_a_newer_version_is_good_news_and_left_alone(root: Written, ucm_json: Js
 
 
 def test_encrypted_records_are_judged_with_and_without_their_key(
-    root: Written, ucm_json: Json, ucm: Run, later: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Written,
+    ucm_json: Json,
+    ucm: Run,
+    later: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("UCM_ENCRYPTION_KEY", raising=False)
     key, other = tmp_path / "key", tmp_path / "other"
@@ -172,7 +187,11 @@ def test_encrypted_records_are_judged_with_and_without_their_key(
     flip(4100)(root.records()[0])
     for arguments in ((), ("--key-file", key)):
         document = ucm_json("verify", root.path, *arguments)
-        assert (document["exit"], document["good"], document["reasons"]) == (1, 2, {"bad_checksum": 1})
+        assert (document["exit"], document["good"], document["reasons"]) == (
+            1,
+            2,
+            {"bad_checksum": 1},
+        )
     wrong = ucm("verify", root.path, "--key-file", tmp_path / "none")
     assert (wrong.exit_code, "cannot be read" in wrong.output) == (2, True)
     key.write_text("5a")
@@ -195,18 +214,27 @@ def test_a_root_that_may_only_be_read_is_judged_all_the_same(
 
     monkeypatch.setattr(os, "mkdir", refused)
     document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (1, 1, 1, 0)
+    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (
+        1,
+        1,
+        1,
+        0,
+    )
     assert document["bad_records"][0]["action"] == f"left: {os.strerror(errno.EROFS)}"
 
 
-def test_the_quarantine_is_bounded(root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quarantine_is_bounded(
+    root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root.fill("one", 4)
     for path in root.records():
         flip(4100)(path)
     monkeypatch.setattr("ucm.cli.verify.QUARANTINE_MOST", 3)
     document = ucm_json("verify", root.path, "--quarantine")
     assert (document["bad"], document["quarantined"]) == (4, 3)
-    assert [bad["action"] for bad in document["bad_records"]].count("left: the quarantine is full") == 1
+    assert [bad["action"] for bad in document["bad_records"]].count(
+        "left: the quarantine is full"
+    ) == 1
     again = ucm_json("verify", root.path, "--quarantine")
     assert (again["bad"], again["quarantined"]) == (1, 0), "what lies there already counts"
 
@@ -232,7 +260,12 @@ def test_records_removed_meanwhile_are_no_errors(
 
     around_verifying(monkeypatch, after=remove)
     document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["exit"], document["good"], document["removed"], document["bad"]) == (0, 2, 3, 0)
+    assert (document["exit"], document["good"], document["removed"], document["bad"]) == (
+        0,
+        2,
+        3,
+        0,
+    )
 
 
 def test_while_an_engine_writes_and_its_collector_removes(root: Written, ucm_json: Json) -> None:
@@ -260,7 +293,9 @@ def test_a_bad_read_is_read_again_before_it_is_believed(
     root.fill("one", 3)
     read, seen = Reader.read, set()
 
-    def once_bad(self: Reader, found: Found, most: int | None = None) -> tuple[bytes, os.stat_result]:
+    def once_bad(
+        self: Reader, found: Found, most: int | None = None
+    ) -> tuple[bytes, os.stat_result]:
         data, about = read(self, found, most)
         if found.name in seen:
             return data, about
@@ -293,7 +328,9 @@ def test_a_record_replaced_at_the_last_moment_stays(
     assert quarantined(root) == []
 
 
-def test_replaced_between_the_look_and_the_rename(root: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_between_the_look_and_the_rename(
+    root: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root.fill("one", 2)
     path = root.records()[0]
     bad = path.stat().st_ino
@@ -320,19 +357,28 @@ def test_what_cannot_be_read_is_told_and_left(
     name = root.records()[0].name
     read = Reader.read
 
-    def failing(self: Reader, found: Found, most: int | None = None) -> tuple[bytes, os.stat_result]:
+    def failing(
+        self: Reader, found: Found, most: int | None = None
+    ) -> tuple[bytes, os.stat_result]:
         if found.name == name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(self, found, most)
 
     monkeypatch.setattr(Reader, "read", failing)
     document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["exit"], document["unreadable"], document["good"], document["quarantined"]) == (1, 1, 1, 0)
+    assert (
+        document["exit"],
+        document["unreadable"],
+        document["good"],
+        document["quarantined"],
+    ) == (1, 1, 1, 0)
     assert document["reasons"] == {"io_error": 1}
     assert os.strerror(errno.EIO) in ucm("verify", root.path).stdout
 
 
-def test_a_file_system_without_direct_io(root: Written, ucm_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_direct_io(
+    root: Written, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root.fill("one", 2)
     opened = os.open
 
@@ -349,7 +395,9 @@ def test_a_file_system_without_direct_io(root: Written, ucm_json: Json, monkeypa
 def test_a_sample_and_a_single_namespace(root: Written, ucm_json: Json) -> None:
     root.fill("one", 8).fill("two", 4)
     assert ucm_json("verify", root.path, "--sample", "50%")["good"] == 6
-    assert ucm_json("verify", root.path, "--sample", "1")["good"] == 2, "one of each namespace at least"
+    assert ucm_json("verify", root.path, "--sample", "1")["good"] == 2, (
+        "one of each namespace at least"
+    )
     assert ucm_json("verify", root.path, "--sample", "0%")["good"] == 0
     two = root.namespace("two")
     document = ucm_json("verify", root.path, "--namespace", two[:6])

@@ -1,4 +1,5 @@
-"""What these tests put around a scheduler side: background work done when told, a store in memory, a manual clock."""
+"""What these tests put around a scheduler side: background work done when told, a store in memory,
+a manual clock."""
 
 from __future__ import annotations
 
@@ -123,7 +124,9 @@ class Memory(UcmKVStoreBaseV1):
     def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> Task:
         raise NotImplementedError
 
-    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+    def dump_data(
+        self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0
+    ) -> Task:
         raise NotImplementedError
 
     def wait(self, task: Any, timeout: float | None = None, until: Any = "published") -> None:
@@ -190,11 +193,13 @@ class Tables:
 
 
 class Named:
-    """The engine's identity: its text, and what became of it when the ranks had looked at their weights."""
+    """The engine's identity: its text, and what became of it when the ranks had looked at their
+    weights."""
 
     def __init__(self) -> None:
         self.now: str | None = '{"weights":"w"}'
-        self.after: dict[str, str | None] = {}  # by the text before, where memory was found to hold other weights
+        # by the text before, where memory was found to hold other weights
+        self.after: dict[str, str | None] = {}
         self.words: list[WeightsReport] = []
         self.forgotten = 0  # how often it was to be another one
         self._pending = False
@@ -222,7 +227,11 @@ class Rig:
     """A scheduler side with everything around it."""
 
     def __init__(
-        self, ranks: int = 1, opened: bool = True, stores: Sequence[ConfiguredStore] = (), **settings: Any
+        self,
+        ranks: int = 1,
+        opened: bool = True,
+        stores: Sequence[ConfiguredStore] = (),
+        **settings: Any,
     ) -> None:
         """``stores``: the configured stores, one in memory when there are none."""
         self.clock, self.later, self.store = Clock(), Later(), Memory()
@@ -247,7 +256,9 @@ class Rig:
             self.clock,
         )
         root = settings.pop("root", None)
-        self.rates = RateMemory(root, self.admission, self.later, lambda: "this machine", self.clock)
+        self.rates = RateMemory(
+            root, self.admission, self.later, lambda: "this machine", self.clock
+        )
         self.scheduler = UCMConnectorScheduler(
             self.readiness,
             make_keys=self.keys,
@@ -278,7 +289,12 @@ class Rig:
     def shake(self, **changes: Any) -> None:
         """All workers answer, in their first step."""
         fields = {"identity": {"dtype": "float32"}, "stores": self.names} | changes
-        self.report(*(RankReport(tp, Handshake((0, 0, tp), tp, True, shapes={}, **fields)) for tp in range(self.ranks)))
+        self.report(
+            *(
+                RankReport(tp, Handshake((0, 0, tp), tp, True, shapes={}, **fields))
+                for tp in range(self.ranks)
+            )
+        )
 
     def open(self) -> None:
         """Open the cache on every rank."""
@@ -293,22 +309,30 @@ class Rig:
         self.report(*(RankReport(rank, ready=True, attempt=attempt) for rank in range(self.ranks)))
 
     def weights_checked(
-        self, plan: UCMConnectorMetadata, unchanged: bool | None = True, named: WeightSource | None = None
+        self,
+        plan: UCMConnectorMetadata,
+        unchanged: bool | None = True,
+        named: WeightSource | None = None,
     ) -> None:
         """Every rank has looked at its weights, as a plan asks."""
         assert plan.check_weights is not None
         word = WeightsReport(plan.check_weights, unchanged, named, 0)
-        self.report(*(RankReport(rank, ready=True, attempt=1, weights=word) for rank in range(self.ranks)))
+        self.report(
+            *(RankReport(rank, ready=True, attempt=1, weights=word) for rank in range(self.ranks))
+        )
 
     def report(self, *ranks: RankReport, recved: set[str] | None = None) -> None:
         """Ranks report."""
         self.scheduler.update_connector_output(
             KVConnectorOutput(
-                finished_recving=recved, kv_connector_worker_meta=UCMConnectorWorkerMetadata(ranks=list(ranks))
+                finished_recving=recved,
+                kv_connector_worker_meta=UCMConnectorWorkerMetadata(ranks=list(ranks)),
             )
         )
 
-    def request(self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None) -> Request:
+    def request(
+        self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None
+    ) -> Request:
         """A new request of so many tokens."""
         tokens = [(seed * 131 + index) % 1000 for index in range(length)]
         request = Request(name, tokens, SamplingParams(max_tokens=64), None, lora_request=adapter)
@@ -328,12 +352,13 @@ class Rig:
     def step(
         self, *requests: Request, new: bool = False, sync: bool = False, most: int = 1 << 30
     ) -> UCMConnectorMetadata:
-        """One step that computes all tokens of these requests that are not computed yet, at most ``most`` of each;
-        ``sync``: on what another connector loads in it."""
+        """One step that computes all tokens of these requests that are not computed yet, at most
+        ``most`` of each; ``sync``: on what another connector loads in it."""
         output = SchedulerOutput.make_empty()
         output.has_sync_kv_loads = sync
         missing = {
-            request.request_id: min(request.num_tokens - request.num_computed_tokens, most) for request in requests
+            request.request_id: min(request.num_tokens - request.num_computed_tokens, most)
+            for request in requests
         }
         output.num_scheduled_tokens = missing
         output.total_num_scheduled_tokens = sum(missing.values())
@@ -360,14 +385,21 @@ class Rig:
         )
 
     def no_room(self, request: Request, hit: int) -> None:
-        """vLLM's first steps with a request of which ``hit`` blocks could be loaded, had it room for that."""
+        """vLLM's first steps with a request of which ``hit`` blocks could be loaded, had it room
+        for that."""
         self.later.run()
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (hit * BLOCK, True)
         self.scheduler.update_state_after_alloc(request, self.tables.allocate(request, 6), 0)
 
     def ended(
-        self, plan: UCMConnectorMetadata, rank: int = 0, failed: tuple[int, ...] = (), busy: bool = False
+        self,
+        plan: UCMConnectorMetadata,
+        rank: int = 0,
+        failed: tuple[int, ...] = (),
+        busy: bool = False,
     ) -> RankReport:
         """A rank's report that all dumps of a plan ended."""
         done = [DumpResult(dump.job, failed, busy) for dump in plan.dumps]
-        return RankReport(rank, ready=True, last_job=max((d.job for d in plan.dumps), default=0), done=done)
+        return RankReport(
+            rank, ready=True, last_job=max((d.job for d in plan.dumps), default=0), done=done
+        )

@@ -1,9 +1,10 @@
 """An engine and a tier that exist in virtual time only, around the real scheduler side.
 
-The engine is vLLM's: first come first served, chunked prefill within a budget of tokens, one token a step for whoever
-decodes, loads beside the steps and noticed at their end. A step takes ``overhead + tokens * cost``. The tier moves the
-bytes of its loads one after the other, after a latency, at a bandwidth that may change with time; a load past its
-deadline is given up. Nothing depends on the machine: two runs give the same figures.
+The engine is vLLM's: first come first served, chunked prefill within a budget of tokens, one token
+a step for whoever decodes, loads beside the steps and noticed at their end. A step takes
+``overhead + tokens * cost``. The tier moves the bytes of its loads one after the other, after a
+latency, at a bandwidth that may change with time; a load past its deadline is given up. Nothing
+depends on the machine: two runs give the same figures.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ UNKNOWN_S = UNKNOWN_LOAD_S
 
 @dataclass
 class Tier:
-    """A medium: seconds before the first byte, and bytes a second, both as functions of the time."""
+    """A medium: seconds before the first byte, and bytes a second, both as functions of the
+    time."""
 
     latency: Callable[[float], float]
     bandwidth: Callable[[float], float]
     free_at: float = 0.0
 
     def begin(self, now: float, size: int) -> float:
-        """When a load of that size will have ended, if nobody gives it up; loads queue for the bandwidth."""
+        """When a load of that size will have ended, if nobody gives it up; loads queue for the
+        bandwidth."""
         start = max(now + self.latency(now), self.free_at)
         self.free_at = start + size / self.bandwidth(start)
         return self.free_at
@@ -62,13 +65,16 @@ class Engine:
     cost: float = 0.0004
     budget: int = 256
     noise: float = 0.0
-    first_steps: float = 0.0  # seconds more that each of the first steps takes, as with kernels that are compiled
+    first_steps: float = (
+        0.0  # seconds more that each of the first steps takes, as with kernels that are compiled
+    )
     cold_steps: int = 0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: when it comes, of how many blocks the store has how many, and how many tokens it produces."""
+    """A request: when it comes, of how many blocks the store has how many, and how many tokens it
+    produces."""
 
     at: float
     blocks: int
@@ -78,19 +84,27 @@ class Arrival:
 
 
 def traffic(count: int, gap: float, seed: int = 0, output: int = 4) -> list[Arrival]:
-    """Requests of several lengths, ``gap`` seconds apart on average, of which the store has more or less."""
+    """Requests of several lengths, ``gap`` seconds apart on average, of which the store has more or
+    less."""
     source, at, made = random.Random(seed), 0.0, []
     for _ in range(count):
         at += source.expovariate(1 / gap)
         blocks = source.choice([15, 30, 60, 120])
-        made.append(Arrival(at, blocks, int(blocks * source.choice([0.2, 0.5, 0.9])), source.randint(1, output)))
+        made.append(
+            Arrival(
+                at, blocks, int(blocks * source.choice([0.2, 0.5, 0.9])), source.randint(1, output)
+            )
+        )
     return made
 
 
 def spread(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
     """The same requests, with all, some or none of what is stored in the lower tier alone."""
     source = random.Random(seed)
-    return [replace(each, below=int(each.stored * source.choice([0, 0, 0.3, 0.7, 1]))) for each in arrivals]
+    return [
+        replace(each, below=int(each.stored * source.choice([0, 0, 0.3, 0.7, 1])))
+        for each in arrivals
+    ]
 
 
 @dataclass
@@ -125,8 +139,9 @@ class _Live:
 
 @dataclass
 class Simulation:
-    """One run. ``mode`` is the connector's ``admission``; never is the engine without a cache. ``lower``: a second tier
-    below the first; a load reads from both at once. ``known``: the speeds that an earlier life of the engine left."""
+    """One run. ``mode`` is the connector's ``admission``; never is the engine without a cache.
+    ``lower``: a second tier below the first; a load reads from both at once. ``known``: the speeds
+    that an earlier life of the engine left."""
 
     engine: Engine
     tier: Tier
@@ -207,7 +222,9 @@ class Simulation:
                     self.loading.append(live)
                     continue
             else:
-                scheduler.update_state_after_alloc(live.request, self.rig.tables.get_blocks(live.request.request_id), 0)
+                scheduler.update_state_after_alloc(
+                    live.request, self.rig.tables.get_blocks(live.request.request_id), 0
+                )
             self.waiting.pop(0)
             self.running.append(live)
             tokens = min(budget, live.request.num_tokens - live.computed)
@@ -229,7 +246,9 @@ class Simulation:
             live.load = load
             live.above = min(len(load.blocks), live.arrival.stored - live.arrival.below)
             live.below = len(load.blocks) - live.above
-            live.ends = max(tier.begin(clock.now, blocks * BLOCK_BYTES) for tier, blocks in self._parts(live))
+            live.ends = max(
+                tier.begin(clock.now, blocks * BLOCK_BYTES) for tier, blocks in self._parts(live)
+            )
             assert load.timeout is not None
             self.unknown += load.timeout == UNKNOWN_S
             live.deadline = clock.now + load.timeout
@@ -255,7 +274,8 @@ class Simulation:
         return parts + ([(self.lower, live.below)] if live.below and self.lower is not None else [])
 
     def _seconds(self, tokens: int) -> float:
-        """A step's time. One that only looks for loads to end lasts until the next thing happens, at least 1 ms."""
+        """A step's time. One that only looks for loads to end lasts until the next thing happens,
+        at least 1 ms."""
         if not tokens:
             soonest = min((min(live.ends, live.deadline) for live in self.loading), default=0.0)
             return min(max(soonest - self.rig.clock.now, 0.001), 0.010)
@@ -299,9 +319,12 @@ def compare(
     make_lower: Callable[[], Tier] | None = None,
     known: tuple[ComputeSpeed | None, dict[int, LoadSpeed]] = (None, {}),
 ) -> Any:
-    """The outcome with measured admission, and that of the same engine without a cache, which is kept."""
+    """The outcome with measured admission, and that of the same engine without a cache, which is
+    kept."""
     key = f"{engine} {seed} {hash(tuple(arrivals))}"
     lower = None if make_lower is None else make_lower()
     if key not in _without:
         _without[key] = Simulation(engine, steady(0.0, 1.0), arrivals, "never", seed).run()
-    return Simulation(engine, make_tier(), arrivals, "measured", seed, lower, known).run(), _without[key]
+    return Simulation(
+        engine, make_tier(), arrivals, "measured", seed, lower, known
+    ).run(), _without[key]

@@ -1,4 +1,5 @@
-"""Single decisions: what is declined, why, and what is done with it; fits and outliers of the load rate."""
+"""Single decisions: what is declined, why, and what is done with it; fits and outliers of the load
+rate."""
 
 from __future__ import annotations
 
@@ -48,12 +49,19 @@ class Engine:
             self.admission.step_ended()
         self.clock.now += 10.0  # idle
 
-    def load(self, size: int, seconds: float, name: str = "r", tier: int = 0, late: bool = False) -> None:
+    def load(
+        self, size: int, seconds: float, name: str = "r", tier: int = 0, late: bool = False
+    ) -> None:
         """A load of so many bytes that takes so long."""
         self.loads(whole(size, tier), seconds, name, late=late)
 
     def loads(
-        self, cut: Cut, seconds: float, name: str = "r", served: tuple[int, ...] = (), late: bool = False
+        self,
+        cut: Cut,
+        seconds: float,
+        name: str = "r",
+        served: tuple[int, ...] = (),
+        late: bool = False,
     ) -> None:
         """A load that may come from several tiers; ``served``: what the rank says of that."""
         self.admission.began(name, cut, 1)
@@ -69,10 +77,12 @@ class Engine:
         return self.admission.decide([whole(tokens, tier)], 1)[1]
 
     def cut(self, above: int, below: int) -> tuple[int, Verdict]:
-        """A hit of which so many bytes are in the upper tier and those behind them in the lower one: how many of its
-        tokens are loaded."""
+        """A hit of which so many bytes are in the upper tier and those behind them in the lower
+        one: how many of its tokens are loaded."""
         both = Cut(above + below, {0: above, 1: below})
-        taken, verdict = self.admission.decide([whole(above), both] if above else [whole(below, 1)], 1)
+        taken, verdict = self.admission.decide(
+            [whole(above), both] if above else [whole(below, 1)], 1
+        )
         return 0 if taken is None else taken.tokens, verdict
 
 
@@ -113,7 +123,8 @@ def test_a_deadline_that_was_configured_holds_for_first_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "seconds", "verdict"), [(0.8, 0.79, "load"), (0.8, 0.81, "decline"), (0.5, 0.6, "decline")]
+    ("share", "seconds", "verdict"),
+    [(0.8, 0.79, "load"), (0.8, 0.81, "decline"), (0.5, 0.6, "decline")],
 )
 def test_a_share_of_what_computing_takes(share: float, seconds: float, verdict: str) -> None:
     engine = Engine(share=share)
@@ -180,7 +191,7 @@ def test_while_computing_is_not_known_only_what_is_slower_than_any_computing_is_
     assert engine.decide(1000) == Verdict.DECLINE  # 1 s, as is known now
 
 
-def test_while_computing_is_not_known_a_load_under_way_that_is_slower_than_any_computing_is_enough() -> None:
+def test_a_load_slower_than_any_computing_is_enough_while_computing_is_not_known() -> None:
     engine = Engine()
     engine.admission.began("before", whole(1000), 1)
     engine.admission.began("slow", whole(1000), 1)
@@ -246,7 +257,8 @@ def test_a_learning_load_that_was_quick_is_believed() -> None:
 
 
 def test_a_longer_hit_than_all_seen_is_worth_a_try() -> None:
-    """Whether it was the latency or the bandwidth that made the short one slow, it alone can tell."""
+    """Whether it was the latency or the bandwidth that made the short one slow, it alone can
+    tell."""
     engine = Engine()
     engine.computes()
     engine.load(100, 0.2)
@@ -273,7 +285,8 @@ def test_a_step_under_way_is_waited_for() -> None:
     assert engine.decide(1000) == Verdict.LOAD
 
 
-# The fit ------------------------------------------------------------------------------------------------------
+# The fit
+# --------------------------------------------------------------------------------------------------
 
 
 def test_fixed_part_and_rate_are_told_apart() -> None:
@@ -350,7 +363,8 @@ def test_a_few_loads_outweigh_what_is_remembered() -> None:
     assert rate.seconds(1000) == pytest.approx(1.5, rel=0.05)
 
 
-# In the scheduler side ----------------------------------------------------------------------------------------
+# In the scheduler side
+# ----------------------------------------------------------------------------------------
 
 
 def admit(rig: Rig, request: Request) -> int:
@@ -394,7 +408,11 @@ def test_a_declined_hit_is_counted_touched_and_not_offered_again() -> None:
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
     assert admit(rig, request) == 0
-    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)  # however often it is asked
+    # however often it is asked
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
+        0,
+        False,
+    )
     missed = rig.scheduler.miss_stats.total.missed
     assert missed["declined"] - before.get("declined", 0) == 5
     assert missed["absent"] - before.get("absent", 0) == 1
@@ -406,7 +424,9 @@ def test_a_declined_hit_is_counted_touched_and_not_offered_again() -> None:
     rig.later.run()
     assert len(rig.store.touched) - touched == 5
     plan = rig.step(request)
-    assert [(dump.first, len(dump.blocks)) for dump in plan.dumps if dump.request == "a"] == [(5, 1)]
+    assert [(dump.first, len(dump.blocks)) for dump in plan.dumps if dump.request == "a"] == [
+        (5, 1)
+    ]
 
 
 def test_with_never_every_hit_is_declined_and_blocks_are_stored() -> None:
@@ -426,7 +446,10 @@ def test_a_load_given_up_is_a_slow_one_and_one_that_failed_otherwise_says_nothin
         assert admit(rig, request) == 6 * BLOCK
         rig.step()
         rig.clock.now += 2.0
-        rig.report(RankReport(0, ready=True, load_failures=[LoadFailure(name, 0, b"", (reason,) * 6)]), recved={name})
+        rig.report(
+            RankReport(0, ready=True, load_failures=[LoadFailure(name, 0, b"", (reason,) * 6)]),
+            recved={name},
+        )
         known = rig.admission._tier(0).rate.seconds(6)
         assert known == (None if name == "a" else pytest.approx(2.0))
 
@@ -460,7 +483,9 @@ def test_the_lookup_says_which_tier_each_block_comes_from() -> None:
     rig.scheduler.step_ended()
     served = LoadServed("a", (4, 1))  # one had come up meanwhile
     rig.report(RankReport(0, ready=True, served=[served]), recved={"a"})
-    assert {number: (tier.waiting, tier.moved) for number, tier in rig.admission._tiers.items()} == {
+    assert {
+        number: (tier.waiting, tier.moved) for number, tier in rig.admission._tiers.items()
+    } == {
         0: (0, 4),
         1: (0, 1),
     }
@@ -481,7 +506,10 @@ def test_of_the_parts_of_a_block_the_lowest_counts() -> None:
 def test_a_hit_is_cut_where_the_slow_tier_begins() -> None:
     rig = Rig()
     slow_tier(rig)
-    rig.admission._tiers[1], rig.admission._tiers[0] = rig.admission._tiers[0], rig.admission._tier(7)
+    rig.admission._tiers[1], rig.admission._tiers[0] = (
+        rig.admission._tiers[0],
+        rig.admission._tier(7),
+    )
     rig.admission._tiers[0].rate.add_sample(BLOCK, 1e-6, 1e-6)
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
@@ -499,13 +527,18 @@ def test_a_hit_is_cut_where_the_slow_tier_begins() -> None:
     rig.report(RankReport(0, ready=True), recved={"a"})
     request.num_computed_tokens = 3 * BLOCK
     plan = rig.step(request)
-    assert [(dump.first, len(dump.blocks)) for dump in plan.dumps if dump.request == "a"] == [(5, 1)]
+    assert [(dump.first, len(dump.blocks)) for dump in plan.dumps if dump.request == "a"] == [
+        (5, 1)
+    ]
 
 
 def test_what_came_up_while_a_request_waits_is_judged_anew() -> None:
     rig = Rig()
     slow_tier(rig)
-    rig.admission._tiers[1], rig.admission._tiers[0] = rig.admission._tiers[0], rig.admission._tier(7)
+    rig.admission._tiers[1], rig.admission._tiers[0] = (
+        rig.admission._tiers[0],
+        rig.admission._tier(7),
+    )
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
     two_tiers(rig, set(record_ids(rig.keys_of(request), part_mask(0, 0, 0))))
@@ -529,7 +562,8 @@ def test_a_store_that_does_not_know_its_tiers_has_one() -> None:
     assert rig.admission._tiers[0].waiting == 4
 
 
-# Tiers --------------------------------------------------------------------------------------------------------
+# Tiers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_pays_is_the_sum_over_the_tiers() -> None:
@@ -587,7 +621,10 @@ def test_the_tier_that_served_a_load_is_judged_by_it_not_the_one_it_was_in() -> 
     assert engine.admission._tiers[0].rate.seconds(1000) == pytest.approx(0.1)
     assert engine.admission._tiers[1].rate.seconds(1000) == pytest.approx(1.0)
     assert all(tier.waiting == 0 for tier in engine.admission._tiers.values())
-    assert {number: tier.moved for number, tier in engine.admission._tiers.items()} == {0: 5000, 1: 5000}
+    assert {number: tier.moved for number, tier in engine.admission._tiers.items()} == {
+        0: 5000,
+        1: 5000,
+    }
 
 
 def test_of_several_ranks_the_one_that_had_most_from_below_counts() -> None:
@@ -597,7 +634,10 @@ def test_of_several_ranks_the_one_that_had_most_from_below_counts() -> None:
     for served in ((10, 0), (8, 2), (9, 1), ()):
         engine.admission.served("r", served)
     engine.admission.ended("r")
-    assert {number: tier.moved for number, tier in engine.admission._tiers.items()} == {0: 80, 1: 20}
+    assert {number: tier.moved for number, tier in engine.admission._tiers.items()} == {
+        0: 80,
+        1: 20,
+    }
 
 
 def test_a_load_behind_holds_up_its_own_tier_alone() -> None:

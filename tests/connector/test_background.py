@@ -1,4 +1,5 @@
-"""Background threads: urgent work is never behind idle work, what hangs is seen, what is too much is refused."""
+"""Background threads: urgent work is never behind idle work, what hangs is seen, what is too much
+is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def test_threads_start_when_there_is_work_for_them() -> None:
     background = Background("lazy", threads=3)
 
     def threads() -> list[str]:
-        return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("lazy-"))
+        return sorted(
+            thread.name for thread in threading.enumerate() if thread.name.startswith("lazy-")
+        )
 
     def end(done: threading.Event) -> None:
         assert done.wait(30)
@@ -54,7 +57,10 @@ def test_threads_start_when_there_is_work_for_them() -> None:
 
 
 def test_a_full_queue_refuses_and_a_failing_job_harms_nobody() -> None:
-    background, gate, running, done = Background("test", threads=1, capacity=1), *(threading.Event() for _ in "abc")
+    background, gate, running, done = (
+        Background("test", threads=1, capacity=1),
+        *(threading.Event() for _ in "abc"),
+    )
 
     def hold() -> None:
         running.set()

@@ -1,5 +1,5 @@
-"""Beside other connectors in vLLM's MultiConnector: what they fail to fill is not stored as if it were right, and our
-two sides find each other whatever else is configured."""
+"""Beside other connectors in vLLM's MultiConnector: what they fail to fill is not stored as if it
+were right, and our two sides find each other whatever else is configured."""
 
 from __future__ import annotations
 
@@ -35,24 +35,28 @@ def blocks_of(plan: UCMConnectorMetadata) -> list[tuple[int, int]]:
 
 
 def filled_by_another(rig: Rig, request: Request, blocks: int) -> None:
-    """Another connector is to fill the first blocks of a request; vLLM counts them as computed from now on."""
+    """Another connector is to fill the first blocks of a request; vLLM counts them as computed from
+    now on."""
     rig.admit(request)
     request.num_computed_tokens = blocks * BLOCK
 
 
 def invalid(rig: Rig, *blocks: Any) -> None:
     """The output of a step says that these were not filled."""
-    rig.scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids={block.block_id for block in blocks}))
+    rig.scheduler.update_connector_output(
+        KVConnectorOutput(invalid_block_ids={block.block_id for block in blocks})
+    )
 
 
 def table_of(rig: Rig, request: Request) -> list[Any]:
     return rig.tables.tables[request.request_id]
 
 
-# Loads of others ----------------------------------------------------------------------------------------------
+# Loads of others
+# ----------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_another_connector_was_still_filling_are_not_offered_when_the_request_ends() -> None:
+def test_blocks_another_connector_still_fills_are_not_offered_at_the_end_of_a_request() -> None:
     rig = Rig()
     request = rig.request("a", 4 * BLOCK)
     filled_by_another(rig, request, 3)
@@ -137,14 +141,17 @@ def test_of_a_request_computed_on_an_invalid_block_only_what_lies_before_is_offe
     rig.step(request, sync=True)
     invalid(rig, table_of(rig, request)[1])
     request.num_computed_tokens = BLOCK  # as vLLM does
-    assert blocks_of(rig.step(request)) == []  # it computes the block again: nothing of that was seen
+    # it computes the block again: nothing of that was seen
+    assert blocks_of(rig.step(request)) == []
     request.append_output_token_ids([1] * BLOCK)
     assert blocks_of(rig.step(request)) == [(0, 1)]
     rig.scheduler.request_finished(request)
     assert blocks_of(rig.step()) == []
 
 
-def test_whoever_shared_the_block_in_that_step_or_finds_it_later_offers_nothing_from_there_on() -> None:
+def test_whoever_shared_the_block_in_that_step_or_finds_it_later_offers_nothing_from_there_on() -> (
+    None
+):
     rig = Rig()
     first, second = rig.request("a", 5 * BLOCK), rig.request("b", 6 * BLOCK)
     filled_by_another(rig, first, 3)
@@ -180,7 +187,8 @@ def share(rig: Rig, owner: Request, other: Request, blocks: int) -> None:
     rig.scheduler.update_state_after_alloc(other, rig.tables.get_blocks(other.request_id), 0)
 
 
-# Handshakes of others -----------------------------------------------------------------------------------------
+# Handshakes of others
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -228,19 +236,27 @@ def several(*connectors: Any) -> MultiConnector:
 def test_the_halves_find_each_other_beside_a_connector_that_shakes_hands(ours_first: bool) -> None:
     rig = Rig(opened=False)
     report = UCMConnectorWorkerMetadata(
-        ranks=[RankReport(0, Handshake((0, 0, 0), 0, True, {"dtype": "float32"}, {}, "", rig.names))]
+        ranks=[
+            RankReport(0, Handshake((0, 0, 0), 0, True, {"dtype": "float32"}, {}, "", rig.names))
+        ]
     )
     theirs = [Other(), Other()]
-    ours = [half(worker=SimpleNamespace(build_connector_worker_meta=lambda: report)), half(scheduler=rig.scheduler)]
+    ours = [
+        half(worker=SimpleNamespace(build_connector_worker_meta=lambda: report)),
+        half(scheduler=rig.scheduler),
+    ]
     worker, scheduler = (
-        several(*((mine, other) if ours_first else (other, mine))) for mine, other in zip(ours, theirs, strict=True)
+        several(*((mine, other) if ours_first else (other, mine)))
+        for mine, other in zip(ours, theirs, strict=True)
     )
     said = worker.get_handshake_metadata()
     assert isinstance(said, TheirHandshake)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): said, (1, 0): said})
     assert len(theirs[1].told) == 1
     assert rig.readiness.phase == "pending"
-    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta()))
+    scheduler.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta())
+    )
     assert rig.readiness.phase == "opening"
 
 
@@ -254,7 +270,11 @@ def test_the_first_request_waits_for_the_step_in_which_the_workers_answer_and_no
     rig.ready()
     rig.weights_checked(rig.step())
     rig.stored(request, 1)
-    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)  # open: its lookup begins
+    # open: its lookup begins
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
+        None,
+        False,
+    )
     rig.later.run()
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (BLOCK, True)
 
@@ -272,7 +292,8 @@ def test_workers_that_do_not_all_answer_switch_it_off() -> None:
     assert rig.readiness.why_off == "1 of 2 workers answered the handshake"
 
 
-# Policy -------------------------------------------------------------------------------------------------------
+# Policy
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -299,7 +320,9 @@ def test_a_worker_sees_what_vllm_does_with_failed_loads(
     assert said.endswith(why) if why else said == ""
 
 
-def test_nothing_is_loaded_where_a_failed_load_would_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_loaded_where_a_failed_load_would_fail_the_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rig = Rig(opened=False)
     rig.shake(only_stores="write the policy")
     rig.later.run()

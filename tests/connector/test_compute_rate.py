@@ -1,4 +1,5 @@
-"""How fast the engine computes and so how long a load may take: what counts, what does not, within which bounds."""
+"""How fast the engine computes and so how long a load may take: what counts, what does not, within
+which bounds."""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ def test_what_was_measured_already_is_not_replaced_by_what_is_remembered() -> No
 
 
 def test_steps_that_overlap_share_their_time() -> None:
-    """As with asynchronous scheduling: the next step is planned before the one under way has ended."""
+    """As with asynchronous scheduling: the next step is planned before the one under way has
+    ended."""
     pace = ComputeRate(0.2, 30.0, overlap=2)
     for number in range(4):
         pace.planned({"r": 1000}, 1000, float(number))
@@ -205,4 +207,5 @@ def test_ancestors_of_what_is_dumped_are_touched_once_a_minute() -> None:
         rig.clock.now += seconds
         rig.step(request)
         rig.later.run()
-    assert len(rig.store.touched) == 3 + 5  # with the first dump, not 45 s later, and again after 75 s
+    # with the first dump, not 45 s later, and again after 75 s
+    assert len(rig.store.touched) == 3 + 5

@@ -50,7 +50,9 @@ class AdapterRig(Rig):
     def keys(self, text: str) -> KeyMaker:
         return KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK, self.looks))
 
-    def request(self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None) -> Request:
+    def request(
+        self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None
+    ) -> Request:
         return super().request(name, length, seed, adapter or LoRARequest("x", 1, "/somewhere"))
 
     def look(self) -> None:
@@ -80,7 +82,9 @@ def test_blocks_are_offered_after_a_look_that_began_when_they_were_computed() ->
     assert offered(rig.step(request)) == [], "nobody has looked since"
     rig.look()
     request.append_output_token_ids([1] * BLOCK)
-    assert offered(rig.step(request)) == [(0, 4)], "of the two output blocks one was computed after the look began"
+    assert offered(rig.step(request)) == [(0, 4)], (
+        "of the two output blocks one was computed after the look began"
+    )
     rig.look()
     request.append_output_token_ids([1])
     assert offered(rig.step(request)) == [(4, 1)]
@@ -164,7 +168,8 @@ def test_nothing_is_held_that_is_stored_already() -> None:
 
 
 def test_items_of_every_request_that_begins_are_told_of() -> None:
-    """Also of those that are left alone, whose data before the first computed token play no part."""
+    """Also of those that are left alone, whose data before the first computed token play no
+    part."""
     told: list[tuple[Any, int]] = []
     rig = Rig()
     rig.scheduler._items_used = lambda request, computed: told.append((request, computed))

@@ -1,4 +1,5 @@
-"""What the scheduler side does when the weights in memory may be others: it asks, forgets, and goes on."""
+"""What the scheduler side does when the weights in memory may be others: it asks, forgets, and goes
+on."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_unchanged_weights_hit_again_after_one_round(told: bool) -> None:
     assert rig.step().check_weights is None, "asked once"
     word = WeightsReport(1, True, None, 0)
     rig.report(RankReport(0, ready=True, weights=word))
-    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False), "one rank has not looked"
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False), (
+        "one rank has not looked"
+    )
     rig.report(RankReport(1, ready=True, weights=word))
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False), "looked up anew"
     rig.later.run()
@@ -133,7 +136,8 @@ def test_other_files_are_another_identity_and_the_first_again_the_first() -> Non
 
 
 def test_what_was_computed_before_is_never_offered() -> None:
-    """One request ended before vLLM emptied its cache and one was preempted by it; a third kept what it has."""
+    """One request ended before vLLM emptied its cache and one was preempted by it; a third kept
+    what it has."""
     rig = Rig()
     ended, preempted, kept = (rig.request(name, 2 * BLOCK, seed) for seed, name in enumerate("epk"))
     for request in (ended, preempted, kept):
@@ -179,7 +183,9 @@ def test_an_engine_whose_cache_is_empty_is_asked_whenever_it_was_idle() -> None:
     assert not rig.readiness.weights_confirmed
     plan = asked(rig, "b")
     rig.weights_checked(plan, unchanged=None)
-    assert rig.readiness.weights_confirmed, "where memory cannot be looked at, only a reset counts as a change"
+    assert rig.readiness.weights_confirmed, (
+        "where memory cannot be looked at, only a reset counts as a change"
+    )
     assert all(word.unchanged for word in rig.named.words)
 
 

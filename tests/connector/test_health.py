@@ -1,4 +1,5 @@
-"""While a rank's store is unhealthy no request is promised a hit, and hits come back without one having to fail."""
+"""While a rank's store is unhealthy no request is promised a hit, and hits come back without one
+having to fail."""
 
 from __future__ import annotations
 
@@ -15,13 +16,17 @@ from parts import BLOCK, Memory, Rig, configured_store  # noqa: E402
 from test_transfers import Worker, dump, load  # noqa: E402
 
 from ucm.errors import BusyError, ClosedError, UnhealthyError  # noqa: E402
-from ucm.integration.vllm.connector.metadata import RankReport, UCMConnectorWorkerMetadata  # noqa: E402
+from ucm.integration.vllm.connector.metadata import (  # noqa: E402
+    RankReport,
+    UCMConnectorWorkerMetadata,
+)
 from ucm.integration.vllm.connector.scheduler.rank_health import STALE_S  # noqa: E402
 from ucm.integration.vllm.connector.worker.store_health import StoreHealth  # noqa: E402
 
 
 class Moody(Memory):
-    """A store that is as healthy as a test says, and gets well when it is asked for something ``asks`` times."""
+    """A store that is as healthy as a test says, and gets well when it is asked for something
+    ``asks`` times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +43,8 @@ class Moody(Memory):
         return self.well
 
 
-# The scheduler side -------------------------------------------------------------------------------------------
+# The scheduler side
+# -------------------------------------------------------------------------------------------
 
 
 def missed(rig: Rig) -> dict[str, int]:
@@ -62,7 +68,9 @@ def test_no_hits_while_a_rank_is_unhealthy_and_hits_again_when_it_says_so() -> N
     assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (4 * BLOCK, True)
 
 
-def test_a_cache_that_no_rank_can_use_is_not_said_to_be_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_no_rank_can_use_is_not_said_to_be_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The store retries by itself, so it counts as opened. Until then the log has one warning."""
     caplog.set_level(logging.INFO, logger="ucm")
     rig = Rig(opened=False)
@@ -138,7 +146,9 @@ def test_nobody_waits_for_a_rank_that_stays_unhealthy_or_says_nothing(answered: 
     assert missed(rig) == {"unhealthy": 3}
 
 
-def test_the_log_says_once_that_it_ends_and_that_it_begins_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_that_it_ends_and_that_it_begins_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rig = Rig()
     with caplog.at_level(logging.INFO, "ucm.vllm"):
         for healthy in (False, False, True, True):
@@ -147,7 +157,8 @@ def test_the_log_says_once_that_it_ends_and_that_it_begins_again(caplog: pytest.
     assert ["cannot be used" in text for text in said] == [True, False]
 
 
-# A rank -------------------------------------------------------------------------------------------------------
+# A rank
+# --------------------------------------------------------------------------------------------------
 
 
 class Watches(list[Callable[[], None]]):
@@ -173,13 +184,16 @@ def refuse(store: Any, healthy: bool) -> None:
 
 
 @pytest.mark.parametrize("plan", [{"loads": [load("r", [1])]}, {"dumps": [dump(1, [1])]}])
-def test_a_rank_asks_its_store_when_something_failed_and_tells_until_it_is_well(plan: dict[str, Any]) -> None:
+def test_a_rank_asks_its_store_when_something_failed_and_tells_until_it_is_well(
+    plan: dict[str, Any],
+) -> None:
     watches = Watches()
     worker, store = worker_with(watches)
     refuse(store, healthy=False)
     assert word(worker.step()[2]) is None  # nothing failed, so nobody asked
     assert word(worker.step(**plan)[2]) is False
-    assert [word(worker.step()[2]) for _ in range(3)] == [False] * 3  # so that its word is never old
+    # so that its word is never old
+    assert [word(worker.step()[2]) for _ in range(3)] == [False] * 3
     assert len(watches) == 1
     store.refusal, store.healthy = None, lambda: True
     watches[0]()
@@ -187,7 +201,8 @@ def test_a_rank_asks_its_store_when_something_failed_and_tells_until_it_is_well(
 
 
 @pytest.mark.parametrize(
-    ("error", "healthy"), [(BusyError("full"), False), (UnhealthyError("of another"), True), (ValueError("bug"), True)]
+    ("error", "healthy"),
+    [(BusyError("full"), False), (UnhealthyError("of another"), True), (ValueError("bug"), True)],
 )
 def test_a_dump_that_failed_says_nothing_by_itself(error: Exception, healthy: bool) -> None:
     watches = Watches()
@@ -203,7 +218,9 @@ def test_a_store_that_opens_unhealthy_is_told_so() -> None:
         store.healthy = lambda: False  # type: ignore[method-assign]
         return store
 
-    worker = Worker(health=StoreHealth(spawn=Watches()), stores=[configured_store("Unhealthy", unhealthy)])
+    worker = Worker(
+        health=StoreHealth(spawn=Watches()), stores=[configured_store("Unhealthy", unhealthy)]
+    )
     assert worker.open() is worker.store
     assert not worker.connector.health.healthy
 

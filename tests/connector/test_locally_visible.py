@@ -40,7 +40,9 @@ def test_what_one_rank_names_goes_on_where_the_published_prefix_stops(has_thread
     rig.stored(request, 2)
     rig.report(RankReport(0, ready=True, gained=visible_ids(rig, request, range(2, 4))))
     assert claimed_blocks(rig, "b", 6 * BLOCK) == 4
-    rig.store.ids.update(record_ids(rig.keys(rig.readiness.identity_text).first(request)[4:5], part_mask(0, 0, 0)))
+    rig.store.ids.update(
+        record_ids(rig.keys(rig.readiness.identity_text).first(request)[4:5], part_mask(0, 0, 0))
+    )
     assert claimed_blocks(rig, "c", 6 * BLOCK) == 5, "published, locally visible, published"
     rig.report(RankReport(0, ready=True, lost=visible_ids(rig, request, range(3, 4))))
     assert claimed_blocks(rig, "d", 6 * BLOCK) == 3
@@ -67,7 +69,9 @@ def test_ranks_that_share_a_part_must_all_have_it() -> None:
     assert (hits.run(ids, 0), hits.run(ids, 1), hits.run(ids, 2), hits.run(ids, 3)) == (2, 1, 0, 0)
 
 
-def test_what_was_just_published_is_a_hit_whether_the_scheduler_half_has_found_it_or_not(tmp_path: Path) -> None:
+def test_what_was_just_published_is_a_hit_whether_the_scheduler_half_has_found_it_or_not(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("ucm._core", reason="the core is not compiled here")
     from ucm.store.pc import UcmPcStore
 

@@ -1,4 +1,5 @@
-"""Asking the store how much of a prompt it has: at once, on a thread of its own, or on one of ours."""
+"""Asking the store how much of a prompt it has: at once, on a thread of its own, or on one of
+ours."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_a_store_that_has_a_thread_is_asked_there() -> None:
     rig.clock.now += 0.01
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
     assert rig.store.questions == [question]
-    assert rig.scheduler.miss_stats.take()["lookup_seconds"] == [0.25], "as the store says, not until somebody looked"
+    assert rig.scheduler.miss_stats.take()["lookup_seconds"] == [0.25], (
+        "as the store says, not until somebody looked"
+    )
 
 
 def test_what_a_thread_of_the_store_says_may_be_late_or_an_error() -> None:
@@ -106,7 +109,11 @@ def test_what_could_take_long_is_done_on_a_thread() -> None:
     long = Request("long", [1] * (AT_ONCE_TOKENS + 1), SamplingParams(max_tokens=1), None)
     rig.scheduler.on_new_request(long)
     adapter = Request(
-        "adapter", [1] * BLOCK, SamplingParams(max_tokens=1), None, lora_request=LoRARequest("a", 1, "/nowhere")
+        "adapter",
+        [1] * BLOCK,
+        SamplingParams(max_tokens=1),
+        None,
+        lora_request=LoRARequest("a", 1, "/nowhere"),
     )
     rig.scheduler.on_new_request(adapter)
     assert len(rig.later.jobs) == 2

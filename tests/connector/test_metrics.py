@@ -19,7 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.outputs import KVConnectorOutput
 
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
-from ucm.integration.vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS, MISSED_BLOCKS, UcmStats
+from ucm.integration.vllm.connector.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    MISSED_BLOCKS,
+    UcmStats,
+)
 from ucm.integration.vllm.connector.miss_stats import MISSED, TIMES, MissStats
 from ucm.reasons import MissReason
 
@@ -64,7 +70,9 @@ def test_a_connector_that_is_off_counts_why() -> None:
 
 
 def test_hooks_never_raise() -> None:
-    broken = connector(miss_stats=SimpleNamespace(take=lambda: 1 / 0), worker=SimpleNamespace(stats=lambda: 1 / 0))
+    broken = connector(
+        miss_stats=SimpleNamespace(take=lambda: 1 / 0), worker=SimpleNamespace(stats=lambda: 1 / 0)
+    )
     assert broken.get_kv_connector_stats() is None
     assert broken.stats() == {}
     assert UCMConnector.build_prom_metrics(None, {}, [], {0: []}) is None  # type: ignore[arg-type]
@@ -74,7 +82,8 @@ def test_hooks_never_raise() -> None:
 
 
 def test_ranks_and_halves_add_up_on_vllms_own_way() -> None:
-    """As in vLLM: pickled by the workers, aggregated over ranks and with the scheduler's, sent as msgpack, rebuilt."""
+    """As in vLLM: pickled by the workers, aggregated over ranks and with the scheduler's, sent as
+    msgpack, rebuilt."""
     both = [UcmStats(data={"loaded_bytes": 10 * n, "published_bytes": 1}) for n in (1, 2)]
     ranks = [pickle.loads(pickle.dumps(stats)) for stats in both]  # noqa: S301 - made here
     output = KVConnectorOutput(kv_connector_stats=ranks[0].aggregate(ranks[1]))
@@ -128,9 +137,11 @@ def test_prometheus_has_every_reason_from_the_start_and_counts_per_engine() -> N
     metrics.observe({"asked": 9}, 7)  # an engine that nobody announced
     assert sample("ucm_asked_blocks_total", **one) == asked + 5
     after = {reason: sample(missed, **one, reason=reason) for reason in MissReason}
-    assert {reason: after[reason] - before[reason] for reason in MissReason if after[reason] != before[reason]} == {
-        MissReason.TIMEOUT: 3
-    }
+    assert {
+        reason: after[reason] - before[reason]
+        for reason in MissReason
+        if after[reason] != before[reason]
+    } == {MissReason.TIMEOUT: 3}
     metrics.observe({"asked": "many"}, 1)  # told to the log, not to vLLM
 
 
@@ -138,9 +149,14 @@ def test_times_are_put_together_logged_as_means_and_exported_as_histograms() -> 
     stats = UcmStats(data={"load_seconds": [0.5]})
     stats.aggregate(UcmStats(data={"load_seconds": [0.25, 0.75], "dump_seconds": [2.0]}))
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
-    assert UcmStats(data=sent).reduce() == {"ucm mean load_seconds": 0.5, "ucm mean dump_seconds": 2.0}
+    assert UcmStats(data=sent).reduce() == {
+        "ucm mean load_seconds": 0.5,
+        "ucm mean dump_seconds": 2.0,
+    }
     config: Any = SimpleNamespace(kv_transfer_config=None)
-    metrics = UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["timed", "0"]})  # type: ignore[arg-type]
+    metrics = UCMConnector.build_prom_metrics(
+        config, TYPES, ["model_name", "engine"], {0: ["timed", "0"]}
+    )  # type: ignore[arg-type]
     assert metrics is not None
     metrics.observe(sent, 0)
     metrics.observe({"lookup_seconds": [0.002]}, 0)
@@ -157,7 +173,9 @@ def test_speeds_are_the_newest_and_exported_as_gauges() -> None:
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
     assert UcmStats(data=sent).reduce() == {"ucm asked": 1, "ucm load_bytes_per_second": 1235000.0}
     config: Any = SimpleNamespace(kv_transfer_config=None)
-    metrics = UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["gauged", "0"]})  # type: ignore[arg-type]
+    metrics = UCMConnector.build_prom_metrics(
+        config, TYPES, ["model_name", "engine"], {0: ["gauged", "0"]}
+    )  # type: ignore[arg-type]
     assert metrics is not None
     metrics.observe(sent, 0)
     metrics.observe({"load_bytes_per_second": 7.0}, 0)
@@ -211,23 +229,40 @@ def test_the_worker_tells_how_long_transfers_took() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, _ in (*COUNTERS.values(), *HISTOGRAMS.values(), *GAUGES.values())] + [MISSED_BLOCKS[0]]
+    "name",
+    [name for name, _ in (*COUNTERS.values(), *HISTOGRAMS.values(), *GAUGES.values())]
+    + [MISSED_BLOCKS[0]],
 )
 def test_names_have_our_prefix_and_a_unit(name: str) -> None:
     assert name.startswith("ucm_")
     assert name.endswith(("_blocks", "_bytes", "_seconds", "_tokens", "_rows", "_per_second"))
 
 
-def test_metrics_switched_off_are_neither_given_to_vllm_nor_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_switched_off_are_neither_given_to_vllm_nor_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig()
-    half = connector(scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats, exports_metrics=False)
+    half = connector(
+        scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats, exports_metrics=False
+    )
     rig.admit(rig.request("a", 2 * BLOCK + 1))
     assert half.get_kv_connector_stats() is None
     assert rig.scheduler.miss_stats.take() is None, "they do not heap up"
-    off = SimpleNamespace(kv_connector_extra_config={"storage_path": "/d", "metrics": {"enabled": False}})
+    off = SimpleNamespace(
+        kv_connector_extra_config={"storage_path": "/d", "metrics": {"enabled": False}}
+    )
     config: Any = SimpleNamespace(kv_transfer_config=off)
-    assert UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["off", "0"]}) is None  # type: ignore[arg-type]
+    assert (
+        UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["off", "0"]})
+        is None
+    )  # type: ignore[arg-type]
     off.kv_connector_extra_config = {"storage_path": "/d"}
     monkeypatch.setenv("UCM_METRICS_ENABLE", "false")
-    assert UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["off", "0"]}) is None  # type: ignore[arg-type]
-    assert REGISTRY.get_sample_value("ucm_asked_blocks_total", {"model_name": "off", "engine": "0"}) is None
+    assert (
+        UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["off", "0"]})
+        is None
+    )  # type: ignore[arg-type]
+    assert (
+        REGISTRY.get_sample_value("ucm_asked_blocks_total", {"model_name": "off", "engine": "0"})
+        is None
+    )

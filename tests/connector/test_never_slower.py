@@ -1,8 +1,10 @@
-"""Never slower than recomputing: an engine with the cache beside the same engine without it, in virtual time.
+"""Never slower than recomputing: an engine with the cache beside the same engine without it, in
+virtual time.
 
-What is promised is the long run: the mean time to the first token with the cache is at most 1.02 of that without it, at
-every speed of the tier, and also while the speed changes. What comes before the long run is bounded too: loads that
-began while nothing was known cost their deadline each, and the ledger's first seconds may be lost once.
+What is promised is the long run: the mean time to the first token with the cache is at most 1.02 of
+that without it, at every speed of the tier, and also while the speed changes. What comes before the
+long run is bounded too: loads that began while nothing was known cost their deadline each, and the
+ledger's first seconds may be lost once.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from parts import BLOCK
-from simulation import BLOCK_BYTES, UNKNOWN_S, Arrival, Engine, Simulation, Tier, compare, spread, steady, traffic
+from simulation import (
+    BLOCK_BYTES,
+    UNKNOWN_S,
+    Arrival,
+    Engine,
+    Simulation,
+    Tier,
+    compare,
+    spread,
+    steady,
+    traffic,
+)
 
 from ucm.integration.vllm.connector.admission.admission import FIRST_S
 from ucm.integration.vllm.connector.admission.compute_rate import FLOOR
@@ -43,20 +56,24 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-SPEEDS = [(latency, bandwidth) for latency in (0.0, 0.05, 0.5) for bandwidth in (10, 300, 1000, 100_000)]
+SPEEDS = [
+    (latency, bandwidth) for latency in (0.0, 0.05, 0.5) for bandwidth in (10, 300, 1000, 100_000)
+]
 
 
 @pytest.mark.parametrize("gap", [0.5, 0.2], ids=["quiet", "busy"])
 @pytest.mark.parametrize(("latency", "bandwidth"), SPEEDS)
 def test_at_every_speed_of_the_tier(gap: float, latency: float, bandwidth: float) -> None:
-    """``bandwidth`` in MiB/s: computing a block takes 1.6 ms here, so about 600 MiB/s are as fast."""
+    """``bandwidth`` in MiB/s: computing a block takes 1.6 ms here, so about 600 MiB/s are as
+    fast."""
     arrivals = traffic(600, gap)
     measured, without = compare(Engine(), lambda: steady(latency, bandwidth * MIB), arrivals)
     assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
     if gap == 0.5:  # where requests queue, which of them is in the middle says little
         assert statistics.median(measured.first) <= PROMISE * statistics.median(without.first)
     start = measured.unknown * UNKNOWN_S + FIRST_S
-    assert sum(measured.first) <= PROMISE * sum(without.first) + start * (1 if gap == 0.5 else 3)  # others queue behind
+    # others queue behind
+    assert sum(measured.first) <= PROMISE * sum(without.first) + start * (1 if gap == 0.5 else 3)
 
 
 @pytest.mark.parametrize("gap", [0.5, 0.2], ids=["quiet", "busy"])
@@ -96,7 +113,9 @@ def test_beside_requests_that_decode(bandwidth: float) -> None:
 
 def _even(engine: Engine) -> float:
     """Bytes a second at which loading a block takes as long as computing it in full steps."""
-    return BLOCK_BYTES / (BLOCK * (engine.cost + engine.overhead / engine.budget) * (1 + engine.noise / 2))
+    return BLOCK_BYTES / (
+        BLOCK * (engine.cost + engine.overhead / engine.budget) * (1 + engine.noise / 2)
+    )
 
 
 def uneven(speed: float, sigma: float) -> Callable[[], Tier]:
@@ -112,7 +131,8 @@ def uneven(speed: float, sigma: float) -> Callable[[], Tier]:
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.0, 1.25, 2.0, 4.0])
 @pytest.mark.parametrize("swings", ["steady", "uneven", "wild", "by turns"])
 def test_around_the_speed_at_which_both_take_as_long(swings: str, factor: float) -> None:
-    """Where it is hardest to tell, with rates that differ from load to load or from minute to minute."""
+    """Where it is hardest to tell, with rates that differ from load to load or from minute to
+    minute."""
     engine = Engine(noise=0.3)
     speed = factor * _even(engine)
     tiers = {
@@ -129,10 +149,14 @@ def test_around_the_speed_at_which_both_take_as_long(swings: str, factor: float)
 
 def switching(period: float, fast: float, slow: float) -> Callable[[], Tier]:
     """A tier that changes its bandwidth (MiB/s) every ``period`` seconds, fast at first."""
-    return lambda: Tier(lambda now: 0.001, lambda now: MIB * (slow if int(now / period) % 2 else fast))
+    return lambda: Tier(
+        lambda now: 0.001, lambda now: MIB * (slow if int(now / period) % 2 else fast)
+    )
 
 
-@pytest.mark.parametrize(("period", "slow"), [(50.0, 20.0), (50.0, 300.0), (200.0, 1.0), (10.0, 100.0)])
+@pytest.mark.parametrize(
+    ("period", "slow"), [(50.0, 20.0), (50.0, 300.0), (200.0, 1.0), (10.0, 100.0)]
+)
 def test_while_the_speed_changes(period: float, slow: float) -> None:
     arrivals = traffic(1200, 0.5)
     measured, without = compare(Engine(noise=0.2), switching(period, 10_000.0, slow), arrivals)
@@ -174,11 +198,14 @@ def test_a_tier_that_hangs() -> None:
 
     measured, without = compare(Engine(), tier, arrivals)
     late = [a for a in arrivals if a.at > 110]
-    assert measured.mean(len(arrivals) - len(late)) <= PROMISE * without.mean(len(arrivals) - len(late))
+    assert measured.mean(len(arrivals) - len(late)) <= PROMISE * without.mean(
+        len(arrivals) - len(late)
+    )
 
 
 def test_slow_first_steps_do_not_open_the_door() -> None:
-    """Kernels are compiled in the first steps: afterwards the engine is believed to be as fast as it is."""
+    """Kernels are compiled in the first steps: afterwards the engine is believed to be as fast as
+    it is."""
     arrivals = traffic(800, 0.5)
     engine = Engine(first_steps=3.0, cold_steps=4)
     measured, without = compare(engine, lambda: steady(0.3, 300 * MIB), arrivals)
@@ -186,13 +213,16 @@ def test_slow_first_steps_do_not_open_the_door() -> None:
 
 
 def test_a_burst_at_the_start_costs_its_deadline_once() -> None:
-    arrivals = [Arrival(0.0, 60, 54) for _ in range(8)] + [Arrival(30 + a.at, *_rest(a)) for a in traffic(800, 0.5)]
+    arrivals = [Arrival(0.0, 60, 54) for _ in range(8)] + [
+        Arrival(30 + a.at, *_rest(a)) for a in traffic(800, 0.5)
+    ]
     measured, without = compare(Engine(), lambda: steady(0.0, 1.0 * MIB), arrivals)
     assert max(measured.first[:8]) <= UNKNOWN_S + max(without.first[:8]) + 0.1
     assert measured.mean(8 + WARM_UP) <= PROMISE * without.mean(8 + WARM_UP)
 
 
-# Restart: a fresh engine over a full store -------------------------------------------------------------------
+# Restart: a fresh engine over a full store
+# -------------------------------------------------------------------
 
 
 def all_stored(order: int = 0, gap: float = 3.0) -> list[Arrival]:
@@ -212,7 +242,9 @@ def earlier(engine: Engine, make_tier: Callable[[], Tier]) -> Any:
 @pytest.mark.parametrize("memory", [True, False], ids=["with", "without"])
 @pytest.mark.parametrize("order", range(3))
 @pytest.mark.parametrize("factor", [4.0, 100.0])
-def test_restart_reuses_every_full_block_whatever_the_order(factor: float, order: int, memory: bool) -> None:
+def test_restart_reuses_every_full_block_whatever_the_order(
+    factor: float, order: int, memory: bool
+) -> None:
     engine, arrivals = Engine(), all_stored(order)
 
     def tier() -> Tier:
@@ -228,7 +260,8 @@ def test_restart_reuses_every_full_block_whatever_the_order(factor: float, order
 
 
 def test_restart_of_a_queue_without_memory() -> None:
-    """All arrive at once. Their loads wait for each other longer than one prompt takes to compute."""
+    """All arrive at once. Their loads wait for each other longer than one prompt takes to
+    compute."""
     engine, arrivals = Engine(), all_stored(gap=0.0)[:60]
     measured, without = compare(engine, lambda: steady(0.001, 4 * _even(engine)), arrivals)
     assert measured.loaded == sum(arrival.stored for arrival in arrivals)
@@ -237,7 +270,8 @@ def test_restart_of_a_queue_without_memory() -> None:
 
 @pytest.mark.parametrize("factor", [0.01, 0.1, 0.5, 0.8, 1.0, 1.25])
 def test_restart_with_memory_over_a_slow_store(factor: float) -> None:
-    """No prompt is ever computed because it had to be, yet the first declined hit is declined at once."""
+    """No prompt is ever computed because it had to be, yet the first declined hit is declined at
+    once."""
     engine = Engine()
 
     def tier() -> Tier:
@@ -249,8 +283,8 @@ def test_restart_with_memory_over_a_slow_store(factor: float) -> None:
 
 @pytest.mark.parametrize("factor", [0.001, 0.01, 0.03])
 def test_restart_without_memory_over_a_store_slower_than_any_computing(factor: float) -> None:
-    """A prompt takes 0.44 ms a token in full steps here: below 0.04 of the speed at which both take as long, a load
-    brings fewer than 100 tokens a second."""
+    """A prompt takes 0.44 ms a token in full steps here: below 0.04 of the speed at which both take
+    as long, a load brings fewer than 100 tokens a second."""
     engine = Engine()
     measured, without = compare(engine, lambda: steady(0.001, factor * _even(engine)), all_stored())
     # So short are these prompts that the ledger's first seconds last beyond the warm-up.
@@ -260,8 +294,8 @@ def test_restart_without_memory_over_a_store_slower_than_any_computing(factor: f
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.0])
 def test_restart_without_memory_until_a_prompt_is_computed(factor: float) -> None:
-    """What no bound can tell is learnt by the first prompts that have something new, and the promise holds from then
-    on; before, loads are no slower than the bound says."""
+    """What no bound can tell is learnt by the first prompts that have something new, and the
+    promise holds from then on; before, loads are no slower than the bound says."""
     engine = Engine()
     stored, new = all_stored()[:30], traffic(600, 0.5)
     arrivals = [*stored, *(replace(each, at=120 + each.at) for each in new)]
@@ -277,7 +311,9 @@ def test_restart_without_memory_until_a_prompt_is_computed(factor: float) -> Non
 def test_restart_over_a_store_that_has_changed(before: float, now: float) -> None:
     engine = Engine(noise=0.2)
     known = earlier(engine, lambda: steady(0.001, before * _even(engine)))
-    measured, without = compare(engine, lambda: steady(0.001, now * _even(engine)), traffic(600, 0.5), known=known)
+    measured, without = compare(
+        engine, lambda: steady(0.001, now * _even(engine)), traffic(600, 0.5), known=known
+    )
     assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
     if now == 4.0:
         assert measured.mean(WARM_UP) < 0.8 * without.mean(WARM_UP)
@@ -290,13 +326,16 @@ def test_restart_of_an_engine_that_has_changed(other: float, factor: float) -> N
     engine = Engine(noise=0.2)
     past = replace(engine, overhead=other * engine.overhead, cost=other * engine.cost)
     known = earlier(past, lambda: steady(0.001, factor * _even(engine)))
-    measured, without = compare(engine, lambda: steady(0.001, factor * _even(engine)), traffic(600, 0.5), known=known)
+    measured, without = compare(
+        engine, lambda: steady(0.001, factor * _even(engine)), traffic(600, 0.5), known=known
+    )
     assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
     if factor == 3.0:
         assert measured.mean(WARM_UP) < 0.8 * without.mean(WARM_UP)
 
 
-# Memory above something slower ------------------------------------------------------------------------------
+# Memory above something slower
+# ------------------------------------------------------------------------------
 
 
 def memory() -> Tier:
@@ -308,7 +347,9 @@ def memory() -> Tier:
 @pytest.mark.parametrize(("latency", "bandwidth"), SPEEDS)
 def test_memory_above_a_tier_of_every_speed(gap: float, latency: float, bandwidth: float) -> None:
     arrivals = spread(traffic(600, gap))
-    measured, without = compare(Engine(), memory, arrivals, make_lower=lambda: steady(latency, bandwidth * MIB))
+    measured, without = compare(
+        Engine(), memory, arrivals, make_lower=lambda: steady(latency, bandwidth * MIB)
+    )
     assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
     start = measured.unknown * UNKNOWN_S + 2 * FIRST_S
     assert sum(measured.first) <= PROMISE * sum(without.first) + start * (1 if gap == 0.5 else 3)
@@ -318,12 +359,17 @@ def test_memory_above_a_tier_of_every_speed(gap: float, latency: float, bandwidt
 def test_hits_in_memory_are_taken_and_those_on_a_slow_disk_declined(bandwidth: float) -> None:
     """As if the store had nothing but what is in memory."""
     arrivals = spread(traffic(600, 0.5))
-    measured, without = compare(Engine(), memory, arrivals, make_lower=lambda: steady(0.01, bandwidth * MIB))
-    above = [replace(arrival, stored=arrival.stored - arrival.below, below=0) for arrival in arrivals]
+    measured, without = compare(
+        Engine(), memory, arrivals, make_lower=lambda: steady(0.01, bandwidth * MIB)
+    )
+    above = [
+        replace(arrival, stored=arrival.stored - arrival.below, below=0) for arrival in arrivals
+    ]
     alone = Simulation(Engine(), memory(), above).run()
     assert measured.mean(WARM_UP) <= 1.03 * alone.mean(WARM_UP) < 0.8 * without.mean(WARM_UP)
     in_memory, on_disk = alone.loaded, sum(arrival.below for arrival in arrivals)
-    # The loads from both that began before anything was known were given up, and their part in memory with them.
+    # The loads from both that began before anything was known were given up, and their part in
+    # memory with them.
     assert 0.99 * in_memory <= measured.loaded <= in_memory + 0.1 * on_disk
     assert measured.declined >= 0.9 * on_disk
 
@@ -331,7 +377,9 @@ def test_hits_in_memory_are_taken_and_those_on_a_slow_disk_declined(bandwidth: f
 def test_a_disk_that_is_quick_enough_is_used_beside_memory() -> None:
     arrivals = spread(traffic(400, 0.5))
     measured, _ = compare(Engine(), memory, arrivals, make_lower=lambda: steady(0.005, 5000 * MIB))
-    always = Simulation(Engine(), memory(), arrivals, "always", lower=steady(0.005, 5000 * MIB)).run()
+    always = Simulation(
+        Engine(), memory(), arrivals, "always", lower=steady(0.005, 5000 * MIB)
+    ).run()
     assert measured.mean() < 1.05 * always.mean()
     assert measured.loaded > 0.9 * always.loaded
 
@@ -365,7 +413,10 @@ def test_whatever_the_engine_the_tier_and_the_traffic(
     part = arrivals[-1].at / len(bandwidths) + 1
 
     def tier() -> Tier:
-        return Tier(lambda now: latency, lambda now: MIB * 10 ** bandwidths[min(int(now / part), len(bandwidths) - 1)])
+        return Tier(
+            lambda now: latency,
+            lambda now: MIB * 10 ** bandwidths[min(int(now / part), len(bandwidths) - 1)],
+        )
 
     engine = Engine(cost=cost, budget=budget, noise=0.3)
     measured, without = compare(engine, tier, arrivals, seed=seed)

@@ -1,4 +1,5 @@
-"""Hints: what waits in line is brought up, what is in use is told, bounded, and nothing depends on it."""
+"""Hints: what waits in line is brought up, what is in use is told, bounded, and nothing depends on
+it."""
 
 from __future__ import annotations
 
@@ -15,10 +16,20 @@ from blocks import await_room
 from parts import BLOCK, Memory, Rig, dump, eventually, small_store
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.metadata import Prefetch, RankReport, UCMConnectorMetadata, join_keys, split_keys
+from ucm.integration.vllm.connector.metadata import (
+    Prefetch,
+    RankReport,
+    UCMConnectorMetadata,
+    join_keys,
+    split_keys,
+)
 from ucm.integration.vllm.connector.scheduler.prefetch import EVERY_S, IN_LINE, RELOCATE_S
 from ucm.integration.vllm.connector.scheduler.touches import STEP, WAITING, TouchQueue
-from ucm.integration.vllm.connector.worker.store_hints import pass_hints, prefetch_room, wants_touches
+from ucm.integration.vllm.connector.worker.store_hints import (
+    pass_hints,
+    prefetch_room,
+    wants_touches,
+)
 from ucm.store import part_mask, record_ids
 
 MASK = part_mask(0, 0, 0)
@@ -47,12 +58,20 @@ def tiered(room: int = 100, wanted: bool = True, ranks: int = 1) -> Rig:
     """An engine over a store of two tiers, whose ranks take hints for ``room`` blocks."""
     rig = Rig(ranks=ranks)
     rig.store.tier_names = ("memory", "disk")
-    rig.report(*(RankReport(rank, ready=True, wants_touches=wanted, prefetch_room=room) for rank in range(ranks)))
+    rig.report(
+        *(
+            RankReport(rank, ready=True, wants_touches=wanted, prefetch_room=room)
+            for rank in range(ranks)
+        )
+    )
     return rig
 
 
-def waiting(rig: Rig, name: str, blocks: int, seed: int, below: int | None = None, length: int = 0) -> Request:
-    """A request in line of which ``blocks`` are stored, the last ``below`` of them (or all) on disk alone."""
+def waiting(
+    rig: Rig, name: str, blocks: int, seed: int, below: int | None = None, length: int = 0
+) -> Request:
+    """A request in line of which ``blocks`` are stored, the last ``below`` of them (or all) on disk
+    alone."""
     request = rig.request(name, length or blocks * BLOCK + 1, seed)
     rig.stored(request, blocks)
     first = 0 if below is None else blocks - below
@@ -207,7 +226,8 @@ def test_where_blocks_are_is_asked_again_while_a_request_waits() -> None:
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
 
 
-# Touches ------------------------------------------------------------------------------------------------------
+# Touches
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_request_touches_its_whole_prefix_in_every_ranks_memory() -> None:
@@ -218,7 +238,9 @@ def test_a_request_touches_its_whole_prefix_in_every_ranks_memory() -> None:
     assert rig.scheduler.get_num_new_matched_tokens(request, 2 * BLOCK) == (3 * BLOCK, True)
     rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 8), 3 * BLOCK)
     plan = rig.step()
-    assert [(first, split_keys(keys)) for first, keys in plan.touched] == [(0, rig.keys_of(request)[:5])]
+    assert [(first, split_keys(keys)) for first, keys in plan.touched] == [
+        (0, rig.keys_of(request)[:5])
+    ]
     assert rig.step().touched == []
 
 
@@ -245,7 +267,10 @@ def test_a_step_tells_a_bounded_number_and_long_chains_go_in_pieces() -> None:
     touches.add(chain[:3])
     assert [(first, len(keys) // 16) for first, keys in touches.take()] == [(0, STEP)]
     told = touches.take()
-    assert [(first, split_keys(keys)) for first, keys in told] == [(STEP, chain[STEP:]), (0, chain[:3])]
+    assert [(first, split_keys(keys)) for first, keys in told] == [
+        (STEP, chain[STEP:]),
+        (0, chain[:3]),
+    ]
     assert touches.take() == []
     for _ in range(WAITING):
         touches.add(chain)
@@ -256,7 +281,8 @@ def test_a_step_tells_a_bounded_number_and_long_chains_go_in_pieces() -> None:
     assert (touches._waiting, steps) == (0, WAITING // len(chain) * len(chain) // STEP + 1)
 
 
-# On a rank ----------------------------------------------------------------------------------------------------
+# On a rank
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_passes_them_on_under_its_own_names() -> None:
@@ -264,14 +290,18 @@ def test_a_rank_passes_them_on_under_its_own_names() -> None:
     store.has_own_memory = True
     keys = [bytes([number]) * 16 for number in range(6)]
     ids = record_ids(keys, mask)
-    prefetch = Prefetch(join_keys(keys[:1]), [("urgent", join_keys(keys[1:3])), ("normal", join_keys(keys[3:]))])
+    prefetch = Prefetch(
+        join_keys(keys[:1]), [("urgent", join_keys(keys[1:3])), ("normal", join_keys(keys[3:]))]
+    )
     plan = UCMConnectorMetadata(touched=[(7, join_keys(keys[:2]))], prefetch=prefetch)
     pass_hints(plan, store, mask, writer=True)
     touched = ("touch", ids[:2], 7)
     assert store.calls == [touched, ("cancel", ids[:1]), ("urgent", ids[1:3]), ("normal", ids[3:])]
     store.calls.clear()
     pass_hints(plan, store, mask, writer=False)
-    assert store.calls == [touched], "the rank that writes these bytes brings them up, the others read its memory"
+    assert store.calls == [touched], (
+        "the rank that writes these bytes brings them up, the others read its memory"
+    )
     store.calls.clear()
     store.has_own_memory = False
     pass_hints(plan, store, mask, writer=False)
@@ -301,11 +331,14 @@ def test_a_store_that_fails_disturbs_nothing() -> None:
     assert not wants_touches(Memory())
 
 
-def test_what_a_scheduler_half_knows_to_be_in_use_reaches_the_segments_by_their_rank(tmp_path: Path) -> None:
+def test_what_a_scheduler_half_knows_to_be_in_use_reaches_the_segments_by_their_rank(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("ucm._core", reason="the core is not compiled here")
     from ucm.store.pc import UcmPcStore
 
-    config = small_store(tmp_path) | {"segment_age": 60}  # one segment, which is sealed because it is waited for
+    # one segment, which is sealed because it is waited for
+    config = small_store(tmp_path) | {"segment_age": 60}
     rig = Rig()
     request = rig.request("a", 6 * BLOCK + 1)
     ids = record_ids(rig.keys_of(request)[:6], MASK)
@@ -334,7 +367,11 @@ def test_over_a_pipeline_what_waits_comes_up_into_memory(tmp_path: Path) -> None
 
     from ucm.store.pipeline import UcmPipelineStore
 
-    config = small_store(tmp_path) | {"store_pipeline": "Cache|Posix", "cache_size": "4MiB", "identity": str(tmp_path)}
+    config = small_store(tmp_path) | {
+        "store_pipeline": "Cache|Posix",
+        "cache_size": "4MiB",
+        "identity": str(tmp_path),
+    }
     memory = np.arange(8 * 4096, dtype=np.uint8).reshape(8, 4096)
     rows = np.array([[row.ctypes.data] for row in memory], dtype=np.uint64)
     rig = tiered()
@@ -346,7 +383,14 @@ def test_over_a_pipeline_what_waits_comes_up_into_memory(tmp_path: Path) -> None
         store.wait(store.dump_data(ids, [0] * 8, rows))
     with UcmPipelineStore(config) as store:
         assert store.locate_on_prefix(ids) == (b"\1" * 8, "absent")
-        rig.report(RankReport(0, ready=True, wants_touches=wants_touches(store), prefetch_room=prefetch_room(store)))
+        rig.report(
+            RankReport(
+                0,
+                ready=True,
+                wants_touches=wants_touches(store),
+                prefetch_room=prefetch_room(store),
+            )
+        )
         rig.clock.now += EVERY_S
         pass_hints(rig.step(), store, MASK, writer=True)
         comes_up(store, ids)

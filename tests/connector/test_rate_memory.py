@@ -1,4 +1,5 @@
-"""Speeds that outlive the process: what is kept, for whom, when it is written, and what garbage does."""
+"""Speeds that outlive the process: what is kept, for whom, when it is written, and what garbage
+does."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from ucm.integration.vllm.connector.admission import rate_memory
 from ucm.integration.vllm.connector.admission.admission import TIERS, Admission, Cut, Verdict
 from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate, ComputeSpeed
 from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
-from ucm.integration.vllm.connector.admission.rate_memory import LIMIT, NAME, RARELY_S, SOON_S, RateMemory, machine_name
+from ucm.integration.vllm.connector.admission.rate_memory import (
+    LIMIT,
+    NAME,
+    RARELY_S,
+    SOON_S,
+    RateMemory,
+    machine_name,
+)
 from ucm.integration.vllm.connector.background import Background
 from ucm.integration.vllm.connector.identity.engine_identity import FIELDS
 from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity, lasting
@@ -40,7 +48,9 @@ def root(tmp_path: Path) -> Path:
 class Life:
     """An engine's memory in one process."""
 
-    def __init__(self, root: Path | None, identity: str = "i", machine: str = "m", store: str = "s") -> None:
+    def __init__(
+        self, root: Path | None, identity: str = "i", machine: str = "m", store: str = "s"
+    ) -> None:
         self.later, self.clock = Later(), Clock()
         self.admission = Admission("measured", 0.8, ComputeRate(0.2, 30.0), self.clock)
         where = None if root is None else str(root)
@@ -52,7 +62,11 @@ class Life:
         """What this process knows."""
         return self.admission.known()
 
-    def learns(self, computing: ComputeSpeed | None = COMPUTING, loading: dict[int, LoadSpeed] | None = None) -> Life:
+    def learns(
+        self,
+        computing: ComputeSpeed | None = COMPUTING,
+        loading: dict[int, LoadSpeed] | None = None,
+    ) -> Life:
         """As if it had measured this, and written it."""
         self.admission.recall(computing, LOADING if loading is None else loading)
         self.memory.keep(self.clock.now)
@@ -75,7 +89,9 @@ def test_what_was_known_is_known_to_the_next_process(root: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"identity": "other"}, {"machine": "other"}])
-def test_an_engine_of_another_identity_or_on_another_machine_knows_nothing(root: Path, other: dict[str, str]) -> None:
+def test_an_engine_of_another_identity_or_on_another_machine_knows_nothing(
+    root: Path, other: dict[str, str]
+) -> None:
     Life(root).learns()
     assert Life(root, **other).known() == (None, {})
     Life(root, **other).learns(ComputeSpeed(0.1, 0.1, 100), {})
@@ -208,7 +224,9 @@ def test_nothing_is_written_below_a_root_without_a_marker(root: Path) -> None:
     same(Life(root).known())
 
 
-def test_it_is_written_now_and_then_on_a_thread_of_its_own_and_only_when_it_is_new(root: Path) -> None:
+def test_it_is_written_now_and_then_on_a_thread_of_its_own_and_only_when_it_is_new(
+    root: Path,
+) -> None:
     life = Life(root)
     assert life.memory.due == life.clock.now + SOON_S
     life.admission.recall(COMPUTING, {})
@@ -270,7 +288,10 @@ def test_the_file_is_bounded_and_the_last_stay(root: Path) -> None:
 def test_the_end_waits_for_the_last_writing_but_not_for_a_root_that_hangs(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admission, background = Admission("measured", 0.8, ComputeRate(0.2, 30.0)), Background("test", threads=2)
+    admission, background = (
+        Admission("measured", 0.8, ComputeRate(0.2, 30.0)),
+        Background("test", threads=2),
+    )
     memory = RateMemory(str(root), admission, background, lambda: "m")
     memory.open("i", "s")
     admission.recall(COMPUTING, LOADING)
@@ -291,17 +312,21 @@ def test_a_machine_is_named_by_what_it_is() -> None:
     assert " cores" in machine_name()
 
 
-# In the scheduler side ----------------------------------------------------------------------------------------
+# In the scheduler side
+# ----------------------------------------------------------------------------------------
 
 
 def served(rig: Rig, name: str, blocks: int, step: Callable[[], Any]) -> int:
-    """A request of which the store has every full block; the tokens loaded of it, in next to no time."""
+    """A request of which the store has every full block; the tokens loaded of it, in next to no
+    time."""
     request = rig.request(name, blocks * BLOCK + 1, seed=len(name) + blocks)
     rig.stored(request, blocks)
     rig.later.run()
     tokens, _ = rig.scheduler.get_num_new_matched_tokens(request, 0)
     assert tokens is not None
-    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, blocks + 1), tokens)
+    rig.scheduler.update_state_after_alloc(
+        request, rig.tables.allocate(request, blocks + 1), tokens
+    )
     step()
     rig.report(RankReport(0, ready=True), recved={name} if tokens else None)
     request.num_computed_tokens = request.num_tokens

@@ -1,4 +1,5 @@
-"""Every block a request asked for is loaded, or missed for exactly one reason; the sums of both sides agree."""
+"""Every block a request asked for is loaded, or missed for exactly one reason; the sums of both
+sides agree."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_a_lookup_without_a_hit(prepare: Callable[[Rig], None], reason: str) -> 
     request = rig.request("a", 4 * BLOCK + 1)
     assert admit(rig, request) == 0
     assert balance(rig) == {reason: 4}
-    rig.scheduler.update_state_after_alloc(request, rig.tables.get_blocks("a"), 0)  # vLLM says so again after a load
+    # vLLM says so again after a load
+    rig.scheduler.update_state_after_alloc(request, rig.tables.get_blocks("a"), 0)
     assert balance(rig) == {reason: 4}
 
 
@@ -125,7 +127,10 @@ def test_a_lookup_without_a_hit(prepare: Callable[[Rig], None], reason: str) -> 
     ("switch_off", "reason"),
     [
         (lambda rig: rig.readiness.off("the user's wish"), "disabled"),
-        (lambda rig: rig.readiness.off("no weights to be read", MissReason.IDENTITY_UNKNOWN), "identity_unknown"),
+        (
+            lambda rig: rig.readiness.off("no weights to be read", MissReason.IDENTITY_UNKNOWN),
+            "identity_unknown",
+        ),
         (lambda rig: rig.report(RankReport(0, broken="disk on fire")), "disabled"),
     ],
 )
@@ -165,7 +170,9 @@ def test_requests_and_engines_that_are_left_alone() -> None:
     request = rig.request("a", 2 * BLOCK)
     request.skip_reading_prefix_cache = True
     assert admit(rig, request) == 0
-    session = SimpleNamespace(request_id="s", resumable=True, num_tokens=3 * BLOCK, num_prompt_tokens=3 * BLOCK)
+    session = SimpleNamespace(
+        request_id="s", resumable=True, num_tokens=3 * BLOCK, num_prompt_tokens=3 * BLOCK
+    )
     rig.scheduler.on_new_request(session)  # type: ignore[arg-type]
     assert balance(rig) == {"unsupported": 5}
     rig = Rig(may_load=False)
@@ -245,7 +252,8 @@ def test_an_answer_that_fails_inside_is_counted() -> None:
     assert balance(rig) == {"internal": 2}
 
 
-# Loads --------------------------------------------------------------------------------------------------------
+# Loads
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_failed_load_counts_each_block_once_over_ranks() -> None:
@@ -254,7 +262,11 @@ def test_a_failed_load_counts_each_block_once_over_ranks() -> None:
     rig.stored(request, 6)
     assert admit(rig, request) == 6
     rig.report(
-        RankReport(0, ready=True, load_failures=[LoadFailure("a", 3, b"", ("bad_checksum",) + ("load_failed",) * 2)])
+        RankReport(
+            0,
+            ready=True,
+            load_failures=[LoadFailure("a", 3, b"", ("bad_checksum",) + ("load_failed",) * 2)],
+        )
     )
     assert rig.scheduler.miss_stats.total.loaded == 0  # the other rank has not reported
     late = LoadFailure("a", 2, b"", ("timeout",) * 4)
@@ -276,7 +288,9 @@ def test_a_worker_that_names_no_reasons_or_unknown_ones() -> None:
     other = rig.request("b", 2 * BLOCK + 1, seed=1)
     rig.stored(other, 2)
     assert admit(rig, other) == 2
-    rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("b", 1, b"", ("new",))]), recved={"b"})
+    rig.report(
+        RankReport(0, ready=True, load_failures=[LoadFailure("b", 1, b"", ("new",))]), recved={"b"}
+    )
     assert balance(rig) == {"load_failed": 3, "internal": 1}
 
 
@@ -288,7 +302,9 @@ def test_a_refused_record_is_no_hit_for_others() -> None:
     bad = rig.keys(rig.readiness.identity_text).first(request)[1]
     rig.report(
         RankReport(
-            0, ready=True, load_failures=[LoadFailure("a", 1, bad, ("foreign_id", "load_failed", "load_failed"))]
+            0,
+            ready=True,
+            load_failures=[LoadFailure("a", 1, bad, ("foreign_id", "load_failed", "load_failed"))],
         ),
         recved={"a"},
     )
@@ -302,7 +318,10 @@ def test_after_a_preemption_blocks_are_asked_for_again_and_the_failed_load_is_re
     request = rig.request("a", 4 * BLOCK + 1)
     rig.stored(request, 4)
     assert admit(rig, request) == 4
-    rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, b"", ("busy",) * 3)]), recved={"a"})
+    rig.report(
+        RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, b"", ("busy",) * 3)]),
+        recved={"a"},
+    )
     rig.tables.free(request)
     request.num_preemptions = 1
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
@@ -321,11 +340,15 @@ def test_a_request_that_ends_first(loading: bool) -> None:
         assert admit(rig, request) == 3
     rig.scheduler.request_finished(request)
     assert balance(rig) == ({"aborted": 3, "absent": 1} if loading else {"aborted": 4})
-    rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("a", 0, b"", ("timeout",) * 3)]), recved={"a"})
+    rig.report(
+        RankReport(0, ready=True, load_failures=[LoadFailure("a", 0, b"", ("timeout",) * 3)]),
+        recved={"a"},
+    )
     assert sum(balance(rig).values()) == 4
 
 
-# What is told -------------------------------------------------------------------------------------------------
+# What is told
+# -------------------------------------------------------------------------------------------------
 
 
 def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,13 +356,21 @@ def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     request = rig.request("a", 5 * BLOCK)
     rig.stored(request, 3)
     assert admit(rig, request) == 3
-    rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("a", 2, b"", ("truncated",))]), recved={"a"})
+    rig.report(
+        RankReport(0, ready=True, load_failures=[LoadFailure("a", 2, b"", ("truncated",))]),
+        recved={"a"},
+    )
     request.num_computed_tokens = 2 * BLOCK
     rig.step(request)
     with caplog.at_level(logging.DEBUG, "ucm.vllm"):
         rig.scheduler.request_finished(request)
-    said = "request a: 20 prompt tokens, 5 blocks asked, 3 hit, 2 loaded, missed: 2 absent, 1 truncated; 2 offered"
-    assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [said]
+    said = (
+        "request a: 20 prompt tokens, 5 blocks asked, 3 hit, 2 loaded, missed: 2 absent, 1"
+        " truncated; 2 offered"
+    )
+    assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [
+        said
+    ]
 
 
 def test_one_line_per_request_of_an_engine_that_is_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -347,8 +378,13 @@ def test_one_line_per_request_of_an_engine_that_is_off(caplog: pytest.LogCapture
     rig.readiness.off("the user's wish")
     with caplog.at_level(logging.DEBUG, "ucm.vllm"):
         rig.scheduler.request_finished(rig.request("a", 5 * BLOCK))
-    said = "request a: 20 prompt tokens, 5 blocks asked, 0 hit, 0 loaded, missed: 5 disabled; 0 offered"
-    assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [said]
+    said = (
+        "request a: 20 prompt tokens, 5 blocks asked, 0 hit, 0 loaded, missed: 5 disabled; 0"
+        " offered"
+    )
+    assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [
+        said
+    ]
 
 
 def test_a_summary_now_and_then_when_something_happened(caplog: pytest.LogCaptureFixture) -> None:
@@ -372,7 +408,11 @@ def test_a_summary_now_and_then_when_something_happened(caplog: pytest.LogCaptur
         rig.clock.now += SUMMARY_S
         rig.step()
         (line,) = said()
-        assert line == "4 blocks asked, 2 hit, 2 loaded (2.0 MiB); missed: 2 absent; 2 published (2.0 MiB), 0 not"
+        assert (
+            line
+            == "4 blocks asked, 2 hit, 2 loaded (2.0 MiB); missed: 2 absent; 2 published (2.0 MiB),"
+            " 0 not"
+        )
         rig.clock.now += SUMMARY_S
         rig.step()
         assert said() == []  # nothing happened

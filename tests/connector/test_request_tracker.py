@@ -1,4 +1,5 @@
-"""Keys of a request whose KV is not that of its tokens alone from some block on: no other request can have them."""
+"""Keys of a request whose KV is not that of its tokens alone from some block on: no other request
+can have them."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_what_a_rank_finds_gone_has_not_been_stored() -> None:
 
 
 def test_what_follows_a_block_that_has_left_is_stored() -> None:
-    """The block was stored before it left; where that has failed since, it cannot be offered again, and others can."""
+    """The block was stored before it left; where that has failed since, it cannot be offered again,
+    and others can."""
     rig = Rig()
     request = rig.request("a", 6 * BLOCK)
     rig.later.run()

@@ -36,10 +36,16 @@ def test_the_directory_of_the_model_is_no_root(model: Path, below: str) -> None:
     with pytest.raises(ConfigError) as refused:
         refuse_model_directory(config_of(root), [str(model)])
     text = refused.value.message
-    assert str(root) in text and "directory of the model" in text and "choose another directory" in text
+    assert (
+        str(root) in text
+        and "directory of the model" in text
+        and "choose another directory" in text
+    )
 
 
-def test_a_relative_model_on_a_file_system_that_does_not_answer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_model_on_a_file_system_that_does_not_answer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(model.parent)
     monkeypatch.setattr(configured_stores, "real_path", lambda path: path)
     refuse_model_directory(config_of(model.parent / "root"), ["model"])
@@ -47,7 +53,9 @@ def test_a_relative_model_on_a_file_system_that_does_not_answer(model: Path, mon
         refuse_model_directory(config_of(model / "below"), ["model"])
 
 
-def test_it_is_found_behind_links_in_every_stage_and_every_alternative(model: Path, tmp_path: Path) -> None:
+def test_it_is_found_behind_links_in_every_stage_and_every_alternative(
+    model: Path, tmp_path: Path
+) -> None:
     link, good = tmp_path / "link", tmp_path / "good"
     link.symlink_to(model)
     piped = parse({"store_pipeline": ["Cache", {"type": "posix", "storage_backends": str(link)}]})

@@ -1,4 +1,5 @@
-"""The scheduler side without an engine: what it claims, what it offers, what it pins, and for how long."""
+"""The scheduler side without an engine: what it claims, what it offers, what it pins, and for how
+long."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from parts import BLOCK, Rig
 from vllm.config import KVTransferConfig
 
 from ucm.integration.vllm.connector.factory import _may_load
-from ucm.integration.vllm.connector.metadata import DumpResult, LoadFailure, RankReport, join_keys, split_keys
+from ucm.integration.vllm.connector.metadata import (
+    DumpResult,
+    LoadFailure,
+    RankReport,
+    join_keys,
+    split_keys,
+)
 from ucm.integration.vllm.connector.scheduler.dump_planner import KNOWN_S
 from ucm.store import part_mask, record_ids
 
@@ -23,7 +30,8 @@ def blocks_of(plan: object) -> list[tuple[int, int]]:
     return [(dump.first, len(dump.blocks)) for dump in plan.dumps]  # type: ignore[attr-defined]
 
 
-# Claiming -----------------------------------------------------------------------------------------------------
+# Claiming
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_stored_prefix_is_claimed_and_loaded_into_the_blocks_allocated() -> None:
@@ -36,7 +44,11 @@ def test_the_stored_prefix_is_claimed_and_loaded_into_the_blocks_allocated() -> 
     )  # nobody has looked yet, and nobody waits
     rig.later.run()
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
-    assert rig.scheduler.get_num_new_matched_tokens(request, BLOCK) == (2 * BLOCK, True)  # one is on the device
+    # one is on the device
+    assert rig.scheduler.get_num_new_matched_tokens(request, BLOCK) == (
+        2 * BLOCK,
+        True,
+    )
     table = rig.tables.allocate(request, 6)
     rig.scheduler.update_state_after_alloc(request, table, 2 * BLOCK)
     (load,) = rig.step().loads
@@ -77,7 +89,11 @@ def test_a_step_is_not_given_for_less_than_it_costs() -> None:
     rig.admission.compute_rate.seconds = lambda tokens, rest=1: 0.001 * tokens  # type: ignore[method-assign]
     request = rig.request("a", 8 * BLOCK + 1)
     rig.stored(request, 8)
-    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)  # nobody else computes
+    # nobody else computes
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
+        None,
+        False,
+    )
     rig.admission.compute_rate.step_under_way = lambda now: 0.01  # type: ignore[method-assign]
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
         None,
@@ -154,7 +170,9 @@ def test_short_hits_are_declined() -> None:
     assert rig.scheduler.miss_stats.total.missed == {"too_short": 2, "absent": 3}
 
 
-def test_after_a_failed_load_nothing_at_or_past_the_block_is_claimed_and_it_is_written_again() -> None:
+def test_after_a_failed_load_nothing_at_or_past_the_block_is_claimed_and_it_is_written_again() -> (
+    None
+):
     rig = Rig()
     request = rig.request("a", 5 * BLOCK)
     rig.stored(request, 4)
@@ -163,7 +181,10 @@ def test_after_a_failed_load_nothing_at_or_past_the_block_is_claimed_and_it_is_w
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (4 * BLOCK, True)
     rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 8), 4 * BLOCK)
     rig.step()
-    rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, join_keys(keys[1:2]))]), recved={"a"})
+    rig.report(
+        RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, join_keys(keys[1:2]))]),
+        recved={"a"},
+    )
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (BLOCK, True)
     other = rig.request("b", 5 * BLOCK)  # the same tokens: the record is bad for everyone
     rig.later.run()
@@ -211,7 +232,10 @@ def test_a_record_of_a_newer_version_is_no_hit_and_not_offered_while_it_is_there
     keys = failed_load(rig, newer=b"")
     other = rig.request("b", 5 * BLOCK)
     rig.later.run()
-    assert rig.scheduler.get_num_new_matched_tokens(other, 0) == (BLOCK, True), "no dump has replaced it"
+    assert rig.scheduler.get_num_new_matched_tokens(other, 0) == (
+        BLOCK,
+        True,
+    ), "no dump has replaced it"
     rig.store.ids -= set(record_ids(keys[1:2], part_mask(0, 0, 0)))  # by its age
     third = rig.request("c", 5 * BLOCK)
     rig.later.run()
@@ -251,7 +275,9 @@ def test_a_block_that_a_record_is_in_the_way_of_is_not_offered_at_every_request(
     assert [(dump.first, len(dump.blocks)) for dump in rig.step(third).dumps] == [(0, 3)]
 
 
-def test_a_load_that_vllm_waits_for_is_sent_whatever_fails_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_vllm_waits_for_is_sent_whatever_fails_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig()
     request = rig.request("a", 5 * BLOCK)
     rig.stored(request, 4)
@@ -311,7 +337,8 @@ def test_without_an_audit_nothing_stored_is_offered() -> None:
     assert (dump.first, len(dump.blocks), dump.audit) == (2, 1, False)
 
 
-# Offering -----------------------------------------------------------------------------------------------------
+# Offering
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_full_block_is_offered_once_prompt_and_output() -> None:
@@ -371,7 +398,9 @@ def test_a_dump_holds_no_block_of_vllms_and_is_followed_until_every_rank_has_end
     rig.scheduler.request_finished(request)
     rig.tables.free(request)
     assert rig.tables.block_pool.get_num_free_blocks() == free
-    assert not rig.scheduler.has_pending_push_work, "how it ends is told with the next request's steps"
+    assert not rig.scheduler.has_pending_push_work, (
+        "how it ends is told with the next request's steps"
+    )
     job = plan.dumps[0].job
     rig.report(RankReport(0, ready=True, staged=[job]), RankReport(1, ready=True, staged=[job]))
     assert rig.scheduler.dumps.under_way == 1
@@ -380,7 +409,9 @@ def test_a_dump_holds_no_block_of_vllms_and_is_followed_until_every_rank_has_end
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["prefix caching", "no prefix caching"])
-def test_blocks_that_vllm_hands_to_others_are_read_before_the_step_writes_them(cached: bool) -> None:
+def test_blocks_that_vllm_hands_to_others_are_read_before_the_step_writes_them(
+    cached: bool,
+) -> None:
     rig = Rig(ranks=2, blocks=4)
     pool = rig.tables.block_pool
     first = rig.request("a", 2 * BLOCK)
@@ -416,7 +447,9 @@ def test_blocks_that_vllm_hands_to_others_are_read_before_the_step_writes_them(c
     assert rig.scheduler.dumps.published_blocks == 2
 
 
-def test_what_is_overtaken_is_read_whatever_fails_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_overtaken_is_read_whatever_fails_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig(blocks=2)
     first = rig.request("a", 2 * BLOCK)
     rig.later.run()
@@ -491,7 +524,9 @@ def test_a_block_one_rank_could_not_publish_is_no_hit() -> None:
 
 
 @pytest.mark.parametrize(("busy", "hit"), [(True, 3), (False, 1)])
-def test_what_was_not_published_is_offered_again_though_a_memory_has_it(busy: bool, hit: int) -> None:
+def test_what_was_not_published_is_offered_again_though_a_memory_has_it(
+    busy: bool, hit: int
+) -> None:
     rig = Rig()
     first = rig.request("a", 3 * BLOCK)
     rig.admit(first)
@@ -572,7 +607,9 @@ def test_a_request_that_ends_while_loading_offers_nothing() -> None:
     assert blocks_of(rig.step()) == []
 
 
-def test_steps_without_sense_lose_neither_loads_nor_dumps_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_sense_lose_neither_loads_nor_dumps_that_were_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig()
     request, other = rig.request("a", BLOCK + 1), rig.request("b", 4 * BLOCK, seed=1)
     rig.stored(other, 2)
@@ -590,9 +627,12 @@ def test_steps_without_sense_lose_neither_loads_nor_dumps_that_were_planned(monk
 
 
 @pytest.mark.parametrize(
-    ("role", "batches", "may"), [("kv_producer", 2, False), ("kv_producer", 1, True), ("kv_both", 2, True)]
+    ("role", "batches", "may"),
+    [("kv_producer", 2, False), ("kv_producer", 1, True), ("kv_both", 2, True)],
 )
-def test_nothing_is_loaded_where_a_step_may_still_write_the_blocks(role: str, batches: int, may: bool) -> None:
+def test_nothing_is_loaded_where_a_step_may_still_write_the_blocks(
+    role: str, batches: int, may: bool
+) -> None:
     transfer = KVTransferConfig(kv_connector="UCMConnector", kv_role=cast("Any", role))
     config: Any = SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
     assert _may_load(config) is may
@@ -600,10 +640,13 @@ def test_nothing_is_loaded_where_a_step_may_still_write_the_blocks(role: str, ba
     request = rig.request("a", 4 * BLOCK)
     rig.stored(request, 2)
     rig.later.run()
-    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == ((2 * BLOCK, True) if may else (0, False))
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
+        (2 * BLOCK, True) if may else (0, False)
+    )
 
 
-# Opening ------------------------------------------------------------------------------------------------------
+# Opening
+# --------------------------------------------------------------------------------------------------
 
 
 def test_until_the_weights_are_known_requests_miss_and_are_offered_afterwards() -> None:
@@ -646,7 +689,9 @@ def test_requests_wait_for_the_opening_but_not_for_ever() -> None:
         ({"problem": "no such layout"}, "no such layout"),
     ],
 )
-def test_a_worker_that_differs_switches_everything_off(changes: dict[str, object], said: str) -> None:
+def test_a_worker_that_differs_switches_everything_off(
+    changes: dict[str, object], said: str
+) -> None:
     rig = Rig(opened=False)
     rig.shake(**changes)
     assert rig.readiness.phase == "off"
@@ -670,4 +715,6 @@ def test_salted_requests_share_nothing() -> None:
     salted.cache_salt = "tenant"
     keys = rig.keys(rig.readiness.identity_text)
     assert not set(keys.first(plain)) & set(keys.first(salted))
-    assert record_ids(keys.first(plain), part_mask(0, 0, 0)) != record_ids(keys.first(plain), part_mask(0, 0, 1))
+    assert record_ids(keys.first(plain), part_mask(0, 0, 0)) != record_ids(
+        keys.first(plain), part_mask(0, 0, 1)
+    )

@@ -41,11 +41,15 @@ def test_what_is_new_is_told_once_and_seldom() -> None:
 
 
 def test_they_reach_prometheus_and_the_log() -> None:
-    stats = UcmStats(data={"sparse.blocks_new": 3}).aggregate(UcmStats(data={"sparse.blocks_new": 2}))
+    stats = UcmStats(data={"sparse.blocks_new": 3}).aggregate(
+        UcmStats(data={"sparse.blocks_new": 2})
+    )
     assert stats.reduce() == {"ucm sparse blocks_new": 5}
     config: Any = SimpleNamespace(kv_transfer_config=None)
     labels = {"model_name": "sparse", "engine": "0"}
-    metrics = UCMConnector.build_prom_metrics(config, TYPES, list(labels), {0: list(labels.values())})  # type: ignore[arg-type]
+    metrics = UCMConnector.build_prom_metrics(
+        config, TYPES, list(labels), {0: list(labels.values())}
+    )  # type: ignore[arg-type]
     assert metrics is not None
     metrics.observe(stats.data, 0)  # type: ignore[attr-defined]
     assert REGISTRY.get_sample_value("ucm_sparse_new_blocks_total", labels) == 5

@@ -1,4 +1,5 @@
-"""The first available of several stores: one for all processes of an engine, chosen by what each of them found."""
+"""The first available of several stores: one for all processes of an engine, chosen by what each of
+them found."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from test_transfers import Worker  # noqa: E402
 
 from ucm.config import load  # noqa: E402
 from ucm.errors import ConfigError  # noqa: E402
-from ucm.integration.vllm.connector.configured_stores import ConfiguredStore, engine_stores, stores_of  # noqa: E402
+from ucm.integration.vllm.connector.configured_stores import (  # noqa: E402
+    ConfiguredStore,
+    engine_stores,
+    stores_of,
+)
 from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StoreSetup  # noqa: E402
 from ucm.integration.vllm.connector.scheduler import store_selection as module  # noqa: E402
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENING  # noqa: E402
@@ -64,12 +69,15 @@ def offered(rig: Rig) -> StoreSetup | None:
 def told(rig: Rig, setup: StoreSetup | None, rank: int = 0, unavailable: str = "") -> None:
     """A rank's answer to a setup."""
     assert setup is not None
-    rig.report(RankReport(rank, ready=not unavailable, attempt=setup.attempt, unavailable=unavailable))
+    rig.report(
+        RankReport(rank, ready=not unavailable, attempt=setup.attempt, unavailable=unavailable)
+    )
 
 
 @pytest.mark.parametrize("layers", [(2, 1), (1, 2), (2, 2), (2, 1, 2, 3)])
 def test_the_store_that_looks_up_is_given_the_sizes_of_every_part(layers: tuple[int, ...]) -> None:
-    """Pipeline ranks hold different numbers of layers. Each size is named once, beside that of the first rank."""
+    """Pipeline ranks hold different numbers of layers. Each size is named once, beside that of the
+    first rank."""
     made: list[dict[str, Any]] = []
 
     def make(config: dict[str, Any]) -> Memory:
@@ -77,13 +85,20 @@ def test_the_store_that_looks_up_is_given_the_sizes_of_every_part(layers: tuple[
         return Memory(config)
 
     def sizes(count: int) -> dict[str, Any]:
-        return {"tensor_size_list": [4096] * count, "shard_size": 4096 * count, "block_size": 4096 * count}
+        return {
+            "tensor_size_list": [4096] * count,
+            "shard_size": 4096 * count,
+            "block_size": 4096 * count,
+        }
 
     rig = Rig(len(layers), opened=False, stores=several(make))
     shapes = [sizes(count) | {"block_tokens": 4, "dtype": "float32"} for count in layers]
     rig.report(
         *(
-            RankReport(rank, Handshake((0, rank, 0), rank, True, {"dtype": "float32"}, shape, stores=rig.names))
+            RankReport(
+                rank,
+                Handshake((0, rank, 0), rank, True, {"dtype": "float32"}, shape, stores=rig.names),
+            )
             for rank, shape in enumerate(shapes)
         )
     )
@@ -92,8 +107,12 @@ def test_the_store_that_looks_up_is_given_the_sizes_of_every_part(layers: tuple[
     assert config["part"] == (0, 0, 0)
     assert config["block_size"] == 4096 * layers[0]
     others = [rank for rank, count in enumerate(layers) if count not in layers[:rank]][1:]
-    assert config.get("parts", []) == [sizes(layers[rank]) | {"part": (0, rank, 0)} for rank in others]
-    settings = read_settings(config | {"storage_backends": "/nowhere"}, settings_of("UcmPosixStore"), "UcmPosixStore")
+    assert config.get("parts", []) == [
+        sizes(layers[rank]) | {"part": (0, rank, 0)} for rank in others
+    ]
+    settings = read_settings(
+        config | {"storage_backends": "/nowhere"}, settings_of("UcmPosixStore"), "UcmPosixStore"
+    )
     assert [part["block_size"] for part in json.loads(settings.setup())["parts"]] == [
         4096 * layers[rank] for rank in others
     ]
@@ -111,7 +130,9 @@ def test_the_first_is_used_when_it_answers(caplog: pytest.LogCaptureFixture) -> 
     assert "of 2 stores the first available is used: Store0 on /nowhere" in caplog.text
 
 
-def test_those_that_fail_are_passed_over_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_those_that_fail_are_passed_over_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rig = opening(broken, Sick, Memory)
     with caplog.at_level(logging.INFO):
         rig.later.run()
@@ -124,10 +145,13 @@ def test_those_that_fail_are_passed_over_and_the_log_says_why(caplog: pytest.Log
         told(rig, setup)
         rig.step()
     assert rig.readiness.phase == OPEN
-    (line,) = [record.getMessage() for record in caplog.records if "first available" in record.getMessage()]
-    assert line == (
-        "of 3 stores the first available is used: Store2 on /nowhere (not Store0 on /nowhere: it cannot be opened: no "
-        "such server; not Store1 on /nowhere: the share is gone)"
+    (line,) = [
+        record.getMessage() for record in caplog.records if "first available" in record.getMessage()
+    ]
+    assert (
+        line
+        == "of 3 stores the first available is used: Store2 on /nowhere (not Store0 on /nowhere: it"
+        " cannot be opened: no such server; not Store1 on /nowhere: the share is gone)"
     )
 
 
@@ -164,7 +188,10 @@ def test_none_available_is_misses_and_another_round_later(caplog: pytest.LogCapt
     assert "the share is gone; Store1 on /nowhere: it cannot be opened" in caplog.text
     rig.clock.now += 6.0
     request = rig.request("r", 12)
-    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False), "nobody waits for it any more"
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
+        0,
+        False,
+    ), "nobody waits for it any more"
     assert not rig.scheduler.has_pending_push_work
     assert not rig.later.jobs, "not tried again at once"
     rig.clock.now += RETRY_S
@@ -198,7 +225,9 @@ def test_a_constructor_that_hangs_costs_its_deadline_once() -> None:
     rig.step()
     again = offered(rig)
     assert again is not None
-    assert again.choice == 1, "the first has not returned from its constructor: no second thread for it"
+    assert again.choice == 1, (
+        "the first has not returned from its constructor: no second thread for it"
+    )
     hanging[0]()
     told(rig, again)
     rig.step()
@@ -244,7 +273,8 @@ def test_a_single_store_that_cannot_be_opened_is_off() -> None:
     assert "no such server" in rig.readiness.why_off
 
 
-# The worker side --------------------------------------------------------------------------------------------
+# The worker side
+# --------------------------------------------------------------------------------------------
 
 
 def answer(worker: Worker, setup: StoreSetup) -> RankReport:
@@ -266,7 +296,11 @@ def test_a_worker_says_what_it_could_not_open_and_opens_the_next() -> None:
     worker.connector._stores = several(broken, sick, worker.make)
     assert worker.connector.handshake().stores == ("Store0", "Store1", "Store2")
     said = answer(worker, StoreSetup("{}", {}, 0, 7, True))
-    assert (said.attempt, said.ready, said.unavailable) == (7, False, "it cannot be opened: no such server")
+    assert (said.attempt, said.ready, said.unavailable) == (
+        7,
+        False,
+        "it cannot be opened: no such server",
+    )
     said = answer(worker, StoreSetup("{}", {}, 1, 8, True))
     assert (said.attempt, said.ready, said.unavailable) == (8, False, "the share is gone")
     assert made[0]._closed
@@ -301,15 +335,26 @@ def test_memory_is_divided_among_the_ranks_of_one_host(
     for keys in ({"store_pipeline": "Cache|Empty"}, {"ucm_connector_name": "UcmCacheStore"}):
         config = load(keys | {"cache_size": "1MiB"}, {})
         (one,) = engine_stores(config, SimpleNamespace(**parallel))
-        assert (one.config["processes"], one.config["scheduler_elsewhere"]) == (processes, several_hosts)
+        assert (one.config["processes"], one.config["scheduler_elsewhere"]) == (
+            processes,
+            several_hosts,
+        )
 
 
 def test_every_store_of_ours_is_told_of_the_engine() -> None:
     config = load({"storage_backends": "/d"}, {})
     (one,) = engine_stores(config, SimpleNamespace(world_size=2), step_tokens=8192)
     assert (one.config["processes"], one.config["step_tokens"]) == (2, 8192)
-    sizes = {"tensor_size": 4096, "shard_size": 8192, "block_size": 8192, "block_tokens": 48, "dtype": "float16"}
-    settings = read_settings(dict(one.config) | sizes, settings_of("UcmPosixStore"), "UcmPosixStore")
+    sizes = {
+        "tensor_size": 4096,
+        "shard_size": 8192,
+        "block_size": 8192,
+        "block_tokens": 48,
+        "dtype": "float16",
+    }
+    settings = read_settings(
+        dict(one.config) | sizes, settings_of("UcmPosixStore"), "UcmPosixStore"
+    )
     told = json.loads(settings.setup())
     assert (told["staging_bytes"], told["step_bytes"]) == (None, 171 * 8192)
 
@@ -318,8 +363,12 @@ def test_a_store_of_the_users_is_left_alone_on_an_accelerator_unless_it_serves_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would take the device's addresses for the host's, and the engine's process would end."""
-    (one,) = stores_of(load({"ucm_connector_name": "Memory", "ucm_connector_module_path": "parts"}, {}), 1, "cuda")
-    with pytest.raises(ConfigError, match="Memory reads and writes the host's memory, and the KV lies on cuda"):
+    (one,) = stores_of(
+        load({"ucm_connector_name": "Memory", "ucm_connector_module_path": "parts"}, {}), 1, "cuda"
+    )
+    with pytest.raises(
+        ConfigError, match="Memory reads and writes the host's memory, and the KV lies on cuda"
+    ):
         one.make({})
     monkeypatch.setattr(Memory, "serves_accelerators", True)
     assert one.make({}).config == {"platform": "cuda"}
@@ -333,21 +382,32 @@ def test_a_store_of_the_core_is_told_the_platform() -> None:
         assert one.config.get("platform") == told
 
 
-# Real stores ------------------------------------------------------------------------------------------------
+# Real stores
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_directory_that_cannot_be_made_is_not_available(tmp_path: Path) -> None:
-    """The first store's directory lies below a file: the scheduler side and the worker see that, the second works."""
+    """The first store's directory lies below a file: the scheduler side and the worker see that,
+    the second works."""
     (tmp_path / "file").write_text("in the way")
     entries = [
-        {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"storage_backends": str(tmp_path / path)}}
+        {
+            "ucm_connector_name": "UcmPosixStore",
+            "ucm_connector_config": {"storage_backends": str(tmp_path / path)},
+        }
         for path in ("file/below", "good")
     ]
     room = {"storage_capacity": "1GiB", "staging_capacity": "4MiB"}
     config = load({"ucm_connectors": entries, **room, "deadlines": PATIENT}, {})
     first, second = stores_of(config, 1)
     assert (first.name, second.where) == ("UcmPosixStore", f"UcmPosixStore on {tmp_path / 'good'}")
-    shapes = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity": "x", "part": (0, 0, 0)}
+    shapes = {
+        "tensor_size": 4096,
+        "shard_size": 4096,
+        "block_size": 4096,
+        "identity": "x",
+        "part": (0, 0, 0),
+    }
     for device in (-1, 0):
         with first.make(dict(first.config) | shapes | {"device_id": device}) as store:
             assert isinstance(store, UcmPosixStore)

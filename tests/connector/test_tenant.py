@@ -1,4 +1,5 @@
-"""Tags of tenants: made from the salt, keyed where there is a key, and sent with what a salted request stores."""
+"""Tags of tenants: made from the salt, keyed where there is a key, and sent with what a salted
+request stores."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_a_tag_is_a_digest_of_the_salt_and_keyed_where_there_is_a_key(tmp_path: 
     assert plain.of(salted("käse")) == hashlib.sha256(message).digest()
     assert keyed.of(salted("käse")) == hmac.new(KEY.encode(), message, hashlib.sha256).digest()
     assert keyed.of_salt("käse") == keyed.of(salted("käse")) != keyed.of(salted("kase"))
-    assert TenantTags.configured(None, {"UCM_TENANT_KEY": KEY}).of(salted("käse")) == keyed.of(salted("käse"))
+    assert TenantTags.configured(None, {"UCM_TENANT_KEY": KEY}).of(salted("käse")) == keyed.of(
+        salted("käse")
+    )
     for tags in (plain, keyed):
         assert tags.of(salted(None)) == tags.of(salted("")) == tags.of(object()) == b""
 

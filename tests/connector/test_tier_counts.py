@@ -67,8 +67,13 @@ def test_a_store_without_tiers_is_asked_once() -> None:
 
 
 def test_they_reach_prometheus_with_their_tier() -> None:
-    ranks = [UcmStats(data={"tier.hits.memory": n, f"tier_now.used_bytes.memory.{n}": 7 * n}) for n in (1, 2)]
-    stats = ranks[0].aggregate(ranks[1]).aggregate(UcmStats(data={"tier_now.used_bytes.memory.2": 9}))
+    ranks = [
+        UcmStats(data={"tier.hits.memory": n, f"tier_now.used_bytes.memory.{n}": 7 * n})
+        for n in (1, 2)
+    ]
+    stats = (
+        ranks[0].aggregate(ranks[1]).aggregate(UcmStats(data={"tier_now.used_bytes.memory.2": 9}))
+    )
     assert not stats.is_empty()
     assert stats.data == {  # type: ignore[attr-defined]
         "tier.hits.memory": 3,
@@ -77,7 +82,9 @@ def test_they_reach_prometheus_with_their_tier() -> None:
     }
     assert stats.reduce() == {"ucm tier hits memory": 3}
     config: Any = SimpleNamespace(kv_transfer_config=None)
-    metrics = UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["tiered", "0"]})  # type: ignore[arg-type]
+    metrics = UCMConnector.build_prom_metrics(
+        config, TYPES, ["model_name", "engine"], {0: ["tiered", "0"]}
+    )  # type: ignore[arg-type]
     assert metrics is not None
     metrics.observe(stats.data | {"tier.newer.memory": 1, "tier_now.newer.memory.1": 1}, 0)  # type: ignore[attr-defined]
     labels = {"model_name": "tiered", "engine": "0", "tier": "memory"}
@@ -85,7 +92,9 @@ def test_they_reach_prometheus_with_their_tier() -> None:
     assert REGISTRY.get_sample_value("ucm_tier_used_bytes", labels | {"half": "2"}) == 9
 
 
-@pytest.mark.parametrize("name", [name for name, _ in (*TIER_COUNTERS.values(), *TIER_GAUGES.values())])
+@pytest.mark.parametrize(
+    "name", [name for name, _ in (*TIER_COUNTERS.values(), *TIER_GAUGES.values())]
+)
 def test_names_have_our_prefix_and_a_unit(name: str) -> None:
     assert name.startswith("ucm_tier_")
     assert name.endswith(("_blocks", "_bytes", "_operations", "_healthy", "_writable"))

@@ -1,4 +1,5 @@
-"""The worker side without an engine: every transfer is reported exactly once, whatever the store does."""
+"""The worker side without an engine: every transfer is reported exactly once, whatever the store
+does."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ class Scripted(UcmKVStoreBaseV1):
         self.trusted: list[bytes] = []
         self.slots: int | None = None
         self.events: list[int] = []
-        self.sizes = config["tensor_size_list"] * (config["shard_size"] // sum(config["tensor_size_list"]))
+        self.sizes = config["tensor_size_list"] * (
+            config["shard_size"] // sum(config["tensor_size_list"])
+        )
 
     def _task(self, failures: dict[int, Any] | None = None) -> Task:
         task = Task({"staged": False, "published": False})
@@ -88,12 +91,16 @@ class Scripted(UcmKVStoreBaseV1):
                 data = data[size:]
         return self._task(failures)
 
-    def dump_data(self, block_ids: Sequence[bytes], shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+    def dump_data(
+        self, block_ids: Sequence[bytes], shard_index: Any, addrs: Any, prerequisite_handle: int = 0
+    ) -> Task:
         if self.refusal:
             raise self.refusal
         self.events.append(prerequisite_handle)
         for block, pieces in zip(block_ids, addrs, strict=True):
-            self.kept[block] = b"".join(ctypes.string_at(int(a), n) for a, n in zip(pieces, self.sizes, strict=True))
+            self.kept[block] = b"".join(
+                ctypes.string_at(int(a), n) for a, n in zip(pieces, self.sizes, strict=True)
+            )
         return self._task()
 
     def check(self, task: Any, until: Any = "published") -> bool:
@@ -105,7 +112,9 @@ class Scripted(UcmKVStoreBaseV1):
         if task.error:
             raise task.error
 
-    def describe(self, block_ids: Any, *, parents: Any = None, ordinals: Any = None, tokens: Any = None) -> None:
+    def describe(
+        self, block_ids: Any, *, parents: Any = None, ordinals: Any = None, tokens: Any = None
+    ) -> None:
         self.described.update(zip(block_ids, zip(parents, ordinals, strict=True), strict=True))
 
     def audit(self, block_ids: Sequence[bytes]) -> None:
@@ -130,7 +139,10 @@ class Worker:
     """A worker side with two layers of KV and a store that opens at once."""
 
     def __init__(self, writer: bool = True, **settings: Any) -> None:
-        self.caches = {f"layers.{i}": torch.zeros(BLOCKS, 1, TOKENS, SIZE, dtype=torch.float32) for i in range(2)}
+        self.caches = {
+            f"layers.{i}": torch.zeros(BLOCKS, 1, TOKENS, SIZE, dtype=torch.float32)
+            for i in range(2)
+        }
         self.store: Scripted | None = None
         self.kind: type[Scripted] = settings.pop("kind", Scripted)
         self.connector = UCMConnectorWorker(
@@ -183,7 +195,9 @@ def load(name: str, blocks: Sequence[int], keys: Sequence[bytes] = KEYS, first: 
 
 def dump(job: int, blocks: Sequence[int], first: int = 0, name: str = "a") -> Dump:
     parent = KEYS[first - 1] if first else b""
-    return Dump(job, name, first, parent, join_keys(KEYS[first : first + len(blocks)]), np.array(blocks))
+    return Dump(
+        job, name, first, parent, join_keys(KEYS[first : first + len(blocks)]), np.array(blocks)
+    )
 
 
 def test_a_block_goes_out_and_comes_back_bit_for_bit() -> None:
@@ -238,7 +252,9 @@ def test_kv_on_another_device_than_the_platforms_is_said() -> None:
 
 
 @pytest.mark.parametrize("answer", [(1, 2), None])
-def test_where_the_blocks_of_a_load_came_from_is_told_with_its_end(answer: tuple[int, ...] | None) -> None:
+def test_where_the_blocks_of_a_load_came_from_is_told_with_its_end(
+    answer: tuple[int, ...] | None,
+) -> None:
     worker = Worker()
     store = worker.open()
 
@@ -275,7 +291,9 @@ def test_a_rank_says_whether_it_goes_by_touches_and_passes_hints_on() -> None:
         def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
             self.described[b"touched"] = (block_ids[0], first)
 
-    worker = Worker(stores=[configured_store("Told", lambda config: worker.make_kind(Told, config))])
+    worker = Worker(
+        stores=[configured_store("Told", lambda config: worker.make_kind(Told, config))]
+    )
     report = worker.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}))[2]
     while report is None or not report.ranks[0].ready:
         report = worker.step()[2]
@@ -296,7 +314,9 @@ def test_blocks_to_be_compared_are_marked_before_their_dump() -> None:
 
 
 @pytest.mark.parametrize("writer", [True, False])
-def test_what_a_rank_refused_is_replaced_where_it_is_written_and_trusted_again_elsewhere(writer: bool) -> None:
+def test_what_a_rank_refused_is_replaced_where_it_is_written_and_trusted_again_elsewhere(
+    writer: bool,
+) -> None:
     worker = Worker(writer=writer)
     store = worker.open()
     again = dump(1, [2, 3])
@@ -321,7 +341,9 @@ def test_the_tag_of_a_tenant_goes_to_a_store_that_takes_one() -> None:
         salted.tenant = b"t" * 32
         worker.step(dumps=[salted, dump(2, [3], first=1)])
         assert list(store.described) == ids[:2]
-        assert getattr(store, "tenants", {}) == ({ids[0]: b"t" * 32, ids[1]: None} if kind is Taking else {})
+        assert getattr(store, "tenants", {}) == (
+            {ids[0]: b"t" * 32, ids[1]: None} if kind is Taking else {}
+        )
 
 
 def test_a_record_of_a_newer_version_or_another_key_is_told_apart() -> None:
@@ -338,7 +360,10 @@ def test_a_record_of_a_newer_version_or_another_key_is_told_apart() -> None:
     report = worker.step()[2]
     assert report is not None
     (failure,) = report.ranks[0].load_failures
-    assert (split_keys(failure.newer), split_keys(failure.refused)) == ([KEYS[0], KEYS[2]], KEYS[1:2])
+    assert (split_keys(failure.newer), split_keys(failure.refused)) == (
+        [KEYS[0], KEYS[2]],
+        KEYS[1:2],
+    )
 
 
 def test_a_dump_that_a_record_is_in_the_way_of_is_no_failure_of_the_store() -> None:
@@ -392,7 +417,9 @@ def test_a_store_that_cannot_be_told_where_the_kv_lies_is_closed_and_passed_by()
         return made[-1]
 
     worker = Worker(stores=[configured_store("A", make)])
-    report = worker.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}, 0, 1, trial=True))[2]
+    report = worker.step(
+        setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}, 0, 1, trial=True)
+    )[2]
     while report is None or not report.ranks[0].unavailable:
         report = worker.step()[2]
     assert "no such pieces" in report.ranks[0].unavailable
@@ -583,14 +610,18 @@ def test_free_slots_are_told_while_few() -> None:
 def test_a_store_that_does_not_open_is_told() -> None:
     worker = Worker(stores=[configured_store("Broken", lambda config: 1 / 0)])
     report = worker.step(setup=StoreSetup("{}", {}))[2]
-    while report is None or not report.ranks[0].broken:  # the first one is the handshake, with it or without
+    # the first one is the handshake, with it or without
+    while report is None or not report.ranks[0].broken:
         report = worker.step()[2]
     assert "division by zero" in report.ranks[0].broken
 
 
 @pytest.mark.parametrize("wanted", [BLOCK, 2 * TOKENS * SIZE * 4])
 def test_block_size_may_be_said_in_tokens_or_bytes(wanted: int) -> None:
-    assert Worker(wanted_block_size=wanted).connector.handshake().shapes["block_size"] == 2 * TOKENS * SIZE * 4
+    assert (
+        Worker(wanted_block_size=wanted).connector.handshake().shapes["block_size"]
+        == 2 * TOKENS * SIZE * 4
+    )
 
 
 def test_another_block_size_is_an_error_that_names_both() -> None:
@@ -641,7 +672,9 @@ def test_a_rank_asked_about_its_weights_answers_with_the_step() -> None:
     worker.open()
     report = worker.step(check_weights=3)[2]
     assert report is not None
-    assert report.ranks[0].weights == WeightsReport(3, None, None, 0), "there is no model to look at"
+    assert report.ranks[0].weights == WeightsReport(3, None, None, 0), (
+        "there is no model to look at"
+    )
     assert worker.step()[2] is None
 
 
@@ -651,7 +684,9 @@ def test_what_is_under_way_on_a_store_ends_with_it_when_another_is_opened() -> N
     worker.step(dumps=[dump(1, [1])], loads=[load("r", [2], KEYS[1:])])
     first.check_error = ClosedError("closed")
     first.wait = lambda *_, **__: (_ for _ in ()).throw(ClosedError("closed"))  # type: ignore[method-assign]
-    ended, bad, report = worker.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}, attempt=2))
+    ended, bad, report = worker.step(
+        setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}, attempt=2)
+    )
     assert (ended, bad) == ({"r"}, {2})
     while report is None or not (report.ranks[0].ready and report.ranks[0].attempt == 2):
         report = worker.step()[2]
@@ -665,7 +700,11 @@ def test_what_is_under_way_on_a_store_ends_with_it_when_another_is_opened() -> N
 def test_a_rank_that_writes_reports_now_and_then_how_much_its_store_holds(writer: bool) -> None:
     class Bounded(Scripted):
         def stats(self) -> dict[str, Any]:
-            return {"tiers": [{"name": "posix", "capacity_bytes": 1000, "used_bytes": 10 * len(self.tasks)}]}
+            return {
+                "tiers": [
+                    {"name": "posix", "capacity_bytes": 1000, "used_bytes": 10 * len(self.tasks)}
+                ]
+            }
 
     worker = Worker(writer, kind=Bounded)
     clock = worker.connector._clock
@@ -738,6 +777,11 @@ def test_a_load_that_is_lost_is_reported_as_failed_once() -> None:
     assert (ended, bad) == (set(), set())
     assert report is not None
     (failure,) = report.ranks[0].load_failures
-    assert (failure.request, failure.first, failure.refused, failure.reasons) == ("a", 2, b"", ("internal",))
+    assert (failure.request, failure.first, failure.refused, failure.reasons) == (
+        "a",
+        2,
+        b"",
+        ("internal",),
+    )
     assert report.ranks[0].served == []
     assert worker.connector.loads_under_way(look=False) == set()

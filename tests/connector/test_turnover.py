@@ -1,4 +1,5 @@
-"""A working set above the store's limit: what is written and what is hit, counted at the scheduler side."""
+"""A working set above the store's limit: what is written and what is hit, counted at the scheduler
+side."""
 
 from __future__ import annotations
 
@@ -111,13 +112,18 @@ class Engine:
             for dump in plan.dumps:
                 self.write(record_ids(split_keys(dump.keys), part_mask(0, 0, rank)), dump.first)
         rig.clock.now += 1.0
-        reports = [replace(rig.ended(plan, rank), room=store_room(self.store, KV)) for rank in range(rig.ranks)]
+        reports = [
+            replace(rig.ended(plan, rank), room=store_room(self.store, KV))
+            for rank in range(rig.ranks)
+        ]
         rig.report(*reports, recved={loaded} if loaded else None)
         rig.scheduler.step_ended()
         rig.later.run()
 
 
-def run(limit: int, prompts: Sequence[int], blocks: int, ranks: int = 1, rule: bool = True) -> tuple[int, int]:
+def run(
+    limit: int, prompts: Sequence[int], blocks: int, ranks: int = 1, rule: bool = True
+) -> tuple[int, int]:
     """Blocks written and hit where ``limit`` blocks fit; each prompt has ``blocks`` blocks."""
     store = Limited(limit * ranks, reports=rule)
     engine = Engine(store, store.write, ranks)
@@ -128,7 +134,9 @@ def run(limit: int, prompts: Sequence[int], blocks: int, ranks: int = 1, rule: b
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("limit", [24, 25])
-def test_a_prompt_longer_than_the_store_is_not_written_again_and_again(limit: int, ranks: int) -> None:
+def test_a_prompt_longer_than_the_store_is_not_written_again_and_again(
+    limit: int, ranks: int
+) -> None:
     """46 blocks where 25 fit: the beginning stays in the store, and is hit."""
     prompts = [0] * 100
     written, hits = run(limit, prompts, 46, ranks)
@@ -149,7 +157,9 @@ def test_prompts_that_do_not_fit_together_are_not_written_again_and_again() -> N
 
 
 @pytest.mark.parametrize(("limit", "blocks", "prompts"), [(50, 5, 9), (25, 11, 2), (50, 45, 1)])
-def test_a_working_set_that_fits_hits_as_without_the_rule(limit: int, blocks: int, prompts: int) -> None:
+def test_a_working_set_that_fits_hits_as_without_the_rule(
+    limit: int, blocks: int, prompts: int
+) -> None:
     """At .9 of the limit, in turn and at random."""
     source = random.Random(3)
     for order in (
@@ -198,7 +208,8 @@ def test_a_store_that_was_emptied_is_filled_again_at_once() -> None:
 
 
 def test_a_block_stored_after_the_lookup_began_was_not_evicted() -> None:
-    """Two requests with one prompt: the second waits in line while the first is computed and stored."""
+    """Two requests with one prompt: the second waits in line while the first is computed and
+    stored."""
     store = Limited(50)
     engine = Engine(store, store.write)
     rig = engine.rig
@@ -213,18 +224,23 @@ def test_a_block_stored_after_the_lookup_began_was_not_evicted() -> None:
     assert not any(rig.scheduler._block_tracker.is_evicted(key) for key in keys)
 
 
-def test_the_log_says_how_much_is_asked_for_and_how_much_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_how_much_is_asked_for_and_how_much_fits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = Limited(25)
     engine = Engine(store, store.write)
     with caplog.at_level(logging.WARNING, "ucm"):
         for _ in range(4):
             engine.serve(0, 46)
-    (line,) = [record.getMessage() for record in caplog.records if "working set" in record.getMessage()]
-    assert line == (
-        "the working set is larger than the store: of the last 25 blocks that were stored before and "
-        "asked for again, 25 had been evicted. Tier model holds 25 blocks of 8192 bytes each. While "
-        "that is so, an evicted prompt is stored again in one of 16 cases, and at most 12 blocks of "
-        "it; raise storage_capacity to store all"
+    (line,) = [
+        record.getMessage() for record in caplog.records if "working set" in record.getMessage()
+    ]
+    assert (
+        line
+        == "the working set is larger than the store: of the last 25 blocks that were stored before"
+        " and asked for again, 25 had been evicted. Tier model holds 25 blocks of 8192 bytes"
+        " each. While that is so, an evicted prompt is stored again in one of 16 cases, and at"
+        " most 12 blocks of it; raise storage_capacity to store all"
     )
 
 
@@ -254,7 +270,9 @@ def test_a_rank_reports_the_limit_that_a_store_for_lookups_does_not_know(tmp_pat
     lookups = UcmConnectorFactoryV1.create_connector("UcmPosixStore", keys | {"device_id": -1})
     assert isinstance(rank, UcmPosixStore)
     dump_real(rank, [bytes(16)])
-    eventually("the use is counted", lambda: (found := store_room(rank, KV)) is not None and found.used > 0)
+    eventually(
+        "the use is counted", lambda: (found := store_room(rank, KV)) is not None and found.used > 0
+    )
     found = store_room(rank, KV)
     assert found is not None
     assert (found.tier, found.capacity, found.record) == ("posix", 25 * RECORD, RECORD)

@@ -1,7 +1,8 @@
-"""Checks that a machine with a GPU copies right: ``python tests/gpu/checks.py`` with torch, NumPy and the wheel of ucm.
+"""Checks that a machine with a GPU copies right: ``python tests/gpu/checks.py`` with torch, NumPy
+and the wheel of ucm.
 
-Needs neither Rust nor a network, and no test runner. Where there is no GPU it says so and ends with 0. ``--device
-host`` and ``--device softcuda`` run the same over what can stand in.
+Needs neither Rust nor a network, and no test runner. Where there is no GPU it says so and ends
+with 0. ``--device host`` and ``--device softcuda`` run the same over what can stand in.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 METHODS = ("dma", "sm", "staging", "auto")
 #: Bytes of a piece and how many; whole vectors, tails, odd lengths, one that is copied on its own.
-SHAPES = [(1, 5), (16, 300), (31, 64), (256, 1000), (4096, 256), (5000, 40), (65_536, 64), (1_048_576, 6)]
+SHAPES = [
+    (1, 5),
+    (16, 300),
+    (31, 64),
+    (256, 1000),
+    (4096, 256),
+    (5000, 40),
+    (65_536, 64),
+    (1_048_576, 6),
+]
 QUICK = [(1, 5), (31, 64), (4096, 40), (300_000, 3)]
 POISON = 0xEE
 GAP = 13
@@ -68,7 +78,10 @@ def every_copy_shape(where: Place, quick: bool) -> str:
     device, copies = opened(where), 0
     for size, count in QUICK if quick else SHAPES:
         stride = size + GAP
-        data, order = random_bytes(size, count * stride), np.random.default_rng(count).permutation(count)
+        data, order = (
+            random_bytes(size, count * stride),
+            np.random.default_rng(count).permutation(count),
+        )
         there, buffers = where.allocate(data.size), device.make_buffer()
         ordinary, registered = poison(data.size), poison(data.size)
         buffers.register_host_buffer(registered.ctypes.data, registered.size)
@@ -90,19 +103,27 @@ def every_copy_shape(where: Place, quick: bool) -> str:
 
                 for later in ("", "_async"):
                     what = f"{count} x {size} bytes by {method}{later}"
-                    for shape, argument, to in [("_batch", host_at, back), ("_gather", first, packed)]:
+                    for shape, argument, to in [
+                        ("_batch", host_at, back),
+                        ("_gather", first, packed),
+                    ]:
                         where.write(there, data)
                         side[:] = POISON
                         getattr(stream, f"device_to_host{shape}{later}")(device_at, argument, size)
                         stream.synchronize(60)
                         assert np.array_equal(side, moved(at, to)), f"to the host{shape}: {what}"
-                    for shape, argument, from_ in [("_batch", host_at, back), ("_scatter", first, packed)]:
+                    for shape, argument, from_ in [
+                        ("_batch", host_at, back),
+                        ("_scatter", first, packed),
+                    ]:
                         where.write(there, poison(data.size))
                         side[:] = data
                         getattr(stream, f"host_to_device{shape}{later}")(argument, device_at, size)
                         stream.synchronize(60)
                         after = where.read(there, data.size)
-                        assert np.array_equal(after, moved(from_, at)), f"to the device{shape}: {what}"
+                        assert np.array_equal(after, moved(from_, at)), (
+                            f"to the device{shape}: {what}"
+                        )
                     side[:] = POISON
                     where.write(there, data)
                     getattr(stream, f"device_to_host{later}")(there + 3, first + 5, size)
@@ -119,7 +140,9 @@ class Blocks:
     def __init__(self, where: Place) -> None:
         self.where, self.size = where, BLOCKS * PIECES * (PIECE + 4096)
         self.first = where.allocate(self.size)
-        offsets = np.arange(BLOCKS * PIECES, dtype=np.uint64).reshape(BLOCKS, PIECES) * np.uint64(PIECE + 4096)
+        offsets = np.arange(BLOCKS * PIECES, dtype=np.uint64).reshape(BLOCKS, PIECES) * np.uint64(
+            PIECE + 4096
+        )
         self.rows = np.uint64(self.first) + offsets
         self.inside = np.zeros(self.size, bool)
         for offset in offsets.ravel():
@@ -139,7 +162,8 @@ def store_of(where: Place, root: Path, **keys: Any) -> UcmPosixStore:
 
 
 def memory_of(where: Place, root: Path) -> UcmCacheStore:
-    """A store in memory that the processes of this run share: each reads the memory of the others."""
+    """A store in memory that the processes of this run share: each reads the memory of the
+    others."""
     config = {"cache_size": "64MiB", "identity": f"checks of {root}", "platform": where.platform}
     return UcmCacheStore(config | SIZES)
 
@@ -186,8 +210,19 @@ def two_processes_on_one_memory(where: Place, quick: bool) -> str:
 def two_processes(where: Place, shared: str) -> str:
     """This process and another one, over stores that they share."""
     with tempfile.TemporaryDirectory() as root:
-        command = [sys.executable, __file__, "--device", where.word, "--peer", root, "--shared", shared]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        command = [
+            sys.executable,
+            __file__,
+            "--device",
+            where.word,
+            "--peer",
+            root,
+            "--shared",
+            shared,
+        ]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as peer:
             assert peer.stdin is not None and peer.stdout is not None
             with SHARED[shared](where, Path(root)) as store:
                 dump(store, where, 1)
@@ -195,7 +230,9 @@ def two_processes(where: Place, shared: str) -> str:
                 peer.stdin.write("load\n")
                 peer.stdin.flush()
                 load_and_check(store, where, 2)
-                assert peer.stdout.readline() == "loaded\n", "the other process did not load what this one dumped"
+                assert peer.stdout.readline() == "loaded\n", (
+                    "the other process did not load what this one dumped"
+                )
             peer.stdin.write("end\n")
             peer.stdin.flush()
     assert peer.returncode == 0
@@ -210,7 +247,8 @@ def dump(store: UcmKVStoreBaseV1, where: Place, seed: int) -> None:
 
 
 def load_and_check(store: UcmKVStoreBaseV1, where: Place, seed: int) -> None:
-    """Loads the blocks of a process, once they can be found: memory of others is looked for about once a second."""
+    """Loads the blocks of a process, once they can be found: memory of others is looked for about
+    once a second."""
     until = time.monotonic() + 60
     while not all(store.lookup(ids(seed))):
         assert time.monotonic() < until, "what the other process dumped is not found"
@@ -247,7 +285,8 @@ def errors_are_told(where: Place, quick: bool) -> str:
     told.append(refused(lambda: buffers.make_device_buffer(1 << 60)))
     assert not host.any()
     if where.refuses_wild_addresses:
-        # Last, and in a process of its own: an address of memory that was freed may end the driver's context.
+        # Last, and in a process of its own: an address of memory that was freed may end the
+        # driver's context.
         command = [sys.executable, __file__, "--device", where.word, "--freed"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"freed memory: {done.returncode} {done.stderr[-2000:]}"
@@ -285,7 +324,9 @@ def a_missing_driver_is_told(where: Place, quick: bool) -> str:
         "print(device.name)\n"
     )
     environment = {"CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run([sys.executable, "-c", program], env=clean(environment), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean(environment), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     error, name = done.stdout.splitlines()
     assert name == "host"
@@ -340,7 +381,9 @@ CHECKS: list[Callable[[Place, bool], str]] = [
 
 def main() -> int:
     """Runs all checks; 0 where none failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=WORDS, default="cuda")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--peer", metavar="ROOT", type=Path, help=argparse.SUPPRESS)

@@ -46,7 +46,8 @@ class Place(Protocol):
         """What is in it."""
 
     def busy_write(self, address: int, data: Bytes) -> tuple[int, Callable[[], None]]:
-        """Begins a write behind work that takes time, an event after it: its handle, and what lets the work end."""
+        """Begins a write behind work that takes time, an event after it: its handle, and what lets
+        the work end."""
 
 
 class Host:
@@ -161,7 +162,12 @@ class Soft:
 
     def read(self, address: int, size: int) -> Bytes:
         data = np.empty(size, np.uint8)
-        self._ok("softcuda_read", ctypes.c_uint64(address), ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(size))
+        self._ok(
+            "softcuda_read",
+            ctypes.c_uint64(address),
+            ctypes.c_void_p(data.ctypes.data),
+            ctypes.c_size_t(size),
+        )
         return data
 
     def busy_write(self, address: int, data: Bytes) -> tuple[int, Callable[[], None]]:
@@ -172,7 +178,9 @@ class Soft:
         self._ok("cuEventCreate", ctypes.byref(event), 0)
         self._driver.softcuda_hold(stream)
         size = ctypes.c_size_t(data.size)
-        self._ok("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(address), ctypes.c_uint64(there), size, stream)
+        self._ok(
+            "cuMemcpyDtoDAsync_v2", ctypes.c_uint64(address), ctypes.c_uint64(there), size, stream
+        )
         self._ok("cuEventRecord", event, stream)
         assert event.value is not None
         release = threading.Timer(0.2, self._driver.softcuda_release, [stream])

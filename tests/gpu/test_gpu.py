@@ -1,4 +1,5 @@
-"""The checks of ``checks.py``: over a GPU where there is one, and over what stands in, to know that they work.
+"""The checks of ``checks.py``: over a GPU where there is one, and over what stands in, to know that
+they work.
 
 In a run of its own (``make test-py``): a process looks for its driver once.
 """
@@ -54,7 +55,9 @@ def test_without_a_gpu_the_scripts_say_so() -> None:
         place("cuda")
     except MissingError as missing:
         for script in [HERE / "checks.py", BENCH, BENCHES / "gpu_sparse.py"]:
-            done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [sys.executable, str(script)], capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0 and f"skipped, all of it: {missing}" in done.stdout
     else:
         pytest.skip("there is a GPU")

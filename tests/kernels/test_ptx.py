@@ -1,7 +1,8 @@
-"""The copy kernels without a GPU: the committed PTX is made from the source, assembles, and moves wide words.
+"""The copy kernels without a GPU: the committed PTX is made from the source, assembles, and moves
+wide words.
 
-And the source, compiled for the host with sanitizers, copies what memcpy copies. What the PTX does when it is executed
-is tested where it is executed, in ``tests/softcuda``.
+And the source, compiled for the host with sanitizers, copies what memcpy copies. What the PTX does
+when it is executed is tested where it is executed, in ``tests/softcuda``.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ def test_old_drivers_and_devices_read_it() -> None:
 def test_it_assembles_without_spills(arch: str, tmp_path: Path) -> None:
     told = cubin(arch, tmp_path)[1]
     assert set(re.findall(r"Compiling entry function '(\w+)'", told)) == KERNELS
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", told)
+    spills = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", told
+    )
     assert spills == [("0", "0", "0")] * len(KERNELS)
 
 
 def loops(code: str) -> list[list[str]]:
-    """The instructions of each loop of a disassembled kernel: from the target of a branch backwards to the branch."""
+    """The instructions of each loop of a disassembled kernel: from the target of a branch backwards
+    to the branch."""
     lines = code.splitlines()
     labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
     found = []
@@ -80,11 +84,19 @@ def loops(code: str) -> list[list[str]]:
 def test_the_loop_has_four_wide_loads_in_flight(arch: str, tmp_path: Path) -> None:
     path = cubin(arch, tmp_path)[0]
     code = run(packaged("nvidia-cuda-nvdisasm", "nvdisasm"), "--print-code", path)
-    kernels = dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\.text\.|\Z)", code, re.MULTILINE | re.DOTALL))
+    kernels = dict(
+        re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\.text\.|\Z)", code, re.MULTILINE | re.DOTALL)
+    )
     assert set(kernels) == KERNELS
     for name, kernel in kernels.items():
-        moves = [re.findall(r"\b(?:LDG|STG)\.E(?:\.\w+)*", "\n".join(loop)) for loop in loops(kernel)]
-        wide = [[move[:3] for move in loop] for loop in moves if loop and all(move.endswith(".128") for move in loop)]
+        moves = [
+            re.findall(r"\b(?:LDG|STG)\.E(?:\.\w+)*", "\n".join(loop)) for loop in loops(kernel)
+        ]
+        wide = [
+            [move[:3] for move in loop]
+            for loop in moves
+            if loop and all(move.endswith(".128") for move in loop)
+        ]
         assert wide == [["LDG"] * IN_FLIGHT + ["STG"] * IN_FLIGHT], (name, moves)
 
 

@@ -1,8 +1,9 @@
 """Sparse attention's Triton kernels, compiled for devices that are not here.
 
-The functions that launch them are called with tensors of the host; where Triton would launch, it compiles for the
-device that a driver in name announces. So what is compiled is what a GPU would be given for these shapes: PTX, which
-Triton's own ptxas assembles without spills, and AMD's machine code.
+The functions that launch them are called with tensors of the host; where Triton would launch, it
+compiles for the device that a driver in name announces. So what is compiled is what a GPU would be
+given for these shapes: PTX, which Triton's own ptxas assembles without spills, and AMD's machine
+code.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def code(*shape: int) -> Tensor:
 
 
 def every_kernel() -> None:
-    """Heads of 128 channels, 8 of them and 4 queries each, blocks of 128 tokens; a latent of 512 and 64 channels."""
+    """Heads of 128 channels, 8 of them and 4 queries each, blocks of 128 tokens; a latent of 512
+    and 64 channels."""
     table, blocks = torch.zeros((2, 256), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     slots, query = torch.zeros(64, dtype=torch.int64), half(2, 32, 128)
     gpu.hash_encode(half(64, 8, 128), torch.zeros(128, 128), code(32, 128, 8, 16), slots)
@@ -130,11 +132,15 @@ def test_they_assemble_for_nvidia_without_spills(arch: str, compiled: Any, tmp_p
     assert {kernel.metadata.name for kernel in kernels} == NAMES
     for kernel in kernels:
         said = assembled(kernel.asm["ptx"], arch, tmp_path)
-        assert "0 bytes spill stores, 0 bytes spill loads" in said, f"{kernel.metadata.name}: {said}"
+        assert "0 bytes spill stores, 0 bytes spill loads" in said, (
+            f"{kernel.metadata.name}: {said}"
+        )
         assert kernel.metadata.shared <= SHARED[arch]
         if kernel.metadata.name in ("hamming_block", "dot_block"):
             # Codes of 16 bytes and vectors 16 bytes at a time, those of a latent (72 bytes) 8.
-            assert re.search(r"ld\.global[\w.]*\.v[24]\.b32", kernel.asm["ptx"]), kernel.metadata.name
+            assert re.search(r"ld\.global[\w.]*\.v[24]\.b32", kernel.asm["ptx"]), (
+                kernel.metadata.name
+            )
 
 
 def test_they_compile_for_amd_without_scratch(compiled: Any) -> None:
@@ -143,6 +149,8 @@ def test_they_compile_for_amd_without_scratch(compiled: Any) -> None:
     for kernel in kernels:
         said = kernel.asm["amdgcn"]
         numbers = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", said)}
-        assert (numbers["vgpr_spill_count"], numbers["private_segment_fixed_size"]) == (0, 0), kernel.metadata.name
+        assert (numbers["vgpr_spill_count"], numbers["private_segment_fixed_size"]) == (0, 0), (
+            kernel.metadata.name
+        )
         assert kernel.metadata.shared <= SHARED["gfx942"]
         assert kernel.asm["hsaco"][:4] == b"\x7fELF"

@@ -1,4 +1,5 @@
-"""Loads the core that ``UCM_TEST_CORE`` names, a build with the feature ``test-utils``, in place of the usual one."""
+"""Loads the core that ``UCM_TEST_CORE`` names, a build with the feature ``test-utils``, in place of
+the usual one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import ucm
 
 if "UCM_TEST_CORE" in os.environ:
     path = os.environ["UCM_TEST_CORE"]
-    assert "ucm._core" not in sys.modules, "run these tests by themselves: the usual core is loaded already"
+    assert "ucm._core" not in sys.modules, (
+        "run these tests by themselves: the usual core is loaded already"
+    )
     loader = ExtensionFileLoader("ucm._core", path)
     spec = importlib.util.spec_from_file_location("ucm._core", path, loader=loader)
     assert spec is not None

@@ -1,7 +1,9 @@
-"""A kind of tier is one file and one line: a toy, which only builds for tests have, is configured, checked, opened and
-documented without anything in Python, or anywhere else in Rust, that knows of it.
+"""A kind of tier is one file and one line: a toy, which only builds for tests have, is configured,
+checked, opened and documented without anything in Python, or anywhere else in Rust, that knows of
+it.
 
-``make test-kinds`` builds such a core and runs these; the behaviour suite of the crates runs over the toy as well.
+``make test-kinds`` builds such a core and runs these; the behaviour suite of the crates runs over
+the toy as well.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ if "UcmToyStore" not in STORES:
     pytest.skip("this core has no toy; run: make test-kinds", allow_module_level=True)
 
 REPOSITORY = Path(__file__).parents[2]
-SHAPE = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "staging_capacity": "4MiB"}
+SHAPE = {
+    "tensor_size_list": PIECES,
+    "shard_size": BLOCK,
+    "block_size": BLOCK,
+    "staging_capacity": "4MiB",
+}
 
 
 @pytest.fixture
@@ -40,7 +47,9 @@ def patient() -> dict[str, Any]:
 def round_trip(config: dict[str, Any], patient: dict[str, Any]) -> UcmPosixStore:
     """Opens what is configured, as the connector does; dumps, looks up and loads three blocks."""
     read = load(config | patient, {})
-    store = UcmConnectorFactoryV1.create_connector(read.ucm_connector_name, read.store_config() | SHAPE)
+    store = UcmConnectorFactoryV1.create_connector(
+        read.ucm_connector_name, read.store_config() | SHAPE
+    )
     assert isinstance(store, UcmPosixStore)
     await_room(store)
     source, target = Memory(3), Memory(3, fill=0)
@@ -56,12 +65,18 @@ def round_trip(config: dict[str, Any], patient: dict[str, Any]) -> UcmPosixStore
     [
         {"storage_backend": "toy", "toy_records": 5},
         {"ucm_connector_name": "UcmToyStore", "toy_size": 5},
-        {"ucm_connectors": [{"ucm_connector_name": "UcmToyStore", "ucm_connector_config": {"toy_records": 5}}]},
+        {
+            "ucm_connectors": [
+                {"ucm_connector_name": "UcmToyStore", "ucm_connector_config": {"toy_records": 5}}
+            ]
+        },
         {"toy": {"toy_records": 5}},
         {"pipeline": [{"type": "toy", "toy_records": 5}]},
     ],
 )
-def test_every_shape_of_a_configuration_names_it(config: dict[str, Any], patient: dict[str, Any]) -> None:
+def test_every_shape_of_a_configuration_names_it(
+    config: dict[str, Any], patient: dict[str, Any]
+) -> None:
     read = load(config, {})
     assert (read.ucm_connector_name, read.warnings) == ("UcmToyStore", ())
     assert read.options == {"toy_records": 5, "toy_name": ""}
@@ -75,9 +90,15 @@ def test_every_shape_of_a_configuration_names_it(config: dict[str, Any], patient
 
 def test_it_is_a_stage_of_a_pipeline(tmp_path: Path, patient: dict[str, Any]) -> None:
     for pipeline in ("Cache|Toy", "Toy|Posix", "Cache|Toy|Posix"):
-        root = {"storage_backends": str(tmp_path / pipeline), "storage_capacity": "64MiB", "free_space_floor": 0}
+        root = {
+            "storage_backends": str(tmp_path / pipeline),
+            "storage_capacity": "64MiB",
+            "free_space_floor": 0,
+        }
         directory = root if "Posix" in pipeline else {}
-        with round_trip({"store_pipeline": pipeline, "cache_size": "1MiB", **directory}, patient) as store:
+        with round_trip(
+            {"store_pipeline": pipeline, "cache_size": "1MiB", **directory}, patient
+        ) as store:
             assert "toy" in store.tier_names
     assert "below Toy" in fails({"store_pipeline": "Toy|Cache"})
 
@@ -95,7 +116,9 @@ def test_a_wrong_key_names_the_nearest(wrong: dict[str, Any]) -> None:
 
 
 def test_a_wrong_key_of_the_class_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="UcmToyStore has no key 'toy_nam'; did you mean 'toy_name'"):
+    with pytest.raises(
+        ConfigError, match="UcmToyStore has no key 'toy_nam'; did you mean 'toy_name'"
+    ):
         UcmConnectorFactoryV1.create_connector("UcmToyStore", {**SHAPE, "toy_nam": "x"})
 
 
@@ -105,7 +128,11 @@ def test_a_wrong_word_names_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(0, "greater than or equal to 1"), (2_000_000, "less than or equal to 1000000"), (True, "a number is expected")],
+    [
+        (0, "greater than or equal to 1"),
+        (2_000_000, "less than or equal to 1000000"),
+        (True, "a number is expected"),
+    ],
 )
 def test_a_wrong_value_says_what_and_where(value: Any, words: str) -> None:
     text = fails({"storage_backend": "toy", "toy_records": value})
@@ -129,7 +156,11 @@ def test_the_page_of_the_configuration_is_out_of_date_without_it() -> None:
 
 def sources() -> Iterator[Path]:
     listed = subprocess.run(
-        ["git", "ls-files", "crates", "python"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        ["git", "ls-files", "crates", "python"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if listed.returncode:
         pytest.skip("no working tree of git")
@@ -142,7 +173,9 @@ def _names_it(line: str) -> bool:
 
 def test_it_is_one_file_and_one_line() -> None:
     knowing = {
-        str(path.relative_to(REPOSITORY)): [line.strip() for line in path.read_text().splitlines() if _names_it(line)]
+        str(path.relative_to(REPOSITORY)): [
+            line.strip() for line in path.read_text().splitlines() if _names_it(line)
+        ]
         for path in sources()
         if path.suffix in (".rs", ".py", ".pyi")
     }

@@ -1,7 +1,7 @@
 """A real master of Mooncake and processes that lend it memory, over TCP on loopback.
 
-``make test-mooncake`` installs the package in ``.tools/mooncake``. It is loaded into this process, threads and all, so
-these tests have a run of their own.
+``make test-mooncake`` installs the package in ``.tools/mooncake``. It is loaded into this process,
+threads and all, so these tests have a run of their own.
 """
 
 from __future__ import annotations

@@ -48,11 +48,14 @@ def _end_with_parent() -> None:
 def _started(command: list[str], log: Path, **more: Any) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(PACKAGE), "MC_LOG_LEVEL": "WARNING"}
     with log.open("ab") as errors:
-        return subprocess.Popen(command, env=environment, stderr=errors, text=True, preexec_fn=_end_with_parent, **more)
+        return subprocess.Popen(
+            command, env=environment, stderr=errors, text=True, preexec_fn=_end_with_parent, **more
+        )
 
 
 class Pool:
-    """A master that can be killed and started again at the same address, and lenders. ``flags``: of the master."""
+    """A master that can be killed and started again at the same address, and lenders. ``flags``: of
+    the master."""
 
     def __init__(self, directory: Path, **flags: Any) -> None:
         directory.mkdir(exist_ok=True)
@@ -69,17 +72,30 @@ class Pool:
     @property
     def config(self) -> dict[str, Any]:
         """What a store that lends nothing is told of the pool."""
-        return {"master_server_address": self.address, "global_segment_size": 0, "local_buffer_size": "16MiB"}
+        return {
+            "master_server_address": self.address,
+            "global_segment_size": 0,
+            "local_buffer_size": "16MiB",
+        }
 
     def start(self) -> None:
         """Starts the master and waits until it accepts connections."""
-        command = [str(PACKAGE / "mooncake" / "mooncake_master"), "--rpc_address", HOST, "--rpc_port", str(self.rpc)]
+        command = [
+            str(PACKAGE / "mooncake" / "mooncake_master"),
+            "--rpc_address",
+            HOST,
+            "--rpc_port",
+            str(self.rpc),
+        ]
         command += ["--metrics_host", HOST, "--metrics_port", str(self.metrics), "--logtostderr"]
         command += [f"--{name}={value}" for name, value in self.flags.items()]
         self.master = _started(command, self.directory / "master.log", stdout=subprocess.DEVNULL)
         pause = threading.Event()
         for _ in range(TRIES):
-            with contextlib.suppress(OSError), socket.create_connection((HOST, self.rpc), timeout=5):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((HOST, self.rpc), timeout=5),
+            ):
                 return
             assert self.master.poll() is None, (self.directory / "master.log").read_text()
             pause.wait(0.05)

@@ -1,4 +1,5 @@
-"""``UcmMooncakeStore`` over a real master, with memory that other processes lend, over TCP on loopback."""
+"""``UcmMooncakeStore`` over a real master, with memory that other processes lend, over TCP on
+loopback."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ Open = Callable[..., UcmPosixStore]
 PATIENT = {"deadlines": {"lookup_ms": 20_000, "load_unknown_s": 20, "probe_s": 20}}
 #: A breaker that opens at the first failure and looks again soon.
 HASTY = {
-    "deadlines": {"lookup_ms": 200, "load_unknown_s": 1, "dump_s": 1, "probe_s": 1, "shutdown_s": 1},
+    "deadlines": {
+        "lookup_ms": 200,
+        "load_unknown_s": 1,
+        "dump_s": 1,
+        "probe_s": 1,
+        "shutdown_s": 1,
+    },
     "breaker": {"threshold": 1, "cool_down_s": 0.2},
 }
 
@@ -75,7 +82,8 @@ def loaded(store: UcmPosixStore, source: Memory, count: int) -> list[bool]:
 
 
 def loaded_alone(store: UcmPosixStore, source: Memory, block: int) -> bool:
-    """Whether a load of one block brings it: after the first that fails, a load gives up those behind it."""
+    """Whether a load of one block brings it: after the first that fails, a load gives up those
+    behind it."""
     target = Memory(len(source.pieces), fill=0)
     try:
         store.wait(store.load_data([ids(block + 1)[block]], [0], target.rows(block)))
@@ -128,7 +136,10 @@ class Raw:
         from mooncake.store import MooncakeDistributedStore
 
         self.client = MooncakeDistributedStore()
-        assert self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
+        assert (
+            self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address)
+            == 0
+        )
         self.memory = mmap.mmap(-1, 1 << 20)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         assert self.client.register_buffer(self.address, len(self.memory)) == 0
@@ -156,7 +167,9 @@ def key(store: UcmPosixStore, block: bytes) -> str:
     return f"ucm:{namespace}:{block.hex()}"
 
 
-def test_blocks_come_back_from_the_memory_of_another_process(shared_pool: Pool, opened: Open) -> None:
+def test_blocks_come_back_from_the_memory_of_another_process(
+    shared_pool: Pool, opened: Open
+) -> None:
     store = opened(shared_pool)
     assert store.lookup(ids(5)) == [False] * 5
     source = dump(store, 40)
@@ -192,7 +205,9 @@ def _flip(record: bytes) -> bytes:
 
 
 def _safetensors(record: bytes) -> bytes:
-    header = json.dumps({"tensor": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}).encode()
+    header = json.dumps(
+        {"tensor": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}
+    ).encode()
     return struct.pack("<Q", len(header)) + header + bytes(100)
 
 
@@ -207,7 +222,9 @@ HARMS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def test_a_damaged_value_is_a_miss_and_is_replaced(shared_pool: Pool, opened: Open, raw: Raw) -> None:
+def test_a_damaged_value_is_a_miss_and_is_replaced(
+    shared_pool: Pool, opened: Open, raw: Raw
+) -> None:
     store, count = opened(shared_pool), len(HARMS) + 1
     source = dump(store, count)
     for block, harm in zip(ids(count), HARMS.values(), strict=False):
@@ -221,8 +238,11 @@ def test_a_damaged_value_is_a_miss_and_is_replaced(shared_pool: Pool, opened: Op
     assert loaded(opened(shared_pool), source, count) == [True] * count
 
 
-def test_engines_with_side_shards_and_without_use_each_others_blocks(shared_pool: Pool, opened: Open) -> None:
-    """A value of the one is longer than a slot of the other, which takes what it knows and leaves it there."""
+def test_engines_with_side_shards_and_without_use_each_others_blocks(
+    shared_pool: Pool, opened: Open
+) -> None:
+    """A value of the one is longer than a slot of the other, which takes what it knows and leaves
+    it there."""
     sides = {"mean-k": 96, "codes": 6000}
     keeps, without, source = opened(shared_pool, sides=sides), opened(shared_pool), Memory(6)
     beside = {name: np.full((3, size), size % 251, dtype=np.uint8) for name, size in sides.items()}
@@ -264,7 +284,8 @@ def test_a_record_of_a_newer_version_stays(shared_pool: Pool, opened: Open, raw:
         record[4:8] = struct.pack("<I", 99)
         record[60:64] = struct.pack("<I", crc32c(bytes(record[:60])))
     raw.set(first, bytes(newer[first]))
-    raw.set(second, _flip(raw.get(second)))  # refused here, and written anew by a newer version before our next dump
+    # refused here, and written anew by a newer version before our next dump
+    raw.set(second, _flip(raw.get(second)))
     assert [loaded_alone(store, source, block) for block in range(2)] == [False, False]
     raw.set(second, bytes(newer[second]))
     with pytest.raises(TaskError, match="reason=newer_version"):
@@ -273,7 +294,9 @@ def test_a_record_of_a_newer_version_stays(shared_pool: Pool, opened: Open, raw:
 
 
 def test_memory_above_it(shared_pool: Pool, opened: Open) -> None:
-    store = opened(shared_pool, "UcmPipelineStore", store_pipeline="Cache|Mooncake", cache_size="1MiB")
+    store = opened(
+        shared_pool, "UcmPipelineStore", store_pipeline="Cache|Mooncake", cache_size="1MiB"
+    )
     assert store.tier_names == ("memory", "mooncake")
     source = dump(store, 60)  # more than the memory takes
     assert all(loaded(store, source, 60))
@@ -281,17 +304,41 @@ def test_memory_above_it(shared_pool: Pool, opened: Open) -> None:
 
 
 def test_a_configuration_names_it(shared_pool: Pool, tmp_path: Path) -> None:
-    rest = {key: value for key, value in shared_pool.config.items() if key != "master_server_address"}
+    rest = {
+        key: value for key, value in shared_pool.config.items() if key != "master_server_address"
+    }
     for config in (
         {"storage_backend": "mooncake", **shared_pool.config},
-        {"ucm_connectors": [{"ucm_connector_name": "UcmMooncakeStore", "ucm_connector_config": shared_pool.config}]},
+        {
+            "ucm_connectors": [
+                {
+                    "ucm_connector_name": "UcmMooncakeStore",
+                    "ucm_connector_config": shared_pool.config,
+                }
+            ]
+        },
         {"store_pipeline": "Cache|Mooncake", "cache_size": "1MiB", **shared_pool.config},
         {"storage_backends": f"mooncake://{shared_pool.address}", **rest},
-        {"store_pipeline": "Cache|Mooncake", "path": f"mooncake://{shared_pool.address}", "cache_size": "1MiB", **rest},
-        {"pipeline": [{"type": "cache", "size_gb": 0.001}, {"type": "mooncake", **shared_pool.config}]},
+        {
+            "store_pipeline": "Cache|Mooncake",
+            "path": f"mooncake://{shared_pool.address}",
+            "cache_size": "1MiB",
+            **rest,
+        },
+        {
+            "pipeline": [
+                {"type": "cache", "size_gb": 0.001},
+                {"type": "mooncake", **shared_pool.config},
+            ]
+        },
     ):
         read = load({**config, **PATIENT}, {})
-        given = {**read.store_config(), **SHAPE, "staging_capacity": "4MiB", "identity": str(tmp_path)}
+        given = {
+            **read.store_config(),
+            **SHAPE,
+            "staging_capacity": "4MiB",
+            "identity": str(tmp_path),
+        }
         with UcmConnectorFactoryV1.create_connector(read.ucm_connector_name, given) as store:
             source = dump(store, 3)
             assert loaded(store, source, 3) == [True] * 3
@@ -299,7 +346,9 @@ def test_a_configuration_names_it(shared_pool: Pool, tmp_path: Path) -> None:
 
 def test_without_a_master_or_the_package_it_says_what_to_do(shared_pool: Pool) -> None:
     with pytest.raises(ConfigError, match="write master_server_address: host:port"):
-        UcmConnectorFactoryV1.create_connector("UcmMooncakeStore", {**SHAPE, "staging_capacity": "4MiB"})
+        UcmConnectorFactoryV1.create_connector(
+            "UcmMooncakeStore", {**SHAPE, "staging_capacity": "4MiB"}
+        )
     with pytest.raises(ConfigError, match="at least 16 MiB"):
         UcmConnectorFactoryV1.create_connector("UcmMooncakeStore", {**SHAPE, **TOO_LITTLE})
     for address, words in (
@@ -316,15 +365,17 @@ def test_without_a_master_or_the_package_it_says_what_to_do(shared_pool: Pool) -
             UcmConnectorFactoryV1.create_connector("UcmMooncakeStore", {**told, **named})
         assert "secret" not in str(refused.value)
     code = (
-        "import sys; sys.modules['mooncake'] = None\n"
-        "from ucm.store import UcmConnectorFactoryV1\n"
-        f"UcmConnectorFactoryV1.create_connector('UcmMooncakeStore', {{**{SHAPE!r}, 'master_server_address': 'x:1'}})"
+        "import sys; sys.modules['mooncake'] = None\nfrom ucm.store import"
+        " UcmConnectorFactoryV1\nUcmConnectorFactoryV1.create_connector('UcmMooncakeStore',"
+        f" {{**{SHAPE!r}, 'master_server_address': 'x:1'}})"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "install mooncake-transfer-engine" in run.stderr and "ConfigError" in run.stderr
 
 
-def test_a_killed_master_is_misses_and_a_new_one_is_used(own_pool: Callable[..., Pool], opened: Open) -> None:
+def test_a_killed_master_is_misses_and_a_new_one_is_used(
+    own_pool: Callable[..., Pool], opened: Open
+) -> None:
     pool = own_pool()
     store = opened(pool, **HASTY)
     source = stored(store, 3)
@@ -345,7 +396,9 @@ def test_a_killed_master_is_misses_and_a_new_one_is_used(own_pool: Callable[...,
     eventually(lambda: comes_back(store, source, 3))
 
 
-def test_a_master_that_hangs_costs_deadlines_and_then_nothing(own_pool: Callable[..., Pool], opened: Open) -> None:
+def test_a_master_that_hangs_costs_deadlines_and_then_nothing(
+    own_pool: Callable[..., Pool], opened: Open
+) -> None:
     pool = own_pool()
     store = opened(pool, **HASTY)
     source = stored(store, 3)
@@ -390,9 +443,13 @@ class Ticks:
         self._thread.join()
 
 
-def test_a_lending_store_closes_while_its_master_hangs(own_pool: Callable[..., Pool], opened: Open) -> None:
+def test_a_lending_store_closes_while_its_master_hangs(
+    own_pool: Callable[..., Pool], opened: Open
+) -> None:
     pool = own_pool(lent=0)
-    store = opened(pool, **(HASTY | {"global_segment_size": "64MiB", "deadlines": PATIENT["deadlines"]}))
+    store = opened(
+        pool, **(HASTY | {"global_segment_size": "64MiB", "deadlines": PATIENT["deadlines"]})
+    )
     dump(store, 1)
     assert pool.master is not None
     stop(pool.master)
@@ -419,7 +476,9 @@ def test_a_store_opens_while_its_master_hangs(own_pool: Callable[..., Pool], ope
     eventually(lambda: comes_back(store, source, 1))
 
 
-def test_a_killed_lender_is_misses_of_what_it_lent(own_pool: Callable[..., Pool], opened: Open) -> None:
+def test_a_killed_lender_is_misses_of_what_it_lent(
+    own_pool: Callable[..., Pool], opened: Open
+) -> None:
     pool = own_pool(client_ttl=2)
     store = opened(pool, **HASTY)
     source = stored(store, 3)
@@ -471,7 +530,9 @@ def test_eviction_under_a_reader(own_pool: Callable[..., Pool], opened: Open) ->
     assert any(loaded_alone(reader, source, block) for block in rows if there[block])
 
 
-def test_a_store_lends_memory_and_only_one_that_stores(own_pool: Callable[..., Pool], opened: Open) -> None:
+def test_a_store_lends_memory_and_only_one_that_stores(
+    own_pool: Callable[..., Pool], opened: Open
+) -> None:
     pool = own_pool(lent=0)
     opened(pool, global_segment_size="64MiB", device_id=-1).lookup(ids(1))
     store = opened(pool)
@@ -515,7 +576,9 @@ def test_tools_look_into_a_pool(own_pool: Callable[..., Pool], opened: Open) -> 
 
     for wish in ((), ("--older-than", "7d"), ("--to", "1MiB")):
         refused = ucm(pool, "gc", *wish)
-        assert refused.exit_code == 2 and "does not say when something was last used" in refused.stderr, refused.output
+        assert (
+            refused.exit_code == 2 and "does not say when something was last used" in refused.stderr
+        ), refused.output
     planned = json.loads(ucm(pool, "gc", "--namespace", mine, "--json").stdout)
     assert (planned["planned"], planned["removed"]) == (5, 0)
     assert other.lookup(ids(2)) == [True] * 2 and store.lookup(ids(5))[1:] == [True] * 4
@@ -531,10 +594,17 @@ def test_tools_look_into_a_pool(own_pool: Callable[..., Pool], opened: Open) -> 
     assert nobody.exit_code == 2 and "--option master_http_address=host:port" in nobody.stderr
 
 
-def test_a_record_longer_than_one_read_is_judged(own_pool: Callable[..., Pool], opened: Open) -> None:
+def test_a_record_longer_than_one_read_is_judged(
+    own_pool: Callable[..., Pool], opened: Open
+) -> None:
     pool = own_pool()
     size = 5 << 20  # longer than a piece that is read at once
-    shape = {"tensor_size_list": [size], "shard_size": size, "block_size": size, "staging_capacity": "32MiB"}
+    shape = {
+        "tensor_size_list": [size],
+        "shard_size": size,
+        "block_size": size,
+        "staging_capacity": "32MiB",
+    }
     store = opened(pool, **shape)
     data = np.arange(size // 8, dtype=np.uint64)
     store.wait(store.dump_data(ids(1), [0], np.array([[data.ctypes.data]], dtype=np.uint64)))
@@ -545,11 +615,11 @@ def test_a_record_longer_than_one_read_is_judged(own_pool: Callable[..., Pool], 
 
 def test_an_interpreter_that_ends_without_closing_it(shared_pool: Pool, tmp_path: Path) -> None:
     code = (
-        f"import sys; sys.path[:0] = [{str(PACKAGE)!r}, {str(HERE.parent / 'store')!r}]\n"
-        "from ucm.store import UcmConnectorFactoryV1; from blocks import ids\n"
-        f"config = {{**{SHAPE!r}, **{shared_pool.config!r}, **{PATIENT!r}, 'staging_capacity': '4MiB'}}\n"
-        "store = UcmConnectorFactoryV1.create_connector('UcmMooncakeStore', config)\n"
-        "print(store.lookup(ids(2)))"
+        f"import sys; sys.path[:0] = [{str(PACKAGE)!r}, {str(HERE.parent / 'store')!r}]\nfrom"
+        f" ucm.store import UcmConnectorFactoryV1; from blocks import ids\nconfig = {{**{SHAPE!r},"
+        f" **{shared_pool.config!r}, **{PATIENT!r}, 'staging_capacity': '4MiB'}}\nstore ="
+        " UcmConnectorFactoryV1.create_connector('UcmMooncakeStore',"
+        " config)\nprint(store.lookup(ids(2)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, "[False, False]\n"), run.stderr

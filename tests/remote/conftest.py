@@ -69,7 +69,11 @@ def pytest_runtest_makereport(
     """Notes what became of a row of the matrix."""
     report = yield
     column = getattr(getattr(item, "callspec", None), "params", {}).get("column")
-    if column is not None and HERE in item.path.parents and (report.when == "call" or report.outcome != "passed"):
+    if (
+        column is not None
+        and HERE in item.path.parents
+        and (report.when == "call" or report.outcome != "passed")
+    ):
         row = item.function.__doc__.splitlines()[0].rstrip(".")  # type: ignore[attr-defined]
         outcome = {"passed": "ok", "failed": "FAILED", "skipped": "-"}[report.outcome]
         _cells.setdefault(row, {})[column.name] = outcome

@@ -1,7 +1,7 @@
 """moto's S3 server, in Python, with one bucket; it forgets what it had when it ends.
 
-Servers are forked from a process that has imported moto: to import it is nearly all of a start, and beside much else
-one start took 75 s.
+Servers are forked from a process that has imported moto: to import it is nearly all of a start, and
+beside much else one start took 75 s.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from pathlib import Path
 
 from servers import BUCKET, Server
 
-#: Each process of it imports the main module of whoever started it, which is pytest's: that is imported before, too.
+#: Each process of it imports the main module of whoever started it, which is pytest's: that is
+#: imported before, too.
 _FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["pytest.__main__", "moto.server", "moto.s3.responses", "moto.s3.urls"])
+_FORKED.set_forkserver_preload(
+    ["pytest.__main__", "moto.server", "moto.s3.responses", "moto.s3.urls"]
+)
 
 
 class MotoServer(Server):
@@ -38,7 +41,9 @@ class MotoServer(Server):
         self._forked = None
 
     def _begin(self) -> int:
-        self._forked = _FORKED.Process(target=_serve, args=(self.port, self._tls), name="moto", daemon=True)
+        self._forked = _FORKED.Process(
+            target=_serve, args=(self.port, self._tls), name="moto", daemon=True
+        )
         self._forked.start()
         assert self._forked.pid is not None
         return self._forked.pid
@@ -58,7 +63,9 @@ def _serve(port: int, tls: tuple[Path, Path] | None) -> None:
     answer = Client(app).put(f"http://127.0.0.1:{port}/{BUCKET}")
     assert answer.status_code == 200, answer.text
     files = (str(tls[0]), str(tls[1])) if tls else None
-    run_simple("127.0.0.1", port, app, threaded=True, ssl_context=files, request_handler=MotoRequestHandler)
+    run_simple(
+        "127.0.0.1", port, app, threaded=True, ssl_context=files, request_handler=MotoRequestHandler
+    )
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,5 @@
-"""A proxy between a store and its server that can refuse, fall silent, delay, or answer for a busy server itself."""
+"""A proxy between a store and its server that can refuse, fall silent, delay, or answer for a busy
+server itself."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Literal
 
-#: ``pass``: as if it was not there. ``refuse``: nobody listens. ``reset``: connections end at once. ``silent``: what
-#: comes is swallowed and nothing is answered. ``slow``: every piece waits. ``busy``, ``fail``, ``full``: the answers of
-#: an HTTP server that wants less, that is broken, or that has no room.
+#: ``pass``: as if it was not there. ``refuse``: nobody listens. ``reset``: connections end at once.
+#: ``silent``: what comes is swallowed and nothing is answered. ``slow``: every piece waits.
+#: ``busy``, ``fail``, ``full``: the answers of an HTTP server that wants less, that is broken, or
+#: that has no room.
 Mode = Literal["pass", "refuse", "reset", "silent", "slow", "busy", "fail", "full"]
 
 _ANSWERS = {
@@ -54,7 +56,8 @@ class Proxy:
         return f"127.0.0.1:{self.port}"
 
     def become(self, mode: Mode) -> None:
-        """From now on it does this; open connections end, but in ``silent``, where they stay and say nothing."""
+        """From now on it does this; open connections end, but in ``silent``, where they stay and
+        say nothing."""
         self._do(self._become(mode))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
@@ -96,7 +99,12 @@ class Proxy:
                 await self._answer(reader, writer)
                 return
             await self._pass_on(reader, writer)
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
+        except (
+            OSError,
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+            asyncio.CancelledError,
+        ):
             pass  # cancelled: by _end_connections, which waits for nothing more
         finally:
             self._connections.discard(task)
@@ -129,12 +137,21 @@ class Proxy:
         while self.mode in _ANSWERS:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
             length = next(
-                (line.split(":")[1] for line in head.split("\r\n") if line.startswith("content-length:")), "0"
+                (
+                    line.split(":")[1]
+                    for line in head.split("\r\n")
+                    if line.startswith("content-length:")
+                ),
+                "0",
             )
             await reader.readexactly(int(length))
             status, reason, code = _ANSWERS[self.mode]
             body = f"<Error><Code>{code}</Code><Message>by the proxy</Message></Error>".encode()
-            lines = [f"HTTP/1.1 {status} {reason}", f"Content-Length: {len(body)}", "Content-Type: application/xml"]
+            lines = [
+                f"HTTP/1.1 {status} {reason}",
+                f"Content-Length: {len(body)}",
+                "Content-Type: application/xml",
+            ]
             writer.write("\r\n".join([*lines, "", ""]).encode() + body)
             await writer.drain()
             self.answered += 1

@@ -1,7 +1,8 @@
 """The columns of the matrix: stores of the network and the real servers they are run against.
 
-:data:`MOONCAKE` and :data:`DS3FS` are columns of the engines alone: Mooncake's client brings threads of its own into
-the process that loads it (``tests/mooncake`` has its matrix), and 3FS is a library in the process (``tests/store``).
+:data:`MOONCAKE` and :data:`DS3FS` are columns of the engines alone: Mooncake's client brings
+threads of its own into the process that loads it (``tests/mooncake`` has its matrix), and 3FS is a
+library in the process (``tests/store``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SOFT3FS = os.path.abspath(os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libso
 
 
 class Medium(Protocol):
-    """What keeps the blocks, a server most often; a context manager. It can be taken away and come back."""
+    """What keeps the blocks, a server most often; a context manager. It can be taken away and come
+    back."""
 
     def __enter__(self) -> Self: ...
 
@@ -79,7 +81,11 @@ def _on_s3(at: str) -> dict[str, Any]:
 
 
 def _on_mooncake(at: str) -> dict[str, Any]:
-    return {"storage_backends": f"mooncake://{at}", "global_segment_size": 0, "local_buffer_size": "16MiB"}
+    return {
+        "storage_backends": f"mooncake://{at}",
+        "global_segment_size": 0,
+        "local_buffer_size": "16MiB",
+    }
 
 
 def _on_3fs(at: str) -> dict[str, Any]:
@@ -87,15 +93,20 @@ def _on_3fs(at: str) -> dict[str, Any]:
 
 
 class MooncakeMaster(Pool):
-    """A master, and a process that lends memory to whichever master is at its address. Raises :class:`MissingError`."""
+    """A master, and a process that lends memory to whichever master is at its address. Raises
+    :class:`MissingError`."""
 
     def __init__(self, directory: Path) -> None:
         if not (PACKAGE / "mooncake" / "mooncake_master").exists():
-            raise MissingError("Mooncake's package is not installed; `make .tools/.stamp-mooncake` installs it")
+            raise MissingError(
+                "Mooncake's package is not installed; `make .tools/.stamp-mooncake` installs it"
+            )
         try:
             ctypes.CDLL("libibverbs.so.1")
         except OSError:
-            raise MissingError("Mooncake needs libibverbs.so.1, of the system's package libibverbs1") from None
+            raise MissingError(
+                "Mooncake needs libibverbs.so.1, of the system's package libibverbs1"
+            ) from None
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory)
 
@@ -120,7 +131,8 @@ class MooncakeMaster(Pool):
 
 
 class Mount3fs:
-    """A directory that the library in software takes for a mount of 3FS. It can be unmounted and mounted again."""
+    """A directory that the library in software takes for a mount of 3FS. It can be unmounted and
+    mounted again."""
 
     def __init__(self, directory: Path) -> None:
         if not os.path.exists(SOFT3FS):
@@ -167,7 +179,13 @@ REDIS_AOF = Column(
 S3S_FS = Column("s3s-fs", "UcmObjectStore", s3_server, _on_s3, keeps=True, http=True)
 MOTO = Column("moto", "UcmObjectStore", MotoServer, _on_s3, keeps=False, http=True)
 MOONCAKE = Column(
-    "mooncake", "UcmMooncakeStore", MooncakeMaster, _on_mooncake, keeps=False, http=False, pythonpath=(str(PACKAGE),)
+    "mooncake",
+    "UcmMooncakeStore",
+    MooncakeMaster,
+    _on_mooncake,
+    keeps=False,
+    http=False,
+    pythonpath=(str(PACKAGE),),
 )
 DS3FS = Column("3fs", "UcmDs3fsStore", Mount3fs, _on_3fs, keeps=True, http=False)
 #: Those of `make test`, and all.
@@ -205,7 +223,8 @@ def _answer(answers: BinaryIO) -> Any:
 
 
 def started(column: Column, directory: Path) -> Any:
-    """The server of a column; the test is skipped where there is none, and fails with ``UCM_REQUIRE_SERVERS``."""
+    """The server of a column; the test is skipped where there is none, and fails with
+    ``UCM_REQUIRE_SERVERS``."""
     try:
         return column.start(directory)
     except MissingError as missing:

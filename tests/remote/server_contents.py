@@ -1,5 +1,5 @@
-"""What lies on a server, seen and changed by the server's own means, past every store and tool: the values of Redis,
-the objects of a bucket."""
+"""What lies on a server, seen and changed by the server's own means, past every store and tool: the
+values of Redis, the objects of a bucket."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Values:
 
     def records(self, namespace: str = "") -> dict[str, int]:
         """Names and bytes of what holds records, of one namespace or of all."""
-        ours = {name: size for name, size in self.sizes().items() if len(name.rpartition(":")[2]) == 32}
+        ours = {
+            name: size for name, size in self.sizes().items() if len(name.rpartition(":")[2]) == 32
+        }
         return {name: size for name, size in ours.items() if name.startswith(f"ucm:{namespace}")}
 
     def get(self, name: str) -> bytes:
@@ -84,7 +86,9 @@ class Objects:
         import boto3  # a part of moto: not here where that is not
         from botocore.config import Config
 
-        config = Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required")
+        config = Config(
+            s3={"addressing_style": "path"}, request_checksum_calculation="when_required"
+        )
         self._client: Any = boto3.client(
             "s3", endpoint_url=f"http://{server.at}", region_name="us-east-1", config=config
         )
@@ -97,7 +101,9 @@ class Objects:
     def records(self, namespace: str = "") -> dict[str, int]:
         """Names and bytes of what holds records, of one namespace or of all."""
         ours = {name: size for name, size in self.sizes().items() if name.endswith(".seg")}
-        return {name: size for name, size in ours.items() if name.startswith(f"{PREFIX}/{namespace}")}
+        return {
+            name: size for name, size in ours.items() if name.startswith(f"{PREFIX}/{namespace}")
+        }
 
     def get(self, name: str) -> bytes:
         """What has this name."""
@@ -115,7 +121,9 @@ class Objects:
     def set_limit(self, size: int) -> None:
         """The marker says from now on that the bucket takes so much."""
         marker = f"{PREFIX}/ucm-root.json"
-        self.put(marker, json.dumps(json.loads(self.get(marker)) | {"storage_capacity": size}).encode())
+        self.put(
+            marker, json.dumps(json.loads(self.get(marker)) | {"storage_capacity": size}).encode()
+        )
 
     def lift_limit(self) -> None:
         """There is room for every store again."""

@@ -1,8 +1,9 @@
-"""Engines of vLLM over servers, a pool of Mooncake and 3FS: what one stored another one finds, through a pipeline too;
-a server that is killed costs time and never a token; and what it kept is found again.
+"""Engines of vLLM over servers, a pool of Mooncake and 3FS: what one stored another one finds,
+through a pipeline too; a server that is killed costs time and never a token; and what it kept is
+found again.
 
-``make test`` starts one engine for each kind of store, ``make test-long`` (``UCM_TEST_LONG``) those of the other tests
-too.
+``make test`` starts one engine for each kind of store, ``make test-long`` (``UCM_TEST_LONG``) those
+of the other tests too.
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ from cases import STORED
 from checks import ask_until_reused, assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import over_device
-from remote_columns import DS3FS, MOONCAKE, MOTO, REDIS_AOF, S3S_FS, SOFT3FS, Column, Medium, redis_says, started
+from remote_columns import (
+    DS3FS,
+    MOONCAKE,
+    MOTO,
+    REDIS_AOF,
+    S3S_FS,
+    SOFT3FS,
+    Column,
+    Medium,
+    redis_says,
+    started,
+)
 from specs import ROOM, EngineSpec, Result, StoreSpec
 
 from servers import KEYS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-long = pytest.mark.skipif(not os.environ.get("UCM_TEST_LONG"), reason="several engines: make test-long")
+long = pytest.mark.skipif(
+    not os.environ.get("UCM_TEST_LONG"), reason="several engines: make test-long"
+)
 
 ASKED = ("short", "middle", "shared_a", "exact")
 #: A server that is gone is tried again soon.
@@ -50,7 +64,12 @@ SEVERAL = (
     Over(DS3FS, "v1", ("cache",)),
 )
 #: Of one engine each: some keep what they have over a restart, and some forget it.
-ALONE = (Over(REDIS_AOF, "v2", ()), Over(MOTO, "v1", ()), Over(MOONCAKE, "v1", ()), Over(DS3FS, "v2", ()))
+ALONE = (
+    Over(REDIS_AOF, "v2", ()),
+    Over(MOTO, "v1", ()),
+    Over(MOONCAKE, "v1", ()),
+    Over(DS3FS, "v2", ()),
+)
 #: Those that can fall silent and keep their connections, or their rings.
 SILENT = (SEVERAL[0], SEVERAL[3])
 
@@ -73,7 +92,9 @@ def spec(over: Over, model: Path, at: str, work: Path, pipeline: bool) -> Engine
         store = StoreSpec(work, "UcmPipelineStore", options=options)
     label = f"{name_of(over)}{'-below' if pipeline else ''}"
     path = over.column.pythonpath
-    return EngineSpec(model, over.runner, store, label=label, extra_config=SOON, env=KEYS, pythonpath=path)
+    return EngineSpec(
+        model, over.runner, store, label=label, extra_config=SOON, env=KEYS, pythonpath=path
+    )
 
 
 def of_3fs(engine: Engine, call: str) -> str:
@@ -93,8 +114,8 @@ def asked(engine: Engine) -> dict[str, Result]:
 
 
 def ask_until_stored(engine: Engine, computed: dict[str, Result]) -> None:
-    """Asks until a round stores nothing more: beside a busy machine a first dump may be refused, and comes with a later
-    question."""
+    """Asks until a round stores nothing more: beside a busy machine a first dump may be refused,
+    and comes with a later question."""
 
     def nothing_more() -> bool:
         before = engine.metrics()["ucm_published_blocks_total"]
@@ -108,7 +129,8 @@ def ask_until_stored(engine: Engine, computed: dict[str, Result]) -> None:
 
 @contextmanager
 def silent(over: Over, server: Any, engine: Engine) -> Iterator[None]:
-    """Nothing is answered meanwhile: a server is stopped, and 3FS's daemon begins no operation of its rings."""
+    """Nothing is answered meanwhile: a server is stopped, and 3FS's daemon begins no operation of
+    its rings."""
     if over.column is DS3FS:
         of_3fs(engine, "soft3fs_hold(True)")
     else:
@@ -187,7 +209,11 @@ def test_cold_warm_and_after_a_restart_of_the_server(
     engine.wait_idle()
     engine.reset()
     if over.column is DS3FS:
-        assert of_3fs(engine, "soft3fs_calls(b'write')") != "0" != of_3fs(engine, "soft3fs_calls(b'read')")
+        assert (
+            of_3fs(engine, "soft3fs_calls(b'write')")
+            != "0"
+            != of_3fs(engine, "soft3fs_calls(b'read')")
+        )
     before = engine.metrics()
     server.restart()
     for name in ASKED:
@@ -196,7 +222,8 @@ def test_cold_warm_and_after_a_restart_of_the_server(
         engine.wait_idle()
     after = engine.metrics()
     if over.column is MOTO:
-        # Its index still had what the server forgot: hits that were claimed, and computed after all.
+        # Its index still had what the server forgot: hits that were claimed, and computed after
+        # all.
         assert after["ucm_hit_blocks_total"] > before["ucm_hit_blocks_total"]
         assert after["ucm_loaded_blocks_total"] == before["ucm_loaded_blocks_total"]
     engine.reset()
@@ -224,9 +251,17 @@ def test_cold_warm_and_after_a_restart_of_the_server(
 def test_a_server_that_falls_silent_costs_a_deadline(
     over: Over, server: Medium, tmp_path: Path, host: EngineHost, model: Path
 ) -> None:
-    short = {"lookup_ms": 200, "load_min_ms": 500, "load_max_s": 2.0, "load_unknown_s": 2.0, "dump_s": 3.0}
+    short = {
+        "lookup_ms": 200,
+        "load_min_ms": 500,
+        "load_max_s": 2.0,
+        "load_unknown_s": 2.0,
+        "dump_s": 3.0,
+    }
     made = spec(over, model, server.at, tmp_path, pipeline=False)
-    engine = host.get(made.but(extra_config={**SOON, "deadlines": short}, label=f"{made.label}-silent"))
+    engine = host.get(
+        made.but(extra_config={**SOON, "deadlines": short}, label=f"{made.label}-silent")
+    )
     computed = asked(engine)
     ask_until_reused(engine, STORED["middle"], computed["middle"])
     engine.wait_idle()

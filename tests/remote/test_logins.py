@@ -1,4 +1,5 @@
-"""A login works from each place where a password can stand, and is shown in none of what the store tells of itself."""
+"""A login works from each place where a password can stand, and is shown in none of what the store
+tells of itself."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def placed(place: str, at: str, directory: Path) -> tuple[dict[str, Any], dict[s
         "key": {"storage_backends": bare, "redis_password": MARK},
         "environment": {"storage_backends": bare},
         "file": {"ucm_config_path": str(file)},
-        "stage's address": {"store_pipeline": ["cache", {"type": "redis", "path": login}], "cache_size": "1MiB"},
+        "stage's address": {
+            "store_pipeline": ["cache", {"type": "redis", "path": login}],
+            "cache_size": "1MiB",
+        },
         "stage's key": {
             "store_pipeline": ["cache", {"type": "redis", "path": bare, "redis_password": MARK}],
             "cache_size": "1MiB",
@@ -67,16 +71,26 @@ def test_a_login_from_each_place(
         )
         try:
             assert store.healthy(), place
-            assert all(tier["healthy"] for tier in store.stats()["tiers"] if tier["name"] == "redis"), place
+            assert all(
+                tier["healthy"] for tier in store.stats()["tiers"] if tier["name"] == "redis"
+            ), place
             assert store.lookup([bytes(16)]) == [False]
             settings = store.settings  # type: ignore[attr-defined]
-            told = (repr(store), repr(store.config), repr(settings), str(settings), settings.model_dump_json())
+            told = (
+                repr(store),
+                repr(store.config),
+                repr(settings),
+                str(settings),
+                settings.model_dump_json(),
+            )
             assert MARK not in " ".join((*told, json.dumps(store.stats()), store.trouble()))
         finally:
             store.close()
     assert MARK not in caplog.text
     wrong = load({"storage_backends": f"redis://:{MARK}-not@{server.at}"}, {})
-    store = UcmConnectorFactoryV1.create_connector(wrong.ucm_connector_name, wrong.store_config() | SIZES)
+    store = UcmConnectorFactoryV1.create_connector(
+        wrong.ucm_connector_name, wrong.store_config() | SIZES
+    )
     assert not store.healthy()
     store.close()
     assert "redis_password" in caplog.text and MARK not in caplog.text
@@ -84,7 +98,8 @@ def test_a_login_from_each_place(
 
 
 def _tools_show_none(server: Server, directory: Path) -> None:
-    """What a tool prints, and the command lines of what it starts, which others on the machine can read."""
+    """What a tool prints, and the command lines of what it starts, which others on the machine can
+    read."""
     script = directory / "tool.py"
     script.write_text(
         "import pathlib, sys\n"

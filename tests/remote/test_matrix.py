@@ -1,5 +1,6 @@
-"""What happens to a server, and what a store makes of it: right bytes or none, no call that waits longer than its
-deadline, and all well afterwards, by itself. The first line of a test is the name of its row in the table."""
+"""What happens to a server, and what a store makes of it: right bytes or none, no call that waits
+longer than its deadline, and all well afterwards, by itself. The first line of a test is the name
+of its row in the table."""
 
 from __future__ import annotations
 
@@ -20,9 +21,16 @@ from servers import Server
 from ucm.errors import UcmError
 from ucm.store import UcmConnectorFactoryV1
 
-#: Short, so that a server that is gone is tried again soon; generous where a busy machine answers late.
+#: Short, so that a server that is gone is tried again soon; generous where a busy machine answers
+#: late.
 QUICK = {
-    "deadlines": {"lookup_ms": 2000, "load_unknown_s": 3.0, "dump_s": 6.0, "probe_s": 10.0, "shutdown_s": 2.0},
+    "deadlines": {
+        "lookup_ms": 2000,
+        "load_unknown_s": 3.0,
+        "dump_s": 6.0,
+        "probe_s": 10.0,
+        "shutdown_s": 2.0,
+    },
     "breaker": {"threshold": 3, "cool_down_s": 0.3},
 }
 #: Seconds after which something that comes by itself is given up.
@@ -70,7 +78,9 @@ def loaded(store: Any, source: Memory, first: int, count: int) -> bool:
         come = False
     for block in range(first, first + count):
         blank = all(np.all(piece == 7) for piece in target.pieces[block])
-        assert target.equals(source, block) or (blank and not come), f"block {block} is neither right nor untouched"
+        assert target.equals(source, block) or (blank and not come), (
+            f"block {block} is neither right nor untouched"
+        )
     return come
 
 
@@ -258,7 +268,11 @@ def test_below_memory(column: Column, server: Server, source: Memory) -> None:
 
 
 def test_no_secret_in_the_log(
-    column: Column, server: Server, source: Memory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    column: Column,
+    server: Server,
+    source: Memory,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """wrong keys: refused, said, and told to nobody"""
     secret = "very-secret-word"

@@ -1,4 +1,5 @@
-"""Side shards over stores of the network: who keeps some and who keeps none use each other's blocks."""
+"""Side shards over stores of the network: who keeps some and who keeps none use each other's
+blocks."""
 
 from __future__ import annotations
 
@@ -15,12 +16,17 @@ COUNT = 4
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
-def test_engines_with_side_shards_and_without_use_each_others_blocks(column: Column, tmp_path: Path) -> None:
+def test_engines_with_side_shards_and_without_use_each_others_blocks(
+    column: Column, tmp_path: Path
+) -> None:
     """side shards: who keeps some and who keeps none use each other's blocks
 
-    Records of the one are longer than those of the other, who learns that from the manifest when it meets one."""
+    Records of the one are longer than those of the other, who learns that from the manifest when it
+    meets one."""
     random, source = np.random.default_rng(7), Memory(2 * COUNT)
-    beside = {name: random.integers(0, 256, (COUNT, size), dtype=np.uint8) for name, size in SIDES.items()}
+    beside = {
+        name: random.integers(0, 256, (COUNT, size), dtype=np.uint8) for name, size in SIDES.items()
+    }
     first, second = ids(2 * COUNT)[:COUNT], ids(2 * COUNT)[COUNT:]
     with (
         started(column, tmp_path / "server") as server,

@@ -1,4 +1,5 @@
-"""A damaged document of the space in a bucket: nothing is written, blocks are read, and writing goes on without it."""
+"""A damaged document of the space in a bucket: nothing is written, blocks are read, and writing
+goes on without it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def newer(text: bytes) -> bytes:
     return json.dumps(json.loads(text) | {"format": 99}).encode()
 
 
-@pytest.mark.parametrize("damage", [lambda _: b"{", newer, lambda _: b" " * (17 << 20)], ids=["cut", "newer", "long"])
+@pytest.mark.parametrize(
+    "damage", [lambda _: b"{", newer, lambda _: b" " * (17 << 20)], ids=["cut", "newer", "long"]
+)
 def test_a_damaged_document_ends_writing_and_not_reading(
     moto: Server, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -43,7 +46,9 @@ def test_a_damaged_document_ends_writing_and_not_reading(
             assert loaded(store, source, 0, 4)
             assert not dumped(store, source, 4, 2)
         assert store.healthy()
-        said = [record.message for record in caplog.records if "nothing is written to" in record.message]
+        said = [
+            record.message for record in caplog.records if "nothing is written to" in record.message
+        ]
         assert len(said) == 1 and "ucm-space.json" in said[0], said
         contents.remove(SPACE)
         soon("it is written to again", lambda: dumped(store, source, 4, 2))

@@ -16,8 +16,11 @@ SIDES = {"mean-k": 96, "codes": 6000}
 
 
 @pytest.mark.parametrize("above", ["Cache", "Posix"])
-def test_blocks_of_one_that_keeps_side_shards_come_up_for_one_that_keeps_none(tmp_path: Path, above: str) -> None:
-    """A value is longer there than a record of the reader: of what the server answers it takes what it knows."""
+def test_blocks_of_one_that_keeps_side_shards_come_up_for_one_that_keeps_none(
+    tmp_path: Path, above: str
+) -> None:
+    """A value is longer there than a record of the reader: of what the server answers it takes what
+    it knows."""
     top = {
         "Cache": {"type": "Cache", "cache_size": "4MiB"},
         "Posix": {
@@ -33,10 +36,14 @@ def test_blocks_of_one_that_keeps_side_shards_come_up_for_one_that_keeps_none(tm
         keys=lambda at: {"store_pipeline": [top, {"type": "Redis", **REDIS.keys(at)}]},
     )
     random, source = np.random.default_rng(7), Memory(COUNT)
-    beside = {name: random.integers(0, 256, (COUNT, size), dtype=np.uint8) for name, size in SIDES.items()}
+    beside = {
+        name: random.integers(0, 256, (COUNT, size), dtype=np.uint8) for name, size in SIDES.items()
+    }
     with started(REDIS, tmp_path / "server") as server:
         with opened(REDIS, server.at, sides=SIDES, deadlines=PATIENT) as writer:
-            writer.wait(writer.dump_data(ids(COUNT), [0] * COUNT, source.rows(*range(COUNT)), sides=beside))
+            writer.wait(
+                writer.dump_data(ids(COUNT), [0] * COUNT, source.rows(*range(COUNT)), sides=beside)
+            )
         with opened(staged, server.at, deadlines=PATIENT) as reader:
 
             def all_come_up() -> bool:

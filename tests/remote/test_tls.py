@@ -1,4 +1,5 @@
-"""A bucket behind TLS: a store believes its server by the authorities in ``object_ca``, and no other server."""
+"""A bucket behind TLS: a store believes its server by the authorities in ``object_ca``, and no
+other server."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from ucm.errors import ConfigError, UnhealthyError
 COUNT = 8
 #: Who does not vouch for the server: another authority, and those of the system.
 DOUBTING = ("another", None)
-#: Two authorities, each in a file and both in one, and the certificate of a server here by the first of them.
+#: Two authorities, each in a file and both in one, and the certificate of a server here by the
+#: first of them.
 CERTIFICATES = """set -e
 authority() {
     openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=$1 -keyout $1.key -out $1.pem
@@ -53,7 +55,9 @@ def secure_server(directory: Path) -> MotoServer:
     if shutil.which("openssl") is None:
         raise MissingError("openssl is not installed; `make servers` installs it as root (apt-get)")
     beside = directory.parent
-    made = subprocess.run(["sh", "-c", CERTIFICATES], cwd=beside, capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["sh", "-c", CERTIFICATES], cwd=beside, capture_output=True, text=True, check=False
+    )
     assert made.returncode == 0, made.stderr
     return MotoServer(directory, (beside / "server.pem", beside / "server.key"))
 
@@ -78,7 +82,9 @@ def store_all(store: Any, source: Memory) -> None:
 
 
 @pytest.mark.parametrize("authority", ["ours", "both"])
-def test_a_server_whose_authority_is_trusted(secure: Secure, source: Memory, authority: str) -> None:
+def test_a_server_whose_authority_is_trusted(
+    secure: Secure, source: Memory, authority: str
+) -> None:
     keys = {**secure.keys(authority), "identity": authority}
     with opened(MOTO, secure.at, **keys) as store:
         store_all(store, source)
@@ -89,10 +95,14 @@ def test_a_server_whose_authority_is_trusted(secure: Secure, source: Memory, aut
 
 
 @pytest.mark.parametrize("authority", DOUBTING)
-def test_a_server_whose_authority_is_not(secure: Secure, source: Memory, authority: str | None) -> None:
+def test_a_server_whose_authority_is_not(
+    secure: Secure, source: Memory, authority: str | None
+) -> None:
     with opened(MOTO, secure.at, identity="stored", **secure.keys("ours")) as store:
         store_all(store, source)
-    with opened(MOTO, secure.at, reached=False, identity="stored", **secure.keys(authority)) as store:
+    with opened(
+        MOTO, secure.at, reached=False, identity="stored", **secure.keys(authority)
+    ) as store:
         assert not store.healthy()
         # What the client says of its request, and not that a deadline passed meanwhile.
         assert f"Error performing PUT https://{secure.at}/" in store.trouble()

@@ -1,5 +1,6 @@
-"""``ucm inspect``, ``ucm verify`` and ``ucm gc`` over the address of a server: what they say is what lies there, what
-they remove is gone, and all else stays. The first line of a test is the name of its row in the table."""
+"""``ucm inspect``, ``ucm verify`` and ``ucm gc`` over the address of a server: what they say is
+what lies there, what they remove is gone, and all else stays. The first line of a test is the name
+of its row in the table."""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ class Tools:
 
     def namespace(self, identity: str = "tests") -> str:
         """The namespace of an identity."""
-        (name,) = [space["namespace"] for space in self.root()["namespaces"] if space["words"]["weights"] == identity]
+        (name,) = [
+            space["namespace"]
+            for space in self.root()["namespaces"]
+            if space["words"]["weights"] == identity
+        ]
         return str(name)
 
     def open(self) -> RemoteRoot:
@@ -93,7 +98,8 @@ def contents(column: Column, server: Server) -> Iterator[Values | Objects]:
 
 @pytest.fixture
 def stored(column: Column, server: Server, source: Memory) -> Callable[..., None]:
-    """Stores blocks of the source, each by a dump of its own, so that each is a segment of its own in a bucket."""
+    """Stores blocks of the source, each by a dump of its own, so that each is a segment of its own
+    in a bucket."""
 
     def store(count: int, identity: str = "tests") -> None:
         with opened(column, server.at, deadlines=PATIENT, identity=identity) as store:
@@ -104,14 +110,17 @@ def stored(column: Column, server: Server, source: Memory) -> Callable[..., None
 
 
 def dump_once_counted(store: Any, block: bytes, rows: Any) -> None:
-    """Dumps a block as soon as there is room: what lies on a server is counted first, and no dump waits long for it."""
+    """Dumps a block as soon as there is room: what lies on a server is counted first, and no dump
+    waits long for it."""
     end = time.monotonic() + 60
     while True:
         try:
             store.wait(store.dump_data([block], [0], rows))
             return
         except TaskError as error:
-            if time.monotonic() > end or not all(isinstance(each, NoSpaceError) for each in error.failures.values()):
+            if time.monotonic() > end or not all(
+                isinstance(each, NoSpaceError) for each in error.failures.values()
+            ):
                 raise
 
 
@@ -139,7 +148,11 @@ def test_inspect(tools: Tools, contents: Values | Objects, stored: Callable[...,
     before = everything(contents)
     root = tools.root("--tenants")
     assert root["records"] + root["segment_records"] == 5
-    assert root["record_bytes"] + root["segment_bytes"] == root["used_bytes"] == sum(contents.records().values())
+    assert (
+        root["record_bytes"] + root["segment_bytes"]
+        == root["used_bytes"]
+        == sum(contents.records().values())
+    )
     assert (root["foreign"], root["foreign_bytes"]) == (1, len(b"mine"))
     assert [found["path"] for found in root["foreign_files"]] == [contents.foreign]
     (tenant,) = root["tenants"]
@@ -158,7 +171,9 @@ def test_inspect(tools: Tools, contents: Values | Objects, stored: Callable[...,
 
     text = tools.run("inspect")
     assert text.exit_code == 0
-    assert f"root {tools.address}" in text.stdout and all(name in text.stdout for name in names.values())
+    assert f"root {tools.address}" in text.stdout and all(
+        name in text.stdout for name in names.values()
+    )
     assert everything(contents) == before
     contents.set_limit(256 << 20)
     root = tools.root()
@@ -166,13 +181,22 @@ def test_inspect(tools: Tools, contents: Values | Objects, stored: Callable[...,
 
 
 def test_verify(
-    tools: Tools, contents: Values | Objects, stored: Callable[..., None], come_back: Callable[..., list[bool]]
+    tools: Tools,
+    contents: Values | Objects,
+    stored: Callable[..., None],
+    come_back: Callable[..., list[bool]],
 ) -> None:
     """ucm verify: all well, and then a byte of one record is another"""
     stored(4)
     stored(2, identity="another")
     well = tools.json("verify", "--rate", "unlimited")
-    assert (well["exit"], well["records"], well["good"], well["bad"], well["bad_records"]) == (0, 6, 6, 0, [])
+    assert (well["exit"], well["records"], well["good"], well["bad"], well["bad_records"]) == (
+        0,
+        6,
+        6,
+        0,
+        [],
+    )
     assert well["bytes"] == sum(contents.records().values()) and well["bytes_read"] > 0
 
     damaged = contents.find(tools.namespace(), ids(4)[2])
@@ -196,7 +220,10 @@ def test_verify(
 
 
 def test_a_dry_run(
-    tools: Tools, contents: Values | Objects, stored: Callable[..., None], come_back: Callable[..., list[bool]]
+    tools: Tools,
+    contents: Values | Objects,
+    stored: Callable[..., None],
+    come_back: Callable[..., list[bool]],
 ) -> None:
     """ucm gc without --yes: nothing is removed, whatever is asked for"""
     stored(3)
@@ -224,7 +251,10 @@ def test_a_dry_run(
 
 
 def test_down_to_a_size(
-    tools: Tools, contents: Values | Objects, stored: Callable[..., None], come_back: Callable[..., list[bool]]
+    tools: Tools,
+    contents: Values | Objects,
+    stored: Callable[..., None],
+    come_back: Callable[..., list[bool]],
 ) -> None:
     """ucm gc --to: what goes is gone, the rest is loaded"""
     stored(6)
@@ -235,7 +265,9 @@ def test_down_to_a_size(
     assert (done["exit"], done["dry_run"], done["planned"], done["removed"]) == (0, False, 2, 2)
     assert (done["failed"], done["skipped"], done["removed_bytes"]) == (0, 0, 2 * each)
     there = [place.name in contents.records() for place in where]
-    assert {place.file for place, kept in zip(where, there, strict=True) if not kept} == set(done["files"])
+    assert {place.file for place, kept in zip(where, there, strict=True) if not kept} == set(
+        done["files"]
+    )
     assert there.count(False) == 2
     if isinstance(contents, Objects):
         assert there == [False] * 2 + [True] * 4, "the oldest use first"
@@ -257,7 +289,9 @@ def test_down_to_a_size(
 
 
 @pytest.mark.parametrize("column", [REDIS], ids=[REDIS.name])
-def test_without_a_limit(tools: Tools, contents: Values | Objects, stored: Callable[..., None]) -> None:
+def test_without_a_limit(
+    tools: Tools, contents: Values | Objects, stored: Callable[..., None]
+) -> None:
     """ucm gc of a server that has no limit: it wants to be told a size"""
     stored(1)
     for wish in ((), ("--to", "50%")):
@@ -267,7 +301,9 @@ def test_without_a_limit(tools: Tools, contents: Values | Objects, stored: Calla
 
 
 @pytest.mark.parametrize("column", [REDIS], ids=[REDIS.name])
-def test_a_password(tools: Tools, server: Server, stored: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password(
+    tools: Tools, server: Server, stored: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ucm of a server with a password: found as an engine finds it, and told to nobody"""
     stored(2)
     secret = "very-secret-word"
@@ -286,7 +322,10 @@ def test_a_password(tools: Tools, server: Server, stored: Callable[..., None], m
 
 @pytest.mark.parametrize("column", BUCKETS, ids=lambda column: column.name)
 def test_older_than(
-    tools: Tools, contents: Objects, stored: Callable[..., None], come_back: Callable[..., list[bool]]
+    tools: Tools,
+    contents: Objects,
+    stored: Callable[..., None],
+    come_back: Callable[..., list[bool]],
 ) -> None:
     """ucm gc --older-than: what was not used for so long"""
     stored(4)
@@ -298,13 +337,21 @@ def test_older_than(
     assert space["newest_use"] - space["oldest_use"] >= 2 * HOUR - 1
     assert tools.json("gc", "--older-than", "3h", "--yes")["removed"] == 0
     done = tools.json("gc", "--older-than", "1h", "--yes", "--list")
-    assert (done["exit"], done["removed"], set(done["files"])) == (0, 2, {place.file for place in old})
+    assert (done["exit"], done["removed"], set(done["files"])) == (
+        0,
+        2,
+        {place.file for place in old},
+    )
     assert come_back(4) == [True, False, True, False]
 
 
 @pytest.mark.parametrize("column", [REDIS], ids=[REDIS.name])
 def test_older_than_on_redis(
-    tools: Tools, server: Server, contents: Values, stored: Callable[..., None], come_back: Callable[..., list[bool]]
+    tools: Tools,
+    server: Server,
+    contents: Values,
+    stored: Callable[..., None],
+    come_back: Callable[..., list[bool]],
 ) -> None:
     """ucm gc --older-than of Redis: only where it is said how long the engines let records live"""
     stored(2)
@@ -373,7 +420,8 @@ def test_a_namespace(
     come_back: Callable[..., list[bool]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """ucm gc --namespace under a store: its blocks are misses, the others' stay, and it stores again"""
+    """ucm gc --namespace under a store: its blocks are misses, the others' stay, and it stores
+    again"""
     stored(3)
     stored(2, identity="another")
     name = tools.namespace()
@@ -399,7 +447,9 @@ def test_a_namespace(
     assert tools.namespace() == name
 
 
-def test_changed_since(tools: Tools, contents: Values | Objects, stored: Callable[..., None]) -> None:
+def test_changed_since(
+    tools: Tools, contents: Values | Objects, stored: Callable[..., None]
+) -> None:
     """ucm gc: what is gone, or another, since it was listed is left to itself"""
     stored(3)
     names = list(contents.records())
@@ -410,7 +460,11 @@ def test_changed_since(tools: Tools, contents: Values | Objects, stored: Callabl
             contents.put(names[1], contents.get(names[1]) + b"x")
         outcome = carry_out(root, plan)
     replaced = [names[1]] if isinstance(contents, Objects) else []
-    assert (outcome.failed, outcome.skipped, len(outcome.removed)) == (0, 1 + len(replaced), 2 - len(replaced))
+    assert (outcome.failed, outcome.skipped, len(outcome.removed)) == (
+        0,
+        1 + len(replaced),
+        2 - len(replaced),
+    )
     assert list(contents.records()) == replaced
 
 

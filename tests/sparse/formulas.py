@@ -1,4 +1,5 @@
-"""What selection is held against, written straight from the formulas: paged attention, and a small engine around it."""
+"""What selection is held against, written straight from the formulas: paged attention, and a small
+engine around it."""
 
 from __future__ import annotations
 
@@ -22,17 +23,22 @@ GEOMETRY = Geometry(block_size=BLOCK, kv_heads=HEADS, head_dim=DIM)
 def keys(blocks: int, seed: int = 0, geometry: Geometry = GEOMETRY) -> Tensor:
     """Random keys of whole blocks, ``[blocks, b, h, d]``."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(blocks, geometry.block_size, geometry.kv_heads, geometry.head_dim, generator=generator)
+    return torch.randn(
+        blocks, geometry.block_size, geometry.kv_heads, geometry.head_dim, generator=generator
+    )
 
 
-def query(seed: int = 1, count: int = 1, geometry: Geometry = GEOMETRY, group: int = GROUP) -> Tensor:
+def query(
+    seed: int = 1, count: int = 1, geometry: Geometry = GEOMETRY, group: int = GROUP
+) -> Tensor:
     """Random queries, ``[count, heads, d]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, geometry.kv_heads * group, geometry.head_dim, generator=generator)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    """Dense attention of ``q [heads, d]`` over the tokens ``k, v [t, h, d]`` where ``kept [t]`` says so."""
+    """Dense attention of ``q [heads, d]`` over the tokens ``k, v [t, h, d]`` where ``kept [t]``
+    says so."""
     group = q.shape[0] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     logits = torch.einsum("hd,thd->ht", q, k) * q.shape[-1] ** -0.5
@@ -41,16 +47,23 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
 
 
 def paged_attention(q: Tensor, cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """What an unmodified paged kernel computes: ``q [heads, d]``, ``cache [2, blocks, b, h, d]``, ``table [n]``."""
+    """What an unmodified paged kernel computes: ``q [heads, d]``, ``cache [2, blocks, b, h, d]``,
+    ``table [n]``."""
     blocks = -(-length // cache.shape[2])
     k, v = (part[table[:blocks].long()].flatten(0, 1)[:length] for part in cache)
     return masked_attention(q, k, v, torch.ones(length, dtype=torch.bool, device=q.device))
 
 
 @cache
-def token_rows(content: str, position: int, layer: int, g: Geometry, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def token_rows(
+    content: str, position: int, layer: int, g: Geometry, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of one token of one layer."""
-    seed = sum(ord(letter) * 31**i for i, letter in enumerate(content)) * 1_000_003 + position * 101 + layer
+    seed = (
+        sum(ord(letter) * 31**i for i, letter in enumerate(content)) * 1_000_003
+        + position * 101
+        + layer
+    )
     generator = torch.Generator().manual_seed(seed % 2**62)
     kv = torch.randn(2, g.kv_heads, g.head_dim, generator=generator)
     return torch.randn(g.kv_heads * group, g.head_dim, generator=generator), kv[0], kv[1]
@@ -72,10 +85,11 @@ class Request:
 
 @dataclass
 class Engine:
-    """A model without a model: K, V and Q of each (request, position, layer) are given by a seed, attention is real.
+    """A model without a model: K, V and Q of each (request, position, layer) are given by a seed,
+    attention is real.
 
-    It keeps the cache in the plain layout, gives its method the hooks in the order of an engine, and computes what
-    comes out with a paged kernel that knows nothing of sparse attention.
+    It keeps the cache in the plain layout, gives its method the hooks in the order of an engine,
+    and computes what comes out with a paged kernel that knows nothing of sparse attention.
     """
 
     method: BlockSparse | None
@@ -91,7 +105,11 @@ class Engine:
         g = self.geometry
         self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(self.layers)]
         self.caches = [
-            torch.full((2, self.blocks, g.block_size, g.kv_heads, g.head_dim), torch.nan, device=self.device)
+            torch.full(
+                (2, self.blocks, g.block_size, g.kv_heads, g.head_dim),
+                torch.nan,
+                device=self.device,
+            )
             for _ in self.names
         ]
         self.free = list(range(self.blocks - 1, 0, -1))
@@ -103,17 +121,26 @@ class Engine:
         """Rows of one token: they depend on what the prompt says, not on the request's name."""
         return token_rows(content, position, layer, self.geometry, self.group)
 
-    def add(self, name: str, prompt: int, shared: Sequence[int] = (), physical: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: int,
+        shared: Sequence[int] = (),
+        physical: Sequence[int] | None = None,
+    ) -> None:
         """A request whose first blocks may be those of another one (a prefix hit)."""
         own = (
             list(physical)
             if physical is not None
             else [self.free.pop() for _ in range(-(-prompt // BLOCK) - len(shared))]
         )
-        self.requests[name] = Request(name, prompt, [*shared, *own], tokens=len(shared) * self.geometry.block_size)
+        self.requests[name] = Request(
+            name, prompt, [*shared, *own], tokens=len(shared) * self.geometry.block_size
+        )
 
     def step(self, counts: dict[str, int], content: str = "text") -> dict[str, list[Tensor]]:
-        """Compute so many tokens of each request; the attention outputs of the last token of each, by layer."""
+        """Compute so many tokens of each request; the attention outputs of the last token of each,
+        by layer."""
         size, rows, slots, positions = self.geometry.block_size, [], [], []
         for name, count in counts.items():
             request = self.requests[name]
@@ -122,10 +149,15 @@ class Engine:
                 request.table.append(self.free.pop())
             rows.append(SparseRow(name, request.tokens, request.prefill, request.prompt, count))
             positions += range(start, request.tokens)
-            slots += [request.table[p // size] * size + p % size for p in range(start, request.tokens)]
+            slots += [
+                request.table[p // size] * size + p % size for p in range(start, request.tokens)
+            ]
         width = max(len(self.requests[name].table) for name in counts)
         table = torch.tensor(
-            [self.requests[name].table + [0] * (width - len(self.requests[name].table)) for name in counts],
+            [
+                self.requests[name].table + [0] * (width - len(self.requests[name].table))
+                for name in counts
+            ],
             dtype=torch.int32,
             device=self.device,
         )
@@ -149,15 +181,23 @@ class Engine:
             for i, row in enumerate(rows):
                 end += row.queries
                 ids, length = metadata.block_table[i], int(metadata.seq_lens[i])
-                found[row.request_id].append(paged_attention(q[end - 1], self.caches[layer], ids, length))
-                logical = [self.requests[row.request_id].table.index(int(b)) for b in ids[: -(-length // size)]]
+                found[row.request_id].append(
+                    paged_attention(q[end - 1], self.caches[layer], ids, length)
+                )
+                logical = [
+                    self.requests[row.request_id].table.index(int(b))
+                    for b in ids[: -(-length // size)]
+                ]
                 self.kept[row.request_id, row.step, layer] = logical
         if self.method is not None:
             self.method.clear_sparse_metadata()
         return found
 
-    def run(self, name: str, prompt: int, steps: int, chunk: int | None = None, **kwargs: Any) -> list[list[Tensor]]:
-        """A request alone: its prompt in chunks, then decode steps; what each decode step computed."""
+    def run(
+        self, name: str, prompt: int, steps: int, chunk: int | None = None, **kwargs: Any
+    ) -> list[list[Tensor]]:
+        """A request alone: its prompt in chunks, then decode steps; what each decode step
+        computed."""
         self.add(name, prompt, **kwargs)
         while (left := prompt - self.requests[name].tokens) > 0:
             self.step({name: min(left, chunk or left)})

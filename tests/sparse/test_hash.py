@@ -31,7 +31,9 @@ def bits_of(codes: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.unpackbits(codes.numpy(), axis=-1, bitorder="little"))
 
 
-@pytest.mark.parametrize(("size", "bits"), [(32, 32), (64, 128), (64, 64), (128, 128), (16, 200), (48, 24)])
+@pytest.mark.parametrize(
+    ("size", "bits"), [(32, 32), (64, 128), (64, 64), (128, 128), (16, 200), (48, 24)]
+)
 def test_directions_are_orthogonal_within_a_rotation(size: int, bits: int) -> None:
     w = directions(size, bits, seed=7, layer=3)
     assert w.shape == (size, bits)
@@ -50,7 +52,8 @@ def test_directions_differ_by_seed_layer_and_part() -> None:
     ):
         assert np.abs(same - other).max() > 0.1
     assert np.abs(same[:, :16] - same[:, 16:]).max() > 0.1
-    assert np.array_equal(directions(16, 16, seed=1, layer=2), same[:, :16])  # more bits add to those there are
+    # more bits add to those there are
+    assert np.array_equal(directions(16, 16, seed=1, layer=2), same[:, :16])
 
 
 def test_codes_are_the_same_in_another_process_and_whatever_drew_numbers_before() -> None:
@@ -62,13 +65,16 @@ def test_codes_are_the_same_in_another_process_and_whatever_drew_numbers_before(
         "k = torch.sin(torch.arange(4 * 2 * 8, dtype=torch.float32) ** 2).view(1, 4, 2, 8)\n"
         "print(Hash(Geometry(4, 2, 8), bits=64).encode(5, k).numpy().tobytes().hex())\n"
     )
-    made = subprocess.run([sys.executable, "-c", script, "1"], capture_output=True, text=True, check=True).stdout
+    made = subprocess.run(
+        [sys.executable, "-c", script, "1"], capture_output=True, text=True, check=True
+    ).stdout
     k = torch.sin(torch.arange(4 * 2 * 8, dtype=torch.float32) ** 2).view(1, 4, 2, 8)
     assert made.strip() == Hash(Geometry(4, 2, 8), bits=64).encode(5, k).numpy().tobytes().hex()
 
 
 def test_known_codes() -> None:
-    """Frozen: stored codes must mean the same in the next version, or its signature must say that they do not."""
+    """Frozen: stored codes must mean the same in the next version, or its signature must say that
+    they do not."""
     k = torch.sin(torch.arange(4 * 2 * 8, dtype=torch.float32) ** 2).view(1, 4, 2, 8)
     selector = Hash(Geometry(4, 2, 8), bits=64)
     assert selector.signature() == "hash:b4h2d8r0:bits=64:directions=haar1.0"
@@ -100,7 +106,9 @@ def test_distance_is_popcount() -> None:
     found = distance(a, b)
     assert found.dtype == torch.int32 and torch.equal(found.long(), expected)
     every = torch.arange(256, dtype=torch.uint8)[:, None]
-    assert distance(every, torch.zeros_like(every)).tolist() == [bin(i).count("1") for i in range(256)]
+    assert distance(every, torch.zeros_like(every)).tolist() == [
+        bin(i).count("1") for i in range(256)
+    ]
 
 
 @pytest.mark.parametrize("angle", [0.1, 0.5, 1.0, math.pi / 2, 2.5])
@@ -130,14 +138,22 @@ def test_scores_are_the_formula() -> None:
 def test_bits_do_not_depend_on_the_head_size() -> None:
     assert Hash(GEOMETRY, bits=128).rep_shape() == ((BLOCK, HEADS, 16), torch.uint8)
     assert Hash(GEOMETRY).bits == 128
-    assert Hash(Geometry(128, 8, 128)).rep_shape() == ((128, 8, 16), torch.uint8)  # 1/16 of bf16 keys
+    # 1/16 of bf16 keys
+    assert Hash(Geometry(128, 8, 128)).rep_shape() == (
+        (128, 8, 16),
+        torch.uint8,
+    )
 
 
 def test_latent_attention_has_two_codes_and_adds_up_the_heads() -> None:
-    """dist[t] = sum over (reduced) heads of both popcounts, exact: 64 heads of 576 bits are 36864, beyond fp16."""
+    """dist[t] = sum over (reduced) heads of both popcounts, exact: 64 heads of 576 bits are 36864,
+    beyond fp16."""
     selector = Hash(LATENT)
     assert selector.parts == [(16, 16), (8, 8)]
-    k, q = keys(7, geometry=LATENT), torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(1))
+    k, q = (
+        keys(7, geometry=LATENT),
+        torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(1)),
+    )
     nope, rope = selector.weights_of(2, k.device)
     for reduction in (1, 2, 3):
         heads = q[0].view(reduction, -1, 24).mean(0) if reduction > 1 else q[0]
@@ -155,11 +171,16 @@ def test_latent_attention_has_two_codes_and_adds_up_the_heads() -> None:
 
 
 def test_learned_directions_come_from_a_file(tmp_path: Path) -> None:
-    learned = {f"layer.{layer}": np.random.default_rng(layer).standard_normal((DIM, 32)) for layer in (0, 1)}
+    learned = {
+        f"layer.{layer}": np.random.default_rng(layer).standard_normal((DIM, 32))
+        for layer in (0, 1)
+    }
     file = tmp_path / "w.npz"
     np.savez(file, **learned)
     selector = Hash(GEOMETRY, bits=32, weights_file=str(file))
-    assert torch.equal(selector.encode(1, keys(3)), code(keys(3), torch.from_numpy(learned["layer.1"]).float()))
+    assert torch.equal(
+        selector.encode(1, keys(3)), code(keys(3), torch.from_numpy(learned["layer.1"]).float())
+    )
     assert "learned." in selector.signature()
     assert selector.signature() != Hash(GEOMETRY, bits=32).signature()
     with pytest.raises(ConfigError, match=r"layer\.2"):
@@ -177,7 +198,9 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes | None) -
         Hash(GEOMETRY, weights_file=str(file))
 
 
-@pytest.mark.parametrize(("geometry", "given"), [(GEOMETRY, {"bits": 12}), (Geometry(4, 1, 20, 4), {})])
+@pytest.mark.parametrize(
+    ("geometry", "given"), [(GEOMETRY, {"bits": 12}), (Geometry(4, 1, 20, 4), {})]
+)
 def test_bits_fill_bytes(geometry: Geometry, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="multiple of 8"):
         Hash(geometry, **given)

@@ -17,7 +17,12 @@ from ucm.sparse.base import (
     UcmSparseMetadata,
     UcmSparseRole,
 )
-from ucm.sparse.state import ensure_ucm_sparse_initialized, get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
+from ucm.sparse.state import (
+    ensure_ucm_sparse_initialized,
+    get_ucm_sparse,
+    has_ucm_sparse,
+    set_ucm_sparse,
+)
 
 
 class Meta(UcmSparseMetadata):
@@ -28,14 +33,19 @@ class Meta(UcmSparseMetadata):
 
 
 class Scaled(UcmSparseBase):
-    """A user's method: it scales queries by what its scheduler side said, and remembers what it saw."""
+    """A user's method: it scales queries by what its scheduler side said, and remembers what it
+    saw."""
 
     def __init__(self, vllm_config: Any, role: UcmSparseRole) -> None:
         super().__init__(vllm_config, role)
         self.seen: list[str] = []
 
     def build_sparse_meta(
-        self, scheduler_output: Any, requests: Any, input_batch: Any = None, attn_metadata: Any = None
+        self,
+        scheduler_output: Any,
+        requests: Any,
+        input_batch: Any = None,
+        attn_metadata: Any = None,
     ) -> Meta:
         return Meta(scale=len(requests))
 
@@ -81,7 +91,9 @@ def test_every_hook_has_a_default_that_changes_nothing() -> None:
     a, b, c, d = object(), object(), object(), object()
     assert method.role is UcmSparseRole.SCHEDULER and method._vllm_config == "config"
     assert method.estimate_num_slots_sparsed(a) == INVALID_SLOT == -1
-    assert method.attention_begin(a, b, c, "l", None, d, "decode", decode_ql_nope=1, decode_q_pe=2, k_hash=3) == (
+    assert method.attention_begin(
+        a, b, c, "l", None, d, "decode", decode_ql_nope=1, decode_q_pe=2, k_hash=3
+    ) == (
         a,
         b,
         c,
@@ -104,7 +116,9 @@ def test_every_hook_has_a_default_that_changes_nothing() -> None:
         assert result is None
 
 
-@pytest.mark.parametrize("hook", [*CHANGING_HOOKS, "attention_finished", "execute_finished", "request_begin"])
+@pytest.mark.parametrize(
+    "hook", [*CHANGING_HOOKS, "attention_finished", "execute_finished", "request_begin"]
+)
 def test_what_a_hook_may_have_changed_is_stored_for_nobody(hook: str) -> None:
     """One after attention may write into its output, of which the KV of the next layer is made."""
     own = type("Own", (UcmSparseBase,), {hook: lambda self, *args, **kwargs: None})
@@ -126,8 +140,25 @@ def test_the_signatures_of_the_book() -> None:
         "register_kv_caches": ["kv_caches"],
         "execute_begin": ["scheduler_output"],
         "execute_finished": ["logits_indices"],
-        "attention_begin": ["query", "key", "value", "layer_name", "forward_context", "output", "phase", "kwargs"],
-        "attention_finished": ["query", "key", "value", "attn_output", "layer_name", "forward_context", "phase"],
+        "attention_begin": [
+            "query",
+            "key",
+            "value",
+            "layer_name",
+            "forward_context",
+            "output",
+            "phase",
+            "kwargs",
+        ],
+        "attention_finished": [
+            "query",
+            "key",
+            "value",
+            "attn_output",
+            "layer_name",
+            "forward_context",
+            "phase",
+        ],
         "layer_begin": ["positions", "hidden_states", "residual"],
         "layer_finished": ["positions", "hidden_states", "residual"],
         "ffn_begin": ["hidden_states", "residual"],

@@ -41,7 +41,9 @@ PROMPT, STEPS = 10 * BLOCK + 1, 7
 
 
 def method_of(algorithm: str, **given: Any) -> BlockSparse:
-    made = UcmSparseFactory.create_sparse_method(algorithm, UcmSparseRole.WORKER, {**SETTINGS[algorithm], **given})
+    made = UcmSparseFactory.create_sparse_method(
+        algorithm, UcmSparseRole.WORKER, {**SETTINGS[algorithm], **given}
+    )
     assert isinstance(made, BlockSparse)
     return made
 
@@ -61,7 +63,8 @@ def algorithm(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# What is kept --------------------------------------------------------------------------------------------------------
+# What is kept
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_comes_out_is_attention_over_what_is_kept(algorithm: str) -> None:
@@ -73,24 +76,40 @@ def test_what_comes_out_is_attention_over_what_is_kept(algorithm: str) -> None:
         for layer, output in enumerate(outputs):
             kept = engine.kept["a", step, layer]
             kept_less += len(kept) < -(-tokens // BLOCK)
-            q, k, v = (torch.stack(x) for x in zip(*(engine.qkv("text", p, layer) for p in range(tokens)), strict=True))
+            q, k, v = (
+                torch.stack(x)
+                for x in zip(*(engine.qkv("text", p, layer) for p in range(tokens)), strict=True)
+            )
             mask = torch.isin(torch.arange(tokens) // BLOCK, torch.tensor(kept))
             torch.testing.assert_close(output, masked_attention(q[-1], k, v, mask))
-            assert {0, len(range(0, tokens, BLOCK)) - 1, len(range(0, tokens, BLOCK)) - 2} <= set(kept)
+            assert {0, len(range(0, tokens, BLOCK)) - 1, len(range(0, tokens, BLOCK)) - 2} <= set(
+                kept
+            )
     assert kept_less == 2 * STEPS
     assert engine.method is not None
-    assert not {"failed", "late"} & {name for name, value in engine.method.stats.snapshot().items() if value}
+    assert not {"failed", "late"} & {
+        name for name, value in engine.method.stats.snapshot().items() if value
+    }
 
 
-@pytest.mark.parametrize("name", ["ESA", "GSA", "KVStarMultiStep", "Quest", "InfLLM", "Random", "Oracle"])
-@pytest.mark.parametrize("budget", [{"ratio": 1.0}, {"topk_blocks": 1000}, {"score_mass": 1.0, "k_min": 1000}])
+@pytest.mark.parametrize(
+    "name", ["ESA", "GSA", "KVStarMultiStep", "Quest", "InfLLM", "Random", "Oracle"]
+)
+@pytest.mark.parametrize(
+    "budget", [{"ratio": 1.0}, {"topk_blocks": 1000}, {"score_mass": 1.0, "k_min": 1000}]
+)
 def test_a_ratio_of_one_is_dense_attention_bit_by_bit(name: str, budget: dict[str, Any]) -> None:
-    assert same(engine_of(name, **budget).run("a", PROMPT, STEPS), Engine(None).run("a", PROMPT, STEPS))
+    assert same(
+        engine_of(name, **budget).run("a", PROMPT, STEPS), Engine(None).run("a", PROMPT, STEPS)
+    )
 
 
 def test_a_short_request_is_dense_bit_by_bit(algorithm: str) -> None:
     for given in ({"min_tokens": 1000}, {"init_blocks": 12}):
-        assert same(engine_of(algorithm, **given).run("a", PROMPT, STEPS), Engine(None).run("a", PROMPT, STEPS))
+        assert same(
+            engine_of(algorithm, **given).run("a", PROMPT, STEPS),
+            Engine(None).run("a", PROMPT, STEPS),
+        )
 
 
 def test_where_all_is_kept_the_metadata_is_not_touched() -> None:
@@ -101,7 +120,9 @@ def test_where_all_is_kept_the_metadata_is_not_touched() -> None:
     metadata = SimpleNamespace(block_table=table, seq_lens=lens)
     method.bind_sparse_metadata(SparseBatch([SparseRow("a", PROMPT + 2, PROMPT, PROMPT)]))
     q = torch.zeros(1, HEADS * GROUP, DIM)
-    method.attention_begin(q, q, q, engine.names[0], SimpleNamespace(attn_metadata={engine.names[0]: metadata}))
+    method.attention_begin(
+        q, q, q, engine.names[0], SimpleNamespace(attn_metadata={engine.names[0]: metadata})
+    )
     assert metadata.block_table is table and metadata.seq_lens is lens
 
 
@@ -115,12 +136,15 @@ def test_the_tensors_of_the_metadata_are_never_written_to() -> None:
     metadata = SimpleNamespace(block_table=table, seq_lens=lens)
     method.bind_sparse_metadata(SparseBatch([SparseRow("a", PROMPT + 2, PROMPT, PROMPT)]))
     q = torch.ones(1, HEADS * GROUP, DIM)
-    method.attention_begin(q, q, q, engine.names[0], SimpleNamespace(attn_metadata={engine.names[0]: metadata}))
+    method.attention_begin(
+        q, q, q, engine.names[0], SimpleNamespace(attn_metadata={engine.names[0]: metadata})
+    )
     assert metadata.block_table is not table and int(metadata.seq_lens[0]) < PROMPT
     assert torch.equal(table, before[0]) and torch.equal(lens, before[1])
 
 
-# What decides --------------------------------------------------------------------------------------------------------
+# What decides
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_request_in_a_batch_keeps_what_it_keeps_alone(algorithm: str) -> None:
@@ -171,7 +195,8 @@ def test_a_prefix_hit_keeps_what_a_cold_request_keeps(algorithm: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SELECTIVE if name != "Random"])
 def test_a_request_that_was_preempted_goes_on_as_if_it_had_not(name: str) -> None:
-    """Its blocks went to another request; prompt and output are computed densely again, in other blocks."""
+    """Its blocks went to another request; prompt and output are computed densely again, in other
+    blocks."""
     whole, cut = engine_of(name), engine_of(name)
     expected = whole.run("a", PROMPT, 8)
     cut.run("a", PROMPT, 4)
@@ -181,7 +206,9 @@ def test_a_request_that_was_preempted_goes_on_as_if_it_had_not(name: str) -> Non
     cut.requests["a"].prefill = PROMPT + 4
     cut.step({"a": PROMPT + 4})
     found = [cut.step({"a": 1})["a"] for _ in range(4)]
-    assert [cut.kept["a", step, 1] for step in range(5, 9)] == [whole.kept["a", step, 1] for step in range(5, 9)]
+    assert [cut.kept["a", step, 1] for step in range(5, 9)] == [
+        whole.kept["a", step, 1] for step in range(5, 9)
+    ]
     assert same(found, expected[4:])
 
 
@@ -247,7 +274,8 @@ def test_a_request_with_the_name_of_one_that_ended_starts_anew() -> None:
 def test_kernels_choose_what_torch_chooses(
     name: str, given: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of several lengths, each KV head or all of them; equal scores aside, which rounding may order otherwise."""
+    """Rows of several lengths, each KV head or all of them; equal scores aside, which rounding may
+    order otherwise."""
     geometry = Geometry(block_size=16, kv_heads=4, head_dim=64)
     generator = torch.Generator().manual_seed(4)
     lengths = [16 * 20 + 3, 16 * 6, 16 * 33 + 16]
@@ -265,7 +293,9 @@ def test_kernels_choose_what_torch_chooses(
         for kernels in (True, False):
             method = method_of(name, heads=heads, topk_blocks=5, **given)
             method.setup(geometry, ["layers.0"], 120, per_head=True)
-            method.bind_sparse_metadata(SparseBatch([SparseRow(str(n), n, n - 1, n - 1) for n in lengths]))
+            method.bind_sparse_metadata(
+                SparseBatch([SparseRow(str(n), n, n - 1, n - 1) for n in lengths])
+            )
             method.write_keys("layers.0", keys, slots)
             if not kernels:
                 for fused in ("fused_scores", "fused_select"):
@@ -280,7 +310,11 @@ def test_kernels_choose_what_torch_chooses(
             for head in range(found[0].ids.shape[1]):
                 assert found[0].kept(row, head).tolist() == found[1].kept(row, head).tolist()
         lens = torch.tensor(lengths, dtype=torch.int32)
-        for a, b in zip(compact_rows(found[0], table, lens, 16), compact_rows(found[1], table, lens, 16), strict=True):
+        for a, b in zip(
+            compact_rows(found[0], table, lens, 16),
+            compact_rows(found[1], table, lens, 16),
+            strict=True,
+        ):
             assert torch.equal(a, b)
 
 
@@ -299,14 +333,17 @@ def test_layers_may_be_told_their_slots_by_tensors_of_their_own() -> None:
     for place in (2, 3):
         method.bind_sparse_metadata(SparseBatch())
         for layer, name in enumerate(engine.names):
-            method.write_keys(name, torch.full((1, HEADS, DIM), layer + 1.0), torch.tensor([6 * BLOCK + place]))
+            method.write_keys(
+                name, torch.full((1, HEADS, DIM), layer + 1.0), torch.tensor([6 * BLOCK + place])
+            )
     assert method.store.missing([0, 1, 5, 6]) == []
     for layer in range(2):
         assert bool((method.store.get(layer, [0, 1, 5, 6]) == layer + 1).all())
 
 
 def test_generated_blocks_become_candidates() -> None:
-    """After a long answer as many blocks are kept as the budget says, and of the generated ones not all."""
+    """After a long answer as many blocks are kept as the budget says, and of the generated ones not
+    all."""
     engine = engine_of("Oracle", topk_blocks=4)
     engine.run("a", PROMPT, 60)
     generated = set(range(-(-PROMPT // BLOCK), -(-(PROMPT + 60) // BLOCK)))
@@ -316,7 +353,8 @@ def test_generated_blocks_become_candidates() -> None:
     assert set.union(*(ids & generated for ids in kept)) > {max(generated), max(generated) - 1}
 
 
-# Rhythm --------------------------------------------------------------------------------------------------------------
+# Rhythm
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -345,7 +383,8 @@ def test_a_lag_gives_the_choice_of_an_earlier_step() -> None:
     later.method.close()
 
 
-# Layers --------------------------------------------------------------------------------------------------------------
+# Layers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_dense_layers_and_layers_that_take_a_choice_over() -> None:
@@ -363,7 +402,12 @@ def test_a_layer_that_is_none_of_the_methods_is_left_alone() -> None:
     method = method_of("Oracle")
     Engine(method).run("a", PROMPT, 1)
     method.bind_sparse_metadata(SparseBatch([SparseRow("a", PROMPT + 2, PROMPT, PROMPT)]))
-    assert method.select_rows("encoder.0", torch.zeros(1, 4, DIM), torch.zeros(1, 11, dtype=torch.int32)) is None
+    assert (
+        method.select_rows(
+            "encoder.0", torch.zeros(1, 4, DIM), torch.zeros(1, 11, dtype=torch.int32)
+        )
+        is None
+    )
     method.write_keys("encoder.0", torch.zeros(1, HEADS, DIM), torch.tensor([5]))
 
 
@@ -377,7 +421,9 @@ def test_layers_are_numbered_by_their_names() -> None:
 def test_attentions_of_one_layer_are_told_apart() -> None:
     """Their representations, and what they choose, are their own."""
     method = method_of("Oracle")
-    names = [f"model.layers.{layer}.self_attn.{part}.attn" for layer in range(2) for part in range(2)]
+    names = [
+        f"model.layers.{layer}.self_attn.{part}.attn" for layer in range(2) for part in range(2)
+    ]
     method.setup(GEOMETRY, names, 16)
     assert method.store.layers == [method.layer_number(name) for name in names] == [0, 1, 2, 3]
     slots = torch.arange(BLOCK)
@@ -389,7 +435,8 @@ def test_attentions_of_one_layer_are_told_apart() -> None:
 
 @pytest.mark.parametrize("name", ["ESA", "GSAOnDevice"])
 def test_a_selector_that_fails_leaves_its_blocks_without_representation(name: str) -> None:
-    """Whole blocks, and one that is written in two steps: they are not scored, and get none later."""
+    """Whole blocks, and one that is written in two steps: they are not scored, and get none
+    later."""
     method = method_of(name)
     method.setup(GEOMETRY, ["layers.0", "layers.1"], 16)
     hook = "encode_tokens" if method.selector.token_wise else "encode"
@@ -401,10 +448,14 @@ def test_a_selector_that_fails_leaves_its_blocks_without_representation(name: st
         return encode(layer, *args)
 
     def write(first: int, end: int) -> None:
-        method.bind_sparse_metadata(SparseBatch([SparseRow("a", end, end, end, queries=end - first)]))
+        method.bind_sparse_metadata(
+            SparseBatch([SparseRow("a", end, end, end, queries=end - first)])
+        )
         for layer in ("layers.0", "layers.1"):
             try:
-                method.write_keys(layer, torch.ones(end - first, HEADS, DIM), torch.arange(first, end))
+                method.write_keys(
+                    layer, torch.ones(end - first, HEADS, DIM), torch.arange(first, end)
+                )
             except RuntimeError:
                 assert layer == "layers.1"
 
@@ -419,7 +470,8 @@ def test_a_selector_that_fails_leaves_its_blocks_without_representation(name: st
     assert method.store.missing(range(4)) == [1, 2, 3]
 
 
-# Heads and ranks -----------------------------------------------------------------------------------------------------
+# Heads and ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_choice_for_each_head_is_that_of_the_head_alone() -> None:
@@ -432,7 +484,9 @@ def test_a_choice_for_each_head_is_that_of_the_head_alone() -> None:
     for one in single:
         one.setup(Geometry(BLOCK, 1, DIM), engine.names, 64)
     tokens = PROMPT + 1
-    q, k, _ = (torch.stack(x) for x in zip(*(engine.qkv("text", p, 0) for p in range(tokens)), strict=True))
+    q, k, _ = (
+        torch.stack(x) for x in zip(*(engine.qkv("text", p, 0) for p in range(tokens)), strict=True)
+    )
     table = torch.arange(1, 13, dtype=torch.int32)[None]
     slots = torch.arange(tokens) + BLOCK
     batch = SparseBatch([SparseRow("a", tokens, PROMPT, PROMPT)])
@@ -467,9 +521,12 @@ class Ranks:
             return list(pool.map(work, range(len(self.given))))
 
 
-@pytest.mark.parametrize("name", ["ESA", "GSAOnDevice", "Quest", "KVStarMultiStep", "InfLLM", "Oracle"])
+@pytest.mark.parametrize(
+    "name", ["ESA", "GSAOnDevice", "Quest", "KVStarMultiStep", "InfLLM", "Oracle"]
+)
 def test_ranks_that_share_a_selection_choose_what_one_rank_chooses(name: str) -> None:
-    """Two ranks with one KV head each add up integer scores; one rank with both heads has the same sums."""
+    """Two ranks with one KV head each add up integer scores; one rank with both heads has the same
+    sums."""
     names = [f"layers.{layer}" for layer in range(2)]
     engine, tokens = Engine(None), PROMPT + 3
     table = torch.arange(1, 13, dtype=torch.int32)[None]
@@ -481,7 +538,10 @@ def test_ranks_that_share_a_selection_choose_what_one_rank_chooses(name: str) ->
         method.bind_sparse_metadata(SparseBatch([SparseRow("a", tokens, PROMPT, PROMPT)]))
         found = []
         for layer in range(2):
-            q, k, _ = (torch.stack(x) for x in zip(*(engine.qkv("text", p, layer) for p in range(tokens)), strict=True))
+            q, k, _ = (
+                torch.stack(x)
+                for x in zip(*(engine.qkv("text", p, layer) for p in range(tokens)), strict=True)
+            )
             method.write_keys(names[layer], k[:, heads], torch.arange(tokens) + BLOCK)
             asked = q[-1:, heads.start * GROUP : heads.stop * GROUP]
             found.append(method.select_rows(names[layer], asked, table))
@@ -506,7 +566,9 @@ def test_where_one_rank_lacks_representations_all_are_dense() -> None:
         method.write_keys(names[0], torch.zeros(tokens, 1, DIM), torch.arange(tokens) + BLOCK)
         if rank == 1:
             method.store.invalidate([5])
-        return method.select_rows(names[0], torch.zeros(1, GROUP, DIM), torch.arange(1, 13, dtype=torch.int32)[None])
+        return method.select_rows(
+            names[0], torch.zeros(1, GROUP, DIM), torch.arange(1, 13, dtype=torch.int32)[None]
+        )
 
     assert ranks.run(chosen) == [None, None]
 
@@ -515,10 +577,13 @@ def test_ranks_by_default_choose_for_their_own_heads() -> None:
     method = method_of("Oracle")
     assert method.settings.shared_selection is False
     with pytest.raises(ConfigError, match="exclude each other"):
-        method_of("Oracle", heads="kv", shared_selection=True).setup(GEOMETRY, ["layers.0"], 8, per_head=True)
+        method_of("Oracle", heads="kv", shared_selection=True).setup(
+            GEOMETRY, ["layers.0"], 8, per_head=True
+        )
 
 
-# Latent attention ----------------------------------------------------------------------------------------------------
+# Latent attention
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["GSAOnDevice", "ESA", "Quest", "Oracle"])
@@ -564,11 +629,13 @@ def test_latent_attention_with_more_heads_than_a_cpus_kernel_takes() -> None:
     assert torch.equal(found.kept(0), few.kept(0)), "all heads ask for the same here"
 
 
-# Offload -------------------------------------------------------------------------------------------------------------
+# Offload
+# --------------------------------------------------------------------------------------------------
 
 
 def test_representations_of_blocks_that_left_the_device_are_found() -> None:
-    """Middle blocks leave; their rows are kept aside, and the selection is that of a request that kept all."""
+    """Middle blocks leave; their rows are kept aside, and the selection is that of a request that
+    kept all."""
     whole, other = engine_of("Quest"), Engine(None)
     whole.run("a", PROMPT, 4)
     method = method_of("Quest")
@@ -578,7 +645,9 @@ def test_representations_of_blocks_that_left_the_device_are_found() -> None:
     method.bind_sparse_metadata(batch)
     slots = torch.arange(tokens) + BLOCK
     for layer, name in enumerate(other.names):
-        method.write_keys(name, torch.stack([other.qkv("text", p, layer)[1] for p in range(tokens)]), slots)
+        method.write_keys(
+            name, torch.stack([other.qkv("text", p, layer)[1] for p in range(tokens)]), slots
+        )
     physical = list(range(1, 13))
     rows = method.store.adopt(physical[1:8])
     method.store.invalidate(physical[1:8])  # others write there
@@ -595,9 +664,14 @@ def test_representations_of_blocks_that_left_the_device_are_found() -> None:
 
 @pytest.mark.parametrize(("tokens", "outputs"), [(400, 1), (401, 1), (415, 3), (32, 1), (400, 0)])
 def test_slots_of_an_offloaded_request(tokens: int, outputs: int) -> None:
-    """I + ceil(.3 m) + W blocks, the last as full as it is; before the first output token there is no answer."""
-    vllm = SimpleNamespace(cache_config=SimpleNamespace(block_size=16), model_config=SimpleNamespace(model="m"))
-    method = UcmSparseFactory.method_class("ESA")(vllm, UcmSparseRole.SCHEDULER, {"offload": True, "ratio": 0.3})  # type: ignore[call-arg]
+    """I + ceil(.3 m) + W blocks, the last as full as it is; before the first output token there is
+    no answer."""
+    vllm = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16), model_config=SimpleNamespace(model="m")
+    )
+    method = UcmSparseFactory.method_class("ESA")(
+        vllm, UcmSparseRole.SCHEDULER, {"offload": True, "ratio": 0.3}
+    )  # type: ignore[call-arg]
     request = SimpleNamespace(num_tokens=tokens, num_output_tokens=outputs)
     found = method.estimate_num_slots_sparsed(request)
     blocks = -(-tokens // 16)
@@ -610,7 +684,8 @@ def test_slots_of_an_offloaded_request(tokens: int, outputs: int) -> None:
     assert resident.estimate_num_slots_sparsed(request) == INVALID_SLOT
 
 
-# Measures ------------------------------------------------------------------------------------------------------------
+# Measures
+# --------------------------------------------------------------------------------------------------
 
 
 def test_recall_is_measured_against_all_keys() -> None:
@@ -661,7 +736,12 @@ def test_steps_without_rows_or_with_another_methods_words_choose_nothing() -> No
     assert engine.method is not None
     for metadata in (None, SparseBatch()):
         engine.method.bind_sparse_metadata(metadata)
-        assert engine.method.select_rows(engine.names[0], torch.zeros(1, 4, DIM), torch.zeros(1, 11).int()) is None
+        assert (
+            engine.method.select_rows(
+                engine.names[0], torch.zeros(1, 4, DIM), torch.zeros(1, 11).int()
+            )
+            is None
+        )
 
 
 def test_fewer_queries_than_tokens_is_an_error_that_says_so() -> None:

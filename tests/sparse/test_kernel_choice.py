@@ -29,7 +29,9 @@ def test_where_triton_cannot_run_torch_computes_and_the_log_says_why_once(
     assert caplog.text.count("torch instead of Triton on cuda:0") == 1
 
 
-def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(kernels, "_tried", {})
     monkeypatch.setattr(kernels, "find_spec", lambda _: None)
     monkeypatch.setattr(logging.getLogger("ucm"), "propagate", True)

@@ -13,7 +13,13 @@ import torch
 from formulas import BLOCK, DIM, GROUP, HEADS, Engine, keys, masked_attention
 from torch import Tensor
 
-from ucm.errors import BusyError, ConfigError, InvalidInputError, UnknownConnectorError, UnsupportedError
+from ucm.errors import (
+    BusyError,
+    ConfigError,
+    InvalidInputError,
+    UnknownConnectorError,
+    UnsupportedError,
+)
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.esa.esa import ESA, BlockReprPool, ESARetrievalEngine, ESASparse
 from ucm.sparse.factory import UcmSparseFactory
@@ -27,7 +33,11 @@ from ucm.sparse.gsa.gsa import (
 )
 from ucm.sparse.gsa.prefetch.prefetch_engine import GSAPrefetchEngineC, PrefetchEngine
 from ucm.sparse.gsa_on_device.gsa_on_device import GSAOnDevice
-from ucm.sparse.gsa_on_device.hamming_topk import cuda_hamming_topk, hamming_distance, update_seq_lens
+from ucm.sparse.gsa_on_device.hamming_topk import (
+    cuda_hamming_topk,
+    hamming_distance,
+    update_seq_lens,
+)
 from ucm.sparse.gsa_on_device.hash_encoder import (
     HashEncoder,
     reshape_and_cache_khash_triton,
@@ -40,15 +50,23 @@ from ucm.sparse.selector import Geometry
 WORKER = UcmSparseRole.WORKER
 
 
-# Document 002: positional forms --------------------------------------------------------------------------------------
+# Document 002: positional forms
+# --------------------------------------------------------------------------------------
 
 
 def test_the_example_of_document_002() -> None:
-    """create_sparse_method, register_kv_caches, attention_begin(layer_idx, q, k, v, metadata), attention_finished."""
+    """create_sparse_method, register_kv_caches, attention_begin(layer_idx, q, k, v, metadata),
+    attention_finished."""
     gsa = UcmSparseFactory.create_sparse_method(
         "GSA",
         WORKER,
-        {"sparse_ratio": 0.3, "init_window_sz": 1, "local_window_sz": 2, "min_blocks": 1, "prefetch_workers": 4},
+        {
+            "sparse_ratio": 0.3,
+            "init_window_sz": 1,
+            "local_window_sz": 2,
+            "min_blocks": 1,
+            "prefetch_workers": 4,
+        },
     )
     reference = Engine(None, layers=2)
     tokens = 10 * BLOCK + 2
@@ -69,11 +87,21 @@ def test_the_example_of_document_002() -> None:
             assert q is query and k is key and v is value and output is None
             count = -(-int(metadata.seq_lens[0]) // BLOCK)
             assert count == 3 + math.ceil(0.3 * (-(-(tokens + step) // BLOCK) - 3))
-            assert torch.equal(metadata.block_table[1, :3], table[1, :3]) and metadata.seq_lens[1] == lens[1]
-            means = torch.stack([reference.caches[layer][0, b].mean(0) for b in tables[0][1:-2]]).bfloat16().float()
+            assert (
+                torch.equal(metadata.block_table[1, :3], table[1, :3])
+                and metadata.seq_lens[1] == lens[1]
+            )
+            means = (
+                torch.stack([reference.caches[layer][0, b].mean(0) for b in tables[0][1:-2]])
+                .bfloat16()
+                .float()
+            )
             scores = torch.einsum("hd,nhd->n", query[0].view(HEADS, GROUP, DIM).mean(1), means)
             best = {tables[0][1 + int(i)] for i in scores.topk(count - 3).indices}
-            assert set(metadata.block_table[0, :count].tolist()) == best | {tables[0][0], *tables[0][-2:]}
+            assert set(metadata.block_table[0, :count].tolist()) == best | {
+                tables[0][0],
+                *tables[0][-2:],
+            }
             kept = torch.zeros(1)
             assert gsa.attention_finished(layer, kept) is kept  # type: ignore[call-arg, func-returns-value]
 
@@ -91,7 +119,9 @@ def test_another_request_of_the_same_place_starts_anew() -> None:
     gsa.register_kv_caches({"layer": cache})
     first: dict[int, list[int]] = {}
     for length in (60, 61, 44, 45):
-        metadata = SimpleNamespace(block_table=torch.arange(16)[None], seq_lens=torch.tensor([length]))
+        metadata = SimpleNamespace(
+            block_table=torch.arange(16)[None], seq_lens=torch.tensor([length])
+        )
         q = torch.full((1, HEADS * GROUP, DIM), 1.0 if length > 50 else -1.0)
         gsa.attention_begin(0, q, q, q, metadata)
         first[length] = metadata.block_table[0, : -(-int(metadata.seq_lens[0]) // BLOCK)].tolist()
@@ -102,8 +132,14 @@ def test_another_request_of_the_same_place_starts_anew() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda gsa: gsa.attention_begin(0, torch.zeros(1, 4, 8), None, None, None), "register_kv_caches"),
-        (lambda gsa: gsa.register_kv_caches({"a": torch.zeros(3, 3)}), "blocks, tokens, heads, size"),
+        (
+            lambda gsa: gsa.attention_begin(0, torch.zeros(1, 4, 8), None, None, None),
+            "register_kv_caches",
+        ),
+        (
+            lambda gsa: gsa.register_kv_caches({"a": torch.zeros(3, 3)}),
+            "blocks, tokens, heads, size",
+        ),
     ],
 )
 def test_what_is_missing_is_said(make: Callable[[Any], Any], sentence: str) -> None:
@@ -121,7 +157,8 @@ def test_wrong_calls_of_the_positional_form_are_said() -> None:
         gsa.attention_begin(0, torch.zeros(2, 4, DIM), None, None, metadata)
 
 
-# The factory ---------------------------------------------------------------------------------------------------------
+# The factory
+# --------------------------------------------------------------------------------------------------
 
 
 class OwnMethod(UcmSparseBase):
@@ -149,16 +186,26 @@ def test_an_unknown_name_shows_the_nearest() -> None:
 
 def vllm_config(**extra: Any) -> Any:
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"storage_path": "/d", **extra}),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"storage_path": "/d", **extra}
+        ),
         model_config=SimpleNamespace(model="Qwen/Qwen3-4B"),
     )
 
 
-def test_the_form_of_the_original_takes_the_engines_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_of_the_original_takes_the_engines_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("UCM_SPARSE_TYPE", "ENABLE_SPARSE", "UCM_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
-    made = UcmSparseFactory.create_sparse_method(vllm_config(ucm_sparse_config={"KVStar": {"stride": 4}}), WORKER)
-    assert isinstance(made, KVStarMultiStep) and made.settings.stride == 4 and made.model == "Qwen/Qwen3-4B"
+    made = UcmSparseFactory.create_sparse_method(
+        vllm_config(ucm_sparse_config={"KVStar": {"stride": 4}}), WORKER
+    )
+    assert (
+        isinstance(made, KVStarMultiStep)
+        and made.settings.stride == 4
+        and made.model == "Qwen/Qwen3-4B"
+    )
     assert isinstance(made, UcmSparseBase)
     with pytest.raises(ConfigError, match="names no sparse method"):
         UcmSparseFactory.create_sparse_method(vllm_config(), WORKER)
@@ -171,7 +218,8 @@ def test_the_form_of_the_original_takes_the_engines_configuration(monkeypatch: p
     assert UcmSparseFactory.create_configured(vllm_config(), WORKER) is None
 
 
-# ESA -----------------------------------------------------------------------------------------------------------------
+# ESA
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_pool_of_vectors() -> None:
@@ -192,8 +240,12 @@ def test_the_retrieval_engine_calls_back(caplog: pytest.LogCaptureFixture) -> No
     results: queue.Queue[tuple[str, list[int]]] = queue.Queue()
     engine = ESARetrievalEngine(SimpleNamespace(topk=2), threads=2)
     reprs = torch.tensor([[1.0, 0], [3, 0], [2, 0], [3, 0]])
-    engine.submit_retrieval("a", torch.tensor([1.0, 0]), reprs, lambda name, found: results.put((name, found)))
-    engine.submit_retrieval("b", torch.tensor([-1.0, 0]), reprs, lambda name, found: results.put((name, found)))
+    engine.submit_retrieval(
+        "a", torch.tensor([1.0, 0]), reprs, lambda name, found: results.put((name, found))
+    )
+    engine.submit_retrieval(
+        "b", torch.tensor([-1.0, 0]), reprs, lambda name, found: results.put((name, found))
+    )
     assert dict(results.get(timeout=60) for _ in range(2)) == {"a": [1, 3], "b": [0, 2]}
     engine.submit_retrieval("c", torch.zeros(2), reprs, lambda name, found: results.put(1 / 0))  # type: ignore[func-returns-value]
     assert engine.pending_tasks["c"].result(timeout=60) == [0, 1]  # of equal ones the earlier
@@ -204,12 +256,15 @@ def test_the_retrieval_engine_calls_back(caplog: pytest.LogCaptureFixture) -> No
         ESARetrievalEngine({})
 
 
-# GSA -----------------------------------------------------------------------------------------------------------------
+# GSA
+# --------------------------------------------------------------------------------------------------
 
 
 def test_scores_of_the_book() -> None:
     q, r = torch.randn(3, 5), torch.randn(7, 3, 5)
-    torch.testing.assert_close(compute_block_scores(q, r, 16), -torch.norm(q[None] - r, dim=-1).sum(-1))
+    torch.testing.assert_close(
+        compute_block_scores(q, r, 16), -torch.norm(q[None] - r, dim=-1).sum(-1)
+    )
     dots = torch.einsum("hd,nhd->nh", q, r)
     torch.testing.assert_close(compute_block_scores(q, r, method="mean"), dots.mean(1))
     torch.testing.assert_close(compute_block_scores(q, r, method="max"), dots.amax(1))
@@ -250,14 +305,20 @@ def test_the_state_of_a_request_knows_its_prefetch() -> None:
     engine = PrefetchEngine({"prefetch_workers": 1}, load=list)
     stat.prefetch_task = engine.submit_prefetch("a", ["00" * 16])
     assert stat.prefetch_task.wait(60) and stat.prefetch_ready
-    stat.prefetch_task = PrefetchEngine({}).submit_prefetch("a", ["00" * 16])  # nowhere to load from
+    # nowhere to load from
+    stat.prefetch_task = PrefetchEngine({}).submit_prefetch("a", ["00" * 16])
     assert not stat.prefetch_ready
     engine.shutdown()
 
 
 def test_the_batch_form_of_the_prefetch_engine() -> None:
-    """Two requests, one layer, four blocks of the device each: hits keep theirs, misses take those of the unwanted."""
-    blocks, there, count = torch.zeros(1, 2, 4).int(), torch.zeros(1, 2, 4).int(), torch.zeros(1, 2).int()
+    """Two requests, one layer, four blocks of the device each: hits keep theirs, misses take those
+    of the unwanted."""
+    blocks, there, count = (
+        torch.zeros(1, 2, 4).int(),
+        torch.zeros(1, 2, 4).int(),
+        torch.zeros(1, 2).int(),
+    )
     engine = GSAPrefetchEngineC(blocks, there, count, torch.tensor([[4, 4]]), [128, 8, 64])
     table = torch.tensor([[[10, 11, 12, 13], [20, 21, 22, 23]]])
     wanted = torch.tensor([[[0, 9, 3, 7], [0, 1, 2, 3]]])
@@ -267,7 +328,12 @@ def test_the_batch_form_of_the_prefetch_engine() -> None:
     assert sorted(engine.obtain_load_blocks()) == [11, 12]
     assert count.tolist() == [[4, 4]] and blocks[0, 1].tolist() == [20, 21, 22, 23]
     assert there.tolist() == [[[1, 1, 0, 0], [1, 1, 1, 1]]]  # logical 0, 3, 7, 9
-    assert blocks[0, 0, [0, 1]].tolist() == [10, 13] and set(blocks[0, 0].tolist()) == {10, 11, 12, 13}
+    assert blocks[0, 0, [0, 1]].tolist() == [10, 13] and set(blocks[0, 0].tolist()) == {
+        10,
+        11,
+        12,
+        13,
+    }
     engine.run_async_prefetch_bs([70], [4], [0], None, 0)  # all of it is on its way or there
     assert engine.obtain_miss_idxs() == [] and there[0, 0].tolist() == [1, 1, 1, 1]
     engine.finish_request(70)
@@ -277,18 +343,23 @@ def test_the_batch_form_of_the_prefetch_engine() -> None:
         GSAPrefetchEngineC(blocks, there, count, count, [], is_python_load=False)
 
 
-# GSA On-Device -------------------------------------------------------------------------------------------------------
+# GSA On-Device
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_encoder_of_the_book() -> None:
-    encoder = HashEncoder(input_dim=16, hash_bits=32, dtype=torch.float32, device=torch.device("cpu"))
+    encoder = HashEncoder(
+        input_dim=16, hash_bits=32, dtype=torch.float32, device=torch.device("cpu")
+    )
     x = torch.randn(3, 5, 16)
     codes = encoder.compute_hash(x)
     assert (codes.shape, codes.dtype, encoder.hash_numbers) == ((3, 5, 4), torch.uint8, 4)
     bits = (x @ encoder.hash_weights > 0).view(3, 5, 4, 8)
     assert torch.equal(codes, (bits * encoder.bit_masks).sum(-1).to(torch.uint8))
     for function in (torch_hash_code, triton_hash_code):
-        assert torch.equal(function(x.view(15, 16), encoder.hash_weights, encoder.bit_masks), codes.view(15, 4))
+        assert torch.equal(
+            function(x.view(15, 16), encoder.hash_weights, encoder.bit_masks), codes.view(15, 4)
+        )
     assert torch.equal(HashEncoder(16, 32).hash_weights, encoder.hash_weights)
     with pytest.raises(InvalidInputError, match="16 channels"):
         encoder.compute_hash(torch.zeros(1, 8))
@@ -308,11 +379,16 @@ def test_codes_go_to_their_slots_and_those_without_one_nowhere() -> None:
 
 
 def hamming(a: Tensor, b: Tensor) -> int:
-    return sum(bin(int(x) ^ int(y)).count("1") for x, y in zip(a.flatten(), b.flatten(), strict=True))
+    return sum(
+        bin(int(x) ^ int(y)).count("1") for x, y in zip(a.flatten(), b.flatten(), strict=True)
+    )
 
 
 def test_distances_of_the_book() -> None:
-    a, b = torch.randint(0, 256, (3, 4), dtype=torch.uint8), torch.randint(0, 256, (6, 4), dtype=torch.uint8)
+    a, b = (
+        torch.randint(0, 256, (3, 4), dtype=torch.uint8),
+        torch.randint(0, 256, (6, 4), dtype=torch.uint8),
+    )
     assert hamming_distance(a, b).tolist() == [[hamming(x, y) for y in b] for x in a]
 
 
@@ -321,16 +397,24 @@ def test_top_k_by_distance_of_the_book(latent: bool) -> None:
     size, heads = 4, 1 if latent else 2
     generator = torch.Generator().manual_seed(5)
     cache = torch.randint(0, 256, (32, size, heads, 4), dtype=torch.uint8, generator=generator)
-    asked = torch.randint(0, 256, (2, 1, 3 if latent else heads, 4), dtype=torch.uint8, generator=generator)
+    asked = torch.randint(
+        0, 256, (2, 1, 3 if latent else heads, 4), dtype=torch.uint8, generator=generator
+    )
     table = torch.randperm(32, generator=generator)[:20].int().view(2, 10)
     lens = torch.tensor([38, 14], dtype=torch.int32)
-    found = cuda_hamming_topk(asked, cache, table, lens, 20, sink_token=4, recent_token=5, is_mla=latent)
+    found = cuda_hamming_topk(
+        asked, cache, table, lens, 20, sink_token=4, recent_token=5, is_mla=latent
+    )
     assert update_seq_lens(lens, 20, size).tolist() == [18, 14]
     near = []
     for block in table[0].tolist():
         per_token = []
         for token in cache[block]:
-            pairs = [hamming(q, token[0]) for q in asked[0, 0]] if latent else list(map(hamming, asked[0, 0], token))
+            pairs = (
+                [hamming(q, token[0]) for q in asked[0, 0]]
+                if latent
+                else list(map(hamming, asked[0, 0], token))
+            )
             per_token.append(sum(pairs) if latent else min(pairs))
         near.append(min(per_token))
     best = sorted(range(1, 8), key=lambda i: (near[i], i))[:2]  # 5 blocks, of which 3 are windows
@@ -341,7 +425,8 @@ def test_top_k_by_distance_of_the_book(latent: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "topk", "new"), [(100, 64, 52), (64, 64, 64), (10, 64, 10), (97, 64, 49), (112, 64, 64), (65, 64, 49)]
+    ("length", "topk", "new"),
+    [(100, 64, 52), (64, 64, 64), (10, 64, 10), (97, 64, 49), (112, 64, 64), (65, 64, 49)],
 )
 def test_lengths_lose_whole_blocks(length: int, topk: int, new: int) -> None:
     """Not min(T, topk), as the book has it: the last block stays as full as it was."""
@@ -371,7 +456,8 @@ def test_codes_of_queries() -> None:
         latent.hash_code(query=q)
 
 
-# KVStar --------------------------------------------------------------------------------------------------------------
+# KVStar
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_state_of_a_request_of_kvstar() -> None:

@@ -17,13 +17,17 @@ windows_of = st.tuples(st.integers(0, 5), st.integers(1, 5))
 
 
 @given(blocks_of, windows_of, st.fractions(min_value="1/100", max_value=1))
-def test_a_ratio_is_of_the_candidates_and_rounded_up(blocks: int, windows: tuple[int, int], ratio: Any) -> None:
+def test_a_ratio_is_of_the_candidates_and_rounded_up(
+    blocks: int, windows: tuple[int, int], ratio: Any
+) -> None:
     policy = Policy(init=windows[0], local=windows[1], ratio=float(ratio))
     m = max(0, blocks - sum(windows))
     assert policy.budget(blocks) == math.ceil(ratio.limit_denominator(10**6) * m)
 
 
-@pytest.mark.parametrize(("ratio", "m", "k"), [(0.1, 30, 3), (0.7, 10, 7), (0.3, 10, 3), (0.3, 11, 4), (1.0, 7, 7)])
+@pytest.mark.parametrize(
+    ("ratio", "m", "k"), [(0.1, 30, 3), (0.7, 10, 7), (0.3, 10, 3), (0.3, 11, 4), (1.0, 7, 7)]
+)
 def test_a_ratio_is_not_rounded_up_for_the_error_of_a_float(ratio: float, m: int, k: int) -> None:
     assert Policy(init=1, local=2, ratio=ratio).budget(m + 3) == k
 
@@ -70,14 +74,18 @@ def test_short_requests_are_dense() -> None:
 
 
 @given(blocks_of, windows_of, st.integers(0, 400), st.booleans())
-def test_a_budget_for_all_blocks_is_dense(blocks: int, windows: tuple[int, int], topk: int, inside: bool) -> None:
+def test_a_budget_for_all_blocks_is_dense(
+    blocks: int, windows: tuple[int, int], topk: int, inside: bool
+) -> None:
     """Choosing would cost something and leave nothing out."""
     policy = Policy(init=windows[0], local=windows[1], ratio=None, topk=topk, windows_inside=inside)
     keeps = sum(windows) + policy.budget(blocks)
     assert policy.is_dense(blocks, 10**6) == (keeps >= blocks)
     assert Policy(init=1, local=2, ratio=1.0).is_dense(blocks, 10**6)
     by_mass = Policy(init=1, local=2, ratio=None, mass=0.9)
-    assert by_mass.is_dense(blocks, 10**6) == (blocks <= 3), "how many it chooses is known after the scores"
+    assert by_mass.is_dense(blocks, 10**6) == (blocks <= 3), (
+        "how many it chooses is known after the scores"
+    )
 
 
 def test_a_budget_by_mass_is_bounded_by_the_other_keys() -> None:

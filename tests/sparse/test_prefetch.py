@@ -37,10 +37,17 @@ class Held:
         return list(block_hashes)
 
 
-@pytest.mark.parametrize(("position", "priority"), [(0, 0), (1, 1), (4, 1), (5, 2), (16, 2), (17, 3), (1000, 3)])
+@pytest.mark.parametrize(
+    ("position", "priority"), [(0, 0), (1, 1), (4, 1), (5, 2), (16, 2), (17, 3), (1000, 3)]
+)
 def test_priority_by_place_in_the_queue(position: int, priority: int) -> None:
     assert PrefetchPriority.compute_priority(None, 7, position) == priority
-    assert (PrefetchPriority.URGENT, PrefetchPriority.HIGH, PrefetchPriority.NORMAL, PrefetchPriority.LOW) == (
+    assert (
+        PrefetchPriority.URGENT,
+        PrefetchPriority.HIGH,
+        PrefetchPriority.NORMAL,
+        PrefetchPriority.LOW,
+    ) == (
         0,
         1,
         2,
@@ -49,7 +56,9 @@ def test_priority_by_place_in_the_queue(position: int, priority: int) -> None:
 
 
 def test_what_is_brought_is_there() -> None:
-    engine = PrefetchEngine({"prefetch_workers": 2}, load=lambda blocks: [block.upper() for block in blocks])
+    engine = PrefetchEngine(
+        {"prefetch_workers": 2}, load=lambda blocks: [block.upper() for block in blocks]
+    )
     handle = engine.submit_prefetch("a", names(10, 11), PrefetchPriority.HIGH)
     assert engine.wait_for_completion("a", LONG) and handle.wait(LONG) and handle.state == "done"
     assert engine.get_prefetched_kv("a") == [name.upper() for name in names(10, 11)]
@@ -77,7 +86,10 @@ def test_a_full_queue_refuses_or_gives_up_what_is_less_urgent() -> None:
     engine = PrefetchEngine({"prefetch_workers": 1, "max_pending_prefetch": 2}, load=held)
     engine.submit_prefetch("busy", names(0))
     assert held.started.acquire(timeout=LONG)
-    low, normal = engine.submit_prefetch("low", names(1), 3), engine.submit_prefetch("normal", names(2), 2)
+    low, normal = (
+        engine.submit_prefetch("low", names(1), 3),
+        engine.submit_prefetch("normal", names(2), 2),
+    )
     late = engine.submit_prefetch("late", names(3), 3)
     assert late.state == "refused" and not late.wait(0)
     urgent = engine.submit_prefetch("urgent", names(4), 0)
@@ -174,7 +186,13 @@ def test_blocks_come_from_a_store(tmp_path: Path, sizes: dict[str, Any]) -> None
     pytest.importorskip("ucm._core")
     from ucm.store.factory_v1 import UcmConnectorFactoryV1
 
-    config = {"storage_backends": str(tmp_path), "identity": "x", "shard_size": 768, "block_size": 1536, **sizes}
+    config = {
+        "storage_backends": str(tmp_path),
+        "identity": "x",
+        "shard_size": 768,
+        "block_size": 1536,
+        **sizes,
+    }
     config |= {"deadlines": PATIENT, "storage_capacity": "64MiB", "free_space_floor": 0}
     with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
         await_room(store)  # type: ignore[arg-type]
@@ -182,7 +200,11 @@ def test_blocks_come_from_a_store(tmp_path: Path, sizes: dict[str, Any]) -> None
         ids = [bytes([number]) * 16 for number in range(3)]
         pieces = sizes.get("tensor_size_list") or [384, 384]
         starts = np.cumsum([0, *pieces])[:-1].astype(np.uint64)
-        rows = np.uint64(blocks.ctypes.data) + np.arange(6, dtype=np.uint64)[:, None] * np.uint64(768) + starts
+        rows = (
+            np.uint64(blocks.ctypes.data)
+            + np.arange(6, dtype=np.uint64)[:, None] * np.uint64(768)
+            + starts
+        )
         store.wait(store.dump_data([name for name in ids for _ in range(2)], [0, 1] * 3, rows))
         engine = PrefetchEngine(store=store)
         assert engine.submit_prefetch("a", [ids[2], ids[0].hex()]).wait(LONG)
@@ -194,7 +216,8 @@ def test_blocks_come_from_a_store(tmp_path: Path, sizes: dict[str, Any]) -> None
 
 
 def test_what_is_remembered_of_prefetches_that_do_not_come_is_bounded() -> None:
-    """Of requests that nobody cancels; the last ones are still told from those that were never asked for."""
+    """Of requests that nobody cancels; the last ones are still told from those that were never
+    asked for."""
 
     def fails(_blocks: Any) -> Any:
         raise StoreIOError("gone")

@@ -1,6 +1,7 @@
-"""What selectors are worth, on the recall model and prompts that are committed with it: every answer needs one block
-among 66, and all of its query is decoded. Nothing here is left to chance: weights, tokens and choices are the same in
-every run. ``make bench-quality`` has the whole table."""
+"""What selectors are worth, on the recall model and prompts that are committed with it: every
+answer needs one block among 66, and all of its query is decoded. Nothing here is left to chance:
+weights, tokens and choices are the same in every run. ``make bench-quality`` has the whole
+table."""
 
 from __future__ import annotations
 
@@ -53,13 +54,17 @@ def test_dense_attention_answers(dense: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", ["gsa_on_device", "quest", "esa"])
-def test_all_blocks_are_dense_attention_bit_by_bit(model: Recall, records: Filled, dense: Outcome, name: str) -> None:
+def test_all_blocks_are_dense_attention_bit_by_bit(
+    model: Recall, records: Filled, dense: Outcome, name: str
+) -> None:
     found = under(model, records, name, topk_blocks=None, ratio=1.0, windows_inside=False)
     assert "density" not in found.stats, "where all blocks are kept nothing is chosen"
     assert torch.equal(found.logits, dense.logits)
 
 
-@pytest.mark.parametrize(("name", "least"), [("gsa_on_device", 0.97), ("quest", 0.88), ("oracle", 0.97)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("gsa_on_device", 0.97), ("quest", 0.88), ("oracle", 0.97)]
+)
 def test_what_is_chosen_answers(model: Recall, records: Filled, name: str, least: float) -> None:
     found = under(model, records, name)
     assert found.stats["density"] <= 0.156

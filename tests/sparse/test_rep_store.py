@@ -1,4 +1,5 @@
-"""Representations by physical block: the same however their tokens came, and scored only when they are whole."""
+"""Representations by physical block: the same however their tokens came, and scored only when they
+are whole."""
 
 from __future__ import annotations
 
@@ -27,21 +28,27 @@ def store_of(algorithm: str = "ESA", blocks: int = 16, **given: Any) -> RepStore
 
 
 def selector_of(algorithm: str) -> Selector:
-    return make_selector(settings_of(algorithm, {"merge": 2} if algorithm == "KVStarMultiStep" else {}), GEOMETRY)
+    return make_selector(
+        settings_of(algorithm, {"merge": 2} if algorithm == "KVStarMultiStep" else {}), GEOMETRY
+    )
 
 
 def write(store: RepStore, table: list[int], k: torch.Tensor, start: int, end: int) -> None:
-    """Tokens start..end of one sequence whose keys are ``k [t, h, d]``; the layers differ by a factor."""
+    """Tokens start..end of one sequence whose keys are ``k [t, h, d]``; the layers differ by a
+    factor."""
     plan = store.plan_write([table[t // BLOCK] * BLOCK + t % BLOCK for t in range(start, end)])
     for layer in LAYERS:
         store.write(layer, k[start:end] * (layer + 1), plan)
 
 
-@pytest.mark.parametrize("algorithm", ["ESA", "GSAOnDevice", "KVStarMultiStep", "Quest", "InfLLM", "Oracle"])
+@pytest.mark.parametrize(
+    "algorithm", ["ESA", "GSAOnDevice", "KVStarMultiStep", "Quest", "InfLLM", "Oracle"]
+)
 @FEW
 @given(data=st.data())
 def test_chunks_do_not_matter(algorithm: str, data: st.DataObject) -> None:
-    """Token by token, in any chunks, or at once: the same bytes, and ready exactly when a block is full."""
+    """Token by token, in any chunks, or at once: the same bytes, and ready exactly when a block is
+    full."""
     tokens = data.draw(st.integers(1, 6 * BLOCK))
     cuts = sorted(data.draw(st.sets(st.integers(1, tokens), max_size=6)) | {tokens})
     store, k, table = store_of(algorithm), keys(6).flatten(0, 1), [9, 3, 12, 5, 0, 7]
@@ -52,7 +59,9 @@ def test_chunks_do_not_matter(algorithm: str, data: st.DataObject) -> None:
         assert store.missing(table) == table[end // BLOCK :]
     full = tokens // BLOCK
     for layer in LAYERS:
-        expected = store.selector.encode(layer, (k * (layer + 1))[: full * BLOCK].view(full, BLOCK, HEADS, DIM))
+        expected = store.selector.encode(
+            layer, (k * (layer + 1))[: full * BLOCK].view(full, BLOCK, HEADS, DIM)
+        )
         assert torch.equal(store.get(layer, table[:full]), expected)
 
 
@@ -60,7 +69,9 @@ def test_chunks_do_not_matter(algorithm: str, data: st.DataObject) -> None:
 def test_sequences_of_a_batch_do_not_mix(algorithm: str) -> None:
     store, a, b = store_of(algorithm), keys(2, 1).flatten(0, 1), keys(2, 2).flatten(0, 1)
     for t in range(2 * BLOCK):
-        plan = store.plan_write([(4 + t // BLOCK) * BLOCK + t % BLOCK, -1, (8 + t // BLOCK) * BLOCK + t % BLOCK])
+        plan = store.plan_write(
+            [(4 + t // BLOCK) * BLOCK + t % BLOCK, -1, (8 + t // BLOCK) * BLOCK + t % BLOCK]
+        )
         for layer in LAYERS:
             store.write(layer, torch.stack([a[t], torch.full_like(a[t], torch.nan), b[t]]), plan)
     assert torch.equal(store.get(0, [4, 5]), store.selector.encode(0, keys(2, 1)))
@@ -77,12 +88,17 @@ def test_a_block_that_is_used_again_is_not_ready_before_it_is_full_again(algorit
     assert store.missing([6]) == [6]
     write(store, [6], first, 0, 3)
     write(store, [6], first, 3, BLOCK)
-    assert store.ready([6]) and torch.equal(store.get(2, [6]), store.selector.encode(2, keys(1, 1) * 3))
+    assert store.ready([6]) and torch.equal(
+        store.get(2, [6]), store.selector.encode(2, keys(1, 1) * 3)
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["ESA", "GSAOnDevice"])
-def test_a_block_that_was_half_loaded_is_never_ready_by_what_is_written_behind_it(algorithm: str) -> None:
-    """A load brings the first tokens without representations: the last one alone does not make a block whole."""
+def test_a_block_that_was_half_loaded_is_never_ready_by_what_is_written_behind_it(
+    algorithm: str,
+) -> None:
+    """A load brings the first tokens without representations: the last one alone does not make a
+    block whole."""
     store, k = store_of(algorithm), keys(1).flatten(0, 1)
     write(store, [6], keys(1, 9).flatten(0, 1), 0, BLOCK)
     store.invalidate([6])
@@ -98,18 +114,23 @@ def test_a_token_written_again_into_a_block_that_is_ready_leaves_it_ready(algori
     store.update(2, keys(1) * 3, [6])
     store.mark_ready([6])
     write(store, [6], k, BLOCK - 1, BLOCK)
-    assert store.ready([6]) and torch.equal(store.get(2, [6]), store.selector.encode(2, keys(1) * 3))
+    assert store.ready([6]) and torch.equal(
+        store.get(2, [6]), store.selector.encode(2, keys(1) * 3)
+    )
 
 
 def test_representations_go_out_and_come_in() -> None:
-    """As sides do: what was made on one device block is put beside another, and is ready once all layers are there."""
+    """As sides do: what was made on one device block is put beside another, and is ready once all
+    layers are there."""
     store, other = store_of(), store_of()
     write(store, [1, 2, 3], keys(3).flatten(0, 1), 0, 3 * BLOCK)
     for layer in LAYERS:
         other.put(layer, [14, 4, 9], store.get(layer, [1, 2, 3]))
     assert other.missing([4, 9, 14]) == [4, 9, 14]
     other.mark_ready([4, 9, 14])
-    assert other.ready([4, 9, 14]) and torch.equal(other.get(2, [14, 4, 9]), store.get(2, [1, 2, 3]))
+    assert other.ready([4, 9, 14]) and torch.equal(
+        other.get(2, [14, 4, 9]), store.get(2, [1, 2, 3])
+    )
 
 
 def test_blocks_that_leave_the_device_keep_their_representations() -> None:
@@ -142,11 +163,16 @@ def test_more_open_blocks_than_there_is_room_for_cost_only_selection() -> None:
 
 @pytest.mark.parametrize("algorithm", ["ESA", "GSAOnDevice"])
 @FEW
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=24), st.integers(1, 3))
-def test_whatever_is_written_what_is_ready_is_right(algorithm: str, steps: list[list[int]], room: int) -> None:
-    """Sequences begin, grow and end in any order, several in a step, in blocks that are used again: a block that is
-    ready holds the representation of what was last written into it; and every full one is ready, where keys need not
-    be held until then."""
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=24),
+    st.integers(1, 3),
+)
+def test_whatever_is_written_what_is_ready_is_right(
+    algorithm: str, steps: list[list[int]], room: int
+) -> None:
+    """Sequences begin, grow and end in any order, several in a step, in blocks that are used again:
+    a block that is ready holds the representation of what was last written into it; and every full
+    one is ready, where keys need not be held until then."""
     store = store_of(algorithm, open_blocks=room, blocks=6)
     written: dict[int, list[torch.Tensor]] = {}
     for number, blocks in enumerate(steps):
@@ -212,17 +238,22 @@ def test_slots_may_be_what_an_engine_has() -> None:
         store_of(blocks=0)
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages"
+)
 def test_large_representations_ask_for_huge_pages() -> None:
     """What a step reads from end to end: the mapping is marked for the kernel."""
-    store = RepStore(selector_of("GSAOnDevice"), LAYERS, HUGE_PAGE // rep_bytes(selector_of("GSAOnDevice")) + 1)
+    store = RepStore(
+        selector_of("GSAOnDevice"), LAYERS, HUGE_PAGE // rep_bytes(selector_of("GSAOnDevice")) + 1
+    )
     for layer in LAYERS:
         reps = store.all(layer)
         assert not reps.any() and "hg" in flags_of(reps.data_ptr())
 
 
 def test_small_representations_are_no_mapping_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags would not tell: malloc may place a small tensor in memory that another one had marked."""
+    """Flags would not tell: malloc may place a small tensor in memory that another one had
+    marked."""
     mapped: list[int] = []
     monkeypatch.setattr("ucm.sparse.rep_store.mmap.mmap", lambda _file, size: mapped.append(size))
     assert not RepStore(selector_of("GSAOnDevice"), LAYERS, 4).all(0).any() and mapped == []

@@ -1,4 +1,5 @@
-"""Which blocks are on the device: the plan as a pure function, what leaves first, and what is foreseen."""
+"""Which blocks are on the device: the plan as a pure function, what leaves first, and what is
+foreseen."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def cases(draw: st.DrawFn) -> tuple[dict[int, int], list[int], int, list[int], d
 
 @FEW
 @given(cases())
-def test_the_plan_keeps_its_rules(case: tuple[dict[int, int], list[int], int, list[int], dict[int, float]]) -> None:
+def test_the_plan_keeps_its_rules(
+    case: tuple[dict[int, int], list[int], int, list[int], dict[int, float]],
+) -> None:
     resident, wanted, capacity, pinned, scores = case
     before = dict(resident)
     plan = plan_residency(resident, wanted, capacity, pinned=pinned, rank=scores.__getitem__)
@@ -46,7 +49,9 @@ def test_the_plan_keeps_its_rules(case: tuple[dict[int, int], list[int], int, li
     assert set(pinned) <= after.keys()  # windows are there
     assert set(pinned) & resident.keys() <= plan.keep.keys()  # and were not evicted
     order = list(dict.fromkeys([*pinned, *wanted]))
-    assert [block for block in order if block in after][: len(order) - len(plan.dropped)] == order[:capacity]
+    assert [block for block in order if block in after][: len(order) - len(plan.dropped)] == order[
+        :capacity
+    ]
     assert plan.dropped == order[capacity:]  # the least wanted go without
     if set(order) <= resident.keys():
         assert plan.load == [] and plan.keep == resident  # nothing changes
@@ -76,7 +81,8 @@ def test_what_cannot_be_is_refused() -> None:
             plan_residency(resident, [], 2)
 
 
-# One layer of one request --------------------------------------------------------------------------------------------
+# One layer of one request
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_step_uses_what_has_arrived_and_counts_the_rest() -> None:
@@ -106,10 +112,14 @@ def test_a_slot_that_is_being_written_to_is_given_to_no_other_block() -> None:
 
 @FEW
 @given(
-    st.lists(st.tuples(st.sampled_from(["want", "arrived", "failed"]), st.integers(0, 9)), max_size=40),
+    st.lists(
+        st.tuples(st.sampled_from(["want", "arrived", "failed"]), st.integers(0, 9)), max_size=40
+    ),
     st.sampled_from(["lru", "score", "hybrid"]),
 )
-def test_whatever_happens_slots_are_not_shared(events: list[tuple[str, int]], eviction: str) -> None:
+def test_whatever_happens_slots_are_not_shared(
+    events: list[tuple[str, int]], eviction: str
+) -> None:
     residency = Residency(4, eviction=eviction)
     for event, number in events:
         if event == "want":
@@ -131,7 +141,8 @@ def test_blocks_that_are_there_at_the_start() -> None:
     assert residency.resident == {0: 0, 8: 1}
 
 
-# What leaves first ---------------------------------------------------------------------------------------------------
+# What leaves first
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_longest_unused_leaves_first() -> None:
@@ -180,7 +191,8 @@ def test_a_block_that_was_never_used_leaves_before_all_others() -> None:
         make_eviction("fifo")
 
 
-# What is foreseen ----------------------------------------------------------------------------------------------------
+# What is foreseen
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_last_choice_and_the_most_used_are_foreseen() -> None:
@@ -199,7 +211,8 @@ def test_what_is_chosen_often_matters_most() -> None:
 
 
 def test_foreseeing_looks_at_each_block_a_few_times() -> None:
-    """It is done in every layer of every step: twice as many blocks take twice as long, not four times."""
+    """It is done in every layer of every step: twice as many blocks take twice as long, not four
+    times."""
     looks = 0
 
     class Block(int):

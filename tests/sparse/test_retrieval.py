@@ -38,11 +38,16 @@ def grouped(query: Tensor, heads: int) -> Tensor:
     return query.float().view(rows, heads, query_heads // heads, dim).mean(2)
 
 
-def framed(scores: Tensor, blocks: Tensor, init: int, local: int, most: float, least: float) -> Tensor:
-    """What a call says of the blocks that need no score, around the scores ``[r, h, N]`` of the others."""
+def framed(
+    scores: Tensor, blocks: Tensor, init: int, local: int, most: float, least: float
+) -> Tensor:
+    """What a call says of the blocks that need no score, around the scores ``[r, h, N]`` of the
+    others."""
     places = torch.arange(scores.shape[2])
     last = blocks.long()[:, None, None]
-    scores = torch.where((places < init) | (places >= last - local), torch.full_like(scores, most), scores)
+    scores = torch.where(
+        (places < init) | (places >= last - local), torch.full_like(scores, most), scores
+    )
     return torch.where(places >= last, torch.full_like(scores, least), scores)
 
 
@@ -53,7 +58,9 @@ OVER: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def dot_oracle(query: Tensor, reps: Tensor, table: Tensor, metric: str, over_reps: str, over_heads: str) -> Tensor:
+def dot_oracle(
+    query: Tensor, reps: Tensor, table: Tensor, metric: str, over_reps: str, over_heads: str
+) -> Tensor:
     """``[r, h or 1, N]``: one line for each step."""
     own = reps.double()[table.long()]  # [r, N, j, h, d]
     q = grouped(query, reps.shape[2]).double()[:, None, None]
@@ -73,7 +80,14 @@ def test_dot_scores(isa: str, dtype: torch.dtype, metric: str, over_heads: str) 
         reps = torch.randn(40, j, 4, 48).to(dtype)
         query = torch.randn(4, 12, 48).to(dtype)
         found = retrieval.dot_scores(
-            query, reps, table, blocks, metric=metric, over_reps=over_reps, over_heads=over_heads, isa=isa
+            query,
+            reps,
+            table,
+            blocks,
+            metric=metric,
+            over_reps=over_reps,
+            over_heads=over_heads,
+            isa=isa,
         )
         expected = dot_oracle(query, reps, table, metric, over_reps, over_heads)
         expected = framed(expected, blocks, 0, 0, torch.inf, -torch.inf)
@@ -87,7 +101,9 @@ def test_dot_scores_of_int8_with_scales(isa: str) -> None:
     reps = (keys / scales[..., None]).round().to(torch.int8)
     query = torch.randn(2, 6, 40)
     for metric in ("dot", "l2"):
-        found = retrieval.dot_scores(query, reps, table, blocks, scales=scales, metric=metric, isa=isa)
+        found = retrieval.dot_scores(
+            query, reps, table, blocks, scales=scales, metric=metric, isa=isa
+        )
         expected = dot_oracle(query, reps * scales[..., None], table, metric, "max", "sum")
         expected = framed(expected, blocks, 0, 0, torch.inf, -torch.inf)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
@@ -102,7 +118,9 @@ def test_quest_scores(isa: str, over_heads: str, gaps: bool) -> None:
     if gaps:
         bounds = torch.cat([bounds, torch.full_like(bounds, 9.0)], dim=2)[:, :, :2]
     query = torch.randn(2, 8, 32).bfloat16()
-    found = retrieval.quest_scores(query, bounds, table, blocks, over_heads=over_heads, init=1, local=2, isa=isa)
+    found = retrieval.quest_scores(
+        query, bounds, table, blocks, over_heads=over_heads, init=1, local=2, isa=isa
+    )
     own = bounds.double()[table.long()]
     q = grouped(query, 2).double()[:, None]
     of_heads = torch.maximum(q * own[:, :, 0], q * own[:, :, 1]).sum(-1)  # [r, N, h]
@@ -118,7 +136,9 @@ def test_scores_do_not_depend_on_batch_threads_place_or_vector_set() -> None:
     query = torch.randn(3, 32, 128).bfloat16()
     together = retrieval.dot_scores(query, reps, table, blocks, threads=2)
     for isa in ISAS[1:]:
-        assert torch.equal(retrieval.dot_scores(query, reps, table, blocks, threads=1, isa=isa), together)
+        assert torch.equal(
+            retrieval.dot_scores(query, reps, table, blocks, threads=1, isa=isa), together
+        )
     for row in range(3):
         n = int(blocks[row])
         part = slice(row, row + 1)
@@ -127,7 +147,9 @@ def test_scores_do_not_depend_on_batch_threads_place_or_vector_set() -> None:
     moved = torch.randperm(600)
     elsewhere = torch.empty_like(reps)
     elsewhere[moved] = reps
-    assert torch.equal(retrieval.dot_scores(query, elsewhere, moved[table.long()], blocks), together)
+    assert torch.equal(
+        retrieval.dot_scores(query, elsewhere, moved[table.long()], blocks), together
+    )
 
 
 def bits_of(products: Tensor) -> Tensor:
@@ -141,7 +163,9 @@ def bits_of(products: Tensor) -> Tensor:
     ("heads", "dim", "bits"), [(8, 128, 128), (2, 32, 64), (3, 40, 24), (1, 512, 512), (5, 16, 136)]
 )
 @pytest.mark.parametrize("own", [False, True])
-def test_hash_encode(isa: str, dtype: torch.dtype, heads: int, dim: int, bits: int, own: bool) -> None:
+def test_hash_encode(
+    isa: str, dtype: torch.dtype, heads: int, dim: int, bits: int, own: bool
+) -> None:
     torch.manual_seed(bits)
     vectors = torch.randn(7, heads, dim).to(dtype)
     weights = torch.randn(heads, dim, bits) if own else torch.randn(dim, bits)
@@ -204,7 +228,9 @@ def test_hamming_scores(isa: str, heads: int, queries: int, size: int, heads_apa
     table, tokens = batch(heads * size, block=block, lengths=[100, 7, 161, 0, 16], pool=50)
     codes = torch.randint(0, 256, (50, block, heads, size), dtype=torch.uint8)
     asked = torch.randint(0, 256, (5, heads, queries, size), dtype=torch.uint8)
-    found = retrieval.hamming_scores(asked, codes, table, tokens, heads_apart=heads_apart, isa=isa, init=1, local=1)
+    found = retrieval.hamming_scores(
+        asked, codes, table, tokens, heads_apart=heads_apart, isa=isa, init=1, local=1
+    )
     own = codes[table.long()][:, :, :, :, None]  # [r, N, b, h, 1, bytes]
     distance = popcount(own ^ asked[:, None, None]).sum(-1)  # [r, N, b, h]
     place = torch.arange(table.shape[1])[:, None] * block + torch.arange(block)
@@ -244,11 +270,16 @@ def test_hash_select_chooses_by_hash_scores(isa: str, heads_apart: bool) -> None
     query, weights = torch.randn(5, 12, 64).bfloat16(), torch.randn(64, 64)
     how = {"heads_apart": heads_apart, "init": 1, "local": 2, "isa": isa}
     budgets = [3, 1, 7, 2, 30]
-    scores = retrieval.hash_scores(query, weights, codes, code_table, (tokens + block - 1) // block, **how)
+    scores = retrieval.hash_scores(
+        query, weights, codes, code_table, (tokens + block - 1) // block, **how
+    )
     expected = retrieval.select_blocks(scores, table, tokens, block, budgets, init=1, local=2)
     given = (query, weights, codes, code_table, table, tokens, budgets)
     (room,) = retrieval.Kept.rooms(1, *expected.table.shape)
-    for found in (retrieval.hash_select(*given, **how), retrieval.hash_select(*given, into=room, **how)):
+    for found in (
+        retrieval.hash_select(*given, **how),
+        retrieval.hash_select(*given, into=room, **how),
+    ):
         assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
     with pytest.raises(InvalidInputError, match="another number of rows"):
         retrieval.hash_select(query, weights, codes, code_table, table[:4], tokens, budgets, **how)
@@ -266,7 +297,9 @@ def test_absent_blocks_are_never_chosen(isa: str) -> None:
     scores = retrieval.dot_scores(query, reps, table, blocks, isa=isa)
     assert scores[0, 0].tolist() == [13.0, -torch.inf, 5.0, 1.0, -torch.inf, 9.0]
     codes = torch.zeros(4, 2, 1, 8, dtype=torch.uint8)
-    found = retrieval.hamming_scores(torch.zeros(1, 1, 8, dtype=torch.uint8), codes, table, blocks * 2, isa=isa)
+    found = retrieval.hamming_scores(
+        torch.zeros(1, 1, 8, dtype=torch.uint8), codes, table, blocks * 2, isa=isa
+    )
     assert found[0, 0].tolist() == [0, -(2**31), 0, 0, -(2**31), 0]
     kept = retrieval.select_blocks(scores, table, blocks * 2, 2, [5], init=0, local=1)
     assert kept.logical[0, 0].tolist() == [0, 2, 3, 5, -1, -1]
@@ -289,7 +322,9 @@ def test_select_blocks(integers: bool, heads: int) -> None:
         n = -(-length // block)
         for head in range(heads):
             middle = range(init, n - local)
-            best = sorted(middle, key=lambda place: (-int(scores[row, head, place]), place))[: budgets[row]]
+            best = sorted(middle, key=lambda place: (-int(scores[row, head, place]), place))[
+                : budgets[row]
+            ]
             places = sorted({*range(min(init, n)), *best, *range(max(0, n - local), n)})
             count = int(kept.counts[row, head])
             assert kept.logical[row, head, :count].tolist() == places
@@ -302,7 +337,9 @@ def test_select_blocks(integers: bool, heads: int) -> None:
 def test_an_openmp_runtime_is_used_where_torch_brings_one() -> None:
     """And the answers are the same on threads that are started for a call."""
     script = "import torch, ucm._core as c; torch.set_num_threads(2); print(c.retrieval_openmp())"
-    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=100)
+    said = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=100
+    )
     assert said.stdout.strip() in ("True", "False")
     with open("/proc/self/maps") as maps:
         loaded = any("libgomp" in line or "libiomp5" in line or "libomp." in line for line in maps)

@@ -34,7 +34,8 @@ def rows_of(step: int, names: list[str], blocks: int = 10) -> Rows:
 
 
 def echo(layer: int, rows: Rows) -> list[Middle]:
-    """Chooses the block whose number is the step of the query, so that a choice says where it is from."""
+    """Chooses the block whose number is the step of the query, so that a choice says where it is
+    from."""
     return [[torch.tensor([int(q[-1])])] for q in rows.query]
 
 
@@ -79,7 +80,9 @@ def sources(retriever: Retriever, steps: int, first: int = 1) -> list[int]:
 def test_the_rhythm_is_stride_and_lag(stride: int, lag: int) -> None:
     """A choice of the query of step s is used from step s + lag on; the first one at once."""
     for executor in (None, AtOnce()) if lag == 0 else (AtOnce(),):
-        retriever = Retriever(Policy(stride=stride, lag=lag), echo, SparseStats(), executor=executor)
+        retriever = Retriever(
+            Policy(stride=stride, lag=lag), echo, SparseStats(), executor=executor
+        )
         for step, source in enumerate(sources(retriever, 25), 1):
             asked = [s for s in range(1, step + 1) if (s - 1) % stride == 0 and s + lag <= step]
             assert source == (asked[-1] if asked else 1)
@@ -96,7 +99,8 @@ def test_the_rhythm_is_stride_and_lag(stride: int, lag: int) -> None:
     ],
 )
 def test_known_rhythms(stride: int, lag: int, expected: list[int]) -> None:
-    """Among them strides 1 and 2, where the original never chose, and waited for what it never asked."""
+    """Among them strides 1 and 2, where the original never chose, and waited for what it never
+    asked."""
     retriever = Retriever(Policy(stride=stride, lag=lag), echo, SparseStats(), executor=AtOnce())
     assert sources(retriever, len(expected)) == expected
 
@@ -104,7 +108,9 @@ def test_known_rhythms(stride: int, lag: int, expected: list[int]) -> None:
 def test_threads_give_what_no_threads_give() -> None:
     policy = Policy(stride=2, lag=3)
     retriever = make_retriever(policy, echo, SparseStats(), threads=3, bound_s=60)
-    assert sources(retriever, 30) == sources(Retriever(policy, echo, SparseStats(), executor=AtOnce()), 30)
+    assert sources(retriever, 30) == sources(
+        Retriever(policy, echo, SparseStats(), executor=AtOnce()), 30
+    )
     retriever.close()
 
 
@@ -126,7 +132,14 @@ def test_rows_of_a_batch_share_one_retrieval_and_not_their_choices() -> None:
     retriever.step(0, rows_of(1, ["a", "b"]))
     retriever.step(
         0,
-        Rows(["b", "c"], [2, 1], [10, 10], torch.tensor([2.0, 1.0]).view(2, 1, 1, 1), [1, 1], torch.zeros(2, 1)),
+        Rows(
+            ["b", "c"],
+            [2, 1],
+            [10, 10],
+            torch.tensor([2.0, 1.0]).view(2, 1, 1, 1),
+            [1, 1],
+            torch.zeros(2, 1),
+        ),
     )
     retriever.step(0, rows_of(4, ["a", "b", "c"]))
     assert asked == [["a", "b"], ["c"], ["a", "b", "c"]]
@@ -229,7 +242,9 @@ def test_lag_and_turnover_are_counted() -> None:
     assert found["lag"] == pytest.approx((0 + 1 + 2) / 3)
     assert found["turnover"] == 1.0  # every choice is another block
     still = SparseStats()
-    retriever = Retriever(Policy(), lambda layer, rows: [[torch.tensor([3, 4])] for _ in rows.blocks], still)
+    retriever = Retriever(
+        Policy(), lambda layer, rows: [[torch.tensor([3, 4])] for _ in rows.blocks], still
+    )
     for step in range(1, 4):
         retriever.step(0, rows_of(step, ["a"]))
     assert still.snapshot()["turnover"] == 0.0
@@ -242,9 +257,13 @@ def test_a_thread_that_falls_behind_is_not_given_more_and_not_waited_for(
     """And what it brings at last is used again, in the rhythm of before."""
     waits: list[float] = []
     real = Slot.written
-    monkeypatch.setattr(Slot, "written", lambda slot, seconds: waits.append(seconds) or real(slot, min(seconds, 0)))
+    monkeypatch.setattr(
+        Slot, "written", lambda slot, seconds: waits.append(seconds) or real(slot, min(seconds, 0))
+    )
     executor = Later()
-    retriever = Retriever(Policy(stride=stride, lag=lag), echo, SparseStats(), executor=executor, bound_s=60.0)
+    retriever = Retriever(
+        Policy(stride=stride, lag=lag), echo, SparseStats(), executor=executor, bound_s=60.0
+    )
     for step in range(1, 101):
         retriever.begin_step()
         assert retriever.step(0, rows_of(step, ["a"])) == [None]
@@ -257,11 +276,15 @@ def test_a_thread_that_falls_behind_is_not_given_more_and_not_waited_for(
     assert found[-1] is not None and found[-1].step > 100
 
 
-def test_threads_that_hang_are_given_nothing_more_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_hang_are_given_nothing_more_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However many requests come and go; once they go on, so does everything else."""
     waits: list[float] = []
     real = Slot.written
-    monkeypatch.setattr(Slot, "written", lambda slot, seconds: waits.append(seconds) or real(slot, min(seconds, 0)))
+    monkeypatch.setattr(
+        Slot, "written", lambda slot, seconds: waits.append(seconds) or real(slot, min(seconds, 0))
+    )
     executor, stats = Later(), SparseStats()
     retriever = Retriever(Policy(lag=1), echo, stats, executor=executor, bound_s=60.0)
     for number in range(100):
@@ -320,7 +343,9 @@ class Happening:
         self.module.log.append(f"recorded in {flow.name}")
 
 
-def test_choices_beside_a_step_of_a_device_wait_for_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_beside_a_step_of_a_device_wait_for_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Otherwise they would read queries that have not been computed."""
     module = Streams()
     monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
@@ -330,7 +355,14 @@ def test_choices_beside_a_step_of_a_device_wait_for_its_stream(monkeypatch: pyte
         return [[torch.tensor([3])]]
 
     retriever = Retriever(Policy(lag=1), find, SparseStats(), executor=AtOnce())
-    rows = Rows(["a"], [1], [10], torch.zeros(1, 1, 1, 1, device="meta"), [1], torch.zeros(1, 1, device="meta"))
+    rows = Rows(
+        ["a"],
+        [1],
+        [10],
+        torch.zeros(1, 1, 1, 1, device="meta"),
+        [1],
+        torch.zeros(1, 1, device="meta"),
+    )
     retriever.begin_step()
     (choice,) = retriever.step(0, rows)
     assert choice is not None

@@ -9,13 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucm.sparse.policy import Policy
-from ucm.sparse.selection import NO_BLOCK, Selection, choose, compact, compact_rows, select, with_windows
+from ucm.sparse.selection import (
+    NO_BLOCK,
+    Selection,
+    choose,
+    compact,
+    compact_rows,
+    select,
+    with_windows,
+)
 
 FEW = settings(max_examples=60, deadline=None)
 
 #: Scores with many equal ones.
 scores_of = st.lists(
-    st.integers(-3, 3).map(float) | st.floats(-5, 5, width=32, allow_subnormal=False), min_size=1, max_size=40
+    st.integers(-3, 3).map(float) | st.floats(-5, 5, width=32, allow_subnormal=False),
+    min_size=1,
+    max_size=40,
 )
 policies = st.builds(
     lambda init, local, ratio: Policy(init=init, local=local, ratio=ratio),
@@ -57,19 +67,24 @@ def test_of_equal_scores_the_lower_id_wins(policy: Policy, scores: list[float]) 
 
 @FEW
 @given(scores_of, st.floats(0.01, 0.5), st.floats(0, 0.5))
-def test_a_larger_budget_keeps_the_same_blocks_and_more(scores: list[float], ratio: float, more: float) -> None:
+def test_a_larger_budget_keeps_the_same_blocks_and_more(
+    scores: list[float], ratio: float, more: float
+) -> None:
     less, greater = Policy(ratio=ratio), Policy(ratio=ratio + more)
     assert set(chosen(less, scores)) <= set(chosen(greater, scores))
     n, row = len(scores), torch.tensor([scores])
     by_mass = [
-        set(select(Policy(ratio=None, mass=share), row, n, n, row.exp())[0].tolist()) for share in (ratio, ratio + more)
+        set(select(Policy(ratio=None, mass=share), row, n, n, row.exp())[0].tolist())
+        for share in (ratio, ratio + more)
     ]
     assert by_mass[0] <= by_mass[1]
 
 
 @FEW
 @given(scores_of, st.integers(1, 10))
-def test_what_is_beyond_the_blocks_or_in_the_windows_is_never_looked_at(scores: list[float], beyond: int) -> None:
+def test_what_is_beyond_the_blocks_or_in_the_windows_is_never_looked_at(
+    scores: list[float], beyond: int
+) -> None:
     policy, n = Policy(init=2, local=2, ratio=0.4), len(scores)
     poisoned = torch.tensor([scores + [torch.inf] * beyond])
     poisoned[0, : min(2, n)] = torch.nan
@@ -85,14 +100,18 @@ def test_scores_that_are_no_numbers_come_last() -> None:
 
 @FEW
 @given(st.lists(st.floats(0.001, 1), min_size=4, max_size=30), st.floats(0.05, 1))
-def test_a_budget_by_mass_is_the_fewest_blocks_that_hold_it(weights: list[float], share: float) -> None:
+def test_a_budget_by_mass_is_the_fewest_blocks_that_hold_it(
+    weights: list[float], share: float
+) -> None:
     policy, n = Policy(init=1, local=1, ratio=None, mass=share), len(weights)
     found = select(policy, torch.tensor([weights]), n, n, torch.tensor([weights]))[0].tolist()[1:-1]
     middle = torch.tensor(weights[1:-1]).double()
     held = sum(float(middle[i - 1]) for i in found)
     total = float(middle.sum())
     assert held >= share * total * (1 - 1e-9)
-    assert len(found) == 1 or held - min(float(middle[i - 1]) for i in found) < share * total * (1 + 1e-9)
+    assert len(found) == 1 or held - min(float(middle[i - 1]) for i in found) < share * total * (
+        1 + 1e-9
+    )
 
 
 def test_a_budget_by_mass_keeps_its_bounds_and_takes_all_where_there_is_no_mass() -> None:
@@ -112,9 +131,19 @@ def test_each_head_may_have_a_choice_of_its_own() -> None:
 
 
 def test_what_was_no_candidate_yet_stays_until_the_next_choice() -> None:
-    """A choice of 10 blocks, used when there are 13: the window of then and all that came since are kept."""
+    """A choice of 10 blocks, used when there are 13: the window of then and all that came since are
+    kept."""
     policy = Policy(init=1, local=2, ratio=0.3)
-    assert with_windows(policy, torch.tensor([4, 6]), 10, 13).tolist() == [0, 4, 6, 8, 9, 10, 11, 12]
+    assert with_windows(policy, torch.tensor([4, 6]), 10, 13).tolist() == [
+        0,
+        4,
+        6,
+        8,
+        9,
+        10,
+        11,
+        12,
+    ]
 
 
 # The table --------------------------------------------------
@@ -122,8 +151,11 @@ def test_what_was_no_candidate_yet_stays_until_the_next_choice() -> None:
 
 @FEW
 @given(st.integers(1, 60), st.integers(0, 2**31), st.floats(0.05, 1))
-def test_a_paged_kernel_with_the_short_table_is_masked_attention(tokens: int, seed: int, ratio: float) -> None:
-    """o = softmax over the kept tokens of (q·k/sqrt d) v, whatever the ids and wherever the last block ends."""
+def test_a_paged_kernel_with_the_short_table_is_masked_attention(
+    tokens: int, seed: int, ratio: float
+) -> None:
+    """o = softmax over the kept tokens of (q·k/sqrt d) v, whatever the ids and wherever the last
+    block ends."""
     generator = torch.Generator().manual_seed(seed)
     n = -(-tokens // BLOCK)
     physical = torch.randperm(64, generator=generator)[:n].int()
@@ -135,7 +167,9 @@ def test_a_paged_kernel_with_the_short_table_is_masked_attention(tokens: int, se
     policy, q = Policy(ratio=ratio), query(seed + 2)[0]
     kept = select(policy, torch.rand(1, n, generator=generator), n, tokens)
     selection = Selection.of([kept], [n])
-    table, lens = compact(selection, physical[None], torch.tensor([tokens], dtype=torch.int32), BLOCK)
+    table, lens = compact(
+        selection, physical[None], torch.tensor([tokens], dtype=torch.int32), BLOCK
+    )
     mask = torch.isin(torch.arange(tokens) // BLOCK, kept[0])
     expected = masked_attention(q, k[:tokens], v[:tokens], mask)
     got = paged_attention(q, cache, table[0], int(lens[0]))
@@ -156,9 +190,14 @@ def test_the_length_drops_whole_blocks(tokens: int, kept: int, size: int) -> Non
 
 
 def test_rows_of_different_lengths_and_heads() -> None:
-    rows = [[torch.tensor([0, 2]), torch.tensor([1, 2])], [torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3])]]
+    rows = [
+        [torch.tensor([0, 2]), torch.tensor([1, 2])],
+        [torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3])],
+    ]
     selection = Selection.of(rows, [3, 4])
-    table, lens = compact(selection, torch.tensor([[5, 6, 7, 0], [8, 9, 1, 2]]), torch.tensor([10, 16]), BLOCK)
+    table, lens = compact(
+        selection, torch.tensor([[5, 6, 7, 0], [8, 9, 1, 2]]), torch.tensor([10, 16]), BLOCK
+    )
     assert selection.ids.tolist()[0][0] == [0, 2, NO_BLOCK, NO_BLOCK]
     assert table.tolist() == [[[5, 7, 7, 7], [6, 7, 7, 7]], [[8, 9, 1, 2], [8, 2, 2, 2]]]
     assert lens.tolist() == [[6, 6], [16, 8]]
@@ -166,7 +205,10 @@ def test_rows_of_different_lengths_and_heads() -> None:
 
 
 def test_other_rows_of_the_batch_stay_as_they_are() -> None:
-    table, lens = torch.arange(15, dtype=torch.int32).view(3, 5), torch.tensor([20, 18, 7], dtype=torch.int32)
+    table, lens = (
+        torch.arange(15, dtype=torch.int32).view(3, 5),
+        torch.tensor([20, 18, 7], dtype=torch.int32),
+    )
     shared = Selection.of([[torch.tensor([0, 4])]], [5], torch.tensor([1]))
     wide, lengths = compact_rows(shared, table, lens, BLOCK)
     assert wide[0].tolist() == table[0].tolist() and wide[2].tolist() == table[2].tolist()
@@ -179,7 +221,10 @@ def test_other_rows_of_the_batch_stay_as_they_are() -> None:
 
 
 def test_nothing_that_came_in_is_written_to() -> None:
-    table, lens = torch.arange(12, dtype=torch.int32).view(1, 12), torch.tensor([45], dtype=torch.int32)
+    table, lens = (
+        torch.arange(12, dtype=torch.int32).view(1, 12),
+        torch.tensor([45], dtype=torch.int32),
+    )
     before = table.clone(), lens.clone()
     ids = select(Policy(ratio=0.2), torch.rand(1, 12), 12, 45)
     compact(Selection.of([ids], [12]), table, lens, BLOCK)

@@ -44,7 +44,9 @@ def selector_of(algorithm: str, given: dict[str, Any], geometry: Geometry = GEOM
     return make_selector(settings_of(algorithm, given), geometry)
 
 
-@pytest.fixture(params=ALGORITHMS, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
+@pytest.fixture(
+    params=ALGORITHMS, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}"
+)
 def selector(request: pytest.FixtureRequest) -> Selector:
     return selector_of(*request.param)
 
@@ -53,7 +55,8 @@ def shared(scores: Tensor, selector: Selector) -> Tensor:
     return scores.amax(dim=0) if selector.combine == "max" else scores.double().sum(dim=0)
 
 
-# What holds for all --------------------------------------------------------------------------------------------------
+# What holds for all
+# --------------------------------------------------------------------------------------------------
 
 
 def test_shapes_and_types_are_those_announced(selector: Selector) -> None:
@@ -67,7 +70,11 @@ def test_shapes_and_types_are_those_announced(selector: Selector) -> None:
     assert scores.shape == (HEADS, 6)
     assert scores.dtype == (torch.int32 if selector.exact else torch.float32)
     weights = selector.weights(scores)
-    assert weights.dtype == torch.float64 and bool((weights >= 0).all()) and bool(weights.isfinite().all())
+    assert (
+        weights.dtype == torch.float64
+        and bool((weights >= 0).all())
+        and bool(weights.isfinite().all())
+    )
 
 
 def test_a_block_is_encoded_the_same_alone_and_among_others(selector: Selector) -> None:
@@ -79,7 +86,9 @@ def test_a_block_is_encoded_the_same_alone_and_among_others(selector: Selector) 
 def test_a_token_is_encoded_the_same_alone_where_the_selector_says_so(selector: Selector) -> None:
     if selector.token_wise:
         tokens = keys(2).flatten(0, 1)[:, None]
-        assert torch.equal(selector.encode(1, tokens)[:, 0], selector.encode(1, keys(2)).flatten(0, 1))
+        assert torch.equal(
+            selector.encode(1, tokens)[:, 0], selector.encode(1, keys(2)).flatten(0, 1)
+        )
 
 
 def test_a_selector_keeps_no_state_of_requests(selector: Selector) -> None:
@@ -90,7 +99,9 @@ def test_a_selector_keeps_no_state_of_requests(selector: Selector) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "given"), LOOKING)
-def test_equal_blocks_get_equal_scores_wherever_they_stand(algorithm: str, given: dict[str, Any]) -> None:
+def test_equal_blocks_get_equal_scores_wherever_they_stand(
+    algorithm: str, given: dict[str, Any]
+) -> None:
     selector = selector_of(algorithm, given)
     for count in (2, 5, 17, 64, 65):
         same = keys(1).expand(count, -1, -1, -1)
@@ -100,7 +111,8 @@ def test_equal_blocks_get_equal_scores_wherever_they_stand(algorithm: str, given
 
 @pytest.mark.parametrize(("algorithm", "given"), LOOKING)
 def test_the_order_of_blocks_does_not_change_a_score(algorithm: str, given: dict[str, Any]) -> None:
-    """A block's score (its order, where scores are attention mass) is its own; what is around it does not matter."""
+    """A block's score (its order, where scores are attention mass) is its own; what is around it
+    does not matter."""
     selector = selector_of(algorithm, given)
     k = keys(12)
     scores = shared(selector.score(0, query(), selector.encode(0, k)), selector)
@@ -110,9 +122,12 @@ def test_the_order_of_blocks_does_not_change_a_score(algorithm: str, given: dict
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "given"), [case for case in ALGORITHMS if case[0] in ("ESA", "GSAOnDevice", "Quest")]
+    ("algorithm", "given"),
+    [case for case in ALGORITHMS if case[0] in ("ESA", "GSAOnDevice", "Quest")],
 )
-def test_the_length_of_a_query_does_not_change_the_order(algorithm: str, given: dict[str, Any]) -> None:
+def test_the_length_of_a_query_does_not_change_the_order(
+    algorithm: str, given: dict[str, Any]
+) -> None:
     selector = selector_of(algorithm, given)
     reps = selector.encode(0, keys(40))
     orders = [
@@ -124,12 +139,15 @@ def test_the_length_of_a_query_does_not_change_the_order(algorithm: str, given: 
 
 def test_a_signature_tells_representations_apart() -> None:
     signatures = [
-        selector_of(*case).signature() for case in ALGORITHMS if case[0] not in ("Periodic", "Random", "Oracle", "GSA")
+        selector_of(*case).signature()
+        for case in ALGORITHMS
+        if case[0] not in ("Periodic", "Random", "Oracle", "GSA")
     ]
     assert len(set(signatures)) == len(signatures)
     wide = Geometry(block_size=BLOCK, kv_heads=HEADS, head_dim=2 * DIM)
     assert selector_of("Quest", {}).signature() != selector_of("Quest", {}, wide).signature()
-    assert selector_of("ESA", {}).signature() == selector_of("GSA", {}).signature()  # the same representations
+    # the same representations
+    assert selector_of("ESA", {}).signature() == selector_of("GSA", {}).signature()
 
 
 def test_a_query_of_another_shape_is_refused() -> None:
@@ -151,15 +169,20 @@ def test_a_geometry_that_cannot_be_is_refused(shape: tuple[int, int, int, int], 
         Geometry(*shape)
 
 
-# Means ---------------------------------------------------------------------------------------------------------------
+# Means
+# --------------------------------------------------------------------------------------------------
 
 
 def test_mean_k_is_the_formula() -> None:
     """s = einsum('bhd,nhd->bn', q.view(B, Hk, g, D).mean(2), K.mean(1))."""
     k, q = keys(20), query(count=1)
     selector = MeanK(GEOMETRY, rep_dtype="fp16")
-    expected = torch.einsum("bhd,nhd->bn", q.view(1, HEADS, GROUP, DIM).mean(2), k.mean(1).half().float())[0]
-    torch.testing.assert_close(shared(selector.score(0, q, selector.encode(0, k)), selector).float(), expected)
+    expected = torch.einsum(
+        "bhd,nhd->bn", q.view(1, HEADS, GROUP, DIM).mean(2), k.mean(1).half().float()
+    )[0]
+    torch.testing.assert_close(
+        shared(selector.score(0, q, selector.encode(0, k)), selector).float(), expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,8 +194,11 @@ def test_mean_k_is_the_formula() -> None:
     ],
 )
 @pytest.mark.parametrize(("dtype", "error"), [("bf16", 2**-8), ("fp16", 2**-11), ("int8", 1 / 254)])
-def test_pools_and_types(pool: str, formula: Callable[[Tensor], Tensor], dtype: str, error: float) -> None:
-    """The documented bound of each type: half a step, of the largest channel for int8 and of each value else."""
+def test_pools_and_types(
+    pool: str, formula: Callable[[Tensor], Tensor], dtype: str, error: float
+) -> None:
+    """The documented bound of each type: half a step, of the largest channel for int8 and of each
+    value else."""
     selector, k = MeanK(GEOMETRY, pool=pool, rep_dtype=dtype), keys(30)
     wide, exact = selector._wide(selector.encode(0, k)), formula(k)
     bound = exact.abs().amax(dim=-1, keepdim=True) if dtype == "int8" else exact.abs()
@@ -199,11 +225,13 @@ def test_scores_of_means() -> None:
         torch.testing.assert_close(selector.score(0, q, selector.encode(0, k)), expected)
 
 
-# KVStar --------------------------------------------------------------------------------------------------------------
+# KVStar
+# --------------------------------------------------------------------------------------------------
 
 
 def attention_mass(q: Tensor, k: Tensor) -> Tensor:
-    """Attention mass of each block over these blocks alone, for each KV head, added up over its query heads."""
+    """Attention mass of each block over these blocks alone, for each KV head, added up over its
+    query heads."""
     n = k.shape[0]
     logits = torch.einsum("hgd,thd->hgt", q.view(HEADS, GROUP, DIM), k.flatten(0, 1)) * DIM**-0.5
     return torch.softmax(logits, dim=-1).view(HEADS, GROUP, n, BLOCK).sum(dim=(1, 3))
@@ -217,8 +245,12 @@ def test_kvstar_without_savings_is_the_true_attention_mass() -> None:
     torch.testing.assert_close(oracle.score(0, q, oracle.encode(0, k)), expected)
 
 
-@pytest.mark.parametrize(("prune", "merge", "group"), [(0.25, 2, 1), (0.5, 4, 3), (1.0, 1, 5), (0.98, 2, 2)])
-def test_the_mass_of_kvstar_adds_up_to_queries_times_heads(prune: float, merge: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("prune", "merge", "group"), [(0.25, 2, 1), (0.5, 4, 3), (1.0, 1, 5), (0.98, 2, 2)]
+)
+def test_the_mass_of_kvstar_adds_up_to_queries_times_heads(
+    prune: float, merge: int, group: int
+) -> None:
     selector = KVStar(GEOMETRY, prune_ratio=prune, merge=merge, group=group)
     scores = selector.score(0, query(count=group), selector.encode(0, keys(11)))
     assert float(scores.sum()) == pytest.approx(group * HEADS * GROUP, rel=1e-5)
@@ -236,16 +268,22 @@ def test_kvstar_is_the_formula_of_the_book() -> None:
     selector = KVStar(GEOMETRY, prune_ratio=0.5, merge=2)
     index = k.abs().mean(1).topk(d, dim=-1).indices  # [n, h, d]
     pruned = (
-        k.gather(3, index[:, None].expand(-1, BLOCK, -1, -1)).view(7, BLOCK // 2, 2, HEADS, d).mean(2).half().float()
+        k.gather(3, index[:, None].expand(-1, BLOCK, -1, -1))
+        .view(7, BLOCK // 2, 2, HEADS, d)
+        .mean(2)
+        .half()
+        .float()
     )
-    seen = torch.stack([q[0].view(HEADS, GROUP, DIM)[h][:, index[:, h]] for h in range(HEADS)])  # [h, g, n, d]
+    # [h, g, n, d]
+    seen = torch.stack([q[0].view(HEADS, GROUP, DIM)[h][:, index[:, h]] for h in range(HEADS)])
     logits = torch.einsum("hgnd,njhd->hgnj", seen, pruned) * d**-0.5
     expected = torch.softmax(logits.flatten(2), dim=-1).view_as(logits).sum(dim=(1, 3))
     torch.testing.assert_close(selector.score(0, q, selector.encode(0, k)), expected)
 
 
 def test_kvstar_keeps_the_channels_that_are_large_in_every_block() -> None:
-    """Outlier channels are the same in all blocks, so blocks that choose for themselves choose what a prompt would."""
+    """Outlier channels are the same in all blocks, so blocks that choose for themselves choose what
+    a prompt would."""
     k = keys(12) * 0.1
     k[..., [1, 4, 6]] *= 50
     selector = KVStar(GEOMETRY, prune_ratio=3 / DIM, merge=1)
@@ -263,12 +301,19 @@ def test_the_savings_of_kvstar() -> None:
 
 def test_the_mean_of_query_heads_is_a_mode_of_its_own() -> None:
     selector = KVStar(GEOMETRY, prune_ratio=1.0, merge=1, average_heads=True)
-    mean = query()[0].view(HEADS, GROUP, DIM).mean(1, keepdim=True).expand(-1, GROUP, -1).reshape(1, HEADS * GROUP, DIM)
+    mean = (
+        query()[0]
+        .view(HEADS, GROUP, DIM)
+        .mean(1, keepdim=True)
+        .expand(-1, GROUP, -1)
+        .reshape(1, HEADS * GROUP, DIM)
+    )
     scores = selector.score(0, query(), selector.encode(0, keys(9)))
     torch.testing.assert_close(scores, attention_mass(mean[0], keys(9).half().float()) / GROUP)
 
 
-# Quest, InfLLM -------------------------------------------------------------------------------------------------------
+# Quest, InfLLM
+# --------------------------------------------------------------------------------------------------
 
 
 def test_quest_bounds_every_dot_product_and_is_the_tightest_bound_by_channel() -> None:
@@ -315,17 +360,21 @@ def test_infllm_with_all_keys_is_the_sum_of_all_dot_products() -> None:
     torch.testing.assert_close(selector.score(0, q, selector.encode(0, k)), expected)
 
 
-# Controls ------------------------------------------------------------------------------------------------------------
+# Controls
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("blocks", "count"), [(16, 1), (16, 4), (20, 5), (33, 8), (100, 13)])
 def test_periodic_blocks_are_even(blocks: int, count: int) -> None:
     selector = Periodic(GEOMETRY)
     scores = selector.score(0, query(), selector.encode(0, keys(blocks)))
-    order = torch.sort(scores[0], descending=True, stable=True).indices[:count].sort().values.tolist()
+    order = (
+        torch.sort(scores[0], descending=True, stable=True).indices[:count].sort().values.tolist()
+    )
     gaps = [b - a for a, b in zip([*order], [*order[1:], blocks], strict=True)]
     assert order[0] == 0
-    assert max(gaps) <= 2 * (blocks // count + 1) + 1  # a gap is at most one that was not halved yet
+    # a gap is at most one that was not halved yet
+    assert max(gaps) <= 2 * (blocks // count + 1) + 1
 
 
 def test_random_blocks_differ_by_query_layer_and_seed_and_by_nothing_else() -> None:
@@ -347,13 +396,19 @@ def test_the_oracle_leaves_out_what_is_beyond_the_last_token() -> None:
     poisoned = k.clone()
     poisoned[2, 1:] = 1e4
     mass = oracle.mass(q, poisoned, 2 * BLOCK + 1)
-    logits = torch.einsum("hgd,thd->hgt", q[0].view(HEADS, GROUP, DIM), k.flatten(0, 1)[: 2 * BLOCK + 1]) * DIM**-0.5
+    logits = (
+        torch.einsum("hgd,thd->hgt", q[0].view(HEADS, GROUP, DIM), k.flatten(0, 1)[: 2 * BLOCK + 1])
+        * DIM**-0.5
+    )
     weights = torch.softmax(logits, dim=-1).sum(1)
-    expected = torch.stack([weights[:, :BLOCK].sum(1), weights[:, BLOCK : 2 * BLOCK].sum(1), weights[:, -1]], dim=1)
+    expected = torch.stack(
+        [weights[:, :BLOCK].sum(1), weights[:, BLOCK : 2 * BLOCK].sum(1), weights[:, -1]], dim=1
+    )
     torch.testing.assert_close(mass, expected)
 
 
-# A new one -----------------------------------------------------------------------------------------------------------
+# A new one
+# --------------------------------------------------------------------------------------------------
 
 
 class FirstKey(BlockSelector):
@@ -379,11 +434,13 @@ def test_a_new_selector_is_a_small_class(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(selector_of("Quest", {}), FirstKey)
 
 
-# What they find ------------------------------------------------------------------------------------------------------
+# What they find
+# --------------------------------------------------------------------------------------------------
 
 
 def planted(seed: int, *, common: float = 0.0, outlier: float = 1.0) -> tuple[Tensor, Tensor, int]:
-    """Forty blocks of noise and one key that the query asks for; keys may have a mean, or a channel that is large."""
+    """Forty blocks of noise and one key that the query asks for; keys may have a mean, or a channel
+    that is large."""
     wide = Geometry(block_size=16, kv_heads=HEADS, head_dim=64)
     k, generator = keys(40, seed, wide), torch.Generator().manual_seed(seed + 1)
     q = torch.randn(HEADS, 64, generator=generator)
@@ -410,8 +467,11 @@ def planted(seed: int, *, common: float = 0.0, outlier: float = 1.0) -> tuple[Te
     ],
 )
 @pytest.mark.parametrize("trap", [{}, {"common": 0.3}, {"outlier": 8.0}])
-def test_a_key_that_is_asked_for_is_found(algorithm: str, given: dict[str, Any], trap: dict[str, float]) -> None:
-    """Among the best four of forty blocks, in 30 of 30 prompts, with a common mean and with an outlier channel too."""
+def test_a_key_that_is_asked_for_is_found(
+    algorithm: str, given: dict[str, Any], trap: dict[str, float]
+) -> None:
+    """Among the best four of forty blocks, in 30 of 30 prompts, with a common mean and with an
+    outlier channel too."""
     wide = Geometry(block_size=16, kv_heads=HEADS, head_dim=64)
     selector = selector_of(algorithm, given, wide)
     for seed in range(30):

@@ -24,15 +24,21 @@ def test_presets_reproduce_the_seeds() -> None:
     """ESA, GSA, GSA On-Device and KVStar at blocks of 128 tokens and 32K tokens."""
     blocks = 256
     esa = method_of(settings_of("ESA"), WIDE)
-    assert isinstance(esa.selector, MeanK) and esa.policy.kept(blocks, 32768) == 3 + -(-253 * 3 // 10)
+    assert isinstance(esa.selector, MeanK) and esa.policy.kept(blocks, 32768) == 3 + -(
+        -253 * 3 // 10
+    )
     assert esa.policy.stride == 16 and esa.policy.is_dense(3, 10**6)
     gsa = method_of(settings_of("GSA"), WIDE)
-    assert isinstance(gsa.selector, MeanK) and gsa.policy.kept(blocks, 32768) == 12 + -(-244 * 3 // 10)
+    assert isinstance(gsa.selector, MeanK) and gsa.policy.kept(blocks, 32768) == 12 + -(
+        -244 * 3 // 10
+    )
     assert (gsa.policy.k_min, gsa.policy.min_blocks) == (4, 0)
     hashed = method_of(settings_of("GSAOnDevice"), WIDE)
     assert isinstance(hashed.selector, Hash) and hashed.policy.kept(blocks, 32768) == 4096 // 128
     assert (hashed.policy.init, hashed.policy.local) == (1, 4)
-    low_latency = settings_of("GSAOnDevice", {"hash_topk_tokens": 2048, "sink_token": 32, "recent_token": 256})
+    low_latency = settings_of(
+        "GSAOnDevice", {"hash_topk_tokens": 2048, "sink_token": 32, "recent_token": 256}
+    )
     assert policy_of(low_latency, 16).kept(2048, 32768) == 128
     kvstar = method_of(settings_of("KVStar"), WIDE)
     assert isinstance(kvstar.selector, KVStar) and kvstar.selector.channels == 64
@@ -40,14 +46,23 @@ def test_presets_reproduce_the_seeds() -> None:
 
 
 def test_the_clamp_of_the_original_can_be_written() -> None:
-    keys = {"init_window_sz": 1, "local_window_sz": 2, "ratio": 0.3, "k_min": 32, "k_max": 48, "windows_inside": True}
+    keys = {
+        "init_window_sz": 1,
+        "local_window_sz": 2,
+        "ratio": 0.3,
+        "k_min": 32,
+        "k_max": 48,
+        "windows_inside": True,
+    }
     policy = policy_of(settings_of("GSA", keys), 128)
     assert [policy.kept(n, n * 128) for n in (20, 100, 120, 300)] == [20, 32, 36, 48]
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_a_known_model_has_its_settings(preset: Preset) -> None:
-    policy = policy_of(settings_of("GSAOnDevice"), 128, f"/models/org--{preset.name.upper()}-Instruct", layers=64)
+    policy = policy_of(
+        settings_of("GSAOnDevice"), 128, f"/models/org--{preset.name.upper()}-Instruct", layers=64
+    )
     assert policy.topk == preset.topk_tokens // 128
     assert policy.min_tokens == preset.min_tokens
     assert policy.dense_layers == frozenset(preset.dense_layers)
@@ -58,9 +73,13 @@ def test_what_is_written_is_stronger_than_what_is_known() -> None:
     keys = {"topk_tokens": 1024, "min_tokens": 5, "rollback_layers": [2]}
     policy = policy_of(settings_of("GSAOnDevice", keys), 128, "Qwen/Qwen3-32B", layers=64)
     assert (policy.topk, policy.min_tokens, policy.dense_layers) == (8, 5, frozenset({2}))
-    by_ratio = policy_of(settings_of("GSAOnDevice", {"ratio": 0.1}), 128, "Qwen/Qwen3-32B", layers=64)
+    by_ratio = policy_of(
+        settings_of("GSAOnDevice", {"ratio": 0.1}), 128, "Qwen/Qwen3-32B", layers=64
+    )
     assert (by_ratio.ratio, by_ratio.topk) == (0.1, None)
-    none = policy_of(settings_of("GSAOnDevice", {"dense_layers": []}), 128, "Qwen/Qwen3-32B", layers=64)
+    none = policy_of(
+        settings_of("GSAOnDevice", {"dense_layers": []}), 128, "Qwen/Qwen3-32B", layers=64
+    )
     assert none.dense_layers == frozenset()
 
 
@@ -69,7 +88,9 @@ def test_a_model_with_fewer_layers_has_no_layers_beyond() -> None:
     assert policy.dense_layers == frozenset(range(7))
 
 
-def test_an_unknown_model_gets_the_defaults_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_model_gets_the_defaults_and_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, logger="ucm.sparse"):
         assert preset_for("someone/some-model") is None
         policy = policy_of(settings_of("GSAOnDevice"), 128, "QwQ-32B", layers=64)

@@ -1,4 +1,5 @@
-"""Blocks of the tests: memory that plays the device, ids, and where the records of a directory are."""
+"""Blocks of the tests: memory that plays the device, ids, and where the records of a directory
+are."""
 
 from __future__ import annotations
 
@@ -21,12 +22,18 @@ BLOCK = sum(PIECES) * LAYERS
 #: A store of whole blocks.
 SHAPE = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
 #: Deadlines that a busy machine meets: where a test asks for a hit, a late answer is none.
-PATIENT = {"lookup_ms": 20_000, "load_unknown_s": 60.0, "load_max_s": 60.0, "probe_s": 60.0, "shutdown_s": 30.0}
+PATIENT = {
+    "lookup_ms": 20_000,
+    "load_unknown_s": 60.0,
+    "load_max_s": 60.0,
+    "probe_s": 60.0,
+    "shutdown_s": 30.0,
+}
 
 
 def await_room(store: UcmPosixStore) -> None:
-    """Returns when the store has counted what lies below its root: a dump before that waits for it. A store for lookups
-    never counts, nor does one that is not well."""
+    """Returns when the store has counted what lies below its root: a dump before that waits for it.
+    A store for lookups never counts, nor does one that is not well."""
     pause = threading.Event()
     for _ in range(6000):
         stats = store.stats()
@@ -43,7 +50,9 @@ class Memory:
         random = np.random.default_rng(blocks)
         self.pieces: list[list[npt.NDArray[np.uint8]]] = [
             [
-                random.integers(0, 256, size, dtype=np.uint8) if fill is None else np.full(size, fill, np.uint8)
+                random.integers(0, 256, size, dtype=np.uint8)
+                if fill is None
+                else np.full(size, fill, np.uint8)
                 for _ in range(LAYERS)
                 for size in PIECES
             ]
@@ -51,17 +60,23 @@ class Memory:
         ]
 
     def rows(self, *blocks: int) -> npt.NDArray[np.uint64]:
-        return np.array([[piece.ctypes.data for piece in self.pieces[b]] for b in blocks], dtype=np.uint64)
+        return np.array(
+            [[piece.ctypes.data for piece in self.pieces[b]] for b in blocks], dtype=np.uint64
+        )
 
     def layer_rows(self, block: int) -> npt.NDArray[np.uint64]:
         return self.rows(block).reshape(LAYERS, len(PIECES))
 
     def equals(self, other: Memory, block: int) -> bool:
-        return all(np.array_equal(a, b) for a, b in zip(self.pieces[block], other.pieces[block], strict=True))
+        return all(
+            np.array_equal(a, b)
+            for a, b in zip(self.pieces[block], other.pieces[block], strict=True)
+        )
 
 
 class KV:
-    """The KV of a model: the pieces of all blocks in one tensor each, with a gap from block to block."""
+    """The KV of a model: the pieces of all blocks in one tensor each, with a gap from block to
+    block."""
 
     def __init__(self, blocks: int, fill: int | None = None) -> None:
         random = np.random.default_rng(blocks)
@@ -70,7 +85,9 @@ class KV:
             for piece, size in enumerate(PIECES):
                 shape = (blocks, 2, size)
                 whole = (
-                    random.integers(0, 256, shape, dtype=np.uint8) if fill is None else np.full(shape, fill, np.uint8)
+                    random.integers(0, 256, shape, dtype=np.uint8)
+                    if fill is None
+                    else np.full(shape, fill, np.uint8)
                 )
                 self.tensors[f"layers.{layer}.piece.{piece}"] = whole[:, 0]
 

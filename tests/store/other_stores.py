@@ -1,5 +1,5 @@
-"""Stores for the tests of adapters: what a user wrote against the original's V0, and a V1 store that can be told to
-fail. Both keep blocks in memory."""
+"""Stores for the tests of adapters: what a user wrote against the original's V0, and a V1 store
+that can be told to fail. Both keep blocks in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
 
 
 class UsersV0(UcmKVStoreBase):
-    """As users of the original wrote them: synchronous, codes instead of exceptions, no ``close``."""
+    """As users of the original wrote them: synchronous, codes instead of exceptions, no
+    ``close``."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -111,7 +112,9 @@ class FailingV1(UcmKVStoreBaseV1):
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         number = self.config["block_size"] // self.config["shard_size"]
-        return [all((block, shard) in self.shards for shard in range(number)) for block in block_ids]
+        return [
+            all((block, shard) in self.shards for shard in range(number)) for block in block_ids
+        ]
 
     def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> Task:
         missing = {}
@@ -123,7 +126,9 @@ class FailingV1(UcmKVStoreBaseV1):
                 ctypes.memmove(address, part, len(part))
         return Task(missing)
 
-    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+    def dump_data(
+        self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0
+    ) -> Task:
         trouble, self.trouble = self.trouble, ""
         if trouble == "busy":
             raise BusyError("no slot")

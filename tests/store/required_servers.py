@@ -7,7 +7,8 @@ from typing import NoReturn
 
 import pytest
 
-#: Set by ``.ci/run``. The tests of the crates read it too (``crates/ucm-store/tests/common/servers.rs``).
+#: Set by ``.ci/run``. The tests of the crates read it too
+#: (``crates/ucm-store/tests/common/servers.rs``).
 SWITCH = "UCM_REQUIRE_SERVERS"
 
 

@@ -40,12 +40,18 @@ def test_a_block_goes_out_of_one_number_and_comes_back_into_another(
         store.wait(store.dump_blocks(blocks, np.array([4, 0, 2], dtype=np.int64)))
         store.register_kv_tensors(target.tensors)
         store.wait(store.load_blocks(blocks, [1, 3, 0], timeout=20.0))
-        assert isinstance(store, OwnRows) == bool(getattr(store, "rows", 0)), "a class of its own moves its own rows"
-        assert [target.block(number) for number in (1, 3, 0)] == [source.block(number) for number in (4, 0, 2)]
+        assert isinstance(store, OwnRows) == bool(getattr(store, "rows", 0)), (
+            "a class of its own moves its own rows"
+        )
+        assert [target.block(number) for number in (1, 3, 0)] == [
+            source.block(number) for number in (4, 0, 2)
+        ]
         assert not any(target.block(2)), "nothing else was written"
         addresses = Memory(1, fill=0)
         store.wait(store.load_data(blocks[:1], [0], addresses.rows(0)))
-        assert b"".join(piece.tobytes() for piece in addresses.pieces[0]) == source.block(4), "it is the same record"
+        assert b"".join(piece.tobytes() for piece in addresses.pieces[0]) == source.block(4), (
+            "it is the same record"
+        )
 
 
 @pytest.mark.parametrize("kind", [UcmPosixStore, OwnRows])
@@ -70,7 +76,9 @@ def test_numbers_that_name_no_block_are_refused_before_anything_begins(
         assert store.stats()["dump_tasks"] == 0
 
 
-def test_kv_of_another_form_is_refused_and_what_was_registered_stays(common: dict[str, Any]) -> None:
+def test_kv_of_another_form_is_refused_and_what_was_registered_stays(
+    common: dict[str, Any],
+) -> None:
     kv, other = KV(2), KV(2)
     other.tensors.popitem()
     with UcmPosixStore(common | SHAPE) as store:
@@ -104,7 +112,9 @@ def test_tensors_of_numpy_have_the_addresses_of_their_blocks() -> None:
     whole: npt.NDArray[np.uint16] = np.zeros((4, 3, 8), dtype=np.uint16)
     layout = KVLayout({"a.0": whole[:, :2], "a.1": whole[:, 2]})
     assert layout.sizes()["tensor_size_list"] == [32, 16]
-    assert layout.addresses(np.array([3])).tolist() == [[whole[3].ctypes.data, whole[3, 2].ctypes.data]]
+    assert layout.addresses(np.array([3])).tolist() == [
+        [whole[3].ctypes.data, whole[3, 2].ctypes.data]
+    ]
     with pytest.raises(InvalidInputError, match="one after the other"):
         KVLayout({"a.0": whole[::-1]})
     with pytest.raises(InvalidInputError, match="expected a tensor"):

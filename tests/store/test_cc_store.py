@@ -1,5 +1,5 @@
-"""The C table of a store: the header is what the library is, a C program works through it, nothing a caller does wrong
-is more than an error code."""
+"""The C table of a store: the header is what the library is, a C program works through it, nothing
+a caller does wrong is more than an error code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
 
 
 def compiler(*names: str) -> str:
-    """A compiler of this machine; without one the test is skipped, or fails where all tests must run."""
+    """A compiler of this machine; without one the test is skipped, or fails where all tests must
+    run."""
     for name in names:
         if found := shutil.which(name):
             return found
@@ -42,7 +43,9 @@ def compiler(*names: str) -> str:
 
 
 def run(*command: str | Path) -> None:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -56,7 +59,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for name in ("layout", "round_trip", "errors", "until_busy", "all_return", "until_closed"):
         function = getattr(loaded, f"table_{name}")
         function.restype = ctypes.c_int
-        function.argtypes = [ctypes.c_void_p, ctypes.c_int32][: 2 if name in ("round_trip", "all_return") else 1]
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int32][
+            : 2 if name in ("round_trip", "all_return") else 1
+        ]
     return loaded
 
 
@@ -71,20 +76,36 @@ def store(request: pytest.FixtureRequest, common: dict[str, Any]) -> Iterator[Uc
 
 
 @pytest.mark.parametrize(
-    ("names", "language", "standard"), [(("cc", "gcc"), "c", "c11"), (("c++", "g++"), "c++", "c++17")]
+    ("names", "language", "standard"),
+    [(("cc", "gcc"), "c", "c11"), (("c++", "g++"), "c++", "c++17")],
 )
-def test_the_header_compiles_by_itself(names: tuple[str, str], language: str, standard: str, tmp_path: Path) -> None:
+def test_the_header_compiles_by_itself(
+    names: tuple[str, str], language: str, standard: str, tmp_path: Path
+) -> None:
     source = tmp_path / "only.c"
     source.write_text(
-        '#include "ucm_store.h"\n#include "ucm_store.h"\nint nothing(void);\nint nothing(void) { return 0; }\n'
+        '#include "ucm_store.h"\n#include "ucm_store.h"\nint nothing(void);\nint nothing(void) {'
+        " return 0; }\n"
     )
-    run(compiler(*names), f"-std={standard}", *STRICT, "-x", language, "-fsyntax-only", f"-I{HEADER.parent}", source)
+    run(
+        compiler(*names),
+        f"-std={standard}",
+        *STRICT,
+        "-x",
+        language,
+        "-fsyntax-only",
+        f"-I{HEADER.parent}",
+        source,
+    )
 
 
 def test_the_header_and_the_errors_agree() -> None:
-    """Every code of the header is that of the Python error of the same kind, and none is missing."""
+    """Every code of the header is that of the Python error of the same kind, and none is
+    missing."""
     text = HEADER.read_text()
-    named = {name.lower(): int(code) for name, code in re.findall(r"#define UCM_(\w+) \((-\d+)\)", text)}
+    named = {
+        name.lower(): int(code) for name, code in re.findall(r"#define UCM_(\w+) \((-\d+)\)", text)
+    }
     kinds = {
         kind: error.code for kind, error in BY_KIND.items() if kind != "config"
     }  # the same number as invalid_input
@@ -107,7 +128,10 @@ def test_a_c_program_dumps_finds_and_loads(store: UcmPosixStore, program: ctypes
 def test_many_threads_at_once(store: UcmPosixStore, program: ctypes.CDLL) -> None:
     table = store.cc_store()
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda seed: program.table_round_trip(table, seed), range(2, 18))) == [0] * 16
+        assert (
+            list(pool.map(lambda seed: program.table_round_trip(table, seed), range(2, 18)))
+            == [0] * 16
+        )
 
 
 def test_every_error_path(store: UcmPosixStore, program: ctypes.CDLL) -> None:
@@ -115,7 +139,12 @@ def test_every_error_path(store: UcmPosixStore, program: ctypes.CDLL) -> None:
 
 
 def test_no_free_slot_is_busy(common: dict[str, Any], program: ctypes.CDLL) -> None:
-    sizes = {"tensor_size": 65536, "shard_size": 65536, "block_size": 2 * 65536, "staging_capacity": "1MiB"}
+    sizes = {
+        "tensor_size": 65536,
+        "shard_size": 65536,
+        "block_size": 2 * 65536,
+        "staging_capacity": "1MiB",
+    }
     with UcmPosixStore(common | sizes) as store:
         assert program.table_until_busy(store.cc_store()) == BY_KIND["busy"].code
 
@@ -143,7 +172,10 @@ def test_the_table_outlives_the_python_object(common: dict[str, Any], program: c
 
 def test_closing_while_others_call(store: UcmPosixStore, program: ctypes.CDLL) -> None:
     table, codes = store.cc_store(), []
-    threads = [threading.Thread(target=lambda: codes.append(program.table_until_closed(table))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: codes.append(program.table_until_closed(table)))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     store.close()
@@ -171,7 +203,11 @@ def test_statistics_are_json(store: UcmPosixStore) -> None:
     """By hand, as another language would: the field's place follows from the header."""
     words = ctypes.cast(store.cc_store(), ctypes.POINTER(ctypes.c_void_p))
     kind = ctypes.CFUNCTYPE(
-        ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_size_t),
     )
     before = 6  # version and size, store, two sizes, two counts, piece_sizes
     stats, length = kind(words[before + 8] or 0), ctypes.c_size_t()

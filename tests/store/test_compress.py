@@ -1,4 +1,5 @@
-"""Stores that compress, through the public interface: the same blocks in less room, and others on their roots."""
+"""Stores that compress, through the public interface: the same blocks in less room, and others on
+their roots."""
 
 from __future__ import annotations
 
@@ -40,7 +41,14 @@ def opened(common: dict[str, Any], open_store: Open) -> Open:
     """Opens stores by their pipelines."""
 
     def make(pipeline: Any, **keys: Any) -> UcmPosixStore:
-        config = {**common, **SHAPE, "dtype": "bfloat16", "store_pipeline": pipeline, "segment_age": 0, **keys}
+        config = {
+            **common,
+            **SHAPE,
+            "dtype": "bfloat16",
+            "store_pipeline": pipeline,
+            "segment_age": 0,
+            **keys,
+        }
         return open_store("UcmPipelineStore", config)
 
     return make
@@ -76,7 +84,9 @@ def stored(root: Path) -> int:
         (["cache", {"type": "compress"}, "pc"], {"cache_size": "1MiB"}),
     ],
 )
-def test_the_same_blocks_in_less_room(opened: Open, tmp_path: Path, pipeline: Any, keys: dict[str, Any]) -> None:
+def test_the_same_blocks_in_less_room(
+    opened: Open, tmp_path: Path, pipeline: Any, keys: dict[str, Any]
+) -> None:
     memory, every = like_a_model(COUNT), range(COUNT)
     store = opened(pipeline, **keys)
     dump(store, memory, *every)
@@ -100,7 +110,9 @@ def test_with_and_without_it_in_turns(opened: Open) -> None:
     dump(store, memory, 0, 1, 2)
     store.close()
     plain = opened("Pc")
-    assert plain.lookup(ids(3)) == [False] * 3, "to a store that does not decompress these are misses"
+    assert plain.lookup(ids(3)) == [False] * 3, (
+        "to a store that does not decompress these are misses"
+    )
     with pytest.raises(TaskError):
         check_load(plain, memory, 0)
     assert plain.stats()["misses"]["newer_version"] == 1
@@ -145,7 +157,9 @@ def test_a_damaged_byte_is_a_miss_until_the_next_dump(opened: Open, tmp_path: Pa
     check_load(store, memory, 0)
 
 
-def test_it_is_told_at_the_start_and_a_store_for_lookups_has_no_threads_for_it(opened: Open) -> None:
+def test_it_is_told_at_the_start_and_a_store_for_lookups_has_no_threads_for_it(
+    opened: Open,
+) -> None:
     memory = like_a_model(COUNT)
     dump(opened("Compress|Pc"), memory, 0)
     lookups = opened("Compress|Pc", device_id=-1)
@@ -167,9 +181,14 @@ def test_the_codec_of_a_store_of_one_tier(opened: Open, tmp_path: Path, codec: s
     dump(store, memory, *every)
     check_load(store, memory, *every)
     compression = lowest(store)["compression"]
-    assert (compression["records_compressed"], compression["records_decompressed"]) == (COUNT, COUNT)
+    assert (compression["records_compressed"], compression["records_decompressed"]) == (
+        COUNT,
+        COUNT,
+    )
     store.close()
-    assert stored(tmp_path / "root") == compression["bytes_stored"] < compression["bytes_compressed"]
+    assert (
+        stored(tmp_path / "root") == compression["bytes_stored"] < compression["bytes_compressed"]
+    )
     other = opened("Pc", codec={"lz4": "zstd", "zstd": "lz4"}[codec])
     check_load(other, memory, *every)
     assert lowest(other)["compression"]["records_decompressed"] == COUNT

@@ -38,7 +38,12 @@ def opened(common: dict[str, Any], tmp_path: Path, library: str, open_store: Ope
 
     def make(name: str = "UcmDs3fsStore", **keys: Any) -> UcmPosixStore:
         root = str(tmp_path / "mount" / "root")
-        written = {"ucm_connector_name": name, "storage_backends": root, "hf3fs_library": library, **keys}
+        written = {
+            "ucm_connector_name": name,
+            "storage_backends": root,
+            "hf3fs_library": library,
+            **keys,
+        }
         config = load(written, {})
         ours = {key: common[key] for key in ("deadlines", "free_space_floor")}
         told = config.store_config() | SHAPE | {"identity": str(tmp_path)} | ours
@@ -112,13 +117,21 @@ def test_without_3fs_blocks_go_through_the_mount_and_that_is_said_once(
 ) -> None:
     with caplog.at_level(logging.WARNING, "ucm.store.ds3fs"):
         check(opened(hf3fs_library="/no/such/library.so"))
-    said = [record.getMessage() for record in caplog.records if "without the rings of 3FS" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "without the rings of 3FS" in record.getMessage()
+    ]
     assert len(said) == 1 and "/no/such/library.so cannot be" in said[0]
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [({"ior_entries": 0}, "ior_entries"), ({"ior_dept": 4}, "ior_depth"), ({"numa_id": -2}, "numa_id")],
+    [
+        ({"ior_entries": 0}, "ior_entries"),
+        ({"ior_dept": 4}, "ior_depth"),
+        ({"numa_id": -2}, "numa_id"),
+    ],
 )
 def test_refusals(opened: Open, keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

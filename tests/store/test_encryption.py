@@ -1,4 +1,5 @@
-"""Stores that encrypt, and tags of tenants, through the public interface: what lies on disk, and who can read it."""
+"""Stores that encrypt, and tags of tenants, through the public interface: what lies on disk, and
+who can read it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ KEY, OTHER = "5a" * 32, secrets.token_hex(32)
 
 
 @pytest.fixture
-def opened(common: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_store: Open) -> Open:
+def opened(
+    common: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_store: Open
+) -> Open:
     """Opens stores with this text in their key file, None for none."""
     monkeypatch.delenv("UCM_ENCRYPTION_KEY", raising=False)
     numbers = itertools.count()
@@ -56,8 +59,12 @@ def comes_back(store: UcmPosixStore, memory: Memory) -> bool:
     return not failed and all(memory.equals(target, block) for block in range(len(NAMES)))
 
 
-@pytest.mark.parametrize("keys", [{"layout": "file"}, {"layout": "segment"}, {"layout": "segment", "codec": "zstd"}])
-def test_the_second_reader_decrypts_what_the_core_encrypted(opened: Open, tmp_path: Path, keys: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "keys", [{"layout": "file"}, {"layout": "segment"}, {"layout": "segment", "codec": "zstd"}]
+)
+def test_the_second_reader_decrypts_what_the_core_encrypted(
+    opened: Open, tmp_path: Path, keys: dict[str, str]
+) -> None:
     store, memory = opened(**keys), Memory(len(NAMES))
     for pieces in memory.pieces:  # what a codec makes shorter
         for piece in pieces:
@@ -67,7 +74,10 @@ def test_the_second_reader_decrypts_what_the_core_encrypted(opened: Open, tmp_pa
     store.close()
     opener = find_open()
     assert opener is not None
-    reading, others = Keys(parse_keys(f"{OTHER}\n{KEY} # the one\n"), opener), Keys(parse_keys(OTHER), opener)
+    reading, others = (
+        Keys(parse_keys(f"{OTHER}\n{KEY} # the one\n"), opener),
+        Keys(parse_keys(OTHER), opener),
+    )
     found = {}
     for stored in records(tmp_path / "root"):
         data = stored.read()
@@ -106,37 +116,56 @@ def test_a_wrong_key_is_a_miss_with_its_reason_and_nothing_is_lost(opened: Open)
     assert comes_back(opened(), memory)
 
 
-def test_the_key_may_stand_in_the_environment(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_may_stand_in_the_environment(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = Memory(len(NAMES))
     monkeypatch.setenv("UCM_ENCRYPTION_KEY", KEY)
     dump(opened(None), memory)
     monkeypatch.delenv("UCM_ENCRYPTION_KEY")
     assert not comes_back(opened(None), memory)
     assert comes_back(opened(), memory)
-    assert comes_back(opened(name="UcmPipelineStore", store_pipeline="Cache|Posix", cache_size="4MiB"), memory)
+    assert comes_back(
+        opened(name="UcmPipelineStore", store_pipeline="Cache|Posix", cache_size="4MiB"), memory
+    )
 
 
 def test_a_key_that_is_none_is_refused_and_not_shown(opened: Open, tmp_path: Path) -> None:
     for text in ("", "# nothing", "5a", KEY + "0", "key: " + KEY):
-        with pytest.raises(ConfigError, match=r"64 hex digits|there must be an encryption key") as refused:
+        with pytest.raises(
+            ConfigError, match=r"64 hex digits|there must be an encryption key"
+        ) as refused:
             opened(text).lookup(NAMES)
         assert KEY not in str(refused.value)
     with pytest.raises(ConfigError, match="no-such-key"):
         opened(None, encryption_key_file=str(tmp_path / "no-such-key")).lookup(NAMES)
     with pytest.raises(ConfigError, match="beside the pipeline"):
         load(
-            {"store_pipeline": ["Cache", {"type": "posix", "encryption_key_file": "/k", "storage_backends": "/d"}]}, {}
+            {
+                "store_pipeline": [
+                    "Cache",
+                    {"type": "posix", "encryption_key_file": "/k", "storage_backends": "/d"},
+                ]
+            },
+            {},
         )
     with pytest.raises(ConfigError, match="encryption_key_file"):
         load({"storage_backends": "/d", "encryption_key_fil": "/key"}, {})
-    own = {"ucm_connector_name": "Mine", "ucm_connector_module_path": "mine", "encryption_key_file": "/key"}
+    own = {
+        "ucm_connector_name": "Mine",
+        "ucm_connector_module_path": "mine",
+        "encryption_key_file": "/key",
+    }
     with pytest.raises(ConfigError, match="encrypt by itself"):
         load(own, {})
 
 
 def test_the_tag_of_a_tenant_stands_in_the_header(opened: Open, tmp_path: Path) -> None:
     for key in (None, KEY):
-        store, memory = opened(key, storage_backends=str(tmp_path / f"root-{key}")), Memory(len(NAMES))
+        store, memory = (
+            opened(key, storage_backends=str(tmp_path / f"root-{key}")),
+            Memory(len(NAMES)),
+        )
         tag = bytes(range(32))
         store.describe(NAMES[:1], tenant=tag)
         store.describe(NAMES[1:2], ordinals=[1])

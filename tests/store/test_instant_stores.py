@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from ucm import config as ucm_config
-from ucm.errors import ClosedError, ConfigError, InvalidInputError, NotFoundError, TaskError, UnknownConnectorError
+from ucm.errors import (
+    ClosedError,
+    ConfigError,
+    InvalidInputError,
+    NotFoundError,
+    TaskError,
+    UnknownConnectorError,
+)
 from ucm.store import UcmConnectorFactory, UcmConnectorFactoryV1
 from ucm.store.empty import UcmEmptyStore
 from ucm.store.fake import UcmFakeStore
@@ -35,7 +42,9 @@ def dump(store: InstantStore, *numbers: int) -> None:
 
 @pytest.fixture(params=["UcmEmptyStore", "UcmFakeStore"])
 def either(request: pytest.FixtureRequest) -> InstantStore:
-    made = UcmConnectorFactoryV1.create_connector(request.param, FAKE | {"part": (0, 0, 0), "device_id": -1})
+    made = UcmConnectorFactoryV1.create_connector(
+        request.param, FAKE | {"part": (0, 0, 0), "device_id": -1}
+    )
     assert isinstance(made, InstantStore)
     return made
 
@@ -118,15 +127,20 @@ def test_keys_of_the_fake_store_are_checked() -> None:
         UcmFakeStore(FAKE | {"buffer_number": 0})
 
 
-@pytest.mark.parametrize("config", [{}, {"allow_wrong_tokens": False}, {"allow_wrong_tokens": "no"}])
-def test_the_fake_store_must_be_asked_for_by_name_and_by_consequence(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config", [{}, {"allow_wrong_tokens": False}, {"allow_wrong_tokens": "no"}]
+)
+def test_the_fake_store_must_be_asked_for_by_name_and_by_consequence(
+    config: dict[str, Any],
+) -> None:
     with pytest.raises(ConfigError, match="wrong tokens"):
         UcmFakeStore(config)
     with pytest.raises(ConfigError, match="wrong tokens"):
         ucm_config.load({"ucm_connector_name": "UcmFakeStore", **config}, {})
     with pytest.raises(ConfigError, match="wrong tokens"):
         ucm_config.load({"store_pipeline": "Cache|Fake", **config}, {})
-    # Nor by the back door: a module path makes any class a user's own store, but the class asks all the same.
+    # Nor by the back door: a module path makes any class a user's own store, but the class asks all
+    # the same.
     with pytest.raises(ConfigError, match="wrong tokens"):
         UcmConnectorFactoryV1.create_connector("UcmFakeStore", config, "ucm.store.fake.connector")
 
@@ -137,14 +151,26 @@ def test_the_fake_store_must_be_asked_for_by_name_and_by_consequence(config: dic
         ({"ucm_connector_name": "UcmEmptyStore"}, "UcmEmptyStore"),
         ({"storage_backend": "empty"}, "UcmEmptyStore"),
         ({"store_pipeline": "Empty"}, "UcmEmptyStore"),
-        ({"store_pipeline": "Fake", "allow_wrong_tokens": True, "buffer_number": 2048}, "UcmFakeStore"),
-        ({"ucm_connectors": [{"ucm_connector_name": "UcmFakeStore", "ucm_connector_config": FAKE}]}, "UcmFakeStore"),
+        (
+            {"store_pipeline": "Fake", "allow_wrong_tokens": True, "buffer_number": 2048},
+            "UcmFakeStore",
+        ),
+        (
+            {
+                "ucm_connectors": [
+                    {"ucm_connector_name": "UcmFakeStore", "ucm_connector_config": FAKE}
+                ]
+            },
+            "UcmFakeStore",
+        ),
     ],
 )
 def test_they_are_stores_by_name_and_by_stage_word(written: dict[str, Any], name: str) -> None:
     config = ucm_config.load(written, {})
     assert config.ucm_connector_name == name
-    made = UcmConnectorFactoryV1.create_connector(name, config.store_config() | SIZES | {"part": (0, 0, 0)})
+    made = UcmConnectorFactoryV1.create_connector(
+        name, config.store_config() | SIZES | {"part": (0, 0, 0)}
+    )
     assert type(made).__name__ == name
     assert made.lookup(ids(1)) == [False]
 
@@ -167,7 +193,9 @@ def test_calls_that_make_no_sense(either: InstantStore) -> None:
 
 
 def test_through_v0_too() -> None:
-    store = UcmConnectorFactory.create_connector("UcmFakeStore", FAKE | {"kv_block_size": 16, "io_size": 8})
+    store = UcmConnectorFactory.create_connector(
+        "UcmFakeStore", FAKE | {"kv_block_size": 16, "io_size": 8}
+    )
     names, part = ["0" * 31 + "1"], np.zeros(16, np.uint8)
     assert list(store.create(names)) == [0]
     store.dump(names, [0], [part])

@@ -1,5 +1,5 @@
-"""What vLLM's own threads call in every step keeps the interpreter: on a machine whose processors are all busy, getting
-it back can take far longer than the call."""
+"""What vLLM's own threads call in every step keeps the interpreter: on a machine whose processors
+are all busy, getting it back can take far longer than the call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class Other:
 
 
 @pytest.mark.parametrize("layout", ["file", "segment"])
-def test_calls_of_every_step_keep_the_interpreter(common: dict[str, Any], tmp_path: Path, layout: str) -> None:
+def test_calls_of_every_step_keep_the_interpreter(
+    common: dict[str, Any], tmp_path: Path, layout: str
+) -> None:
     shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "layout": layout}
     memory, blocks, hasher = Memory(COUNT), ids(COUNT), BlockHasher(bytes(32), 32)
     rows = memory.rows(*range(COUNT))

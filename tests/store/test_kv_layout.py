@@ -36,11 +36,15 @@ def test_pieces_are_exactly_the_bytes_of_the_block(order: str) -> None:
     for block, pieces in zip([3, 0], addresses, strict=True):
         read = b"".join(ctypes.string_at(int(a), n) for a, n in zip(pieces, row, strict=True))
         values = sorted(np.frombuffer(read, dtype=np.int32).tolist())
-        right = sorted(value for tensor in caches.values() for value in tensor[block].flatten().tolist())
+        right = sorted(
+            value for tensor in caches.values() for value in tensor[block].flatten().tolist()
+        )
         assert values == right
         layer_bytes = len(read) // LAYERS
         for index, tensor in enumerate(caches.values()):  # layer by layer, in model order
-            part = np.frombuffer(read[index * layer_bytes : (index + 1) * layer_bytes], dtype=np.int32)
+            part = np.frombuffer(
+                read[index * layer_bytes : (index + 1) * layer_bytes], dtype=np.int32
+            )
             assert sorted(part.tolist()) == sorted(tensor[block].flatten().tolist())
 
 
@@ -63,7 +67,11 @@ def test_a_layer_may_be_several_tensors() -> None:
     other = torch.zeros(BLOCKS, TOKENS, 1, 16), torch.zeros(BLOCKS, TOKENS, 1, 4)
     layout = KVLayout({"layers.1": other, "layers.0": (nope, rope), "layers.2": (nope, rope)}, [])
     sizes = [TOKENS * 16 * 4, TOKENS * 4 * 4]
-    assert layout.sizes() == {"tensor_size_list": sizes, "shard_size": 2 * sum(sizes), "block_size": 2 * sum(sizes)}
+    assert layout.sizes() == {
+        "tensor_size_list": sizes,
+        "shard_size": 2 * sum(sizes),
+        "block_size": 2 * sum(sizes),
+    }
     (pieces,) = layout.addresses([2])
     bases = [tensor.data_ptr() for tensor in (nope, rope, *other)]
     assert pieces.tolist() == [base + 2 * size for base, size in zip(bases, sizes * 2, strict=True)]
@@ -90,7 +98,9 @@ def test_wrong_forms_are_named() -> None:
     with pytest.raises(InvalidInputError, match="numbers of blocks"):
         KVLayout({"layers.0": good, "layers.1": torch.zeros(BLOCKS + 1, HEADS, TOKENS, SIZE)}, [])
     with pytest.raises(InvalidInputError, match="overlapping"):
-        KVLayout({"layers.0": torch.zeros(BLOCKS, 1, 1, SIZE).expand(BLOCKS, HEADS, TOKENS, SIZE)}, [])
+        KVLayout(
+            {"layers.0": torch.zeros(BLOCKS, 1, 1, SIZE).expand(BLOCKS, HEADS, TOKENS, SIZE)}, []
+        )
     for number in (-1, BLOCKS):
         with pytest.raises(InvalidInputError, match="outside"):
             KVLayout({"layers.0": good}, []).addresses(np.array([number], dtype=np.int64))

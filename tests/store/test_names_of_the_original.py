@@ -1,4 +1,5 @@
-"""What programs written against the original do with the names they import: tasks they poll, spellings, ids, keys."""
+"""What programs written against the original do with the names they import: tasks they poll,
+spellings, ids, keys."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from blocks import BLOCK, PATIENT, PIECES, Memory, ids
 from other_stores import UsersV0
 
 from ucm.config import parse
-from ucm.errors import BusyError, ConfigError, InvalidInputError, StoreIOError, TaskError, UnknownConnectorError
+from ucm.errors import (
+    BusyError,
+    ConfigError,
+    InvalidInputError,
+    StoreIOError,
+    TaskError,
+    UnknownConnectorError,
+)
 from ucm.store import (
     BlockHasher,
     BlockId,
@@ -42,11 +50,13 @@ def roomy(root: Path) -> dict[str, Any]:
     return {**SIZES, **room, "storage_backends": str(root), "deadlines": PATIENT}
 
 
-# Tasks that are polled ----------------------------------------------------------------------------------------
+# Tasks that are polled
+# ----------------------------------------------------------------------------------------
 
 
 class Threaded(UcmKVStoreBaseV1):
-    """A user's store that can only wait; its tasks know their store, as those of the original do."""
+    """A user's store that can only wait; its tasks know their store, as those of the original
+    do."""
 
     def __init__(self, *, told: bool = True) -> None:
         super().__init__({})
@@ -66,7 +76,9 @@ class Threaded(UcmKVStoreBaseV1):
     def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> Task:
         return Task(self._pool.submit(self._work), self if self.told else None)
 
-    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+    def dump_data(
+        self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0
+    ) -> Task:
         return self.load_data(block_ids, shard_index, addrs)
 
     def wait(self, task: Any, timeout: float | None = None, until: Any = "published") -> None:
@@ -179,11 +191,14 @@ def test_polling_is_one_question_each() -> None:
     assert asked == ["published", "published"]
 
 
-# Spellings ----------------------------------------------------------------------------------------------------
+# Spellings
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spelled", ["storage_backends", "storage_path", "path"])
-def test_a_store_that_is_made_directly_knows_the_spellings_of_files(tmp_path: Path, spelled: str) -> None:
+def test_a_store_that_is_made_directly_knows_the_spellings_of_files(
+    tmp_path: Path, spelled: str
+) -> None:
     written: dict[str, Any] = {
         **SIZES,
         spelled: str(tmp_path),
@@ -200,7 +215,10 @@ def test_a_store_that_is_made_directly_knows_the_spellings_of_files(tmp_path: Pa
 
 
 def test_device_minus_one_is_for_lookups_only(tmp_path: Path) -> None:
-    for kind, more in ((UcmPosixStore, {"path": str(tmp_path)}), (UcmPipelineStore, {"pipeline": "Cache|Posix"})):
+    for kind, more in (
+        (UcmPosixStore, {"path": str(tmp_path)}),
+        (UcmPipelineStore, {"pipeline": "Cache|Posix"}),
+    ):
         with kind({**SIZES, "storage_backends": str(tmp_path), **more, "device": -1}) as store:
             assert store.settings.device_id == -1
 
@@ -220,17 +238,24 @@ def test_what_means_nothing_is_said_once(
     with caplog.at_level(logging.WARNING, "ucm.config"):
         for _ in range(2):
             UcmPcStore({**roomy(tmp_path), **tuned}).close()
-    assert [sum(f'.{key}"' in record.getMessage() for record in caplog.records) for key in tuned] == [1, 1, 1]
+    assert [
+        sum(f'.{key}"' in record.getMessage() for record in caplog.records) for key in tuned
+    ] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("extra", [{}, {"pipeline": "Cache|Posix"}, {"storage_backend": "pc"}])
 def test_what_the_connector_tells_a_store_of_ours_is_no_reason_to_warn(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, extra: dict[str, str]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, str],
 ) -> None:
     monkeypatch.setattr("ucm.config.loading._said", set())
     config = parse({**extra, "storage_path": str(tmp_path), "storage_capacity": "64MiB"}, {})
     with caplog.at_level(logging.WARNING, "ucm.config"):
-        UcmConnectorFactoryV1.create_connector(config.ucm_connector_name, config.store_config() | SIZES).close()
+        UcmConnectorFactoryV1.create_connector(
+            config.ucm_connector_name, config.store_config() | SIZES
+        ).close()
     assert caplog.records == []
 
 
@@ -249,27 +274,34 @@ def test_a_cache_above_another_store_made_directly(tmp_path: Path) -> None:
 
 def test_the_factory_takes_its_arguments_by_name_and_by_place(tmp_path: Path) -> None:
     for make in (
-        lambda: UcmConnectorFactoryV1.create_connector(connector_name="UcmPosixStore", config=roomy(tmp_path)),
+        lambda: UcmConnectorFactoryV1.create_connector(
+            connector_name="UcmPosixStore", config=roomy(tmp_path)
+        ),
         lambda: UcmConnectorFactoryV1.create_connector("UcmPosixStore", roomy(tmp_path), None),
     ):
         make().close()
 
 
-# Choosing -----------------------------------------------------------------------------------------------------
+# Choosing
+# --------------------------------------------------------------------------------------------------
 
 
 def entry(name: str, **config: Any) -> dict[str, Any]:
     return {"ucm_connector_name": name, "ucm_connector_config": config}
 
 
-def test_the_first_store_that_answers_is_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_store_that_answers_is_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     good = tmp_path / "good"
     no_directory = tmp_path / "a file"
     no_directory.write_text("x")
     sick = entry("UcmPosixStore", **roomy(no_directory / "below"))
     wrong = entry("UcmPosixStore", **(SIZES | {"no_such_key": 1}))
     with caplog.at_level(logging.WARNING, "ucm.store"):
-        store: Any = select_storage({"ucm_connectors": [sick, wrong, entry("UcmPosixStore", **roomy(good)), sick]})
+        store: Any = select_storage(
+            {"ucm_connectors": [sick, wrong, entry("UcmPosixStore", **roomy(good)), sick]}
+        )
     with store:
         assert store.settings.storage_backends == (str(good),)
         assert store.healthy()
@@ -280,7 +312,9 @@ def test_the_first_store_that_answers_is_chosen(tmp_path: Path, caplog: pytest.L
 def test_where_none_answers_it_is_the_first_and_it_misses(tmp_path: Path) -> None:
     no_directory = tmp_path / "a file"
     no_directory.write_text("x")
-    first, second = (entry("UcmPosixStore", **roomy(no_directory / name)) for name in ("one", "two"))
+    first, second = (
+        entry("UcmPosixStore", **roomy(no_directory / name)) for name in ("one", "two")
+    )
     with select_storage({"ucm_connectors": [first, second]}) as store:
         assert store.settings.storage_backends == (str(no_directory / "one"),)  # type: ignore[attr-defined]
         assert store.lookup(ids(1)) == [False]
@@ -297,12 +331,18 @@ def test_one_entry_at_the_top_and_none_at_all(tmp_path: Path) -> None:
     assert issubclass(UnknownConnectorError, ConfigError)
 
 
-# Ids and keys -------------------------------------------------------------------------------------------------
+# Ids and keys
+# -------------------------------------------------------------------------------------------------
 
 
 def test_an_id_and_its_hexadecimal_digits(tmp_path: Path) -> None:
     block = BlockId(ids(2)[1])
-    assert BlockId.from_hex(block.to_hex()) == BlockId.from_hex(block.to_hex().upper()) == block == ids(2)[1]
+    assert (
+        BlockId.from_hex(block.to_hex())
+        == BlockId.from_hex(block.to_hex().upper())
+        == block
+        == ids(2)[1]
+    )
     assert (len(block.to_hex()), BlockId.SIZE, type(block.bytes)) == (32, 16, bytes)
     assert {block: 1}[BlockId(block.bytes)] == 1
     wrong: list[Callable[[], BlockId]] = [
@@ -322,8 +362,12 @@ def test_an_id_and_its_hexadecimal_digits(tmp_path: Path) -> None:
 def test_keys_of_a_request_are_those_of_the_block_hasher() -> None:
     tokens = list(range(40))
     plain = RequestHasher({"block_size": 8, "hash_method": "md5"})
-    assert plain.generate_block_hashes(tokens) == BlockHasher(b"", 8, "md5").hash_blocks(np.array(tokens, np.uint32))
-    assert plain.generate_block_hashes(tokens, 16) == BlockHasher(b"", 16, "md5").hash_blocks(tokens)
+    assert plain.generate_block_hashes(tokens) == BlockHasher(b"", 8, "md5").hash_blocks(
+        np.array(tokens, np.uint32)
+    )
+    assert plain.generate_block_hashes(tokens, 16) == BlockHasher(b"", 16, "md5").hash_blocks(
+        tokens
+    )
     assert len(RequestHasher({}).generate_block_hashes(tokens)) == 2, "what is left over has no key"
 
     old = SimpleNamespace(model="m", tensor_parallel_size=2, dtype="bfloat16")

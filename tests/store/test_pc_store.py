@@ -18,7 +18,12 @@ from ucm.store.posix import UcmPosixStore
 @pytest.fixture(params=["direct", "layerwise"])
 def config(common: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
     shard = BLOCK if request.param == "direct" else BLOCK // LAYERS
-    return common | {"tensor_size_list": PIECES, "shard_size": shard, "block_size": BLOCK, "segment_age": 0}
+    return common | {
+        "tensor_size_list": PIECES,
+        "shard_size": shard,
+        "block_size": BLOCK,
+        "segment_age": 0,
+    }
 
 
 @pytest.fixture
@@ -36,7 +41,9 @@ def rows(store: UcmPosixStore, memory: Memory, *blocks: int) -> Any:
 def dump(store: UcmPosixStore, memory: Memory, *blocks: int) -> None:
     shards = BLOCK // store.settings.shard_size
     names = [name for block in blocks for name in [ids(8)[block]] * shards]
-    store.wait(store.dump_data(names, list(range(shards)) * len(blocks), rows(store, memory, *blocks)))
+    store.wait(
+        store.dump_data(names, list(range(shards)) * len(blocks), rows(store, memory, *blocks))
+    )
 
 
 def test_blocks_lie_in_segments(store: UcmPcStore, config: dict[str, Any]) -> None:
@@ -73,5 +80,7 @@ def test_addresses_of_another_shape_are_refused(store: UcmPcStore) -> None:
 
 
 def test_keys_of_the_seeds_are_taken(config: dict[str, Any]) -> None:
-    with UcmPcStore(config | {"stream_number": 8, "buffer_number": 64, "use_scatter_gather": True}) as store:
+    with UcmPcStore(
+        config | {"stream_number": 8, "buffer_number": 64, "use_scatter_gather": True}
+    ) as store:
         assert store.lookup(ids(1)) == [False]

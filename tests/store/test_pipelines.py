@@ -25,7 +25,9 @@ def opened(common: dict[str, Any], tmp_path: Path, open_store: Open) -> Open:
 
     def make(name: str, **keys: Any) -> UcmPosixStore:
         config = {**common, **SHAPE, "identity": str(tmp_path), **keys}
-        if name == "UcmCacheStore" or any(isinstance(stage, dict) for stage in keys.get("store_pipeline", ())):
+        if name == "UcmCacheStore" or any(
+            isinstance(stage, dict) for stage in keys.get("store_pipeline", ())
+        ):
             del config["storage_backends"]
         return open_store(name, config)
 
@@ -45,7 +47,8 @@ def check_load(store: UcmPosixStore, source: Memory, count: int) -> None:
 
 
 def comes_up(store: UcmPosixStore, count: int) -> None:
-    """Returns when so many blocks are in the top tier: nobody waits for the copies that a load leaves there."""
+    """Returns when so many blocks are in the top tier: nobody waits for the copies that a load
+    leaves there."""
     pause = threading.Event()
     for _ in range(12_000):
         if not any(store.locate_on_prefix(ids(count))[0]):
@@ -84,7 +87,11 @@ def test_cache_above_a_directory(opened: Open, tmp_path: Path) -> None:
 
 
 def test_two_directories_and_memory(opened: Open, tmp_path: Path) -> None:
-    stages = ["cache", {"type": "posix", "path": str(tmp_path / "a")}, {"type": "posix", "path": str(tmp_path / "b")}]
+    stages = [
+        "cache",
+        {"type": "posix", "path": str(tmp_path / "a")},
+        {"type": "posix", "path": str(tmp_path / "b")},
+    ]
     store = opened("UcmPipelineStore", store_pipeline=stages)
     source = dump(store, 3)
     assert set(tiers(store)) == {"memory", "posix", "posix2"}
@@ -153,14 +160,18 @@ def test_blocks_told_to_be_in_use_stay_in_memory(opened: Open) -> None:
 @pytest.mark.parametrize("name", ["UcmCacheStore", "UcmPipelineStore"])
 def test_memory_alone(opened: Open, name: str) -> None:
     if name == "UcmPipelineStore":
-        store = opened("UcmPipelineStore", store_pipeline=[{"type": "cache", "cache_size": "1MiB"}, "empty"])
+        store = opened(
+            "UcmPipelineStore", store_pipeline=[{"type": "cache", "cache_size": "1MiB"}, "empty"]
+        )
     else:
         store = opened(name, cache_size="1MiB")
     source = dump(store, 3)
     check_load(store, source, 3)
     assert set(tiers(store)) == {"memory"}
     scheduler = opened(name, cache_size="1MiB", device_id=-1) if name == "UcmCacheStore" else store
-    assert scheduler.lookup_on_prefix(ids(4)) == 2, "a store that only looks up sees the memory of the others"
+    assert scheduler.lookup_on_prefix(ids(4)) == 2, (
+        "a store that only looks up sees the memory of the others"
+    )
 
 
 def test_what_is_written_back_goes_down_at_the_end(opened: Open, tmp_path: Path) -> None:
@@ -183,18 +194,31 @@ def test_what_is_written_back_goes_down_at_the_end(opened: Open, tmp_path: Path)
         {"store_pipeline": "Cache|Compress|Pc", "segment_age": 0},
         {"storage_backend": "pc", "segment_age": 0},
         {"ucm_connector_name": "UcmNfsStore"},
-        {"pipeline": "Cache|Posix", "posix": {"write_policy": "back", "file_mode": "0660"}, "expire_after": "2d"},
+        {
+            "pipeline": "Cache|Posix",
+            "posix": {"write_policy": "back", "file_mode": "0660"},
+            "expire_after": "2d",
+        },
     ],
 )
-def test_what_a_configuration_says_opens(common: dict[str, Any], tmp_path: Path, written: dict[str, Any]) -> None:
+def test_what_a_configuration_says_opens(
+    common: dict[str, Any], tmp_path: Path, written: dict[str, Any]
+) -> None:
     """The way of the connector: a checked configuration, then the sizes of the engine."""
     root = {"path": common["storage_backends"], "free_space_floor": 0}
     root = {} if "Empty" in written.get("store_pipeline", "") else root
     config = load(written | root | {"storage_capacity": "1GiB", "namespace_quota": "50%"}, {})
-    shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "identity": str(tmp_path)}
+    shape = {
+        "tensor_size_list": PIECES,
+        "shard_size": BLOCK,
+        "block_size": BLOCK,
+        "identity": str(tmp_path),
+    }
     deadlines = {"deadlines": common["deadlines"]}
     with UcmConnectorFactoryV1.create_connector(
-        config.ucm_connector_name, config.store_config() | shape | deadlines, config.ucm_connector_module_path
+        config.ucm_connector_name,
+        config.store_config() | shape | deadlines,
+        config.ucm_connector_module_path,
     ) as store:
         assert isinstance(store, UcmPosixStore)
         check_load(store, dump(store, 3), 3)
@@ -235,7 +259,9 @@ def test_refusals(opened: Open, keys: dict[str, Any], words: str) -> None:
         ("UcmPipelineStore", {"store_pipeline": "Cache|Posix", "layout": "file"}, False),
     ],
 )
-def test_whether_lookups_are_answered_from_memory(opened: Open, name: str, keys: dict[str, Any], at_once: bool) -> None:
+def test_whether_lookups_are_answered_from_memory(
+    opened: Open, name: str, keys: dict[str, Any], at_once: bool
+) -> None:
     assert opened(name, **keys).answers_at_once is at_once
 
 

@@ -45,7 +45,9 @@ def config(common: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, 
 
 
 @pytest.fixture(params=["Posix", "Cache|Posix"])
-def opened(config: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Callable[..., UcmPosixStore]]:
+def opened(
+    config: dict[str, Any], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., UcmPosixStore]]:
     """Opens stores over one root, alone and below memory; closes what the test left open."""
     stores: list[UcmPosixStore] = []
 
@@ -102,13 +104,21 @@ def test_tensors_and_a_second_process_of_the_same_identity(opened: Open) -> None
     assert source.equals(target, 0)
     assert source.equals(target, 1)
     assert opened(identity="others").lookup(names) == [False, False]
-    assert opened(part=(0, 0, 1)).lookup(names) == [True, True], "ids tell parts apart, not the namespace"
+    assert opened(part=(0, 0, 1)).lookup(names) == [True, True], (
+        "ids tell parts apart, not the namespace"
+    )
 
 
 def test_a_store_that_looks_up_finds_blocks_of_other_sizes(opened: Open) -> None:
-    """A rank with one layer beside one with three, whichever of them the store that looks up is opened for."""
+    """A rank with one layer beside one with three, whichever of them the store that looks up is
+    opened for."""
     names, source = ids(4), Memory(4)
-    large = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "part": (0, 0, 0)}
+    large = {
+        "tensor_size_list": PIECES,
+        "shard_size": BLOCK,
+        "block_size": BLOCK,
+        "part": (0, 0, 0),
+    }
     small = large | {"shard_size": sum(PIECES), "block_size": sum(PIECES), "part": (0, 1, 0)}
     first, second = opened(**large), opened(**small)
     first.wait(first.dump_data(names[:2], [0, 0], source.rows(0, 1)))
@@ -125,7 +135,9 @@ def test_a_store_that_looks_up_finds_blocks_of_other_sizes(opened: Open) -> None
 def test_layerwise_and_direct_write_the_same_record(opened: Open, tmp_path: Path) -> None:
     name, source = ids(1), Memory(1)
     layerwise = opened(shard_size=sum(PIECES), storage_backends=str(tmp_path / "layerwise"))
-    tasks = [layerwise.dump_data(name, [layer], source.layer_rows(0)[[layer]]) for layer in range(LAYERS)]
+    tasks = [
+        layerwise.dump_data(name, [layer], source.layer_rows(0)[[layer]]) for layer in range(LAYERS)
+    ]
     layerwise.wait(tasks)
     direct = opened(storage_backends=str(tmp_path / "direct"))
     direct.wait(direct.dump_data(name, [0], source.rows(0)))
@@ -136,7 +148,9 @@ def test_layerwise_and_direct_write_the_same_record(opened: Open, tmp_path: Path
     assert source.equals(target, 0)
 
 
-def test_the_header_says_what_was_described_and_the_second_reader_agrees(opened: Open, tmp_path: Path) -> None:
+def test_the_header_says_what_was_described_and_the_second_reader_agrees(
+    opened: Open, tmp_path: Path
+) -> None:
     store = opened(block_tokens=32, dtype="torch.bfloat16", part=(0, 1, 2))
     name, source = ids(2), Memory(2)
     store.describe([name[1]], parents=[name[0]], ordinals=[7], tokens=[32])
@@ -149,7 +163,12 @@ def test_the_header_says_what_was_described_and_the_second_reader_agrees(opened:
         assert stored.path.parent.name == f"{name[1][0]:02x}"
         assert verify_file(stored.path) == header
     assert (header.record_id, header.parent) == (name[1], name[0])
-    assert (header.ordinal, header.tokens, header.block_tokens, header.dtype_name) == (7, 32, 32, "bf16")
+    assert (header.ordinal, header.tokens, header.block_tokens, header.dtype_name) == (
+        7,
+        32,
+        32,
+        "bf16",
+    )
     assert header.part == Part(0, 1, 2)
     layers = [np.concatenate(source.pieces[1][2 * n : 2 * n + 2]).tobytes() for n in range(LAYERS)]
     assert [data[layer.offset : layer.offset + layer.length] for layer in header.table] == layers
@@ -157,7 +176,12 @@ def test_the_header_says_what_was_described_and_the_second_reader_agrees(opened:
 
 def test_the_manifest_spells_out_what_its_digest_stands_for(opened: Open, tmp_path: Path) -> None:
     for rank in range(2):
-        opened(part=(0, 0, rank), block_tokens=32, dtype="float16", labels={"model": "typed by the user"})
+        opened(
+            part=(0, 0, rank),
+            block_tokens=32,
+            dtype="float16",
+            labels={"model": "typed by the user"},
+        )
     (path,) = (tmp_path / "root").glob("*/manifest.json")
     manifest = json.loads(path.read_text())
     text = json.dumps(manifest["identity"], separators=(",", ":"), ensure_ascii=True)
@@ -198,8 +222,11 @@ def test_a_load_may_end_in_the_verified_slot(store: UcmPosixStore) -> None:
 
 
 @pytest.mark.parametrize("opened", ["Posix"], indirect=True)
-def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(opened: Open, tmp_path: Path) -> None:
-    store = opened(quarantine={"enabled": False})  # else the record may be moved away between two questions
+def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(
+    opened: Open, tmp_path: Path
+) -> None:
+    # else the record may be moved away between two questions
+    store = opened(quarantine={"enabled": False})
     names, source, target = ids(1), Memory(1), Memory(1, fill=3)
     store.wait(store.dump_data(names, [0], source.rows(0)))
     records(tmp_path / "root")[0].flip(5000)
@@ -261,7 +288,9 @@ def test_waiting_releases_the_gil_and_has_an_end(opened: Open) -> None:
     memory = Memory(1)
     task = store.dump_data(ids(1), [0], memory.rows(0))
     seen: list[bool] = []
-    threads = [threading.Thread(target=lambda: seen.append(store.wait(task) is None)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: seen.append(store.wait(task) is None)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -303,7 +332,9 @@ def test_the_limit_of_a_wait_is_the_callers(opened: Open, tmp_path: Path) -> Non
         ({"addrs": np.zeros((1, 6), np.uint64)}, "null"),
     ],
 )
-def test_wrong_arguments_are_named(store: UcmPosixStore, change: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_named(
+    store: UcmPosixStore, change: dict[str, Any], words: str
+) -> None:
     good = {"names": ids(1), "shards": [0], "addrs": Memory(1).rows(0)}
     given = good | change
     for call in (store.load_data, store.dump_data):
@@ -321,7 +352,11 @@ def test_wrong_arguments_are_named(store: UcmPosixStore, change: dict[str, Any],
         ({"tensor_size": 8}, InvalidInputError, "either tensor_size or tensor_size_list"),
         ({"storage_backends": ""}, ConfigError, "storage_backends"),
         ({"storage_backends": [f"/{n}" for n in range(17)]}, ConfigError, "16 are the most"),
-        ({"storage_backends": "/a:/b", "tiers": {"/a": "hot"}}, ConfigError, "storage_policy is round_robin"),
+        (
+            {"storage_backends": "/a:/b", "tiers": {"/a": "hot"}},
+            ConfigError,
+            "storage_policy is round_robin",
+        ),
         ({"staging_capacity": "1 KiB"}, ConfigError, "staging_capacity"),
         ({"storage_capacity": "much"}, ConfigError, "storage_capacity"),
         ({"blocksize": 1}, ConfigError, "did you mean 'block_size'"),
@@ -386,7 +421,9 @@ def _in_child(store: UcmPosixStore, names: list[bytes], answer: Any) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_after_a_fork_the_child_is_told(store: UcmPosixStore) -> None:
     receive, send = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(store, ids(1), send))
+    child = multiprocessing.get_context("fork").Process(
+        target=_in_child, args=(store, ids(1), send)
+    )
     child.start()
     assert receive.poll(60)
     assert "fork" in receive.recv()
@@ -416,7 +453,10 @@ def test_capacity_is_kept_and_shown(opened: Open, tmp_path: Path) -> None:
 
 def test_keys_name_tokens_and_all_before_them(store: UcmPosixStore) -> None:
     hasher = BlockHasher(b"identity", 4)
-    one, other = hasher.hash_blocks([1, 2, 3, 4, 5, 6, 7, 8]), hasher.hash_blocks([9, 2, 3, 4, 5, 6, 7, 8])
+    one, other = (
+        hasher.hash_blocks([1, 2, 3, 4, 5, 6, 7, 8]),
+        hasher.hash_blocks([9, 2, 3, 4, 5, 6, 7, 8]),
+    )
     assert not set(one) & set(other)
     memory = Memory(2)
     store.wait(store.dump_data(one, [0, 0], memory.rows(0, 1)))
@@ -454,18 +494,30 @@ def test_without_its_library_a_vendors_platform_is_refused_with_its_name(
 
 @pytest.mark.parametrize(
     ("platform", "device"),
-    [("hip", "hip:1"), ("musa", "musa:1"), ("maca", "maca:1"), ("ascend", "ascend:1"), ("simu", "host")],
+    [
+        ("hip", "hip:1"),
+        ("musa", "musa:1"),
+        ("maca", "maca:1"),
+        ("ascend", "ascend:1"),
+        ("simu", "host"),
+    ],
 )
-def test_a_platform_names_a_device_of_the_core(config: dict[str, Any], platform: str, device: str) -> None:
+def test_a_platform_names_a_device_of_the_core(
+    config: dict[str, Any], platform: str, device: str
+) -> None:
     settings = read_settings(
-        config | {"platform": platform, "device_id": 1}, settings_of(UcmPosixStore.store_name), "tests"
+        config | {"platform": platform, "device_id": 1},
+        settings_of(UcmPosixStore.store_name),
+        "tests",
     )
     assert settings.device == device
     assert json.loads(settings.setup())["device"] == device
 
 
 def test_a_platform_that_is_not_built_is_refused_with_those_that_are(opened: Open) -> None:
-    with pytest.raises(ConfigError, match=r"abacus.*known=host, simu, cuda, hip, musa, maca, ascend"):
+    with pytest.raises(
+        ConfigError, match=r"abacus.*known=host, simu, cuda, hip, musa, maca, ascend"
+    ):
         opened(platform="abacus")
     for same in ("host", "simu", "CPU"):
         store = opened(platform=same)

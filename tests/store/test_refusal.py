@@ -1,4 +1,5 @@
-"""Refusal as users configure it: the keys of quarantine, breaker and paranoid verification reach the core."""
+"""Refusal as users configure it: the keys of quarantine, breaker and paranoid verification reach
+the core."""
 
 from __future__ import annotations
 
@@ -27,10 +28,19 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
     def make(**keys: Any) -> UcmPosixStore:
         room = {"storage_capacity": "1GiB", "free_space_floor": 0, "staging_capacity": "4MiB"}
-        written = {"storage_backends": str(tmp_path / "root"), "layout": "file", "deadlines": PATIENT}
+        written = {
+            "storage_backends": str(tmp_path / "root"),
+            "layout": "file",
+            "deadlines": PATIENT,
+        }
         config = load(room | written | keys, {})
         assert config.problems == ()
-        sizes = {"tensor_size": BLOCK, "shard_size": BLOCK, "block_size": BLOCK, "identity": "tests"}
+        sizes = {
+            "tensor_size": BLOCK,
+            "shard_size": BLOCK,
+            "block_size": BLOCK,
+            "identity": "tests",
+        }
         stores.append(UcmPosixStore(config.store_config() | sizes))
         return stores[-1]
 
@@ -87,7 +97,13 @@ def test_evidence_is_kept_under_the_documented_name(opened: Open, tmp_path: Path
 
 def test_keys_of_quarantine_and_breaker_reach_the_core(opened: Open, tmp_path: Path) -> None:
     store = opened(
-        quarantine={"enabled": False, "max_per_minute": 1, "max_records": 2, "max_bytes": "1MiB", "keep_s": 60},
+        quarantine={
+            "enabled": False,
+            "max_per_minute": 1,
+            "max_records": 2,
+            "max_bytes": "1MiB",
+            "keep_s": 60,
+        },
         breaker={"threshold": 3, "window_s": 5, "cool_down_s": 3000},
     )
     for block in (ID, OTHER):
@@ -100,7 +116,9 @@ def test_keys_of_quarantine_and_breaker_reach_the_core(opened: Open, tmp_path: P
     assert not list((tmp_path / "root").glob("*/quarantine"))
 
 
-def test_an_open_breaker_says_so_until_a_lookup_finds_the_medium_well(opened: Open, tmp_path: Path) -> None:
+def test_an_open_breaker_says_so_until_a_lookup_finds_the_medium_well(
+    opened: Open, tmp_path: Path
+) -> None:
     store = opened(quarantine={"max_per_minute": 1}, breaker={"cool_down_s": 0.05})
     assert store.healthy()
     for block in (ID, OTHER):

@@ -31,7 +31,12 @@ def test_ci_requires_servers(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != SWITCH}
     environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
     done = subprocess.run(
-        [bash, ROOT / ".ci/run"], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [bash, ROOT / ".ci/run"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.strip() == f"{SWITCH}=1"
 
@@ -48,7 +53,17 @@ def test_mooncake_obeys_the_switch(tmp_path: Path, required: bool) -> None:
     environment = {key: value for key, value in os.environ.items() if key != SWITCH}
     environment |= {SWITCH: "1"} if required else {}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            tmp_path,
+            tmp_path,
+        ],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,4 +1,5 @@
-"""What is true of segments only: when blocks are published, and what a killed process leaves to the next."""
+"""What is true of segments only: when blocks are published, and what a killed process leaves to the
+next."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Memory:
     """What the blocks hold: one piece each."""
 
     def __init__(self) -> None:
-        self.data = np.arange(len(IDS) * BLOCK, dtype=np.uint32).astype(np.uint8).reshape(len(IDS), BLOCK)
+        self.data = (
+            np.arange(len(IDS) * BLOCK, dtype=np.uint32).astype(np.uint8).reshape(len(IDS), BLOCK)
+        )
         self.data[:, 0] = range(len(IDS))
 
     def rows(self, *blocks: int) -> Any:
@@ -80,7 +83,12 @@ def child(root: Path, age: float, how: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
 
 
@@ -111,7 +119,8 @@ def test_what_a_killed_process_had_not_published_is_taken_over(tmp_path: Path) -
     assert not list(tmp_path.glob("root/*/segments/*"))
     kill(process)
     with opened(tmp_path / "root") as store:
-        while list(tmp_path.glob("root/*/tmp/*")):  # where it is counted late, that comes soon after the opening
+        # where it is counted late, that comes soon after the opening
+        while list(tmp_path.glob("root/*/tmp/*")):
             pass
         assert all(store.lookup(IDS))
         assert right(store, list(range(len(IDS))))
@@ -125,7 +134,9 @@ def _dumps(root: Path, block: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_processes_forked_from_one_that_had_a_store_are_writers_of_their_own(tmp_path: Path) -> None:
+def test_processes_forked_from_one_that_had_a_store_are_writers_of_their_own(
+    tmp_path: Path,
+) -> None:
     root = tmp_path / "root"
     _dumps(root, 0)
     fork = multiprocessing.get_context("fork")

@@ -12,7 +12,12 @@ from ucm.errors import TaskError
 from ucm.store.posix.connector import PosixTask, UcmPosixStore
 
 LAYER, LAYERS = 1 << 17, 8
-SHAPE = {"tensor_size": LAYER, "shard_size": LAYER, "block_size": LAYER * LAYERS, "staging_capacity": "8MiB"}
+SHAPE = {
+    "tensor_size": LAYER,
+    "shard_size": LAYER,
+    "block_size": LAYER * LAYERS,
+    "staging_capacity": "8MiB",
+}
 
 
 def addresses(memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

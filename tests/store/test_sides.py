@@ -1,4 +1,5 @@
-"""Side shards through the public interface: written with a dump or later, read without the KV, refused by name."""
+"""Side shards through the public interface: written with a dump or later, read without the KV,
+refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ COUNT = 5
 def made(count: int = COUNT, shards: int = 1) -> dict[str, Bytes]:
     """What is kept beside some blocks: for each row of a dump its share."""
     random = np.random.default_rng(7)
-    whole = {name: random.integers(0, 256, (count, size), dtype=np.uint8) for name, size in sizes().items()}
+    whole = {
+        name: random.integers(0, 256, (count, size), dtype=np.uint8)
+        for name, size in sizes().items()
+    }
     return {name: side.reshape(count * shards, -1) for name, side in whole.items()}
 
 
@@ -42,14 +46,22 @@ def opened(common: dict[str, Any], open_store: Open) -> Open:
         name = keys.pop("name", "UcmPosixStore")
         config = {**common, **SHAPE, "sides": SIDES, "segment_age": 0, **keys}
         if name == "UcmCacheStore":
-            of_directories = ("storage_backends", "storage_capacity", "free_space_floor", "layout", "segment_age")
+            of_directories = (
+                "storage_backends",
+                "storage_capacity",
+                "free_space_floor",
+                "layout",
+                "segment_age",
+            )
             config = {key: config[key] for key in config if key not in of_directories}
         return open_store(name, config)
 
     return make
 
 
-def dump(store: UcmPosixStore, memory: Memory, sides: Mapping[str, Bytes] | None, *blocks: int) -> None:
+def dump(
+    store: UcmPosixStore, memory: Memory, sides: Mapping[str, Bytes] | None, *blocks: int
+) -> None:
     names = ids(COUNT)
     chosen = None if sides is None else {name: side[list(blocks)] for name, side in sides.items()}
     rows = memory.rows(*blocks)
@@ -69,12 +81,19 @@ LAYOUTS = [
     {"layout": "file"},
     {"layout": "segment"},
     {"layout": "segment", "codec": "zstd", "dtype": "bfloat16"},
-    {"name": "UcmPipelineStore", "store_pipeline": "Cache|Posix", "cache_size": "4MiB", "layout": "file"},
+    {
+        "name": "UcmPipelineStore",
+        "store_pipeline": "Cache|Posix",
+        "cache_size": "4MiB",
+        "layout": "file",
+    },
     {"name": "UcmCacheStore", "cache_size": "4MiB"},
 ]
 
 
-@pytest.mark.parametrize("keys", LAYOUTS, ids=["file", "segment", "compressed", "cache over posix", "cache"])
+@pytest.mark.parametrize(
+    "keys", LAYOUTS, ids=["file", "segment", "compressed", "cache over posix", "cache"]
+)
 def test_they_come_back_with_the_blocks_and_alone(opened: Open, keys: dict[str, Any]) -> None:
     store, memory, sides, blocks = opened(**keys), Memory(COUNT), made(), ids(COUNT)
     assert dict(store.side_sizes) == sizes()
@@ -100,14 +119,22 @@ def test_the_second_reader_finds_them_where_the_format_says(opened: Open, tmp_pa
     dump(store, Memory(COUNT), sides, 0)
     store.wait(store.dump_sides([blocks[1]], {"codes": sides["codes"][[1]]}))
     headers = {path: verify_file(path) for path in record_files(tmp_path)}
-    found = {(header.without_kv, header.block_record_id): (path, header) for path, header in headers.items()}
+    found = {
+        (header.without_kv, header.block_record_id): (path, header)
+        for path, header in headers.items()
+    }
     path, header = found[False, blocks[0]]
-    assert [(side.name, side.version, side.length) for side in header.sides] == [("mean-k", 0, 96), ("codes", 2, 6000)]
+    assert [(side.name, side.version, side.length) for side in header.sides] == [
+        ("mean-k", 0, 96),
+        ("codes", 2, 6000),
+    ]
     for side in header.sides:
         assert read_side(path.read_bytes(), side) == sides[side.name][0].tobytes()
     path, header = found[True, blocks[1]]
     assert read_side(path.read_bytes(), header.sides[0]) == sides["codes"][1].tobytes()
-    assert header.record_id == bytes(a ^ b for a, b in zip(blocks[1], header.sides[0].mask(), strict=True))
+    assert header.record_id == bytes(
+        a ^ b for a, b in zip(blocks[1], header.sides[0].mask(), strict=True)
+    )
 
 
 def test_rows_of_layers_bring_their_shares(opened: Open) -> None:
@@ -132,7 +159,9 @@ def test_by_number_and_of_any_type(opened: Open) -> None:
     sides = made()
     as_numbers: Mapping[str, npt.NDArray[Any]] = {
         "mean-k": sides["mean-k"].view(np.float32),
-        "codes": sides["codes"].view(np.uint64).reshape(COUNT, 5, -1)[:, ::-1],  # no piece of memory as it is
+        "codes": sides["codes"]
+        .view(np.uint64)
+        .reshape(COUNT, 5, -1)[:, ::-1],  # no piece of memory as it is
     }
     store.wait(store.dump_blocks(blocks, np.arange(COUNT), sides=as_numbers))
     data, found = load(store, blocks, "mean-k")
@@ -154,7 +183,12 @@ def test_what_is_given_may_change_when_the_call_is_over(opened: Open) -> None:
 def test_a_prompt_is_selected_from_without_being_read(common: dict[str, Any]) -> None:
     """The bytes read at admission are at most a tenth of the KV, at 256 KiB a block."""
     block, count = 256 << 10, 12
-    config = common | {"tensor_size": block // 4, "shard_size": block, "block_size": block, "sides": {"mean-k": 4096}}
+    config = common | {
+        "tensor_size": block // 4,
+        "shard_size": block,
+        "block_size": block,
+        "sides": {"mean-k": 4096},
+    }
     memory = np.random.default_rng(1).integers(0, 256, (count, 4, block // 4), dtype=np.uint8)
     rows = np.array([[piece.ctypes.data for piece in pieces] for pieces in memory], dtype=np.uint64)
     side = np.random.default_rng(2).integers(0, 256, (count, 4096), dtype=np.uint8)
@@ -192,7 +226,11 @@ def test_a_damaged_side_shard_is_a_miss_that_says_why(opened: Open, tmp_path: Pa
     store.wait(store.load_data(blocks[:2], [0, 0], target.rows(0, 1)))
     assert memory.equals(target, 1)
     counted = store.stats()
-    assert (counted["sides_loaded"], counted["sides_missing"], counted["sides_refused"]) == (1, 2, 1)
+    assert (counted["sides_loaded"], counted["sides_missing"], counted["sides_refused"]) == (
+        1,
+        2,
+        1,
+    )
     assert counted["records_refused"] == 0
 
 
@@ -263,7 +301,9 @@ class Plain(UcmKVStoreBaseV1):
     def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> Task:
         return Task()
 
-    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+    def dump_data(
+        self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0
+    ) -> Task:
         return Task()
 
     def wait(self, task: Any, timeout: Any = None, until: Any = "published") -> None:
@@ -280,7 +320,13 @@ class WithSides(Plain):
         self.kept: dict[bytes, Bytes] = {}
 
     def dump_data(  # type: ignore[override]
-        self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0, *, sides: Any = None
+        self,
+        block_ids: Any,
+        shard_index: Any,
+        addrs: Any,
+        prerequisite_handle: int = 0,
+        *,
+        sides: Any = None,
     ) -> Task:
         self.kept.update(zip(block_ids, sides["mean-k"], strict=True))
         return Task()

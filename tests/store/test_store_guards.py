@@ -79,7 +79,9 @@ def test_a_forked_child_is_told_by_every_call_and_may_close(store: UcmPosixStore
     assert store.lookup([NAME]) == [True]
 
 
-def test_timeouts_that_are_no_numbers_are_errors_and_those_that_are_over_end_at_once(store: UcmPosixStore) -> None:
+def test_timeouts_that_are_no_numbers_are_errors_and_those_that_are_over_end_at_once(
+    store: UcmPosixStore,
+) -> None:
     memory = np.zeros(BLOCK, np.uint8)
     task = store.dump_data([NAME], [0], rows(memory))
     with pytest.raises(InvalidInputError, match="NaN"):
@@ -94,11 +96,18 @@ def test_timeouts_that_are_no_numbers_are_errors_and_those_that_are_over_end_at_
     store.wait(store.load_data([NAME], [0], rows(memory), timeout=math.inf))
 
 
-def test_the_start_says_what_is_used(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_says_what_is_used(
+    config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="ucm.store.posix"):
         UcmPosixStore(config).close()
     first = caplog.messages[0]
-    for words in ("16 I/O threads", "buffered I/O", "staging slots of 8192 bytes", f"{1 << 30} bytes"):
+    for words in (
+        "16 I/O threads",
+        "buffered I/O",
+        "staging slots of 8192 bytes",
+        f"{1 << 30} bytes",
+    ):
         assert words in first
 
 
@@ -110,14 +119,22 @@ def test_a_line_of_the_core_carries_what_it_is_about(
     with caplog.at_level(logging.INFO, logger="ucm.store.posix"):
         store = UcmPosixStore(config | {"storage_backends": [in_the_way]})
         other = UcmPosixStore(config)
-        lines = [(record.getMessage(), record.levelno, vars(record)["fields"]) for record in caplog.records]
+        lines = [
+            (record.getMessage(), record.levelno, vars(record)["fields"])
+            for record in caplog.records
+        ]
         store.close()
         other.close()
     (off, level, fields), (opened, _, _) = lines
     assert off.startswith(f"{in_the_way}: posix is switched off")
     assert (level, fields["tier"], set(fields)) == (logging.WARNING, "posix", {"tier", "error"})
     assert store.trouble() in off
-    for words in ("every lookup misses", "nothing is stored", in_the_way, "configure another place"):
+    for words in (
+        "every lookup misses",
+        "nothing is stored",
+        in_the_way,
+        "configure another place",
+    ):
         assert words in off
     assert opened.startswith(f"{config['storage_backends']}: open: ")
     assert other.trouble() == ""
@@ -135,9 +152,13 @@ def _says_in_a_child(config: dict[str, Any], answer: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_store_of_a_forked_child_says_what_it_uses(store: UcmPosixStore, config: dict[str, Any]) -> None:
+def test_a_store_of_a_forked_child_says_what_it_uses(
+    store: UcmPosixStore, config: dict[str, Any]
+) -> None:
     receive, send = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_says_in_a_child, args=(config, send))
+    child = multiprocessing.get_context("fork").Process(
+        target=_says_in_a_child, args=(config, send)
+    )
     child.start()
     assert receive.poll(60)
     assert ": open: " in receive.recv()[0]
@@ -146,7 +167,9 @@ def test_a_store_of_a_forked_child_says_what_it_uses(store: UcmPosixStore, confi
 
 def test_what_is_written_past_the_page_cache_is_read_back(config: dict[str, Any]) -> None:
     blocks = [bytes([number]) * 16 for number in range(8)]
-    memory = np.arange(len(blocks) * BLOCK, dtype=np.uint32).astype(np.uint8).reshape(len(blocks), BLOCK)
+    memory = (
+        np.arange(len(blocks) * BLOCK, dtype=np.uint32).astype(np.uint8).reshape(len(blocks), BLOCK)
+    )
     wanted = memory.copy()
     store = UcmPosixStore(config | {"io_direct": True})
     addresses = [[memory[number].ctypes.data] for number in range(len(blocks))]

@@ -17,11 +17,15 @@ NAMES = ids(9)
 RECORD = 4096 + -(-BLOCK // 4096) * 4096
 
 
-@pytest.mark.parametrize("written", [{}, {"layout": "file"}, {"store_pipeline": "Cache|Posix", "cache_size": "4MiB"}])
+@pytest.mark.parametrize(
+    "written", [{}, {"layout": "file"}, {"store_pipeline": "Cache|Posix", "cache_size": "4MiB"}]
+)
 def test_the_oldest_blocks_of_a_tenant_go(common: dict[str, Any], written: dict[str, Any]) -> None:
     """The way of the connector: a checked configuration, then the sizes of the engine."""
     quota = {"tenant_quota": 3 * RECORD + RECORD // 2, "path": common["storage_backends"]}
-    config = load(written | quota | {"storage_capacity": "1GiB", "free_space_floor": 0, "segment_age": 0}, {})
+    config = load(
+        written | quota | {"storage_capacity": "1GiB", "free_space_floor": 0, "segment_age": 0}, {}
+    )
     shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
     keys = config.store_config() | shape | {key: common[key] for key in ("identity", "deadlines")}
     with UcmConnectorFactoryV1.create_connector(config.ucm_connector_name, keys) as store:
@@ -42,7 +46,19 @@ def test_the_oldest_blocks_of_a_tenant_go(common: dict[str, Any], written: dict[
 
 def test_it_stands_beside_a_pipeline_and_not_beside_a_store_of_your_own() -> None:
     with pytest.raises(ConfigError, match="tenant_quota stands beside the pipeline"):
-        load({"store_pipeline": ["Cache", {"type": "posix", "tenant_quota": "1GiB", "storage_backends": "/d"}]}, {})
-    own = {"ucm_connector_name": "Mine", "ucm_connector_module_path": "mine", "tenant_quota": "1GiB"}
+        load(
+            {
+                "store_pipeline": [
+                    "Cache",
+                    {"type": "posix", "tenant_quota": "1GiB", "storage_backends": "/d"},
+                ]
+            },
+            {},
+        )
+    own = {
+        "ucm_connector_name": "Mine",
+        "ucm_connector_module_path": "mine",
+        "tenant_quota": "1GiB",
+    }
     with pytest.raises(ConfigError, match="bound its tenants by itself"):
         load(own, {})

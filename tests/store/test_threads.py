@@ -1,6 +1,7 @@
 """How many threads a store starts: few when it is opened, never more than docs/stores.md says.
 
-Counted by name in a process of its own. No store is closed before it is counted: idle threads do not end.
+Counted by name in a process of its own. No store is closed before it is counted: idle threads do
+not end.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from blocks import BLOCK, PIECES
 
 pytest.importorskip("ucm._core", reason="the core is not compiled here")
 
-#: Threads that read and write when as many as that are needed, as by default, and those that look up.
+#: Threads that read and write when as many as that are needed, as by default, and those that look
+#: up.
 IO, LOOKUP = 16, 8
 
-#: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of one that looks up.
+#: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of
+#: one that looks up.
 KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "files": ("UcmPosixStore", {}, IO + 13, LOOKUP + 6),
     "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 17, LOOKUP + 10),
@@ -96,13 +99,22 @@ def count(name: str, config: dict[str, Any]) -> tuple[int, int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_more_than_stated(kind: str, common: dict[str, Any]) -> None:
     name, keys, most, most_looking = KINDS[kind]
-    config = {**common, "tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, **keys}
+    config = {
+        **common,
+        "tensor_size_list": PIECES,
+        "shard_size": BLOCK,
+        "block_size": BLOCK,
+        **keys,
+    }
     if name == "UcmCacheStore":
         del config["storage_backends"]
     opened, used, _ = count(name, config | {"device_id": 0})
-    # Threads come with the work: a store that was opened and does nothing has what its housekeeping takes.
+    # Threads come with the work: a store that was opened and does nothing has what its housekeeping
+    # takes.
     assert 1 <= opened <= max(most - IO, 1)
     assert opened <= used <= most
     opened, used, hits = count(name, config | {"device_id": -1})
     assert opened <= used <= most_looking
-    assert hits == (0 if name == "UcmCacheStore" else 48), "what is in memory alone went with its process"
+    assert hits == (0 if name == "UcmCacheStore" else 48), (
+        "what is in memory alone went with its process"
+    )

@@ -1,4 +1,5 @@
-"""The V0 face against a model: a dictionary of blocks that were created and one of blocks that were committed."""
+"""The V0 face against a model: a dictionary of blocks that were created and one of blocks that were
+committed."""
 
 from __future__ import annotations
 
@@ -38,13 +39,19 @@ def test_it_does_what_the_model_does(kind: str, seed: int, common: dict[str, Any
     with made(kind, common) as store:
         for _ in range(STEPS):
             some = chance.sample(NAMES, chance.randint(1, len(NAMES)))
-            match chance.choice(["create", "dump", "dump", "dump", "commit", "drop", "lookup", "load"]):
+            match chance.choice(
+                ["create", "dump", "dump", "dump", "commit", "drop", "lookup", "load"]
+            ):
                 case "create":
                     known = [name in created or name in committed for name in some]
                     assert store.create(some) == [DUPLICATE_KEY if there else 0 for there in known]
-                    created |= {name: {} for name, there in zip(some, known, strict=True) if not there}
+                    created |= {
+                        name: {} for name, there in zip(some, known, strict=True) if not there
+                    }
                 case "dump":
-                    rows = [(name, chance.randrange(SHARDS), chance.randbytes(SHARD)) for name in some]
+                    rows = [
+                        (name, chance.randrange(SHARDS), chance.randbytes(SHARD)) for name in some
+                    ]
                     if any(name not in created for name, _, _ in rows):
                         with pytest.raises(NotFoundError):
                             dump(store, rows)
@@ -54,7 +61,11 @@ def test_it_does_what_the_model_does(kind: str, seed: int, common: dict[str, Any
                         created[name][shard] = content
                 case "commit":
                     whole = [name for name in some if len(created.get(name, ())) == SHARDS]
-                    bad = [at for at, name in enumerate(some) if name not in whole and name not in committed]
+                    bad = [
+                        at
+                        for at, name in enumerate(some)
+                        if name not in whole and name not in committed
+                    ]
                     try:
                         store.commit(some)
                         assert not bad
@@ -81,7 +92,9 @@ def dump(store: V0OverV1, rows: list[tuple[str, int, bytes]]) -> None:
 
 def check_load(store: V0OverV1, name: str, committed: dict[str, list[bytes]]) -> None:
     targets = [np.zeros(SHARD, np.uint8) for _ in range(SHARDS)]
-    code = store.wait(store.load([name] * SHARDS, [shard * SHARD for shard in range(SHARDS)], targets))
+    code = store.wait(
+        store.load([name] * SHARDS, [shard * SHARD for shard in range(SHARDS)], targets)
+    )
     assert (code == 0) == (name in committed)
     if code == 0:
         assert [target.tobytes() for target in targets] == committed[name]

@@ -1,4 +1,5 @@
-"""The V0 face: nothing is seen before its commit, nothing is left of what was dropped, answers are honest."""
+"""The V0 face: nothing is seen before its commit, nothing is left of what was dropped, answers are
+honest."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import numpy.typing as npt
 import pytest
 from other_stores import FailingV1, UsersV0
 
-from ucm.errors import ConfigError, InvalidInputError, NotFoundError, TaskError, UnknownConnectorError, UnsupportedError
+from ucm.errors import (
+    ConfigError,
+    InvalidInputError,
+    NotFoundError,
+    TaskError,
+    UnknownConnectorError,
+    UnsupportedError,
+)
 from ucm.store import UcmConnectorFactory, UcmKVStoreBase
 from ucm.store.posix import UcmPosixStore
 from ucm.store.ucmstore import DUPLICATE_KEY, block_id
@@ -35,7 +43,9 @@ def memory(blocks: int, seed: int = 0) -> list[Bytes]:
 
 def rows(ids: list[str]) -> tuple[list[str], list[int]]:
     """A row per shard of each block."""
-    return [name for name in ids for _ in range(SHARDS)], [shard * PIECE for _ in ids for shard in range(SHARDS)]
+    return [name for name in ids for _ in range(SHARDS)], [
+        shard * PIECE for _ in ids for shard in range(SHARDS)
+    ]
 
 
 @pytest.fixture
@@ -62,7 +72,9 @@ def stored(store: UcmKVStoreBase, ids: list[str], source: list[Bytes]) -> None:
     store.commit(ids)
 
 
-def test_a_block_is_there_when_it_was_committed_and_not_before(store: V0OverV1, config: dict[str, Any]) -> None:
+def test_a_block_is_there_when_it_was_committed_and_not_before(
+    store: V0OverV1, config: dict[str, Any]
+) -> None:
     ids, source, target = names(3), memory(3), memory(3, seed=9)
     other = UcmConnectorFactory.create_connector("UcmPosixStore", config)
     assert store.lookup(ids) == [False] * 3
@@ -96,7 +108,10 @@ def test_the_source_is_free_when_dump_returned(store: V0OverV1) -> None:
 
 def test_raw_addresses_in_any_order_and_many_shards_at_once(store: V0OverV1) -> None:
     ids = names(2)
-    source, target = np.arange(2 * BLOCK, dtype=np.uint64).astype(np.uint8), np.zeros(2 * BLOCK, np.uint8)
+    source, target = (
+        np.arange(2 * BLOCK, dtype=np.uint64).astype(np.uint8),
+        np.zeros(2 * BLOCK, np.uint8),
+    )
     base, end = source.ctypes.data, target.ctypes.data
     store.create(ids)
     store.dump_data([ids[1]], [PIECE], [base + BLOCK + PIECE], [2 * PIECE])
@@ -119,7 +134,9 @@ def test_what_is_dropped_leaves_nothing_behind(store: V0OverV1, tmp_path: Path) 
     store.dump(*rows(ids), right)
     store.commit(ids)
     assert store.wait(store.load(*rows(ids), target)) == 0
-    assert all(np.array_equal(a, b) for a, b in zip(right, target, strict=True)), "not one byte of the first try"
+    assert all(np.array_equal(a, b) for a, b in zip(right, target, strict=True)), (
+        "not one byte of the first try"
+    )
 
 
 def test_one_answer_for_each_block(store: V0OverV1) -> None:
@@ -171,7 +188,9 @@ def test_ids_are_hexadecimal_or_sixteen_bytes(store: V0OverV1, wrong: Any) -> No
     assert block_id("AB" * 16) == block_id(b"\xab" * 16) == b"\xab" * 16
 
 
-@pytest.mark.parametrize(("offset", "size"), [(1, PIECE), (0, 1), (0, 0), (-PIECE, PIECE), (2 * PIECE, 2 * PIECE)])
+@pytest.mark.parametrize(
+    ("offset", "size"), [(1, PIECE), (0, 1), (0, 0), (-PIECE, PIECE), (2 * PIECE, 2 * PIECE)]
+)
 def test_rows_cover_whole_shards_of_their_block(store: V0OverV1, offset: int, size: int) -> None:
     ids = names(1)
     store.create(ids)
@@ -221,7 +240,9 @@ def test_torch_tensors(store: V0OverV1) -> None:
     assert all(torch.equal(a, b) for a, b in zip(source, target, strict=True))
 
 
-def test_room_for_created_blocks_is_bounded_and_forgotten_ones_give_it_back(failing: FailingV1) -> None:
+def test_room_for_created_blocks_is_bounded_and_forgotten_ones_give_it_back(
+    failing: FailingV1,
+) -> None:
     now = [0.0]
     store, ids = V0OverV1(failing, buffer_bytes=2 * BLOCK, clock=lambda: now[0]), names(4)
     assert store.create(ids[:3]) == [0, 0, -50004]
@@ -237,8 +258,12 @@ def test_create_says_when_the_store_is_not_well(failing: FailingV1) -> None:
     assert V0OverV1(failing).create(names(2)) == [-50013, -50013]
 
 
-@pytest.mark.parametrize(("trouble", "kind"), [("first row", "corrupt"), ("busy", "busy"), ("late", "timeout")])
-def test_a_failed_publish_is_told_and_can_be_tried_again(failing: FailingV1, trouble: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "kind"), [("first row", "corrupt"), ("busy", "busy"), ("late", "timeout")]
+)
+def test_a_failed_publish_is_told_and_can_be_tried_again(
+    failing: FailingV1, trouble: str, kind: str
+) -> None:
     store, ids, source = V0OverV1(failing), names(1), memory(1)
     store.create(ids)
     store.dump(*rows(ids), source)
@@ -260,8 +285,11 @@ def test_a_dump_that_lies_is_not_believed(failing: FailingV1) -> None:
         store.commit(ids)
 
 
-def test_memory_that_may_still_be_read_counts(failing: FailingV1, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that was late: the V1 store reads on from what was kept, so that is not given away."""
+def test_memory_that_may_still_be_read_counts(
+    failing: FailingV1, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that was late: the V1 store reads on from what was kept, so that is not given
+    away."""
     store, ids = V0OverV1(failing, buffer_bytes=BLOCK), names(2)
     store.create(ids[:1])
     store.dump(*rows(ids[:1]), memory(1))
@@ -277,7 +305,8 @@ def test_memory_that_may_still_be_read_counts(failing: FailingV1, monkeypatch: p
 def test_an_interrupted_commit_keeps_what_it_did_not_publish(
     failing: FailingV1, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while it waits: the V1 store may still read what was kept, and the block may be committed again."""
+    """Ctrl-C while it waits: the V1 store may still read what was kept, and the block may be
+    committed again."""
     store, ids = V0OverV1(failing, buffer_bytes=2 * BLOCK), names(2)
     store.create(ids[:1])
     store.dump(*rows(ids[:1]), memory(1))
@@ -304,8 +333,11 @@ def test_a_commit_is_cut_to_the_slots_there_are(failing: FailingV1) -> None:
 
 
 def test_pieces_of_a_shard_need_not_be_neighbours_for_v1(common: dict[str, Any]) -> None:
-    """A V0 row is one stretch of bytes; a V1 store with several pieces per shard gets their addresses."""
-    v1 = UcmPosixStore(common | {"tensor_size_list": [64, 32], "shard_size": 192, "block_size": 384})
+    """A V0 row is one stretch of bytes; a V1 store with several pieces per shard gets their
+    addresses."""
+    v1 = UcmPosixStore(
+        common | {"tensor_size_list": [64, 32], "shard_size": 192, "block_size": 384}
+    )
     with V0OverV1(v1) as store:
         source, target = np.arange(384, dtype=np.uint64).astype(np.uint8), np.zeros(384, np.uint8)
         assert store.create(names(1)) == [0]
@@ -315,11 +347,14 @@ def test_pieces_of_a_shard_need_not_be_neighbours_for_v1(common: dict[str, Any])
         assert np.array_equal(source, target)
 
 
-# The factory ------------------------------------------------------------------------------------------------
+# The factory
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["UcmPosixStore", "UcmNfsStore", "UcmPcStore"])
-def test_names_and_keys_of_the_original(name: str, common: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_names_and_keys_of_the_original(
+    name: str, common: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """A script of the original, word for word but for its imports."""
     config = {
         "storage_backends": common["storage_backends"],
@@ -368,5 +403,7 @@ def test_every_name_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(UcmConnectorFactoryV1, "_registry", dict(UcmConnectorFactoryV1._registry))
     UcmConnectorFactory.register_connector("Mine", "other_stores", "UsersV0")
-    assert {"Mine", "UcmPosixStore", "UcmNfsStore", "UcmPcStore"} <= set(UcmConnectorFactory.registered())
+    assert {"Mine", "UcmPosixStore", "UcmNfsStore", "UcmPcStore"} <= set(
+        UcmConnectorFactory.registered()
+    )
     assert isinstance(UcmConnectorFactory.create_connector("Mine", {}), UsersV0)

@@ -1,4 +1,5 @@
-"""A user's V0 store as a V1 store: exact bytes, deadlines that hold although V0 has none, bounded, honest."""
+"""A user's V0 store as a V1 store: exact bytes, deadlines that hold although V0 has none, bounded,
+honest."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ PIECES = [96, 32]
 LAYERS = 3
 LAYER = sum(PIECES)
 BLOCK = LAYER * LAYERS
-PATIENT = {"deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60.0, "load_max_s": 60.0, "dump_s": 60.0}}
+PATIENT = {
+    "deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60.0, "load_max_s": 60.0, "dump_s": 60.0}
+}
 DIRECT = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, **PATIENT}
 LAYERWISE = {"tensor_size_list": PIECES, "shard_size": LAYER, "block_size": BLOCK, **PATIENT}
 
@@ -46,13 +49,19 @@ class Memory:
     def __init__(self, blocks: int, seed: int) -> None:
         random = np.random.default_rng(seed)
         self.pieces = [
-            [random.integers(0, 256, size, dtype=np.uint8) for _ in range(LAYERS) for size in PIECES]
+            [
+                random.integers(0, 256, size, dtype=np.uint8)
+                for _ in range(LAYERS)
+                for size in PIECES
+            ]
             for _ in range(blocks)
         ]
 
     @property
     def rows(self) -> Addresses:
-        return np.array([[piece.ctypes.data for piece in block] for block in self.pieces], np.uint64)
+        return np.array(
+            [[piece.ctypes.data for piece in block] for block in self.pieces], np.uint64
+        )
 
     @property
     def layers(self) -> Addresses:
@@ -60,7 +69,11 @@ class Memory:
 
     def same(self, other: Memory) -> bool:
         pairs = zip(self.pieces, other.pieces, strict=True)
-        return all(np.array_equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+        return all(
+            np.array_equal(a, b)
+            for mine, theirs in pairs
+            for a, b in zip(mine, theirs, strict=True)
+        )
 
 
 def ids(count: int) -> list[bytes]:
@@ -111,7 +124,9 @@ def test_any_v0_store_behaves_as_a_v1_store(
         tasks = [store.dump_data(names, [0] * 4, source.rows)]
     else:
         by_layer = source.layers.reshape(4, LAYERS, -1)
-        tasks = [store.dump_data(names, [layer] * 4, by_layer[:, layer]) for layer in range(LAYERS - 1)]
+        tasks = [
+            store.dump_data(names, [layer] * 4, by_layer[:, layer]) for layer in range(LAYERS - 1)
+        ]
         store.wait(tasks)
         assert store.lookup(names) == [False] * 4, "a block lacks a shard"
         tasks.append(store.dump_data(names, [LAYERS - 1] * 4, by_layer[:, LAYERS - 1]))
@@ -124,7 +139,9 @@ def test_any_v0_store_behaves_as_a_v1_store(
         store.wait(store.load_data(names, [0] * 4, target.rows))
     else:
         shards = [layer for _ in names for layer in range(LAYERS)]
-        store.wait(store.load_data([n for n in names for _ in range(LAYERS)], shards, target.layers))
+        store.wait(
+            store.load_data([n for n in names for _ in range(LAYERS)], shards, target.layers)
+        )
     assert source.same(target)
     again = store.dump_data(names[:1], [0], (source.rows if direct else source.layers)[:1])
     store.wait(again)  # it is there already: nothing to do
@@ -143,10 +160,17 @@ def test_the_source_is_free_when_dump_returned(made: Callable[..., V1OverV0]) ->
     assert wanted.same(target)
 
 
-def test_a_load_that_hangs_ends_at_its_deadline_and_writes_nothing_afterwards(made: Callable[..., V1OverV0]) -> None:
+def test_a_load_that_hangs_ends_at_its_deadline_and_writes_nothing_afterwards(
+    made: Callable[..., V1OverV0],
+) -> None:
     now = [0.0]
     v0 = UsersV0({})
-    store, source, target, before = made(v0, clock=lambda: now[0]), Memory(2, 0), Memory(2, 1), Memory(2, 1)
+    store, source, target, before = (
+        made(v0, clock=lambda: now[0]),
+        Memory(2, 0),
+        Memory(2, 1),
+        Memory(2, 1),
+    )
     store.wait(store.dump_data(ids(2), [0, 0], source.rows))
     v0.go.clear()
     v0.at_wait.clear()
@@ -168,7 +192,8 @@ def test_a_load_that_hangs_ends_at_its_deadline_and_writes_nothing_afterwards(ma
     now[0] = 7.0
     v0.go.set()
     late = Memory(2, 2)
-    store.wait(store.load_data(ids(2), [0, 0], late.rows))  # what came before it in the queue is over
+    # what came before it in the queue is over
+    store.wait(store.load_data(ids(2), [0, 0], late.rows))
     assert target.same(before), "not one late byte"
     assert late.same(source)
     assert store.healthy()
@@ -190,10 +215,16 @@ def test_a_dump_that_hangs_ends_and_the_next_one_works(made: Callable[..., V1Ove
 
 
 def test_dumps_are_bounded_and_refused_at_once(made: Callable[..., V1OverV0]) -> None:
-    """The least there is to stage in is 1 MiB: two blocks here. A task holds what it dumps until it has ended."""
+    """The least there is to stage in is 1 MiB: two blocks here. A task holds what it dumps until it
+    has ended."""
     size = 1 << 19
     v0 = UsersV0({})
-    sizes = {"tensor_size": size, "shard_size": size, "block_size": size, "staging_capacity": "1MiB"}
+    sizes = {
+        "tensor_size": size,
+        "shard_size": size,
+        "block_size": size,
+        "staging_capacity": "1MiB",
+    }
     store = made(v0, PATIENT | sizes)
     source = np.zeros(size, np.uint8)
     rows = np.full((3, 1), source.ctypes.data, np.uint64)
@@ -230,7 +261,9 @@ def test_keys_of_all_stores_mean_the_same_here(made: Callable[..., V1OverV0]) ->
             V1OverV0(v0, DIRECT | wrong)
 
 
-def test_closing_ends_what_runs_too_and_nothing_is_written_afterwards(made: Callable[..., V1OverV0]) -> None:
+def test_closing_ends_what_runs_too_and_nothing_is_written_afterwards(
+    made: Callable[..., V1OverV0],
+) -> None:
     v0 = UsersV0({})
     store, target, before = made(v0), Memory(1, 0), Memory(1, 0)
     store.wait(store.dump_data(ids(1), [0], Memory(1, 1).rows))
@@ -254,9 +287,17 @@ def test_closing_ends_what_runs_too_and_nothing_is_written_afterwards(made: Call
 
 @pytest.mark.parametrize(
     ("code", "kind"),
-    [(-50009, NoSpaceError), (-50004, BusyError), (-50001, BusyError), (-50010, DeadlineError), (17, StoreIOError)],
+    [
+        (-50009, NoSpaceError),
+        (-50004, BusyError),
+        (-50001, BusyError),
+        (-50010, DeadlineError),
+        (17, StoreIOError),
+    ],
 )
-def test_codes_of_create_become_errors_by_row(code: int, kind: type[Exception], made: Callable[..., V1OverV0]) -> None:
+def test_codes_of_create_become_errors_by_row(
+    code: int, kind: type[Exception], made: Callable[..., V1OverV0]
+) -> None:
     v0 = UsersV0({})
     v0.codes[ids(2)[1].hex()] = code
     store, source = made(v0), Memory(2, 0)
@@ -318,7 +359,11 @@ def test_blocks_given_up_half_way_do_not_pile_up(
     store, source = made(v0, LAYERWISE), Memory(3, 0)
     store.wait(store.dump_data(ids(3)[:2], [0, 0], source.layers[:2]))
     store.wait(store.dump_data(ids(3)[2:], [0], source.layers[:1]))
-    assert v0.calls == ["create", "create", "commit False"] or v0.calls == ["create", "commit False", "create"]
+    assert v0.calls == ["create", "create", "commit False"] or v0.calls == [
+        "create",
+        "commit False",
+        "create",
+    ]
     assert len(v0.created) == 2
 
 
@@ -341,7 +386,12 @@ def test_calls_that_make_no_sense(made: Callable[..., V1OverV0]) -> None:
         store.wait(object())
     with pytest.raises(InvalidInputError, match="sizes"):
         V1OverV0(UsersV0({}), {})
-    store.wait([store.load_data([], [], np.zeros((0, 6), np.uint64)), store.dump_data([], [], np.zeros((0, 6)))])
+    store.wait(
+        [
+            store.load_data([], [], np.zeros((0, 6), np.uint64)),
+            store.dump_data([], [], np.zeros((0, 6))),
+        ]
+    )
 
 
 def test_many_threads_at_once(made: Callable[..., V1OverV0]) -> None:
@@ -370,9 +420,13 @@ def test_the_factory_puts_v1_in_front_of_a_v0_store() -> None:
     assert store.config == config
     told = store.v0.config
     assert (told["kv_block_size"], told["io_size"], told["role"]) == (BLOCK, BLOCK, "scheduler")
-    worker = UcmConnectorFactoryV1.create_connector("UsersV0", DIRECT | {"device_id": 0, "role": "x"}, "other_stores")
+    worker = UcmConnectorFactoryV1.create_connector(
+        "UsersV0", DIRECT | {"device_id": 0, "role": "x"}, "other_stores"
+    )
     assert isinstance(worker, V1OverV0)
     assert worker.v0.config["role"] == "x", "what the user wrote holds"
-    assert not issubclass(UcmConnectorFactoryV1.resolve("UsersV0", "other_stores"), UcmKVStoreBaseV1)
+    assert not issubclass(
+        UcmConnectorFactoryV1.resolve("UsersV0", "other_stores"), UcmKVStoreBaseV1
+    )
     with pytest.raises(ConfigError, match="does not define"):
         UcmConnectorFactoryV1.resolve("UcmKVStoreBase", "ucm.store.ucmstore")

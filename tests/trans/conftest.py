@@ -1,6 +1,8 @@
-"""Devices to copy with: the host always; another over the software driver where the environment names its library.
+"""Devices to copy with: the host always; another over the software driver where the environment
+names its library.
 
-``make test-py`` builds and names it, and runs this directory by itself: a process looks for its driver once.
+``make test-py`` builds and names it, and runs this directory by itself: a process looks for its
+driver once.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Soft:
 
     def write(self, address: int, data: Bytes) -> None:
         done = self.library.softcuda_write(
-            ctypes.c_uint64(address), ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
+            ctypes.c_uint64(address),
+            ctypes.c_void_p(data.ctypes.data),
+            ctypes.c_size_t(data.nbytes),
         )
         assert done == 0
 

@@ -110,7 +110,9 @@ def test_kernels_reach_what_is_registered(device: trans.Device, soft: Any) -> No
     buffers.unregister_host_buffer(data.ctypes.data)
 
 
-def _in_child(device: trans.Device, stream: trans.Stream, memory: trans.Memory, tell: Connection) -> None:
+def _in_child(
+    device: trans.Device, stream: trans.Stream, memory: trans.Memory, tell: Connection
+) -> None:
     told = []
     calls: list[Callable[[], object]] = [device.make_stream, device.make_buffer, stream.synchronize]
     for call in [*calls, lambda: memory.address]:
@@ -136,11 +138,17 @@ def test_a_forked_child_ends_nothing_of_its_parents(device: trans.Device, memory
     buffers, stream = device.make_buffer(), device.make_stream()
     buffers.make_host_buffers(4096, 2)
     memories = [buffers.make_host_buffer(4096), buffers.make_host_buffer(1 << 20)]
-    memories += [buffers.get_host_buffer(4096), buffers.get_host_buffer(4096), device.allocate_memory(4096)]
+    memories += [
+        buffers.get_host_buffer(4096),
+        buffers.get_host_buffer(4096),
+        device.allocate_memory(4096),
+    ]
     receive, send = multiprocessing.Pipe(duplex=False)
     stream.host_to_device_async(memories[1], memories[-1], 4096)  # it has a thread now
     stream.synchronize()
-    child = multiprocessing.get_context("fork").Process(target=_end_in_child, args=(memories, stream, send))
+    child = multiprocessing.get_context("fork").Process(
+        target=_end_in_child, args=(memories, stream, send)
+    )
     child.start()
     child.join(60)
     assert child.exitcode == 0 and receive.poll() and receive.recv()
@@ -152,7 +160,9 @@ def test_a_forked_child_ends_nothing_of_its_parents(device: trans.Device, memory
 def test_a_forked_child_is_told(device: trans.Device) -> None:
     receive, send = multiprocessing.Pipe(duplex=False)
     stream, memory = device.make_stream(), device.allocate_memory(64)
-    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(device, stream, memory, send))
+    child = multiprocessing.get_context("fork").Process(
+        target=_in_child, args=(device, stream, memory, send)
+    )
     child.start()
     told = receive.recv()
     child.join()

@@ -1,4 +1,5 @@
-"""Callbacks run on their stream's thread, tell of what they raise, and never keep a process from ending."""
+"""Callbacks run on their stream's thread, tell of what they raise, and never keep a process from
+ending."""
 
 from __future__ import annotations
 
@@ -100,6 +101,8 @@ threading.Timer(0.05, go.set).start() if {late} else go.set()
 @pytest.mark.parametrize("late", [False, True])
 def test_the_interpreter_ends_with_callbacks_under_way(memory: object, late: bool) -> None:
     program = AT_EXIT.format(platform=memory.platform, late=late)  # type: ignore[attr-defined]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "ended "), done.stderr
     assert "Error" not in done.stderr and "Fatal" not in done.stderr

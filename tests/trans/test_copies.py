@@ -22,18 +22,26 @@ def bytes_of(seed: int, size: int) -> npt.NDArray[np.uint8]:
 
 
 class Pages:
-    """Pieces of ``size`` bytes on the device and on the host, each with a gap behind it that no copy may touch."""
+    """Pieces of ``size`` bytes on the device and on the host, each with a gap behind it that no
+    copy may touch."""
 
     def __init__(self, device: trans.Device, memory: Any, size: int, count: int) -> None:
         self.memory, self.size, self.count = memory, size, count
         self.all = count * (size + GAP)
         buffers = device.make_buffer()
-        self.device, self.host = buffers.make_device_buffer(self.all), buffers.make_host_buffer(self.all)
+        self.device, self.host = (
+            buffers.make_device_buffer(self.all),
+            buffers.make_host_buffer(self.all),
+        )
         self.bytes = np.frombuffer(self.host, np.uint8)
         order = np.random.default_rng(size).permutation(count)
         self.at = order * (size + GAP)
-        self.device_at = (np.uint64(self.device.address) + self.at.astype(np.uint64)).astype(np.uint64)
-        self.host_at = (np.uint64(self.host.address) + self.at.astype(np.uint64)[::-1]).astype(np.uint64)
+        self.device_at = (np.uint64(self.device.address) + self.at.astype(np.uint64)).astype(
+            np.uint64
+        )
+        self.host_at = (np.uint64(self.host.address) + self.at.astype(np.uint64)[::-1]).astype(
+            np.uint64
+        )
 
     def fill(self, device: npt.NDArray[np.uint8], host: npt.NDArray[np.uint8]) -> None:
         self.memory.write(self.device.address, device)
@@ -45,7 +53,9 @@ class Pages:
     def on_device(self) -> npt.NDArray[np.uint8]:
         return self.memory.read(self.device.address, self.all)
 
-    def moved(self, source: npt.NDArray[np.uint8], from_: npt.NDArray[Any], to: npt.NDArray[Any]) -> Any:
+    def moved(
+        self, source: npt.NDArray[np.uint8], from_: npt.NDArray[Any], to: npt.NDArray[Any]
+    ) -> Any:
         """What a poisoned destination should be."""
         expected = self.poison()
         for a, b in zip(from_, to, strict=True):
@@ -64,7 +74,9 @@ def forms(addresses: npt.NDArray[np.uint64]) -> list[Any]:
 @pytest.mark.parametrize("form", range(3), ids=["array", "list", "pointer"])
 @pytest.mark.parametrize("wait", [True, False], ids=["sync", "async"])
 @pytest.mark.parametrize("transfer", TRANSFERS)
-def test_every_shape(device: trans.Device, memory: Any, transfer: str, wait: bool, form: int) -> None:
+def test_every_shape(
+    device: trans.Device, memory: Any, transfer: str, wait: bool, form: int
+) -> None:
     stream = device.make_stream(transfer)
     suffix = "" if wait else "_async"
 

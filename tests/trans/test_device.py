@@ -40,12 +40,18 @@ STREAM_NAMES = {
 def test_the_names_of_the_original_are_the_same_methods() -> None:
     for theirs, ours in STREAM_NAMES.items():
         assert getattr(trans.Stream, theirs) is getattr(trans.Stream, ours)
-    for theirs, ours in {"Setup": "setup", "MakeStream": "make_stream", "MakeSMStream": "make_sm_stream"}.items():
+    for theirs, ours in {
+        "Setup": "setup",
+        "MakeStream": "make_stream",
+        "MakeSMStream": "make_sm_stream",
+    }.items():
         assert getattr(trans.Device, theirs) is getattr(trans.Device, ours)
     for what in ["DeviceBuffer", "HostBuffer"]:
         low = what.replace("Buffer", "_buffer").lower()
         for verb in ["Make", "Get"]:
-            assert getattr(trans.Buffer, verb + what) is getattr(trans.Buffer, f"{verb.lower()}_{low}")
+            assert getattr(trans.Buffer, verb + what) is getattr(
+                trans.Buffer, f"{verb.lower()}_{low}"
+            )
         assert getattr(trans.Buffer, f"Make{what}s") is getattr(trans.Buffer, f"make_{low}s")
     assert trans.Buffer.RegisterHostBuffer is trans.Buffer.register_host_buffer
     assert trans.Buffer.UnregisterHostBuffer is trans.Buffer.unregister_host_buffer
@@ -94,7 +100,11 @@ def test_the_platform_abstraction(device: trans.Device) -> None:
 
 def test_a_device_that_is_not_open() -> None:
     device = trans.Device("host")
-    calls: list[Callable[[], object]] = [device.make_stream, device.make_buffer, lambda: device.name]
+    calls: list[Callable[[], object]] = [
+        device.make_stream,
+        device.make_buffer,
+        lambda: device.name,
+    ]
     for call in calls:
         with pytest.raises(InvalidInputError, match="setup"):
             call()

@@ -1,6 +1,7 @@
-"""Kernels in Triton's interpreter, on a CPU: ``make test`` runs this directory in a process of its own, because Triton
-decides when it is imported whether it compiles or interprets. On a GPU (``make test-gpu``) they are compiled, and what
-a test hands a kernel lies on the GPU for the length of the call."""
+"""Kernels in Triton's interpreter, on a CPU: ``make test`` runs this directory in a process of its
+own, because Triton decides when it is imported whether it compiles or interprets. On a GPU (``make
+test-gpu``) they are compiled, and what a test hands a kernel lies on the GPU for the length of the
+call."""
 
 from __future__ import annotations
 
@@ -29,12 +30,13 @@ def _finds_gpu() -> bool:
 
 ON_GPU = not INTERPRETED and _finds_gpu()
 if not INTERPRETED:
-    collect_ignore_glob = ["test_bytes.py" if ON_GPU else "test_*.py"]  # the interpreter is what counts bytes
+    # the interpreter is what counts bytes
+    collect_ignore_glob = ["test_bytes.py" if ON_GPU else "test_*.py"]
 
 
 def _multiply_bf16() -> None:
-    """The interpreter (3.7) keeps bf16 as its bits, and a product of matrices multiplies those as if they were numbers:
-    widen them first. What is compiled is not touched."""
+    """The interpreter (3.7) keeps bf16 as its bits, and a product of matrices multiplies those as
+    if they were numbers: widen them first. What is compiled is not touched."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -44,7 +46,9 @@ def _multiply_bf16() -> None:
     def wide(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16:
             return handle
-        numbers = interpreter._convert_float(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        numbers = interpreter._convert_float(handle.data, tl.bfloat16, tl.float32, None).view(
+            np.float32
+        )
         return interpreter.TensorHandle(numbers, tl.float32)
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
@@ -58,14 +62,18 @@ if INTERPRETED and find_spec("triton"):
 
 
 def _on_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for tensors of the host: a twin of each lies on the GPU, in the same order and with the same gaps, and
-    what the kernel wrote there comes back."""
+    """The same for tensors of the host: a twin of each lies on the GPU, in the same order and with
+    the same gaps, and what the kernel wrote there comes back."""
     import torch
 
     def apply(to: Callable[[Any], Any], value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return to(value)
-        return type(value)(*(apply(to, part) for part in value)) if hasattr(value, "_fields") else value
+        return (
+            type(value)(*(apply(to, part) for part in value))
+            if hasattr(value, "_fields")
+            else value
+        )
 
     @wraps(kernel)
     def there(*arguments: Any, **named: Any) -> Any:
@@ -75,18 +83,25 @@ def _on_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
             if tensor.device.type == "cuda":
                 return tensor
             storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            moved = storage.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            moved = storage.cuda().as_strided(
+                tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
             twins.append((tensor, moved))
             return moved
 
         def back(tensor: Any) -> Any:
             return next((host for host, moved in twins if moved is tensor), tensor.cpu())
 
-        result = kernel(*(apply(twin, x) for x in arguments), **{name: apply(twin, x) for name, x in named.items()})
+        result = kernel(
+            *(apply(twin, x) for x in arguments),
+            **{name: apply(twin, x) for name, x in named.items()},
+        )
         if not twins:
             return result
         for host, moved in twins:
-            if not torch.equal(moved.cpu().contiguous().view(torch.uint8), host.contiguous().view(torch.uint8)):
+            if not torch.equal(
+                moved.cpu().contiguous().view(torch.uint8), host.contiguous().view(torch.uint8)
+            ):
                 host.copy_(moved)
         return apply(back, result)
 

@@ -1,6 +1,7 @@
 """How many bytes the kernels load and store is what arithmetic says: nothing large is read twice.
 
-Counted in the interpreter, at the sizes of docs/sparse.md: blocks of 128 tokens, 8 KV heads of 128 channels.
+Counted in the interpreter, at the sizes of docs/sparse.md: blocks of 128 tokens, 8 KV heads of 128
+channels.
 """
 
 from __future__ import annotations
@@ -75,11 +76,19 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def test_codes_are_read_once(traffic: Traffic) -> None:
-    """16 bytes a token and head, of the blocks between the windows; all else together is less than 5 %."""
+    """16 bytes a token and head, of the blocks between the windows; all else together is less than
+    5 %."""
     table, blocks = rows()
     codes = torch.zeros((2 * N, BLOCK, HEADS, WIDTH), dtype=torch.uint8)
     traffic.watch(codes=codes)
-    gpu.hamming_scores(torch.zeros((1, HEADS, WIDTH), dtype=torch.uint8), codes, table, blocks * BLOCK, init=1, local=3)
+    gpu.hamming_scores(
+        torch.zeros((1, HEADS, WIDTH), dtype=torch.uint8),
+        codes,
+        table,
+        blocks * BLOCK,
+        init=1,
+        local=3,
+    )
     assert traffic.loaded["codes"] == (N - 4) * BLOCK * HEADS * WIDTH
     assert near(traffic.loaded.total() + traffic.stored.total(), (N - 4) * BLOCK * HEADS * WIDTH)
 
@@ -87,7 +96,10 @@ def test_codes_are_read_once(traffic: Traffic) -> None:
 def test_codes_of_a_latent_are_read_once_for_all_heads(traffic: Traffic) -> None:
     """72 bytes a token, whether 1 or 128 heads ask."""
     blocks = 6
-    codes, table = torch.zeros((8, BLOCK, 1, 72), dtype=torch.uint8), torch.randperm(8)[:blocks].int()[None]
+    codes, table = (
+        torch.zeros((8, BLOCK, 1, 72), dtype=torch.uint8),
+        torch.randperm(8)[:blocks].int()[None],
+    )
     traffic.watch(codes=codes)
     tokens = torch.tensor([blocks * BLOCK])
     gpu.hamming_scores(torch.zeros((1, 1, 128, 72), dtype=torch.uint8), codes, table, tokens)
@@ -96,18 +108,24 @@ def test_codes_of_a_latent_are_read_once_for_all_heads(traffic: Traffic) -> None
 
 @pytest.mark.parametrize(("vectors", "each"), [(1, 2048), (2, 4096)])
 def test_representations_of_blocks_are_read_once(traffic: Traffic, vectors: int, each: int) -> None:
-    """Means 2 KiB a block, Quest's bounds 4 KiB; the queries are read again by every program, from a cache."""
+    """Means 2 KiB a block, Quest's bounds 4 KiB; the queries are read again by every program, from
+    a cache."""
     table, blocks = rows()
     reps = torch.zeros((2 * N, vectors, HEADS, DIM), dtype=torch.bfloat16)
     query = torch.zeros((1, HEADS * GROUP, DIM), dtype=torch.bfloat16)
     traffic.watch(reps=reps, query=query)
-    (gpu.dot_scores if vectors == 1 else gpu.quest_scores)(query, reps, table, blocks, init=1, local=1)
+    (gpu.dot_scores if vectors == 1 else gpu.quest_scores)(
+        query, reps, table, blocks, init=1, local=1
+    )
     assert traffic.loaded["reps"] == (N - 2) * each
-    assert near(traffic.loaded["reps"] + traffic.loaded["the rest"] + traffic.stored.total(), (N - 2) * each)
+    assert near(
+        traffic.loaded["reps"] + traffic.loaded["the rest"] + traffic.stored.total(), (N - 2) * each
+    )
 
 
 def test_keys_are_read_once_and_codes_written_once(traffic: Traffic) -> None:
-    """256 bytes a token and head in, 16 out; directions once a program, of which there are only so many."""
+    """256 bytes a token and head in, 16 out; directions once a program, of which there are only so
+    many."""
     tokens, heads = 4 * 32 + 5, 2
     keys = torch.zeros((tokens, heads, DIM), dtype=torch.bfloat16)
     codes, slots = torch.zeros((4, BLOCK, heads, WIDTH), dtype=torch.uint8), torch.arange(tokens)
@@ -121,7 +139,9 @@ def test_keys_are_read_once_and_codes_written_once(traffic: Traffic) -> None:
 
 
 @pytest.mark.parametrize(("spread", "passes"), [(128, 3), (30_000, 4)])
-def test_scores_are_read_once_for_each_digit_and_twice_besides(traffic: Traffic, spread: int, passes: int) -> None:
+def test_scores_are_read_once_for_each_digit_and_twice_besides(
+    traffic: Traffic, spread: int, passes: int
+) -> None:
     """Distances of 128 bits have one digit: least and greatest, one histogram, and what is kept."""
     places = 1500
     scores = torch.randint(-spread, 1, (1, 1, places), dtype=torch.int32)

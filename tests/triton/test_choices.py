@@ -1,4 +1,5 @@
-"""A request keeps the same blocks whether Triton or torch chooses them, for every method that has kernels."""
+"""A request keeps the same blocks whether Triton or torch chooses them, for every method that has
+kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from ucm.sparse.selectors.hash import Hash  # noqa: E402
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ESA": {"stride": 1, "min_blocks": 0},
-    "GSA": {"init_blocks": 1, "local_blocks": 2, "min_blocks": 1, "rep_dtype": "int8", "score": "l2"},
+    "GSA": {
+        "init_blocks": 1,
+        "local_blocks": 2,
+        "min_blocks": 1,
+        "rep_dtype": "int8",
+        "score": "l2",
+    },
     "GSAOnDevice": {"init_blocks": 1, "local_blocks": 2, "topk_blocks": 6},
     "Quest": {},
     "InfLLM": {"rep_tokens": 2},
@@ -39,7 +46,9 @@ def run(name: str, settings: dict[str, Any], device: str = "cpu") -> dict[Any, l
     return engine.kept
 
 
-def kept(name: str, monkeypatch: pytest.MonkeyPatch, triton: bool) -> tuple[dict[Any, Any], set[str]]:
+def kept(
+    name: str, monkeypatch: pytest.MonkeyPatch, triton: bool
+) -> tuple[dict[Any, Any], set[str]]:
     """The same, and which kernels were called."""
     called: set[str] = set()
 
@@ -62,17 +71,22 @@ def test_triton_and_torch_keep_the_same(name: str, monkeypatch: pytest.MonkeyPat
     expected, none = kept(name, monkeypatch, triton=False)
     assert found == expected and not none
     assert called & {"select_blocks", "hash_select"} and len(called) > 1
-    assert any(len(ids) < 10 for (request, step, _), ids in found.items() if request == "a" and step)
+    assert any(
+        len(ids) < 10 for (request, step, _), ids in found.items() if request == "a" and step
+    )
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="of a GPU")
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("name", [*SETTINGS, "KVStarMultiStep"])
 def test_a_gpu_and_the_host_keep_the_same(name: str, lag: int) -> None:
-    """With everything on the GPU: representations, choices, and with a lag the streams of the threads that choose."""
+    """With everything on the GPU: representations, choices, and with a lag the streams of the
+    threads that choose."""
     settings = SETTINGS.get(name, {}) | ({"lag": lag} if lag else {})
     expected = run(name, settings)
-    assert any(len(ids) < 10 for (request, step, _), ids in expected.items() if request == "a" and step)
+    assert any(
+        len(ids) < 10 for (request, step, _), ids in expected.items() if request == "a" and step
+    )
     assert run(name, settings, "cuda") == expected
     assert kernels.triton_kernels(torch.empty(0, device="cuda").device) is not None
 
@@ -90,7 +104,9 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_TYPES", ())
     for row in range(2):
         n = int(blocks[row])
-        assert torch.equal(found[row, :, :n], selector.score(0, query[row : row + 1], reps[table[row, :n].long()]))
+        assert torch.equal(
+            found[row, :, :n], selector.score(0, query[row : row + 1], reps[table[row, :n].long()])
+        )
 
 
 def test_codes_of_tokens_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

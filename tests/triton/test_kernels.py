@@ -34,27 +34,36 @@ def pool(seed: int, rows: list[int], size: int, blocks: int) -> tuple[Tensor, Te
     return table, torch.tensor(rows, dtype=torch.int32)
 
 
-def framed(scores: Tensor, table: Tensor, blocks: Tensor, init: int, local: int, most: float, least: float) -> Tensor:
-    """Scores ``[r, h, N]`` with what stands for windows, absent blocks and places behind the last block."""
+def framed(
+    scores: Tensor, table: Tensor, blocks: Tensor, init: int, local: int, most: float, least: float
+) -> Tensor:
+    """Scores ``[r, h, N]`` with what stands for windows, absent blocks and places behind the last
+    block."""
     place = torch.arange(scores.shape[2])
     last = blocks.long()[:, None, None]
     end = (last - local).clamp(min=0)
     scores = torch.where((place < init) | (place >= end), torch.full_like(scores, most), scores)
-    return torch.where((place >= last) | (table[:, None] < 0), torch.full_like(scores, least), scores)
+    return torch.where(
+        (place >= last) | (table[:, None] < 0), torch.full_like(scores, least), scores
+    )
 
 
-# Codes ---------------------------------------------------------------------------------------------------------------
+# Codes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("heads", "size", "bits"), [(2, 64, 128), (1, 96, 40), (1, 160, 192)])
-def test_codes_are_the_signs_of_the_products(dtype: torch.dtype, heads: int, size: int, bits: int) -> None:
+def test_codes_are_the_signs_of_the_products(
+    dtype: torch.dtype, heads: int, size: int, bits: int
+) -> None:
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(70, heads, size, generator=generator).to(dtype)
     weights = torch.randn(size, bits, generator=generator)
     found = gpu.hash_encode(x, weights)
     products = x.double() @ weights.double()
-    assert (products.abs() > 1e-4).all()  # no product is as small as the rounding of single precision
+    # no product is as small as the rounding of single precision
+    assert (products.abs() > 1e-4).all()
     assert torch.equal(found, bits_of(products))
 
 
@@ -105,11 +114,15 @@ def test_made_codes_are_copied_to_their_slots() -> None:
     assert torch.equal(cache.view(8, 3, 5), expected)
 
 
-# Hamming scores ------------------------------------------------------------------------------------------------------
+# Hamming scores
+# --------------------------------------------------------------------------------------------------
 
 
-def hamming_oracle(queries: Tensor, codes: Tensor, table: Tensor, tokens: Tensor, apart: bool) -> Tensor:
-    """``[r, h or 1, N]`` without windows: minus the least distance, of several queries in a head added up."""
+def hamming_oracle(
+    queries: Tensor, codes: Tensor, table: Tensor, tokens: Tensor, apart: bool
+) -> Tensor:
+    """``[r, h or 1, N]`` without windows: minus the least distance, of several queries in a head
+    added up."""
     places, size = table.shape[1], codes.shape[1]
     own = codes[table.long().clamp(min=0)]  # [r, N, b, h, bytes]
     if queries.dim() == 3:
@@ -134,10 +147,14 @@ def test_hamming_scores(apart: bool, heads: int, size: int, width: int, order: s
         codes = codes.transpose(1, 2).contiguous().transpose(1, 2)
     queries = torch.randint(0, 256, (3, heads, width), dtype=torch.uint8)
     for init, local in ((0, 0), (1, 2)):
-        found = gpu.hamming_scores(queries, codes, table, tokens, heads_apart=apart, init=init, local=local)
+        found = gpu.hamming_scores(
+            queries, codes, table, tokens, heads_apart=apart, init=init, local=local
+        )
         expected = hamming_oracle(queries, codes, table, tokens, apart)
         blocks = -(-tokens // size)
-        assert torch.equal(found, framed(expected, table, blocks, init, local, HIGHEST, LOWEST).int())
+        assert torch.equal(
+            found, framed(expected, table, blocks, init, local, HIGHEST, LOWEST).int()
+        )
 
 
 def test_hash_scores_are_those_of_the_codes_of_queries() -> None:
@@ -146,8 +163,12 @@ def test_hash_scores_are_those_of_the_codes_of_queries() -> None:
     query, weights, blocks = torch.randn(3, 4, 64).bfloat16(), torch.randn(64, 64), -(-tokens // 16)
     asked = gpu.hash_encode_query(query, weights, 2)
     for apart in (False, True):
-        found = gpu.hash_scores(query, weights, codes, table, blocks, heads_apart=apart, init=1, local=2)
-        expected = gpu.hamming_scores(asked, codes, table, blocks * 16, heads_apart=apart, init=1, local=2)
+        found = gpu.hash_scores(
+            query, weights, codes, table, blocks, heads_apart=apart, init=1, local=2
+        )
+        expected = gpu.hamming_scores(
+            asked, codes, table, blocks * 16, heads_apart=apart, init=1, local=2
+        )
         assert torch.equal(found, expected)
 
 
@@ -161,11 +182,14 @@ def test_distances_of_latent_heads_are_added_up_as_integers(count: int) -> None:
     queries[0, 0, 1:] = 255
     found = gpu.hamming_scores(queries, codes, table, tokens)
     expected = hamming_oracle(queries, codes, table, tokens, False)
-    assert torch.equal(found, framed(expected, table, -(-tokens // 16), 0, 0, HIGHEST, LOWEST).int())
+    assert torch.equal(
+        found, framed(expected, table, -(-tokens // 16), 0, 0, HIGHEST, LOWEST).int()
+    )
     assert int(found[0, 0].min()) != LOWEST
 
 
-# Vectors -------------------------------------------------------------------------------------------------------------
+# Vectors
+# --------------------------------------------------------------------------------------------------
 
 OVER = {
     "max": lambda values, dim: values.amax(dim),
@@ -180,7 +204,11 @@ def means(query: Tensor, heads: int) -> Tensor:
 
 def joined(each: Tensor, over_heads: str) -> Tensor:
     """``[r, N, h]`` as ``[r, h or 1, N]``."""
-    return (each if over_heads == "apart" else OVER[over_heads](each, 2)[..., None]).transpose(1, 2).float()
+    return (
+        (each if over_heads == "apart" else OVER[over_heads](each, 2)[..., None])
+        .transpose(1, 2)
+        .float()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
@@ -208,7 +236,9 @@ def test_products_and_distances(dtype: torch.dtype, metric: str) -> None:
             init=1,
             local=2,
         )
-        own = (reps.double() if scales is None else reps.double() * scales[..., None])[table.long().clamp(min=0)]
+        own = (reps.double() if scales is None else reps.double() * scales[..., None])[
+            table.long().clamp(min=0)
+        ]
         q = means(query, heads)[:, None, None]
         each = (q * own).sum(-1) if metric == "dot" else -(q - own).norm(dim=-1)
         expected = joined(OVER[over_reps](each, 2), over_heads)
@@ -239,10 +269,13 @@ def test_a_score_does_not_depend_on_the_batch() -> None:
     assert torch.equal(together[1, :, 7:21], alone[0])
 
 
-# Choosing ------------------------------------------------------------------------------------------------------------
+# Choosing
+# --------------------------------------------------------------------------------------------------
 
 
-def kept_oracle(scores: Tensor, table: Tensor, n: int, budget: int, init: int, local: int) -> list[int]:
+def kept_oracle(
+    scores: Tensor, table: Tensor, n: int, budget: int, init: int, local: int
+) -> list[int]:
     """Places that one row and head keep."""
     never = LOWEST if scores.dtype == torch.int32 else -torch.inf
     end = n - min(local, n)
@@ -255,11 +288,19 @@ def kept_oracle(scores: Tensor, table: Tensor, n: int, budget: int, init: int, l
 
 
 def check_kept(
-    scores: Tensor, table: Tensor, tokens: Tensor, size: int, budgets: list[int], init: int, local: int, more: int = 0
+    scores: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    size: int,
+    budgets: list[int],
+    init: int,
+    local: int,
+    more: int = 0,
 ) -> None:
     width = min(table.shape[1], init + local + max(budgets)) + more
     (room,) = Kept.rooms(1, *scores.shape[:2], width)
-    there = torch.tensor(budgets, dtype=torch.int32) if more else budgets  # as a step has them on a GPU
+    # as a step has them on a GPU
+    there = torch.tensor(budgets, dtype=torch.int32) if more else budgets
     kept = gpu.select_blocks(scores, table, tokens, size, there, init=init, local=local, into=room)
     for row, head in itertools.product(range(len(tokens)), range(scores.shape[1])):
         length = int(tokens[row])
@@ -269,7 +310,9 @@ def check_kept(
         assert kept.logical[row, head].tolist() == places + [-1] * (width - count)
         ids = table[row, places].tolist()
         assert kept.table[row, head].tolist() == ids + [ids[-1] if ids else 0] * (width - count)
-        assert int(kept.tokens[row, head]) == ((count - 1) * size + (length - 1) % size + 1 if n else 0)
+        assert int(kept.tokens[row, head]) == (
+            (count - 1) * size + (length - 1) % size + 1 if n else 0
+        )
 
 
 @pytest.mark.parametrize("integers", [True, False])
@@ -315,7 +358,9 @@ def test_what_does_not_fit_is_said() -> None:
     table, tokens = pool(6, [32, 16], 2, 40)
     scores = torch.zeros(2, 1, 16)
     with pytest.raises(InvalidInputError, match="more blocks than there are places"):
-        gpu.select_blocks(scores, table, tokens, 2, [4, 4], init=1, local=1, into=Kept.rooms(1, 2, 1, 5)[0])
+        gpu.select_blocks(
+            scores, table, tokens, 2, [4, 4], init=1, local=1, into=Kept.rooms(1, 2, 1, 5)[0]
+        )
     with pytest.raises(InvalidInputError, match="none was given"):
         gpu.select_blocks(scores, table, tokens, 2, torch.tensor([4, 4], dtype=torch.int32))
     with pytest.raises(InvalidInputError, match="float32 or int32"):
@@ -324,7 +369,10 @@ def test_what_does_not_fit_is_said() -> None:
         gpu.dot_scores(torch.zeros(2, 4, 8), torch.zeros(9, 3, 8), table, tokens)
     with pytest.raises(InvalidInputError, match="do not fit each other"):
         gpu.hamming_scores(
-            torch.zeros(2, 2, 8, dtype=torch.uint8), torch.zeros(9, 4, 1, 8, dtype=torch.uint8), table, tokens
+            torch.zeros(2, 2, 8, dtype=torch.uint8),
+            torch.zeros(9, 4, 1, 8, dtype=torch.uint8),
+            table,
+            tokens,
         )
     with pytest.raises(InvalidInputError, match="directions do not fit"):
         gpu.hash_encode(torch.zeros(2, 1, 8), torch.zeros(9, 8))
@@ -333,6 +381,8 @@ def test_what_does_not_fit_is_said() -> None:
 def test_the_trial_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed on a GPU before its kernels are used."""
     trial.run(torch.device("cpu"))
-    monkeypatch.setattr(gpu, "hamming_scores", lambda *_, **__: torch.zeros(1, 1, 12, dtype=torch.int32))
+    monkeypatch.setattr(
+        gpu, "hamming_scores", lambda *_, **__: torch.zeros(1, 1, 12, dtype=torch.int32)
+    )
     with pytest.raises(Exception, match="something else than torch"):
         trial.run(torch.device("cpu"))

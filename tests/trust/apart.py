@@ -1,7 +1,7 @@
 """Which cells of the matrix mean nothing, and why; and which of the others the short form runs.
 
-Every exclusion stands in :data:`APART`, with the reason that the table prints. A row or a column that is new has none:
-it is run everywhere, until somebody says here why not.
+Every exclusion stands in :data:`APART`, with the reason that the table prints. A row or a column
+that is new has none: it is run everywhere, until somebody says here why not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def _named(*names: str) -> Callable[[Row], bool]:
 
 
 def _on_fuse(row: Row) -> bool:
-    return (isinstance(row, FuseRow) and not row.disk) or row.line in ("kill -9 in a call", "dead root")
+    return (isinstance(row, FuseRow) and not row.disk) or row.line in (
+        "kill -9 in a call",
+        "dead root",
+    )
 
 
 APART = (
@@ -67,20 +70,33 @@ APART = (
 #: Cells that are known to fail, and why; they must fail.
 KNOWN: tuple[Apart, ...] = ()
 
-#: What every column but the first meets in the short form, where it means something; of engines, the second runner's.
+#: What every column but the first meets in the short form, where it means something; of engines,
+#: the second runner's.
 _SHORT = {
-    *("flip: header checksum", "flip: last shard", "zeroed: everything", "truncated: middle", "longer: a byte"),
+    *(
+        "flip: header checksum",
+        "flip: last shard",
+        "zeroed: everything",
+        "truncated: middle",
+        "longer: a byte",
+    ),
     *("swapped", "another identity", "newer version", "removed", "directory", "pipe"),
     *("root read-only", "root emptied", "namespace removed", "unmounted", "full"),
     *("stalled: read", "stalled: write", "EIO: read", "EIO: write", "lie: write"),
     *("kill -9 of a writer", "two writers", "much damage", "no descriptors", "root missing"),
 }
 #: What only some of them meet in it: rows that are about what is new in these columns.
-_SHORT_OF_SEGMENTS = {"footer: entry", "footer: cut off", "footer: newer version", "footer: another place"}
+_SHORT_OF_SEGMENTS = {
+    "footer: entry",
+    "footer: cut off",
+    "footer: newer version",
+    "footer: another place",
+}
 _SHORT_OF_CODECS = {"codec: none", "codec: raw checksum", "codec: frame"}
 _SHORT_PAST_CACHE = {"disk stalled: read", "disk stalled: write", "disk EIO: read", "power cut"}
 
-#: The columns of live engines: each model runner over block files, and one with memory above segments.
+#: The columns of live engines: each model runner over block files, and one with memory above
+#: segments.
 V1, V2, OVER_PC = "vLLM v1", "vLLM v2", "vLLM Cache|Pc"
 ENGINES = (V1, V2, OVER_PC)
 #: What the last of these meets in the short form.
@@ -115,7 +131,9 @@ def is_run(row: Row, column: Column) -> bool:
         return True
     if column == FILES:
         return not (isinstance(row, FuseRow) and row.disk)
-    more = (_SHORT_OF_SEGMENTS if column.in_segments else set()) | (_SHORT_OF_CODECS if column.compressed else set())
+    more = (_SHORT_OF_SEGMENTS if column.in_segments else set()) | (
+        _SHORT_OF_CODECS if column.compressed else set()
+    )
     return row.line in _SHORT | more | (_SHORT_PAST_CACHE if column.direct else set())
 
 

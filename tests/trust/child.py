@@ -1,6 +1,8 @@
-"""A store in a process of its own, for rows where a process dies, runs beside another, or runs out of something.
+"""A store in a process of its own, for rows where a process dies, runs beside another, or runs out
+of something.
 
-Run as ``child.py <work> <root> <seed>``. What happened is written to standard output, a line at a time and at once.
+Run as ``child.py <work> <root> <seed>``. What happened is written to standard output, a line at a
+time and at once.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def write(root: Path, seed: int, count: int = BLOCKS, salt: str = "shared") -> N
         if len(under_way) == WINDOW:
             finish()
         memory = Memory([names[number]], filled=True)
-        under_way.append((number, memory, ground.store.dump_data([names[number]], [0], memory.addresses())))
+        under_way.append(
+            (number, memory, ground.store.dump_data([names[number]], [0], memory.addresses()))
+        )
     while under_way:
         finish()
     ground.close()
@@ -65,7 +69,8 @@ def write(root: Path, seed: int, count: int = BLOCKS, salt: str = "shared") -> N
 
 
 def write_many(root: Path, seed: int) -> None:
-    """The same for so many blocks that it does not end before somebody ends it: power cuts wait for up to 636."""
+    """The same for so many blocks that it does not end before somebody ends it: power cuts wait for
+    up to 636."""
     write(root, seed, MANY, "many")
 
 
@@ -83,7 +88,8 @@ def starve(root: Path, seed: int) -> None:
     ground = Ground(root)
     ground.fill(names[:3])
     before = ground.counts()
-    # The lowest ones are in use: none can be had, whatever the store's own threads give back meanwhile.
+    # The lowest ones are in use: none can be had, whatever the store's own threads give back
+    # meanwhile.
     usual, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     states, failures = ground.load(names[:1])
@@ -101,7 +107,8 @@ def starve(root: Path, seed: int) -> None:
 
 
 def mix(root: Path, seed: int) -> None:
-    """Dumps, looks up and loads a few blocks at a time in a room too small for all, so that some are removed."""
+    """Dumps, looks up and loads a few blocks at a time in a room too small for all, so that some
+    are removed."""
     source, ground = random.Random(seed), Ground(root, storage_capacity=SMALL)
     names = block_ids(BLOCKS, "shared")
     for step in range(STEPS):
@@ -118,7 +125,8 @@ def mix(root: Path, seed: int) -> None:
 
 
 def hunger(root: Path, seed: int) -> None:
-    """Uses the store with no memory left that a buffer or a thread could have, and again when there is some."""
+    """Uses the store with no memory left that a buffer or a thread could have, and again when there
+    is some."""
     names = block_ids(6, f"hungry {seed}")
     ground = Ground(root)
     ground.fill(names[:3])
@@ -151,7 +159,13 @@ def hunger(root: Path, seed: int) -> None:
 
 def hang(root: Path, seed: int) -> None:
     """Opens, uses and closes a store on a root that does not answer."""
-    deadlines = {"lookup_ms": 200, "load_unknown_s": 0.2, "dump_s": 0.5, "probe_s": 0.5, "shutdown_s": 0.5}
+    deadlines = {
+        "lookup_ms": 200,
+        "load_unknown_s": 0.2,
+        "dump_s": 0.5,
+        "probe_s": 0.5,
+        "shutdown_s": 0.5,
+    }
     names = block_ids(3, f"never {seed}")
     ground = Ground(root, deadlines=deadlines)
     assert ground.store.lookup(names) == [False] * 3

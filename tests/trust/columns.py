@@ -1,7 +1,8 @@
 """The columns of the matrix at the store level: what a store of ours can be made of.
 
-A test says which column it is about with :func:`use`, in the environment, so that the processes it starts open the same
-kind of store. Everything else of the matrix asks a :class:`Column` and never its name.
+A test says which column it is about with :func:`use`, in the environment, so that the processes it
+starts open the same kind of store. Everything else of the matrix asks a :class:`Column` and never
+its name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ RUN = os.environ.setdefault("UCM_TRUST_RUN", os.urandom(8).hex())
 
 @dataclass(frozen=True)
 class Column:
-    """A kind of store: how its records lie, how they are read and written, and what stands above that."""
+    """A kind of store: how its records lie, how they are read and written, and what stands above
+    that."""
 
     name: str
     layout: Literal["file", "segment"] = "file"
@@ -49,7 +51,10 @@ class Column:
 
     def open(self, root: Path, common: Mapping[str, Any]) -> UcmPosixStore:
         """A store of this kind below ``root``."""
-        keys: dict[str, Any] = {"io_direct": self.direct, "storage_backends": ":".join(map(str, self.roots(root)))}
+        keys: dict[str, Any] = {
+            "io_direct": self.direct,
+            "storage_backends": ":".join(map(str, self.roots(root))),
+        }
         if self.in_segments:
             keys["segment_age"] = 0.05  # else what nobody waits for is early for long
         above = ["Cache"] * self.memory + ["Compress"] * self.compressed

@@ -1,4 +1,5 @@
-"""The trust matrix: its columns, and its table at the end of a run (``rows.py`` says what it is about)."""
+"""The trust matrix: its columns, and its table at the end of a run (``rows.py`` says what it is
+about)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def kv_transfer_config(request: pytest.FixtureRequest) -> dict[str, Any] | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The engine's tests come last, one engine after the other, so that every one is started once."""
+    """The engine's tests come last, one engine after the other, so that every one is started
+    once."""
     ours = [item for item in items if item.path == HERE / "test_engine.py"]
     items[:] = [item for item in items if item.path != HERE / "test_engine.py"]
     items.extend(sorted(ours, key=lambda item: ENGINES.index(item.callspec.params["engine"])))  # type: ignore[attr-defined]
@@ -46,15 +48,27 @@ def pytest_runtest_makereport(
     """Notes what became of a row."""
     report = yield
     row = getattr(getattr(item, "callspec", None), "params", {}).get("row")
-    if row is not None and HERE in item.path.parents and (report.when == "call" or report.outcome != "passed"):
+    if (
+        row is not None
+        and HERE in item.path.parents
+        and (report.when == "call" or report.outcome != "passed")
+    ):
         known = hasattr(report, "wasxfail")
-        outcome = {"passed": "ok", "failed": "FAILED", "skipped": "known fault" if known else "skipped"}[report.outcome]
+        outcome = {
+            "passed": "ok",
+            "failed": "FAILED",
+            "skipped": "known fault" if known else "skipped",
+        }[report.outcome]
         params = item.callspec.params  # type: ignore[attr-defined]
-        _table.add(row.line, params["column"].name if "column" in params else params["engine"], outcome)
+        _table.add(
+            row.line, params["column"].name if "column" in params else params["engine"], outcome
+        )
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Prints the table, and writes it where it was asked for."""
     if not _table.cells:
         return

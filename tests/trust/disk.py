@@ -1,7 +1,8 @@
-"""A local file system whose disk misbehaves: an ext4 in a file on the matrix's own file system (``fuse.py``).
+"""A local file system whose disk misbehaves: an ext4 in a file on the matrix's own file system
+(``fuse.py``).
 
-The disk is met by what goes past the page cache; what the kernel has in memory (names, most of what describes files)
-it need not ask the disk for.
+The disk is met by what goes past the page cache; what the kernel has in memory (names, most of what
+describes files) it need not ask the disk for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ class Disk:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         subprocess.run(["umount", str(self.mount_point)], check=kind is None)
 
 
@@ -36,5 +42,16 @@ def make(image: Path, size: int) -> None:
     """An empty ext4 in a file of its own."""
     with image.open("wb") as file:
         file.truncate(size)
-    words = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4", "-E", "lazy_itable_init=1,nodiscard", str(image)]
+    words = [
+        "mkfs.ext4",
+        "-q",
+        "-F",
+        "-b",
+        "4096",
+        "-J",
+        "size=4",
+        "-E",
+        "lazy_itable_init=1,nodiscard",
+        str(image),
+    ]
     subprocess.run(words, check=True, capture_output=True)

@@ -1,9 +1,11 @@
-"""A file system of the matrix's own, over /dev/fuse: it shows a directory and stalls, errs or lies when told to.
+"""A file system of the matrix's own, over /dev/fuse: it shows a directory and stalls, errs or lies
+when told to.
 
-:class:`Fuse` mounts it and runs its server, which is this file as a program: ``fuse.py <directory> <mount point>``. The
-server takes its manners from standard input, a JSON object a line, and answers each with ``ok``; for every request that
-it holds it says ``stalled``. When its input ends it leaves, and the kernel aborts every request that waits: nothing is
-ever left hanging. Nothing is cached, so what the server does is what a system call returns. Needs root.
+:class:`Fuse` mounts it and runs its server, which is this file as a program: ``fuse.py <directory>
+<mount point>``. The server takes its manners from standard input, a JSON object a line, and answers
+each with ``ok``; for every request that it holds it says ``stalled``. When its input ends it
+leaves, and the kernel aborts every request that waits: nothing is ever left hanging. Nothing is
+cached, so what the server does is what a system call returns. Needs root.
 """
 
 from __future__ import annotations
@@ -24,8 +26,26 @@ ROOT = 1
 DIRECT_IO = 1
 _IN = struct.Struct("<IIQQIIII")
 #: Names of requests by their number in the protocol.
-NAMES = {1: "LOOKUP", 3: "GETATTR", 4: "SETATTR", 9: "MKDIR", 10: "UNLINK", 11: "RMDIR", 12: "RENAME", 14: "OPEN"}
-NAMES |= {15: "READ", 16: "WRITE", 17: "STATFS", 18: "RELEASE", 20: "FSYNC", 25: "FLUSH", 26: "INIT", 27: "OPENDIR"}
+NAMES = {
+    1: "LOOKUP",
+    3: "GETATTR",
+    4: "SETATTR",
+    9: "MKDIR",
+    10: "UNLINK",
+    11: "RMDIR",
+    12: "RENAME",
+    14: "OPEN",
+}
+NAMES |= {
+    15: "READ",
+    16: "WRITE",
+    17: "STATFS",
+    18: "RELEASE",
+    20: "FSYNC",
+    25: "FLUSH",
+    26: "INIT",
+    27: "OPENDIR",
+}
 NAMES |= {28: "READDIR", 29: "RELEASEDIR", 35: "CREATE", 45: "RENAME2"}
 #: Requests that want no answer: FORGET, INTERRUPT, DESTROY, BATCH_FORGET.
 _SILENT = {2, 36, 38, 42}
@@ -52,9 +72,10 @@ class Fuse:
             raise AssertionError("the FUSE server did not start")
 
     def behave(self, **manners: Any) -> None:
-        """Its manners from now on, nothing for none: ``stall`` (names of requests that get no answer for now), ``slow``
-        (seconds by name of the request), ``error`` (number of the error by name), ``lie`` (names: READ gives other
-        bytes than there are, WRITE stores zeros). What was stalled before is answered if it may be."""
+        """Its manners from now on, nothing for none: ``stall`` (names of requests that get no
+        answer for now), ``slow`` (seconds by name of the request), ``error`` (number of the error
+        by name), ``lie`` (names: READ gives other bytes than there are, WRITE stores zeros). What
+        was stalled before is answered if it may be."""
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(manners) + "\n")
         self._server.stdin.flush()
@@ -76,7 +97,8 @@ class Fuse:
 
 
 def unmount(mount_point: Path) -> None:
-    """Takes a mount away at once, whoever uses it, and though its server was killed; nothing where there is none."""
+    """Takes a mount away at once, whoever uses it, and though its server was killed; nothing where
+    there is none."""
     subprocess.run(["umount", "-l", str(mount_point)], check=False, capture_output=True)
 
 
@@ -97,7 +119,8 @@ class Server:
         self.open: dict[int, int] = {}
 
     def run(self) -> None:
-        """Reads requests until the end; each is answered on a thread of its own, for it may stall."""
+        """Reads requests until the end; each is answered on a thread of its own, for it may
+        stall."""
         while True:
             try:
                 request = os.read(self.device, self.longest)
@@ -135,12 +158,15 @@ class Server:
             raise OSError(code, name)
 
     def _carry_out(self, name: str, node: int, data: bytes) -> bytes:
-        work: Callable[[int, bytes], bytes] | None = getattr(self, f"do_{name.lower()}", None) if name else None
+        work: Callable[[int, bytes], bytes] | None = (
+            getattr(self, f"do_{name.lower()}", None) if name else None
+        )
         if work is None:
             raise OSError(errno.ENOSYS, name)
         return work(node, data)
 
-    # Names --------------------------------------------------------------------------------------------------
+    # Names
+    # ----------------------------------------------------------------------------------------------
 
     def _path(self, node: int) -> Path:
         with self.lock:
@@ -159,18 +185,31 @@ class Server:
 
     def _attributes(self, path: Path | int) -> bytes:
         stat = os.fstat(path) if isinstance(path, int) else path.lstat()
-        seconds = [divmod(ns, 1_000_000_000) for ns in (stat.st_atime_ns, stat.st_mtime_ns, stat.st_ctime_ns)]
+        seconds = [
+            divmod(ns, 1_000_000_000)
+            for ns in (stat.st_atime_ns, stat.st_mtime_ns, stat.st_ctime_ns)
+        ]
         return struct.pack(
             "<6Q10I",
             *(stat.st_ino, stat.st_size, stat.st_blocks, *(whole for whole, _ in seconds)),
-            *(*(rest for _, rest in seconds), stat.st_mode, stat.st_nlink, stat.st_uid, stat.st_gid, 0, 4096, 0),
+            *(
+                *(rest for _, rest in seconds),
+                stat.st_mode,
+                stat.st_nlink,
+                stat.st_uid,
+                stat.st_gid,
+                0,
+                4096,
+                0,
+            ),
         )
 
     def _entry(self, relative: str) -> bytes:
         attributes = self._attributes(self.shown / relative)
         return struct.pack("<QQQQII", self._node(relative), 0, 0, 0, 0, 0) + attributes
 
-    # Requests -----------------------------------------------------------------------------------------------
+    # Requests
+    # ----------------------------------------------------------------------------------------------
 
     def do_init(self, _node: int, _data: bytes) -> bytes:
         """Version 7.31, writes up to 128 KiB."""
@@ -186,7 +225,9 @@ class Server:
         return bytes(16) + self._attributes(path)
 
     def do_setattr(self, node: int, data: bytes) -> bytes:
-        valid, _, _, size, _, _, mtime, _, _, nsec, _, mode = struct.unpack_from("<IIQQQQQQIIII", data)
+        valid, _, _, size, _, _, mtime, _, _, nsec, _, mode = struct.unpack_from(
+            "<IIQQQQQQIIII", data
+        )
         path = self._path(node)
         if valid & 8:
             os.truncate(path, size)
@@ -268,9 +309,16 @@ class Server:
     def do_readdir(self, node: int, data: bytes) -> bytes:
         _, offset, size = struct.unpack_from("<QQI", data)
         out = b""
-        for place, entry in enumerate(sorted(os.scandir(self._path(node)), key=lambda entry: entry.name)):
+        for place, entry in enumerate(
+            sorted(os.scandir(self._path(node)), key=lambda entry: entry.name)
+        ):
             name = os.fsencode(entry.name)
-            record = struct.pack("<QQII", entry.inode(), place + 1, len(name), 4 if entry.is_dir() else 8) + name
+            record = (
+                struct.pack(
+                    "<QQII", entry.inode(), place + 1, len(name), 4 if entry.is_dir() else 8
+                )
+                + name
+            )
             record += bytes(-len(record) % 8)
             if place >= offset:
                 if len(out) + len(record) > size:

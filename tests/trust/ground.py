@@ -1,7 +1,8 @@
-"""What the matrix stands on at the store level: blocks whose bytes follow from their ids, and a store over a root.
+"""What the matrix stands on at the store level: blocks whose bytes follow from their ids, and a
+store over a root.
 
-Any process can make the bytes of a block again from its id alone, so whoever finds a block can judge it. What kind of
-store it is says the column under test (``columns.py``).
+Any process can make the bytes of a block again from its id alone, so whoever finds a block can
+judge it. What kind of store it is says the column under test (``columns.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from software_driver import IN_USE, DeviceMemory
 from ucm.errors import TaskError
 from ucm.store.record import Shape
 
-#: Bytes of one layer's tensors: a layer ends inside its alignment, the payload inside its last page.
+#: Bytes of one layer's tensors: a layer ends inside its alignment, the payload inside its last
+#: page.
 TENSORS = (4000, 2000)
 LAYERS = 3
 BLOCK_TOKENS = 16
@@ -38,7 +40,8 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], what: str, deadline: float = 120.0) -> T:
-    """Polls until the condition is true; fails with ``what`` at the deadline (seconds), which only a hang meets."""
+    """Polls until the condition is true; fails with ``what`` at the deadline (seconds), which only
+    a hang meets."""
     end, pause = time.monotonic() + deadline, threading.Event()
     while not (value := condition()):
         if time.monotonic() > end:
@@ -48,13 +51,20 @@ def wait_until(condition: Callable[[], T], what: str, deadline: float = 120.0) -
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """What every store under test is told; deadlines long enough for a busy machine, so that one hit is news."""
+    """What every store under test is told; deadlines long enough for a busy machine, so that one
+    hit is news."""
     config: dict[str, Any] = {
         "identity": f"trust {columns.RUN}",
         "storage_capacity": "64MiB",
         "free_space_floor": 0,
         "staging_capacity": "2MiB",
-        "deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60, "dump_s": 60, "probe_s": 60, "shutdown_s": 30},
+        "deadlines": {
+            "lookup_ms": 20_000,
+            "load_unknown_s": 60,
+            "dump_s": 60,
+            "probe_s": 60,
+            "shutdown_s": 30,
+        },
         # A breaker that tries again at once.
         "breaker": {"cool_down_s": 0.5},
         "posix_data_trans_concurrency": 4,
@@ -63,19 +73,22 @@ def config(**changes: Any) -> dict[str, Any]:
         "block_size": BLOCK,
         "block_tokens": BLOCK_TOKENS,
         "dtype": "bfloat16",
-        # The software driver interprets its kernels, so that they are never measured to be the cheapest.
+        # The software driver interprets its kernels, so that they are never measured to be the
+        # cheapest.
         **({"platform": "cuda", "transfer": "staging"} if IN_USE else {}),
     }
     return config | changes
 
 
 def block_ids(count: int, salt: str = "") -> list[bytes]:
-    """Ids that look like hashes, of blocks in directories of their own as far as there are enough."""
+    """Ids that look like hashes, of blocks in directories of their own as far as there are
+    enough."""
     return [hashlib.sha256(f"{salt} {n}".encode()).digest()[:16] for n in range(count)]
 
 
 def right_bytes(block: bytes) -> npt.NDArray[np.uint8]:
-    """The KV of a block, one piece after the other: bfloat16 whose exponents are alike, as they are in a model's."""
+    """The KV of a block, one piece after the other: bfloat16 whose exponents are alike, as they are
+    in a model's."""
     numbers = np.frombuffer(random.Random(block).randbytes(BLOCK), dtype=np.uint8).copy()
     numbers[1::2] = numbers[1::2] & 0x81 | 0x3C
     return numbers
@@ -86,13 +99,17 @@ class Memory:
 
     def __init__(self, blocks: Sequence[bytes], filled: bool) -> None:
         self.blocks = list(blocks)
-        content = [right_bytes(b) if filled else np.full(BLOCK, BLANK, np.uint8) for b in self.blocks]
+        content = [
+            right_bytes(b) if filled else np.full(BLOCK, BLANK, np.uint8) for b in self.blocks
+        ]
         self.rows = [DeviceMemory(row.tobytes()) for row in content] if IN_USE else content
 
     def addresses(self) -> npt.NDArray[np.uint64]:
         """One row of addresses per block."""
         sizes = np.array([0, *(TENSORS * LAYERS)[:-1]], dtype=np.uint64).cumsum(dtype=np.uint64)
-        first = [row.address if isinstance(row, DeviceMemory) else row.ctypes.data for row in self.rows]
+        first = [
+            row.address if isinstance(row, DeviceMemory) else row.ctypes.data for row in self.rows
+        ]
         return np.array([np.uint64(address) + sizes for address in first], dtype=np.uint64)
 
     def states(self) -> list[str]:
@@ -120,14 +137,19 @@ class Ground:
         self.store = self.column.open(root, config(**changes))
 
     def reopen(self, **changes: Any) -> None:
-        """Another store of the same kind in its place, as another process opens one: it has nothing in memory."""
+        """Another store of the same kind in its place, as another process opens one: it has nothing
+        in memory."""
         self.close()
         self._changes |= changes
         self.store = self.column.open(self.root, config(**self._changes))
 
     def settle(self, blocks: Sequence[bytes]) -> None:
-        """Waits until every directory has these blocks: nobody waits for copies between tiers but who asks for them."""
-        wait_until(lambda: all(set(blocks) <= set(places.newest(root)) for root in self.roots), "copies are everywhere")
+        """Waits until every directory has these blocks: nobody waits for copies between tiers but
+        who asks for them."""
+        wait_until(
+            lambda: all(set(blocks) <= set(places.newest(root)) for root in self.roots),
+            "copies are everywhere",
+        )
 
     def forget(self) -> None:
         """Leaves nothing in memory, where there is a memory."""
@@ -138,22 +160,27 @@ class Ground:
         """Dumps the blocks and waits until they are published; the failures by row."""
         memory = Memory(blocks, filled=True)
         try:
-            self.store.wait(self.store.dump_data(list(blocks), [0] * len(blocks), memory.addresses()))
+            self.store.wait(
+                self.store.dump_data(list(blocks), [0] * len(blocks), memory.addresses())
+            )
         except TaskError as error:
             return dict(error.failures)
         return {}
 
     def fill(self, blocks: Sequence[bytes]) -> None:
-        """Dumps the blocks into a root that may be new: on a busy machine its first count may take longer than one dump
-        waits for room."""
+        """Dumps the blocks into a root that may be new: on a busy machine its first count may take
+        longer than one dump waits for room."""
         wait_until(lambda: not self.dump(blocks), "blocks are stored")
 
     def load(self, blocks: Sequence[bytes]) -> tuple[list[str], dict[int, Exception]]:
-        """Loads the blocks; the state of each, and the failures by row. A block that did not fail is right."""
+        """Loads the blocks; the state of each, and the failures by row. A block that did not fail
+        is right."""
         memory = Memory(blocks, filled=False)
         failures: dict[int, Exception] = {}
         try:
-            self.store.wait(self.store.load_data(list(blocks), [0] * len(blocks), memory.addresses()))
+            self.store.wait(
+                self.store.load_data(list(blocks), [0] * len(blocks), memory.addresses())
+            )
         except TaskError as error:
             failures = dict(error.failures)
         states = memory.states()
@@ -169,7 +196,8 @@ class Ground:
         assert states == ["right"] * len(blocks)
 
     def is_healthy(self, blocks: Sequence[bytes]) -> bool:
-        """Whether these blocks can be dumped and loaded again now; wrong bytes are an error at any time."""
+        """Whether these blocks can be dumped and loaded again now; wrong bytes are an error at any
+        time."""
         try:
             if self.dump(blocks) or not all(self.store.lookup(blocks)):
                 return False
@@ -180,12 +208,14 @@ class Ground:
         return not self.load(blocks)[1]
 
     def counts(self) -> dict[str, int]:
-        """Misses by reason and the other counters, under one roof: their names do not overlap. Those of tiers are
-        ``<tier>.<name>``."""
+        """Misses by reason and the other counters, under one roof: their names do not overlap.
+        Those of tiers are ``<tier>.<name>``."""
         stats = self.store.stats()
         numbers = {name: value for name, value in stats.items() if isinstance(value, int)}
         for tier in stats.get("tiers", ()):
-            numbers |= {f"{tier['name']}.{name}": n for name, n in tier.items() if isinstance(n, int)}
+            numbers |= {
+                f"{tier['name']}.{name}": n for name, n in tier.items() if isinstance(n, int)
+            }
         return {**numbers, **stats["misses"]}
 
     def victims(self, block: bytes, other: bytes, seed: str) -> list[Victim]:
@@ -208,8 +238,8 @@ class Ground:
         return [place for root in self.roots for place in places.places(root)]
 
     def await_all_right(self) -> None:
-        """Waits until the second reader agrees that every record is right: copies of a tier come a little later, and
-        where a file system was full some are still being removed."""
+        """Waits until the second reader agrees that every record is right: copies of a tier come a
+        little later, and where a file system was full some are still being removed."""
 
         def is_wrong(place: Place) -> bool:
             return place.path.exists() and not place.is_right(SHAPE)
@@ -237,7 +267,11 @@ class Ground:
 
 def counted(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     """What was counted in between."""
-    return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    return {
+        name: value - before.get(name, 0)
+        for name, value in after.items()
+        if value != before.get(name, 0)
+    }
 
 
 def assert_no_wait(news: dict[str, int]) -> None:

@@ -1,8 +1,9 @@
-"""What is done to one block's record, or to the file it lies in: every function of here makes one kind of damage.
+"""What is done to one block's record, or to the file it lies in: every function of here makes one
+kind of damage.
 
-The damage is done in place, as a disk, a program or an operator would do it. Records that are whole but not the right
-ones are *forged*: fields of the header are changed and its checksums made again, by the offsets of ``docs/format.md``.
-What is done to a file is done to all records in it.
+The damage is done in place, as a disk, a program or an operator would do it. Records that are whole
+but not the right ones are *forged*: fields of the header are changed and its checksums made again,
+by the offsets of ``docs/format.md``. What is done to a file is done to all records in it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ucm.store.record import Header, Layer, Part, Refused, crc32c, parse_header
 
 @dataclass(frozen=True)
 class Victim:
-    """The copy that is damaged, another block's copy beside it, and a source of numbers that a seed fixes."""
+    """The copy that is damaged, another block's copy beside it, and a source of numbers that a seed
+    fixes."""
 
     copy: Copy
     other: Copy
@@ -39,14 +41,16 @@ class Victim:
 
 
 def header_of(data: bytes) -> Header:
-    """The header of a record; for a file of another store one that makes a quarter of it a header, the rest shards."""
+    """The header of a record; for a file of another store one that makes a quarter of it a header,
+    the rest shards."""
     try:
         return parse_header(data)
     except Refused:
         start, layer = len(data) // 4, len(data) // 4
         table = tuple(Layer(start + layer * n, layer, 0) for n in range(3))
         nothing = dict.fromkeys(
-            ("block_tokens", "dtype", "ordinal", "tokens", "time_ns", "writer", "tensors", "shape"), 0
+            ("block_tokens", "dtype", "ordinal", "tokens", "time_ns", "writer", "tensors", "shape"),
+            0,
         )
         return Header(
             **nothing,
@@ -130,7 +134,9 @@ def zero(start: Place, end: Place) -> Harm:
 
 def truncate(length: Place) -> Harm:
     """The first bytes only."""
-    return lambda victim: os.truncate(victim.path, victim.copy.offset + _at(length, victim.header()))
+    return lambda victim: os.truncate(
+        victim.path, victim.copy.offset + _at(length, victim.header())
+    )
 
 
 def truncate_share(share: float) -> Harm:
@@ -188,7 +194,8 @@ def _sealed(data: bytearray, header: Header) -> bytearray:
 
 
 def forge_frame(victim: Victim) -> None:
-    """The last frame of the first compressed layer with noise in it, under checksums that are right."""
+    """The last frame of the first compressed layer with noise in it, under checksums that are
+    right."""
 
     def change(data: bytearray, header: Header) -> bytearray:
         first, second = header.table[:2]
@@ -203,7 +210,9 @@ def forge_frame(victim: Victim) -> None:
 def forge_part(victim: Victim) -> None:
     """The same block's record of another tensor rank: its id is masked by its part."""
     header = victim.header()
-    other = type(header.part)(header.part.group, header.part.pipeline_rank, header.part.tensor_rank + 1)
+    other = type(header.part)(
+        header.part.group, header.part.pipeline_rank, header.part.tensor_rank + 1
+    )
     record_id = bytes(a ^ b for a, b in zip(header.block_key, other.mask(), strict=True))
     forge((8, record_id), (128, struct.pack("<I", other.tensor_rank)))(victim)
 
@@ -215,10 +224,13 @@ def newer_and_longer(victim: Victim) -> None:
 
 
 def seed_form(victim: Victim) -> None:
-    """A block file of the original's own form: 64 bytes of header whose second half is empty, then bare KV."""
+    """A block file of the original's own form: 64 bytes of header whose second half is empty, then
+    bare KV."""
 
     def change(data: bytearray, header: Header) -> bytes:
-        head = struct.pack("<4sI16sIII", b"UCMB", 1, header.record_id, header.layers, header.block_tokens, 0)
+        head = struct.pack(
+            "<4sI16sIII", b"UCMB", 1, header.record_id, header.layers, header.block_tokens, 0
+        )
         return head.ljust(64, b"\0") + victim.random.randbytes(len(data) - 64)
 
     _edit(victim, change)
@@ -226,7 +238,9 @@ def seed_form(victim: Victim) -> None:
 
 def stranger(victim: Victim) -> None:
     """A file of another program, of this length by chance, renamed to the block's name."""
-    about = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [512, 128]}}).encode()
+    about = json.dumps(
+        {"model.embed_tokens.weight": {"dtype": "F32", "shape": [512, 128]}}
+    ).encode()
 
     def change(data: bytearray, _header: Header) -> bytes:
         return (struct.pack("<Q", len(about)) + about).ljust(len(data), b"\x7f")
@@ -242,7 +256,8 @@ def directory(victim: Victim) -> None:
 
 
 def symlink_to_other(victim: Victim) -> None:
-    """A link to another block's record, or to the segment itself under another name: the length is right."""
+    """A link to another block's record, or to the segment itself under another name: the length is
+    right."""
     if victim.copy.in_segment:
         aside = victim.path.with_suffix(".aside")
         victim.path.rename(aside)

@@ -1,7 +1,8 @@
-"""What is done to the footer, the head or the name of the segment that a block lies in: each is one kind of damage.
+"""What is done to the footer, the head or the name of the segment that a block lies in: each is one
+kind of damage.
 
-A footer is *forged* where it is whole but not right: its fields are changed and its checksums made again, by the
-offsets of ``docs/format.md``, section 9.
+A footer is *forged* where it is whole but not right: its fields are changed and its checksums made
+again, by the offsets of ``docs/format.md``, section 9.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from harm import Harm, Victim
 from ucm.store.record import crc32c
 from ucm.store.segment import ENTRY_LEN, TRAILER_LEN, Footer, parse_footer
 
-#: Changes the bytes of a segment, of which the footer is this and the victim's entry lies at that offset.
+#: Changes the bytes of a segment, of which the footer is this and the victim's entry lies at that
+#: offset.
 Change = Callable[[bytearray, Footer, int], bytearray | None]
 
 
 def _edit(victim: Victim, change: Change) -> None:
     data = bytearray(victim.path.read_bytes())
     footer = parse_footer(bytes(data), len(data))
-    number = next(n for n, entry in enumerate(footer.entries) if entry.record_id == victim.copy.record_id)
+    number = next(
+        n for n, entry in enumerate(footer.entries) if entry.record_id == victim.copy.record_id
+    )
     changed = change(data, footer, footer.start + number * ENTRY_LEN)
     victim.path.write_bytes(data if changed is None else changed)
 

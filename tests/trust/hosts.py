@@ -1,8 +1,9 @@
 """Rows with two hosts on one root, and with processes that are killed at moments nobody chose.
 
-A host is a process with a mount namespace, a name and a clock of its own: it sees the root at a place that only it has,
-and its clock is off. The clock is shifted by a small library of this file's, compiled here and put before the C
-library; times of files come from the file system, as they do on a share.
+A host is a process with a mount namespace, a name and a clock of its own: it sees the root at a
+place that only it has, and its clock is off. The clock is shifted by a small library of this
+file's, compiled here and put before the C library; times of files come from the file system, as
+they do on a share.
 """
 
 from __future__ import annotations
@@ -71,9 +72,11 @@ def clock_library(base: Path) -> Path:
 
 
 def two_hosts(base: Path, long: bool, mounted: Mounted | None = None) -> None:
-    """Two hosts whose clocks are apart write the same ids, then write, read and remove in a small room.
+    """Two hosts whose clocks are apart write the same ids, then write, read and remove in a small
+    room.
 
-    ``mounted`` mounts an export where a host sees it; else each has a mount namespace in which it is bound there.
+    ``mounted`` mounts an export where a host sees it; else each has a mount namespace in which it
+    is bound there.
     """
     source, library = random.Random(new_seed()), clock_library(base)
     for number in range(4 if long else 1):
@@ -96,7 +99,9 @@ def two_hosts(base: Path, long: bool, mounted: Mounted | None = None) -> None:
         ground.close()
 
 
-def _run_hosts(work: str, base: Path, library: Path, source: random.Random, mounted: Mounted | None) -> None:
+def _run_hosts(
+    work: str, base: Path, library: Path, source: random.Random, mounted: Mounted | None
+) -> None:
     """Both hosts at this work, until they end."""
     (base / "export").mkdir(parents=True)
     with ExitStack() as stack:
@@ -119,9 +124,19 @@ def _run_hosts(work: str, base: Path, library: Path, source: random.Random, moun
                 ]
             else:
                 stack.enter_context(mounted(base / "export", place))
-                enter = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh", name]
+                enter = [
+                    "unshare",
+                    "--uts",
+                    "sh",
+                    "-c",
+                    'hostname "$1" && shift && exec "$@"',
+                    "sh",
+                    name,
+                ]
             env = {"LD_PRELOAD": str(library), "TRUST_CLOCK_SHIFT": str(shift)}
-            host, _ = stack.enter_context(child(work, place / "root", source.randrange(1 << 32), enter, env))
+            host, _ = stack.enter_context(
+                child(work, place / "root", source.randrange(1 << 32), enter, env)
+            )
             hosts.append(host)
         for host in hosts:
             ended_well(host)
@@ -129,11 +144,14 @@ def _run_hosts(work: str, base: Path, library: Path, source: random.Random, moun
 
 
 def random_kills(base: Path, long: bool) -> None:
-    """Processes that write, read and remove are killed at random and replaced; one ends well in every round."""
+    """Processes that write, read and remove are killed at random and replaced; one ends well in
+    every round."""
     source, root = random.Random(new_seed()), base / "root"
     for _ in range(20 if long else 2):
         with ExitStack() as stack:
-            started = [stack.enter_context(child("mix", root, source.randrange(1 << 32))) for _ in range(3)]
+            started = [
+                stack.enter_context(child("mix", root, source.randrange(1 << 32))) for _ in range(3)
+            ]
             for process, lines in started[1:]:
                 for _ in range(source.randrange(1, 100)):
                     assert lines.readline(), "a process ended early"
@@ -150,7 +168,8 @@ def random_kills(base: Path, long: bool) -> None:
 
 
 def two_collectors(base: Path, long: bool) -> None:
-    """The collector stops for so long that another follows it, and goes on as if nothing had been."""
+    """The collector stops for so long that another follows it, and goes on as if nothing had
+    been."""
     source, root = random.Random(new_seed()), base / "root"
     for _ in range(2 if long else 1):
         with child("mix", root, source.randrange(1 << 32)) as (process, lines):
@@ -158,7 +177,11 @@ def two_collectors(base: Path, long: bool) -> None:
             assert lines.readline(), "the process ended early"
             process.send_signal(signal.SIGSTOP)
             ground = Ground(root, storage_capacity=SMALL)
-            wait_until(lambda ground=ground: ground.store.stats()["storage_collector"] == 1, "another follows", 120)  # type: ignore[misc]
+            wait_until(
+                lambda ground=ground: ground.store.stats()["storage_collector"] == 1,
+                "another follows",
+                120,
+            )  # type: ignore[misc]
             process.send_signal(signal.SIGCONT)
             for step in range(30):
                 names = block_ids(8, f"beside {step}")
@@ -166,15 +189,19 @@ def two_collectors(base: Path, long: bool) -> None:
                 ground.load(names)
             ended_well(process)
             ground.close()
-            ground = Ground(root, storage_capacity=SMALL)  # counts anew: both may have written the same block
+            # counts anew: both may have written the same block
+            ground = Ground(root, storage_capacity=SMALL)
             assert_usage(ground)
             assert_all_exact(ground)
-            wait_until(lambda ground=ground: ground.is_healthy(block_ids(3, "after")), "blocks are stored")  # type: ignore[misc]
+            wait_until(
+                lambda ground=ground: ground.is_healthy(block_ids(3, "after")), "blocks are stored"
+            )  # type: ignore[misc]
             ground.close()
 
 
 def quota(base: Path, long: bool) -> None:
-    """One model writes three times its quota; the other's blocks stay, and its own newest ones are hits."""
+    """One model writes three times its quota; the other's blocks stay, and its own newest ones are
+    hits."""
     del long
     root = base / "root"
     rules = {"namespace_quota": QUOTA, "storage_capacity": LIMIT}

@@ -1,8 +1,10 @@
-"""The kinds of rows of the matrix (``rows.py`` has the rows): what each says of a harm, and its words in the table.
+"""The kinds of rows of the matrix (``rows.py`` has the rows): what each says of a harm, and its
+words in the table.
 
-A :class:`FileRow` harms the record of one block, or the file it lies in; it is run at the store level and in live
-engines. A :class:`RootRow` harms the root under an open store, a :class:`FuseRow` the file system below it, or the disk
-below that. A :class:`ProcessRow` has several processes or clocks in it.
+A :class:`FileRow` harms the record of one block, or the file it lies in; it is run at the store
+level and in live engines. A :class:`RootRow` harms the root under an open store, a :class:`FuseRow`
+the file system below it, or the disk below that. A :class:`ProcessRow` has several processes or
+clocks in it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Row:
 
     @property
     def through(self) -> Through:
-        """Whether a live engine over block files meets it: in the short form, in the long form, or not at all."""
+        """Whether a live engine over block files meets it: in the short form, in the long form, or
+        not at all."""
         engine: Through = getattr(self, "engine", "no")
         return engine
 
@@ -54,7 +57,8 @@ class FileRow(Row):
     harm: harm.Harm
     #: Both blocks' files are bad afterwards.
     both: bool = False
-    #: ``dump``: the next dump replaces it. ``left``: it is not ours to replace; a miss until somebody removes it.
+    #: ``dump``: the next dump replaces it. ``left``: it is not ours to replace; a miss until
+    #: somebody removes it.
     heals: Literal["dump", "left"] = "dump"
     #: Whether the second reader has a word on it (it knows records, not directories and pipes).
     judged: bool = True
@@ -62,7 +66,8 @@ class FileRow(Row):
     engine: Through = "short"
     #: Harms any file of this kind; the others know how a record of ours is made.
     any_file: bool = True
-    #: It is done behind the record: what is there is right, and who knows where it lies may read it.
+    #: It is done behind the record: what is there is right, and who knows where it lies may read
+    #: it.
     behind: bool = False
     #: The segment is whole under another name: who keeps it open reads on, exactly.
     moved: bool = False
@@ -92,9 +97,11 @@ class RootRow(Row):
     reads: bool = False
     #: Blocks stored before are gone (also to make room), or misses until they are dumped again.
     lost: bool = False
-    #: ``made``: they make again what is missing, at the latest the second time. ``untried``: none is tried meanwhile.
+    #: ``made``: they make again what is missing, at the latest the second time. ``untried``: none
+    #: is tried meanwhile.
     dumps: Literal["fail", "made", "untried"] = "fail"
-    #: The files are whole where nobody gets at them any more: who keeps a segment open reads on, exactly.
+    #: The files are whole where nobody gets at them any more: who keeps a segment open reads on,
+    #: exactly.
     whole: bool = False
     nobody: bool = False
     #: As above; the root of an engine is mounted.

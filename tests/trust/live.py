@@ -21,17 +21,21 @@ from ucm.store import BlockHasher, part_mask, record_ids
 #: Full blocks of every prompt; its answer fills none.
 BLOCKS = 4
 LENGTH, ANSWER = BLOCKS * BLOCK + 10, 6
-#: Whatever else lies on the disk of the tests. How much it may take is a share of it: some roots are on small ones.
+#: Whatever else lies on the disk of the tests. How much it may take is a share of it: some roots
+#: are on small ones.
 FLOOR: Mapping[str, Any] = {"free_space_floor": 0}
-#: What the engine is told: deadlines that a row may wait for, a breaker that tries again at once, and no limit to
-#: damage, for a matrix of it is more in a minute than a healthy disk has in years.
+#: What the engine is told: deadlines that a row may wait for, a breaker that tries again at once,
+#: and no limit to damage, for a matrix of it is more in a minute than a healthy disk has in years.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "deadlines": PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0, "dump_s": 10.0},
+    "deadlines": (
+        PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0, "dump_s": 10.0}
+    ),
     "breaker": {"cool_down_s": 0.5},
     "quarantine": {"max_per_minute": 1_000_000},
 }
 
-#: Bytes of memory above a root: so little that the blocks of a few prompts are all there is room for.
+#: Bytes of memory above a root: so little that the blocks of a few prompts are all there is room
+#: for.
 MEMORY = 512 << 10
 
 #: An engine that has just started has no store yet.
@@ -58,7 +62,12 @@ class Kind:
             transfer = _placed(transfer, str(root))
         store = StoreSpec(root, "UcmPosixStore", options={"layout": "file", **FLOOR})
         if self.over_pc:
-            options = {"store_pipeline": "Cache|Pc", "cache_size": MEMORY, "segment_age": 0, **FLOOR}
+            options = {
+                "store_pipeline": "Cache|Pc",
+                "cache_size": MEMORY,
+                "segment_age": 0,
+                **FLOOR,
+            }
             store = StoreSpec(root, "UcmPipelineStore", options=options)
         return EngineSpec(
             model,
@@ -92,7 +101,9 @@ class Prompt:
 class Live:
     """An engine and its root."""
 
-    def __init__(self, host: EngineHost, spec: EngineSpec, root: Path, has_memory: bool = False) -> None:
+    def __init__(
+        self, host: EngineHost, spec: EngineSpec, root: Path, has_memory: bool = False
+    ) -> None:
         self._host, self._spec = host, spec
         self.has_memory = has_memory
         self.engine = host.get(spec)
@@ -105,7 +116,8 @@ class Live:
         self._digest = b""
 
     def revive(self) -> None:
-        """Starts another engine if a harm has ended this one, so that it costs one row and not all that follow."""
+        """Starts another engine if a harm has ended this one, so that it costs one row and not all
+        that follow."""
         try:
             self.engine.scheduler()
         except EngineError:
@@ -141,7 +153,8 @@ class Live:
         return prompt(self._source.randrange(1 << 48), LENGTH)
 
     def store_prompt(self) -> Prompt:
-        """Asks a new prompt, computed without any cache, until it is stored; asked again it is a hit."""
+        """Asks a new prompt, computed without any cache, until it is stored; asked again it is a
+        hit."""
         for _ in range(24):
             stored = self._store_prompt()
             # What memory has is a hit, and not offered again, whether it went down or not.
@@ -154,10 +167,12 @@ class Live:
         right = self.ask(tokens)
         assert right.cached == 0, "a new prompt was found in a cache"
         stored = Prompt(tokens, right, [])
-        # After a harm the connector may pause before it offers blocks again, and offers only those of a live request.
+        # After a harm the connector may pause before it offers blocks again, and offers only those
+        # of a live request.
         self.await_hit(stored, "a new prompt is stored, and then a hit")
         if self.ours:
-            # What memory has is a hit whether it goes down or not; all else gets there, late on a busy disk.
+            # What memory has is a hit whether it goes down or not; all else gets there, late on a
+            # busy disk.
             poll(lambda: bool(self.copies_of(tokens)), 10 if self.has_memory else self.patience)
             stored.copies = self.copies_of(tokens)
             assert stored.copies or self.has_memory, "a hit is on no disk"
@@ -176,10 +191,12 @@ class Live:
         return [path for path in self.root.rglob("*") if path.is_file()]
 
     def copies_of(self, tokens: list[int]) -> list[Place]:
-        """Where our store keeps the blocks of a prompt, all of them or nothing: their keys follow from the identity in
-        the manifest."""
+        """Where our store keeps the blocks of a prompt, all of them or nothing: their keys follow
+        from the identity in the manifest."""
         if not self._digest:
-            (manifest,) = wait_until(lambda: list(self.root.glob("*/manifest.json")), "the manifest is there")
+            (manifest,) = wait_until(
+                lambda: list(self.root.glob("*/manifest.json")), "the manifest is there"
+            )
             self._digest = bytes.fromhex(json.loads(manifest.read_text())["digest"])
         keys = BlockHasher(self._digest, BLOCK).hash_blocks(tokens)
         found = places.newest(self.root)
@@ -187,7 +204,8 @@ class Live:
         return [found[record] for record in ids] if all(record in found for record in ids) else []
 
     def is_hit(self, stored: Prompt) -> bool:
-        """Asks again; the answer is right whatever happens. Whether all of it came from the cache."""
+        """Asks again; the answer is right whatever happens. Whether all of it came from the
+        cache."""
         before = self.counts()
         answer = self.ask(stored.tokens)
         assert answer.tokens == stored.right.tokens, "wrong tokens"
@@ -202,11 +220,13 @@ class Live:
         wait_until(lambda: self.is_hit(stored), what, self.patience)
 
     def opened(self) -> str:
-        """Whose blocks the store has that is open: a word that is the same for the same identity."""
+        """Whose blocks the store has that is open: a word that is the same for the same
+        identity."""
         return self.engine.scheduler_eval(_OPENED)
 
     def await_opened(self, opened: str, tokens: list[int], right: Result) -> None:
-        """Asks until the store of that identity is open again: a request waits for that, but not for ever."""
+        """Asks until the store of that identity is open again: a request waits for that, but not
+        for ever."""
 
         def is_open() -> bool:
             assert self.ask(tokens).tokens == right.tokens, "wrong tokens"
@@ -217,9 +237,9 @@ class Live:
     def await_stored(self, stored: Prompt) -> None:
         """Asks until all of it is in the directory, and not in memory alone.
 
-        What is in memory is a hit while it is on its way down, and also where it never went: whoever knows a segment
-        by heart writes none of its blocks again before it has read the footer anew. So memory forgets it, and it is
-        asked again.
+        What is in memory is a hit while it is on its way down, and also where it never went:
+        whoever knows a segment by heart writes none of its blocks again before it has read the
+        footer anew. So memory forgets it, and it is asked again.
         """
 
         def found() -> bool:
@@ -232,16 +252,21 @@ class Live:
         wait_until(found, "every block of the prompt is in the directory", self.patience)
 
     def await_written(self) -> None:
-        """Waits until no block is on its way to the store: a request, and its device blocks, are free before."""
+        """Waits until no block is on its way to the store: a request, and its device blocks, are
+        free before."""
         if self.ours:
             wait_until(lambda: not self.counts()["blocks_in_flight"], "every block is written")
 
     def counts(self) -> dict[str, int]:
-        """Misses by reason and counters of the worker's and the scheduler's store, added up; empty for others."""
+        """Misses by reason and counters of the worker's and the scheduler's store, added up; empty
+        for others."""
         if not self.ours:
             return {}
         total: dict[str, int] = {}
-        told = [self.engine.rpc("probe_worker_eval", _OURS)[0], self.engine.scheduler_eval(_LOOKUPS)]
+        told = [
+            self.engine.rpc("probe_worker_eval", _OURS)[0],
+            self.engine.scheduler_eval(_LOOKUPS),
+        ]
         for text in told:
             stats = ast.literal_eval(text)
             numbers = {name: value for name, value in stats.items() if isinstance(value, int)}
@@ -252,7 +277,11 @@ class Live:
 
 def counted(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     """What was counted in between."""
-    return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    return {
+        name: value - before.get(name, 0)
+        for name, value in after.items()
+        if value != before.get(name, 0)
+    }
 
 
 def poll(condition: Callable[[], bool], deadline: float) -> bool:

@@ -1,23 +1,25 @@
-"""A file system with the semantics of an NFS client, over /dev/fuse: each mount is the client of one host.
+"""A file system with the semantics of an NFS client, over /dev/fuse: each mount is the client of
+one host.
 
-The kernel of the test machines has no NFS. What NFS does to programs is done here, on a directory that stands for the
-export, by the kernel's own caches and by this server, one for each mount:
+The kernel of the test machines has no NFS. What NFS does to programs is done here, on a directory
+that stands for the export, by the kernel's own caches and by this server, one for each mount:
 
-* *Handles.* A file is what its handle on the export names (``name_to_handle_at``), not its path: what another client
-  removed is ``ESTALE``, what it replaced is the old file until the name is looked up again.
-* *Caches.* Names that are there and that are not, attributes and listings are believed for ``ac`` seconds, whatever
-  other clients do meanwhile. A file that is opened has its attributes asked for anew, and keeps its cached pages only
-  if they are those that this client saw last (close-to-open).
-* *Write-behind.* What is written reaches the export when the file is closed or synced, or when there is much of it; so
-  do its errors.
-* *Replays.* A call is carried out, its answer is lost, and the client sends it again: the answer is that of the
-  second time.
-* *Silly renames.* A name that is removed, or replaced, while this client has the file open becomes ``.nfs...`` until
-  the file is closed.
+* *Handles.* A file is what its handle on the export names (``name_to_handle_at``), not its path:
+  what another client removed is ``ESTALE``, what it replaced is the old file until the name is
+  looked up again.
+* *Caches.* Names that are there and that are not, attributes and listings are believed for ``ac``
+  seconds, whatever other clients do meanwhile. A file that is opened has its attributes asked for
+  anew, and keeps its cached pages only if they are those that this client saw last (close-to-open).
+* *Write-behind.* What is written reaches the export when the file is closed or synced, or when
+  there is much of it; so do its errors.
+* *Replays.* A call is carried out, its answer is lost, and the client sends it again: the answer is
+  that of the second time.
+* *Silly renames.* A name that is removed, or replaced, while this client has the file open becomes
+  ``.nfs...`` until the file is closed.
 * No ``renameat2`` with flags, no ``fallocate``; hard links.
 
-Manners are those of ``fuse.py``, and ``replay``: the share of calls, between 0 and 1, whose answer is lost. Run as
-``nfs.py <export> <mount point> <ac>``.
+Manners are those of ``fuse.py``, and ``replay``: the share of calls, between 0 and 1, whose answer
+is lost. Run as ``nfs.py <export> <mount point> <ac>``.
 """
 
 from __future__ import annotations
@@ -69,7 +71,12 @@ def handle_of(directory: int, name: str) -> bytes:
     """The handle of a name in an open directory, or of that directory itself."""
     handle, mount = _Handle(128), ctypes.c_int()
     flags = 0 if name else _AT_EMPTY_PATH
-    if _libc.name_to_handle_at(directory, os.fsencode(name), ctypes.byref(handle), ctypes.byref(mount), flags) != 0:
+    if (
+        _libc.name_to_handle_at(
+            directory, os.fsencode(name), ctypes.byref(handle), ctypes.byref(mount), flags
+        )
+        != 0
+    ):
         raise OSError(ctypes.get_errno(), name)
     return struct.pack("<Ii", handle.bytes, handle.type) + bytes(handle.data[: handle.bytes])
 
@@ -106,11 +113,15 @@ class NfsServer(Server):
         self.state = threading.RLock()
 
     def do_init(self, _node: int, _data: bytes) -> bytes:
-        """Version 7.31; a MiB in a call, as a mount has it (``rsize``, ``wsize``), and several calls at once."""
+        """Version 7.31; a MiB in a call, as a mount has it (``rsize``, ``wsize``), and several
+        calls at once."""
         flags = 1 | 1 << 5 | 1 << 18 | 1 << 22  # ASYNC_READ, BIG_WRITES, PARALLEL_DIROPS, MAX_PAGES
-        return struct.pack("<4I2H2I2H", 7, 31, 1 << 20, flags, 64, 48, 1 << 20, 1, 256, 0) + bytes(32)
+        return struct.pack("<4I2H2I2H", 7, 31, 1 << 20, flags, 64, 48, 1 << 20, 1, 256, 0) + bytes(
+            32
+        )
 
-    # Files by their handles ----------------------------------------------------------------------------------
+    # Files by their handles
+    # ----------------------------------------------------------------------------------
 
     @contextmanager
     def opened(self, handle: bytes, flags: int) -> Iterator[int]:
@@ -148,7 +159,8 @@ class NfsServer(Server):
             answer = super()._carry_out(name, node, data)
         return answer
 
-    # Attributes ----------------------------------------------------------------------------------------------
+    # Attributes
+    # ----------------------------------------------------------------------------------------------
 
     def _seconds(self) -> tuple[int, int]:
         return int(self.ac), int(self.ac % 1 * 1e9)
@@ -175,9 +187,11 @@ class NfsServer(Server):
             try:
                 handle = handle_of(here, name)
             except FileNotFoundError:
-                # A real client looks again: the answer of a call that failed comes with the directory's new time.
+                # A real client looks again: the answer of a call that failed comes with the
+                # directory's new time.
                 seconds, ns = (0, 0) if self.manners.get("replay") else self._seconds()
-                return struct.pack("<QQQQII", 0, 0, seconds, 0, ns, 0) + bytes(88)  # known not to be there
+                # known not to be there
+                return struct.pack("<QQQQII", 0, 0, seconds, 0, ns, 0) + bytes(88)
         return self.entry_of(handle)
 
     def do_getattr(self, node: int, _data: bytes) -> bytes:
@@ -185,7 +199,9 @@ class NfsServer(Server):
         return struct.pack("<QII", seconds, ns, 0) + self.attributes_of(node)
 
     def do_setattr(self, node: int, data: bytes) -> bytes:
-        valid, _, _, size, _, _, mtime, _, _, nsec, _, mode = struct.unpack_from("<IIQQQQQQIIII", data)
+        valid, _, _, size, _, _, mtime, _, _, nsec, _, mode = struct.unpack_from(
+            "<IIQQQQQQIIII", data
+        )
         self.written(node)
         with self.opened(self.known[node].handle, os.O_PATH) as fd:
             path = f"/proc/self/fd/{fd}"
@@ -199,7 +215,8 @@ class NfsServer(Server):
                 os.utime(path, ns=(os.stat(path).st_atime_ns, at))
         return self.do_getattr(node, b"")
 
-    # Names ---------------------------------------------------------------------------------------------------
+    # Names
+    # ----------------------------------------------------------------------------------------------
 
     def do_mkdir(self, node: int, data: bytes) -> bytes:
         name = os.fsdecode(data[8:].rstrip(b"\0"))
@@ -209,7 +226,8 @@ class NfsServer(Server):
             return self.entry_of(handle_of(here, name))
 
     def hide(self, here: int, parent: int, name: str) -> bool:
-        """Renames a file that this client has open, in place of removing its name; whether that was so."""
+        """Renames a file that this client has open, in place of removing its name; whether that was
+        so."""
         with self.state:
             try:
                 node = self.known[self.numbers[handle_of(here, name)]]
@@ -260,7 +278,8 @@ class NfsServer(Server):
         self.changed(node)
         return self.entry_of(handle)
 
-    # Open files ----------------------------------------------------------------------------------------------
+    # Open files
+    # ----------------------------------------------------------------------------------------------
 
     def do_create(self, node: int, data: bytes) -> bytes:
         flags, mode = struct.unpack_from("<II", data)
@@ -349,7 +368,8 @@ class NfsServer(Server):
                 os.unlink(over[1], dir_fd=here)
         return b""
 
-    # Directories ---------------------------------------------------------------------------------------------
+    # Directories
+    # ---------------------------------------------------------------------------------------------
 
     def do_opendir(self, node: int, _data: bytes) -> bytes:
         known = self.known[node]
@@ -360,7 +380,10 @@ class NfsServer(Server):
                 names = listed[2] if listed and listed[1] == changed else None
                 if names is None:
                     found = sorted(os.scandir(here), key=lambda entry: entry.name)
-                    names = [(entry.name, entry.inode(), entry.is_dir(follow_symlinks=False)) for entry in found]
+                    names = [
+                        (entry.name, entry.inode(), entry.is_dir(follow_symlinks=False))
+                        for entry in found
+                    ]
                 known.listed = (time.monotonic(), changed, names)
         return struct.pack("<QII", 0, 0, 0)
 

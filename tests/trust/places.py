@@ -1,4 +1,5 @@
-"""Where records lie below a root: in a file each, or many in one; by ``docs/format.md``, not by the code under test."""
+"""Where records lie below a root: in a file each, or many in one; by ``docs/format.md``, not by the
+code under test."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Place:
             return file.read(self.length)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Other bytes in its place, as a disk or a program would put them there: the file stays the same one."""
+        """Other bytes in its place, as a disk or a program would put them there: the file stays the
+        same one."""
         if self.length is None:
             self.path.write_bytes(data)
             return
@@ -49,9 +51,12 @@ class Place:
             file.write(data)
 
     def judge(self, shape: Shape | None = None) -> Header:
-        """The second reader's word on it, as a record of the first part; raises its verdict when that is not a hit."""
+        """The second reader's word on it, as a record of the first part; raises its verdict when
+        that is not a hit."""
         namespace = bytes.fromhex(self.path.parents[1 if self.in_segment else 2].name)
-        return verify(self.read(), Expect(self.record_id, namespace, Part(0, 0, 0), shape), zstd=_ZSTD)
+        return verify(
+            self.read(), Expect(self.record_id, namespace, Part(0, 0, 0), shape), zstd=_ZSTD
+        )
 
     def is_right(self, shape: Shape | None = None) -> bool:
         """Whether it can be read and is a hit; what is no plain file is not opened."""
@@ -67,7 +72,9 @@ class Place:
 def files(root: Path) -> list[Path]:
     """Every file with records in it that has its name."""
     single = [path for path in root.glob("*/blocks/??/*.bin") if _RECORD.fullmatch(path.name)]
-    return sorted([*single, *(path for path in root.glob("*/segments/*.seg") if NAME.fullmatch(path.name))])
+    return sorted(
+        [*single, *(path for path in root.glob("*/segments/*.seg") if NAME.fullmatch(path.name))]
+    )
 
 
 def private_files(root: Path) -> list[Path]:
@@ -93,7 +100,9 @@ def places(root: Path) -> list[Place]:
     """Every copy of every record that a reader would find, the oldest of one record first."""
     found = [Place(path, bytes.fromhex(path.stem)) for path in files(root) if path.suffix == ".bin"]
     for path, footer in sorted(footers(root), key=lambda item: item[1].time_ns):
-        found += [Place(path, entry.record_id, entry.offset, entry.length) for entry in footer.entries]
+        found += [
+            Place(path, entry.record_id, entry.offset, entry.length) for entry in footer.entries
+        ]
     return found
 
 

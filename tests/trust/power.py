@@ -1,7 +1,9 @@
-"""Power cuts: a file system in an image, the image copied at moments nobody chose, and every copy mounted.
+"""Power cuts: a file system in an image, the image copied at moments nobody chose, and every copy
+mounted.
 
-The image lies on the matrix's own file system (``fuse.py``). While that holds back writes nothing of the image changes,
-so a copy made then is what a disk holds whose power went at that moment: what the kernel had not written yet is lost.
+The image lies on the matrix's own file system (``fuse.py``). While that holds back writes nothing
+of the image changes, so a copy made then is what a disk holds whose power went at that moment: what
+the kernel had not written yet is lost.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from fuse import Fuse
 from ground import Ground, block_ids, wait_until
 from processes import child, new_seed
 
-#: How the file system orders what it writes: as usual; without any order between a file's bytes and its name; and
-#: without the care for renamed files that ext4 takes by default.
+#: How the file system orders what it writes: as usual; without any order between a file's bytes and
+#: its name; and without the care for renamed files that ext4 takes by default.
 MODES = ("data=ordered", "data=writeback", "data=writeback,noauto_da_alloc")
 SIZE = 96 << 20
 
 
 def power_cuts(base: Path, long: bool) -> None:
-    """A writer works; now and then somebody syncs; the power goes. What was synced is a hit, nothing is wrong."""
+    """A writer works; now and then somebody syncs; the power goes. What was synced is a hit,
+    nothing is wrong."""
     source, names = random.Random(new_seed()), block_ids(MANY, "many")
     hits = 0
     for number in range(8 if long else 1):
@@ -39,7 +42,10 @@ def power_cuts(base: Path, long: bool) -> None:
             make(disk / "image", SIZE)
             _mount(mounted / "image", place / "live", source.choice(MODES), stack)
             clones, published = [], 0
-            with child("write_many", place / "live" / "root", source.randrange(1 << 32)) as (_, lines):
+            with child("write_many", place / "live" / "root", source.randrange(1 << 32)) as (
+                _,
+                lines,
+            ):
                 for cut in range(4 if long else 2):
                     for _ in range(source.randrange(1, 160)):
                         assert lines.readline().startswith("published"), "the writer ended early"
@@ -71,9 +77,11 @@ def _mount(image: Path, place: Path, options: str, stack: ExitStack) -> None:
 
 
 def _assert_survived(root: Path, names: list[bytes]) -> int:
-    """Every hit is exact; what was lost can be stored again, also where a file's bytes are missing; the hits."""
+    """Every hit is exact; what was lost can be stored again, also where a file's bytes are missing;
+    the hits."""
     ground = Ground(root)
-    hits = sum(not ground.load([name])[1] for name in names)  # one by one: what fails takes others of its load along
+    # one by one: what fails takes others of its load along
+    hits = sum(not ground.load([name])[1] for name in names)
     for first in range(0, len(names), 32):
         some = names[first : first + 32]
         wait_until(lambda some=some: ground.is_healthy(some), "blocks are stored and found again")  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""Rows with several processes, other users or other clocks: each function does it all over a directory, and asserts."""
+"""Rows with several processes, other users or other clocks: each function does it all over a
+directory, and asserts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CHILD = Path(__file__).with_name("child.py")
 
 
 def new_seed() -> int:
-    """A new seed, or that of a run that is looked into: ``UCM_TEST_SEED``. Printed where a test fails."""
+    """A new seed, or that of a run that is looked into: ``UCM_TEST_SEED``. Printed where a test
+    fails."""
     seed = int(os.environ.get("UCM_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"UCM_TEST_SEED={seed}")
     return seed
@@ -30,10 +32,14 @@ def new_seed() -> int:
 
 @contextmanager
 def child(
-    work: str, root: Path, seed: int, before: Sequence[str] = (), env: Mapping[str, str] | None = None
+    work: str,
+    root: Path,
+    seed: int,
+    before: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """``child.py`` at some work, ``before`` its command line words of another that ends by becoming it. What it said of
-    errors is printed, for a test that fails."""
+    """``child.py`` at some work, ``before`` its command line words of another that ends by becoming
+    it. What it said of errors is printed, for a test that fails."""
     process = subprocess.Popen(
         [*before, sys.executable, str(CHILD), work, str(root), str(seed)],
         env={**os.environ, **(env or {})},
@@ -61,8 +67,9 @@ def ended_well(process: subprocess.Popen[str]) -> list[str]:
 def assert_all_exact(ground: Ground, judged: set[tuple[str, int, int]] | None = None) -> set[bytes]:
     """Both readers agree that every record is right; the ids that are there.
 
-    A published file is never written again, so the slow reader need not look again at those it has ``judged``. In a
-    small room the collector may take some before they are loaded: those are absent, and nowhere any more.
+    A published file is never written again, so the slow reader need not look again at those it has
+    ``judged``. In a small room the collector may take some before they are loaded: those are
+    absent, and nowhere any more.
     """
     judged = set() if judged is None else judged
     found = set()
@@ -76,7 +83,9 @@ def assert_all_exact(ground: Ground, judged: set[tuple[str, int, int]] | None = 
         found.add(place.record_id)
         judged.add(seen)
     # One by one: of one load, those behind the first that fails are given up.
-    missed = {block for block in found if not ground.store.lookup([block])[0] or ground.load([block])[1]}
+    missed = {
+        block for block in found if not ground.store.lookup([block])[0] or ground.load([block])[1]
+    }
 
     def are_gone() -> bool:
         return missed.isdisjoint(place.record_id for place in ground.places())
@@ -104,11 +113,16 @@ def killed_writers(base: Path, long: bool) -> None:
             process.wait()
         ground = Ground(root)
         found = assert_all_exact(ground, judged)
-        assert found >= {names[number] for number in published}, "what was reported as published is lost"
-        # What the dead left unfinished is seen by nobody: neither as a block nor as one that is there to others.
-        # What of it is whole may be taken over while we look, and is a block then like any other.
+        assert found >= {names[number] for number in published}, (
+            "what was reported as published is lost"
+        )
+        # What the dead left unfinished is seen by nobody: neither as a block nor as one that is
+        # there to others. What of it is whole may be taken over while we look, and is a block then
+        # like any other.
         absent = [name for name in names if name not in found]
-        late = {name for name, there in zip(absent, ground.store.lookup(absent), strict=True) if there}
+        late = {
+            name for name, there in zip(absent, ground.store.lookup(absent), strict=True) if there
+        }
         assert not late or late <= assert_all_exact(ground, judged)
         private = list(root.glob("*/tmp/*"))
         assert all(path.suffix == ".tmp" for path in private)
@@ -121,7 +135,8 @@ def killed_writers(base: Path, long: bool) -> None:
 
 
 def killed_in_calls(base: Path, long: bool) -> None:
-    """A writer is killed in the middle of each kind of call that makes a record, and the call ends without it."""
+    """A writer is killed in the middle of each kind of call that makes a record, and the call ends
+    without it."""
     names, source, seen = block_ids(BLOCKS, "shared"), random.Random(new_seed()), base / "seen"
     system = Fuse(base / "shown", seen)
     try:
@@ -138,7 +153,10 @@ def killed_in_calls(base: Path, long: bool) -> None:
                 process.wait()
             ground = Ground(base / "shown" / root.name)  # the same, without the detour
             assert_all_exact(ground)
-            wait_until(lambda ground=ground: ground.is_healthy(names[:20]), "blocks are stored and found again")  # type: ignore[misc]
+            wait_until(
+                lambda ground=ground: ground.is_healthy(names[:20]),
+                "blocks are stored and found again",
+            )  # type: ignore[misc]
             assert_all_exact(ground)
             ground.close()
     finally:
@@ -154,21 +172,37 @@ def dead_root(base: Path, long: bool) -> None:
         ground = Ground(root)
         wait_until(lambda: ground.is_healthy(names), "blocks are stored and found again")
         ground.close()
-        system.behave(stall=["LOOKUP", "GETATTR", "OPEN", "READ", "CREATE", "WRITE", "OPENDIR", "READDIR", "STATFS"])
+        system.behave(
+            stall=[
+                "LOOKUP",
+                "GETATTR",
+                "OPEN",
+                "READ",
+                "CREATE",
+                "WRITE",
+                "OPENDIR",
+                "READDIR",
+                "STATFS",
+            ]
+        )
         with child("hang", root, 1) as (process, lines):
             assert [lines.readline() for _ in range(2)] == ["used\n", "closed\n"]
-            system.behave()  # a thread in the kernel keeps its process until the file system answers
+            # a thread in the kernel keeps its process until the file system answers
+            system.behave()
             assert lines.readline() == "end\n"
             assert process.wait() == 0
         ground = Ground(root)
-        wait_until(lambda ground=ground: ground.is_healthy(names), "blocks are stored and found again")  # type: ignore[misc]
+        wait_until(
+            lambda ground=ground: ground.is_healthy(names), "blocks are stored and found again"
+        )  # type: ignore[misc]
         ground.close()
     finally:
         system.close()
 
 
 def much_damage(base: Path, long: bool) -> None:
-    """More bad records than are kept as evidence: they stay misses, none is wrong, and all are made again."""
+    """More bad records than are kept as evidence: they stay misses, none is wrong, and all are made
+    again."""
     del long
     names = block_ids(12, "much")
     ground = Ground(base / "root", quarantine={"max_per_minute": 4})
@@ -181,25 +215,32 @@ def much_damage(base: Path, long: bool) -> None:
     before = ground.counts()
     for name in names:
         assert ground.load([name])[0] == ["blank"]
-    if not ground.column.memory:  # else another process wrote them a moment ago, and may have been about to end them
+    # else another process wrote them a moment ago, and may have been about to end them
+    if not ground.column.memory:
         what = "as much is kept as evidence as may be, and then the breaker opens"
         kept = {"records_quarantined": 4, "breaker_opened": 1}
         wait_until(lambda: kept.items() <= counted(before, ground.counts()).items(), what)
         assert counted(before, ground.counts())["quarantine_stopped"]
-    wait_until(lambda: ground.is_healthy(names), "the breaker has closed and blocks are stored again")
+    wait_until(
+        lambda: ground.is_healthy(names), "the breaker has closed and blocks are stored again"
+    )
     ground.assert_hits(names)
     ground.close()
 
 
 def two_writers(base: Path, long: bool) -> None:
-    """Two processes write the same ids in orders of their own; a reader and a remover are beside them."""
+    """Two processes write the same ids in orders of their own; a reader and a remover are beside
+    them."""
     source, root = random.Random(new_seed()), base / "root"
     names = block_ids(BLOCKS, "shared")
     ground = Ground(root)
     before = ground.counts()
     for _ in range(6 if long else 1):
         seeds = [source.randrange(1 << 32) for _ in range(2)]
-        with child("write", root, seeds[0]) as (one, _), child("write", root, seeds[1]) as (other, _):
+        with (
+            child("write", root, seeds[0]) as (one, _),
+            child("write", root, seeds[1]) as (other, _),
+        ):
             while one.poll() is None or other.poll() is None:
                 ground.load(source.sample(names, 8))  # each one right, or failed and blank
                 if source.random() < 0.3 and (files := ground.files()):
@@ -210,15 +251,24 @@ def two_writers(base: Path, long: bool) -> None:
         for path in ground.files():
             path.unlink()
     news = counted(before, ground.counts())
-    assert set(news) & {"absent"} or ground.column.memory, "what was removed is missed, where no memory has it"
-    assert not set(news) & {"bad_checksum", "bad_header", "truncated", "wrong_length", "records_refused"}, news
+    assert set(news) & {"absent"} or ground.column.memory, (
+        "what was removed is missed, where no memory has it"
+    )
+    assert not set(news) & {
+        "bad_checksum",
+        "bad_header",
+        "truncated",
+        "wrong_length",
+        "records_refused",
+    }, news
     # Who knows where records lie finds out about once a second that they were removed.
     wait_until(lambda: ground.is_healthy(names[:3]), "blocks are stored and found again")
     ground.close()
 
 
 def clock_jumps(base: Path, long: bool) -> None:
-    """Files from long ago and from far ahead are hits; space is made all the same, and new blocks are stored."""
+    """Files from long ago and from far ahead are hits; space is made all the same, and new blocks
+    are stored."""
     del long
     names = block_ids(120, "clocks")
     ground = Ground(base / "root", storage_capacity="1MiB")
@@ -242,7 +292,8 @@ def clock_jumps(base: Path, long: bool) -> None:
 
 
 def no_descriptors(base: Path, long: bool) -> None:
-    """A process at its limit of open files: loads and dumps fail, nothing wrong is read, and it recovers."""
+    """A process at its limit of open files: loads and dumps fail, nothing wrong is read, and it
+    recovers."""
     del long
     with child("starve", base / "root", 1) as (process, _):
         lines = ended_well(process)
@@ -252,7 +303,8 @@ def no_descriptors(base: Path, long: bool) -> None:
 
 
 def no_memory(base: Path, long: bool) -> None:
-    """A process at its limit of memory: what is open works on, what is opened fails, and nothing dies."""
+    """A process at its limit of memory: what is open works on, what is opened fails, and nothing
+    dies."""
     del long
     with child("hunger", base / "root", 1) as (process, _):
         said = ended_well(process)
@@ -280,7 +332,8 @@ def missing_root(base: Path, long: bool) -> None:
 
 
 def owned_by_another(base: Path, long: bool) -> None:
-    """One record that this user may not read: refused, and replaced by a file of this user's own."""
+    """One record that this user may not read: refused, and replaced by a file of this user's
+    own."""
     del long
     with roots.new_root(base, "tmpfs") as root, roots.as_nobody(*columns.current().roots(root)):
         ground = Ground(root)
@@ -289,7 +342,8 @@ def owned_by_another(base: Path, long: bool) -> None:
         with roots.as_root():
             for victim in ground.victims(names[1], names[0], "owned"):
                 os.chown(victim.path, 0, 0)
-        before = {} if ground.column.memory else ground.counts()  # another store is asked where this one has memory
+        # another store is asked where this one has memory
+        before = {} if ground.column.memory else ground.counts()
         ground.forget()
         states, failures = ground.load(names)
         assert states[1] == "blank"

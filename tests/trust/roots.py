@@ -1,6 +1,8 @@
-"""What is done to a root while a store is open on it: every function harms it, waits, and takes the harm back.
+"""What is done to a root while a store is open on it: every function harms it, waits, and takes the
+harm back.
 
-Mounts are real ones and need root. Every place lies in the test's own directory and is unmounted when the test ends.
+Mounts are real ones and need root. Every place lies in the test's own directory and is unmounted
+when the test ends.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def is_root() -> bool:
 
 
 def need_root() -> None:
-    """Skips without root, saying why; with ``UCM_REQUIRE_ROOT_TESTS`` in the environment that is a failure."""
+    """Skips without root, saying why; with ``UCM_REQUIRE_ROOT_TESTS`` in the environment that is a
+    failure."""
     if is_root():
         return
     words = "mounting file systems and changing the user needs root"
@@ -42,7 +45,9 @@ def need_root() -> None:
 
 def _can_mount() -> bool:
     capabilities = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("CapEff")
     )
     return bool(int(capabilities.split()[1], 16) & (1 << 21))  # CAP_SYS_ADMIN
 
@@ -54,7 +59,8 @@ def mount(*words: str | Path) -> None:
 
 @contextmanager
 def new_root(base: Path, kind: Kind, size: str = "8m", inodes: int = 400) -> Iterator[Path]:
-    """A root below ``base``: a directory, a small file system of its own, or a directory that is mounted there."""
+    """A root below ``base``: a directory, a small file system of its own, or a directory that is
+    mounted there."""
     root = base / "root"
     with ExitStack() as stack:
         if kind != "plain":
@@ -72,14 +78,16 @@ def new_root(base: Path, kind: Kind, size: str = "8m", inodes: int = 400) -> Ite
 
 @contextmanager
 def as_nobody(*roots: Path) -> Iterator[None]:
-    """This process, all its threads, without the rights of root; it owns these directories and can reach them."""
+    """This process, all its threads, without the rights of root; it owns these directories and can
+    reach them."""
     need_root()
     for root in roots:
         root.mkdir(exist_ok=True)
         for path in [root, *root.rglob("*")]:
             os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     above = {path for root in roots for path in root.parents}
-    shut = [path for path in above if path.stat().st_mode & 0o777 == 0o700]  # those that pytest made
+    # those that pytest made
+    shut = [path for path in above if path.stat().st_mode & 0o777 == 0o700]
     for path in shut:
         path.chmod(0o711)
     os.seteuid(NOBODY)
@@ -106,7 +114,8 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-# Harms -------------------------------------------------------------------------------------------------------
+# Harms
+# --------------------------------------------------------------------------------------------------
 
 
 def read_only(root: Path) -> Iterator[None]:
@@ -166,7 +175,10 @@ def emptied(root: Path) -> Iterator[None]:
     _empty(root)
     yield
     (root / MARKER).write_bytes(marker)
-    assert not [*root.rglob("*.bin"), *root.rglob("*.seg")], "something was written to a directory that is no root"
+    assert not [
+        *root.rglob("*.bin"),
+        *root.rglob("*.seg"),
+    ], "something was written to a directory that is no root"
 
 
 def no_namespace(root: Path) -> Iterator[None]:
@@ -190,7 +202,8 @@ def no_marker(root: Path) -> Iterator[None]:
 
 
 def unmounted(root: Path) -> Iterator[None]:
-    """The share is unmounted under the running process; below it is an empty directory of another device."""
+    """The share is unmounted under the running process; below it is an empty directory of another
+    device."""
     unmount(root)
     yield
     written = list(root.iterdir())

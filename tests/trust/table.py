@@ -1,4 +1,5 @@
-"""The matrix as a table: what every row came to in every column, for the terminal and as markdown."""
+"""The matrix as a table: what every row came to in every column, for the terminal and as
+markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _WORST = ("ok", "skipped", "known fault", "FAILED")
 
 
 class Table:
-    """Results by row and column; a cell nobody ran is empty, one that means nothing has the number of the reason."""
+    """Results by row and column; a cell nobody ran is empty, one that means nothing has the number
+    of the reason."""
 
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], str] = {}
@@ -48,26 +50,39 @@ class Table:
 
     def _reasons(self) -> list[str]:
         """Why cells mean nothing, each reason once, in the order of the table."""
-        found = (why_not(row, column) for row in self._rows().values() for column in columns.COLUMNS)
+        found = (
+            why_not(row, column) for row in self._rows().values() for column in columns.COLUMNS
+        )
         return list(dict.fromkeys(filter(None, found)))
 
     def notes(self) -> list[str]:
         """What the numbers in the cells stand for."""
-        return [f"({number}) not applicable: {why}" for number, why in enumerate(self._reasons(), 1)]
+        return [
+            f"({number}) not applicable: {why}" for number, why in enumerate(self._reasons(), 1)
+        ]
 
     def totals(self) -> Iterator[tuple[str, ...]]:
-        """Of every column: its rows that were run, how many of them were in order, and how many mean nothing there."""
+        """Of every column: its rows that were run, how many of them were in order, and how many
+        mean nothing there."""
         yield ("column", "rows run", "ok", "not applicable")
         for column in COLUMNS:
             outcomes = [outcome for (_, name), outcome in self.cells.items() if name == column]
             kinds = [kind for kind in columns.COLUMNS if kind.name == column]
-            nothing = sum(bool(why_not(row, kind)) for kind in kinds for row in self._rows().values())
+            nothing = sum(
+                bool(why_not(row, kind)) for kind in kinds for row in self._rows().values()
+            )
             if outcomes:
                 yield (column, str(len(outcomes)), str(outcomes.count("ok")), str(nothing))
 
     def text(self) -> list[str]:
         """Columns side by side."""
-        return [*_aligned(list(self.lines())), "", *self.notes(), "", *_aligned(list(self.totals()))]
+        return [
+            *_aligned(list(self.lines())),
+            "",
+            *self.notes(),
+            "",
+            *_aligned(list(self.totals())),
+        ]
 
     def markdown(self) -> str:
         """The same for a page."""
@@ -77,10 +92,15 @@ class Table:
 
 def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
 
 
 def _markdown(lines: Iterator[tuple[str, ...]]) -> str:
     """A bar in a name would end its cell."""
     head, *rest = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest)) + "\n"
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest)) + "\n"
+    )

@@ -1,4 +1,5 @@
-"""The matrix through vLLM: live engines, vLLM's own cache off, whose roots are harmed between requests.
+"""The matrix through vLLM: live engines, vLLM's own cache off, whose roots are harmed between
+requests.
 
 One engine of each model runner over block files, and one with memory above segments.
 """
@@ -49,7 +50,11 @@ def each(rows: Sequence[R]) -> list[ParameterSet]:
 
 @pytest.fixture(scope="module")
 def live(
-    engine: str, host: EngineHost, model: Path, work: Path, kv_transfer_config: dict[str, Any] | None
+    engine: str,
+    host: EngineHost,
+    model: Path,
+    work: Path,
+    kv_transfer_config: dict[str, Any] | None,
 ) -> Iterator[Live]:
     """The engine. As root its root is a small file system of its own, mounted from elsewhere."""
     kind = KINDS[engine]
@@ -57,7 +62,9 @@ def live(
         pytest.skip("--kv-transfer-config names another connector: it has no pipeline of ours")
     base = work / engine.replace(" ", "-").replace("|", "-")
     base.mkdir()
-    with roots.new_root(base, "bind" if roots.is_root() else "plain", size="64m", inodes=4000) as root:
+    with roots.new_root(
+        base, "bind" if roots.is_root() else "plain", size="64m", inodes=4000
+    ) as root:
         yield Live(host, kind.spec(model, root, kv_transfer_config), root, kind.over_pc)
         host.stop()
 
@@ -73,7 +80,9 @@ def test_file(engine: str, row: FileRow, live: Live) -> None:
     if not (live.ours or row.any_file):
         pytest.skip("this row is about records of ours")
     stored = live.store_prompt()
-    at, other = (VICTIM, OTHER) if live.ours else (len(stored.copies) // 2, len(stored.copies) // 2 - 1)
+    at, other = (
+        (VICTIM, OTHER) if live.ours else (len(stored.copies) // 2, len(stored.copies) // 2 - 1)
+    )
     victim = Victim(stored.copies[at], stored.copies[other], random.Random(row.name))
 
     row.harm(victim)
@@ -93,7 +102,9 @@ def test_file(engine: str, row: FileRow, live: Live) -> None:
     if row.heals == "left" and not (victim.copy.in_segment and not row.judged):
         kept = victim.path.read_bytes() if victim.path.is_file() else None
         assert live.ask(stored.tokens).tokens == stored.right.tokens
-        assert (victim.path.read_bytes() if victim.path.is_file() else None) == kept, "what is not ours was replaced"
+        assert (victim.path.read_bytes() if victim.path.is_file() else None) == kept, (
+            "what is not ours was replaced"
+        )
         roots.remove(victim.path)
     live.await_hit(stored, "the prompt is stored and found again")
     if live.ours:
@@ -119,7 +130,9 @@ def test_root(engine: str, row: RootRow, live: Live) -> None:
             assert live.ask(old.tokens).tokens == old.right.tokens, "wrong tokens"
         if live.ours:  # dumps end behind the back of the request
             wait_until(
-                lambda: set(row.reasons) <= set(counted(before, live.counts())), f"{row.reasons} are counted", 60
+                lambda: set(row.reasons) <= set(counted(before, live.counts())),
+                f"{row.reasons} are counted",
+                60,
             )
             news = counted(before, live.counts())
             assert not {"timeout", "lookup_late"} & set(news), f"counted: {news}"
@@ -167,7 +180,8 @@ def _judge(live: Live, stored: Prompt) -> None:
 def _meets(row: FuseRow, live: Live, system: Fuse, old: Prompt) -> bool:
     """Asks while the file system has bad manners, and judges; whether the request met them.
 
-    It does not where the store found out first, by itself: then it is unhealthy for a moment and nothing is promised.
+    It does not where the store found out first, by itself: then it is unhealthy for a moment and
+    nothing is promised.
     """
     fresh = live.new_prompt()
     right = live.ask(fresh, salt="another key, the same computation")
@@ -190,9 +204,14 @@ def _meets(row: FuseRow, live: Live, system: Fuse, old: Prompt) -> bool:
         news = counted(before, live.counts())
         assert news.get("load_tasks", 0) <= 1, "a failed load was tried again by its request"
         most = BLOCKS if row.waits else 0
-        assert {name: news.get(name, 0) for name in ("timeout", "lookup_late") if news.get(name, 0) > most} == {}, news
+        assert {
+            name: news.get(name, 0)
+            for name in ("timeout", "lookup_late")
+            if news.get(name, 0) > most
+        } == {}, news
     assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
-    return met or is_met()  # a request that came while the store was off met nothing, and the one after it did
+    # a request that came while the store was off met nothing, and the one after it did
+    return met or is_met()
 
 
 @pytest.mark.parametrize(("engine", "row"), each([KILLED]), scope="module")
@@ -209,7 +228,8 @@ def test_engine(engine: str, row: EngineRow, live: Live) -> None:
 
 @pytest.mark.parametrize(("engine", "row"), each([WEIGHTS]), scope="module")
 def test_weights(engine: str, row: EngineRow, live: Live, model: Path, other_model: Path) -> None:
-    """What other weights computed is never an answer of these, and these are known again when they come back."""
+    """What other weights computed is never an answer of these, and these are known again when they
+    come back."""
     if not live.ours:
         pytest.skip("this row is about our identities")
     stored, fresh = live.store_prompt(), live.new_prompt()
@@ -249,9 +269,11 @@ def test_sleep(engine: str, row: EngineRow, live: Live) -> None:
 
 @pytest.mark.parametrize(("engine", "row"), each([BESIDE]), scope="module")
 def test_beside(engine: str, row: EngineRow, live: Live) -> None:
-    """What an engine stores beside a connector whose loads go wrong is right for the engine that finds it.
+    """What an engine stores beside a connector whose loads go wrong is right for the engine that
+    finds it.
 
-    ``kv_load_failure_policy`` is vLLM's own here, which fails a request for a block that is refused: nothing is loaded.
+    ``kv_load_failure_policy`` is vLLM's own here, which fails a request for a block that is
+    refused: nothing is loaded.
     """
     if not live.ours:
         pytest.skip("this row is about a connector beside ours")
@@ -260,12 +282,16 @@ def test_beside(engine: str, row: EngineRow, live: Live) -> None:
     with live.instead("beside", transfer=several(SIBLING, live.transfer)) as both:
         answer = live.ask(stored.tokens)
         assert (answer.tokens, answer.cached) == (stored.right.tokens, 0), "loaded, or wrong tokens"
-        assert 'write "kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector"' in both.log_text()
+        assert (
+            'write "kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector"'
+            in both.log_text()
+        )
         stalled = both.submit(Ask(fresh[0], ANSWER, extra_args=load_of_sibling("stall")))
         wait_until(lambda: both.scheduler_eval(LOADING) == "True", "the other connector loads")
         both.abort(*stalled)
         both.collect(stalled)
-        # vLLM's own policy: the request ends with an error, and that is the other connector's doing.
+        # vLLM's own policy: the request ends with an error, and that is the other connector's
+        # doing.
         both.ask(fresh[1], ANSWER, extra_args=load_of_sibling("fail"))
         assert live.ask(fresh[2]).tokens == right[2].tokens, "wrong tokens"
     live.await_hit(stored, "what was stored before is a hit")
@@ -289,7 +315,10 @@ def test_media(engine: str, row: EngineRow, live: Live, work: Path) -> None:
         return answer
 
     with live.instead("media", **kind) as first:
-        right = {seed: ask(first, seed, None, salt="another key, the same computation") for seed in (CAT, DOG)}
+        right = {
+            seed: ask(first, seed, None, salt="another key, the same computation")
+            for seed in (CAT, DOG)
+        }
         assert right[CAT].tokens != right[DOG].tokens, "the picture does not matter to this model"
         assert ask(first, CAT, "holiday").tokens == right[CAT].tokens, "wrong tokens"
         with live.instead("media-again", **kind) as second:

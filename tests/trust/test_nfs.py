@@ -1,8 +1,10 @@
-"""A store over an NFS client's semantics: two hosts with a mount each, and what the protocol does to programs.
+"""A store over an NFS client's semantics: two hosts with a mount each, and what the protocol does
+to programs.
 
-Without more the mounts are those of ``nfs.py``, a file system over FUSE. With ``UCM_NFS_ROOT`` (``make test-nfs
-ROOT=...``) they are real: one mount point, or two of one export (``/mnt/a:/mnt/b``, mounted with ``nosharecache``);
-what needs a server that fails by script is skipped there.
+Without more the mounts are those of ``nfs.py``, a file system over FUSE. With ``UCM_NFS_ROOT``
+(``make test-nfs ROOT=...``) they are real: one mount point, or two of one export
+(``/mnt/a:/mnt/b``, mounted with ``nosharecache``); what needs a server that fails by script is
+skipped there.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Mounts:
     clients: list[NfsClient]
 
     def again(self, host: int) -> None:
-        """Another client in the place of one: that host's mount after its server was started again."""
+        """Another client in the place of one: that host's mount after its server was started
+        again."""
         self.clients[host].close()
         self.clients[host] = NfsClient(self.export, self.seen[host], AC)
 
@@ -106,11 +109,15 @@ def await_hits(ground: Ground, names: list[bytes]) -> None:
 
 def assert_bounded(news: dict[str, int]) -> None:
     """Nothing of it was waited for past a deadline, and no breaker opened."""
-    waits = {name for name in ("timeout", "lookup_late", "unhealthy", "breaker_opened") if news.get(name)}
+    waits = {
+        name for name in ("timeout", "lookup_late", "unhealthy", "breaker_opened") if news.get(name)
+    }
     assert not waits, f"counted: {news}"
 
 
-def test_what_one_host_stores_the_other_finds(mounts: Mounts, column: Column, stack: ExitStack) -> None:
+def test_what_one_host_stores_the_other_finds(
+    mounts: Mounts, column: Column, stack: ExitStack
+) -> None:
     left, right = hosts(mounts, stack)
     names = block_ids(24, "theirs")
     assert right.store.lookup(names) == [False] * 24  # and this is believed for a while
@@ -142,8 +149,11 @@ def test_what_was_removed_is_a_miss(mounts: Mounts, column: Column, stack: ExitS
     await_hits(left, names)
 
 
-def test_a_file_that_is_open_when_its_name_goes(mounts: Mounts, column: Column, stack: ExitStack) -> None:
-    """The host that removes has them open: its client hides each file until it is closed, and then it is gone."""
+def test_a_file_that_is_open_when_its_name_goes(
+    mounts: Mounts, column: Column, stack: ExitStack
+) -> None:
+    """The host that removes has them open: its client hides each file until it is closed, and then
+    it is gone."""
     left, _ = hosts(mounts, stack)
     names = block_ids(24, "silly")
     left.fill(names)
@@ -161,11 +171,14 @@ def test_a_file_that_is_open_when_its_name_goes(mounts: Mounts, column: Column, 
 
 
 def assert_usage_of_names(ground: Ground) -> None:
-    """No more is stored than may be; what is hidden has no name of ours and is its client's to remove."""
+    """No more is stored than may be; what is hidden has no name of ours and is its client's to
+    remove."""
     assert ground.bytes_stored() <= ground.store.stats()["storage_capacity_bytes"]
 
 
-def test_a_damaged_block_is_replaced_for_both(mounts: Mounts, column: Column, stack: ExitStack) -> None:
+def test_a_damaged_block_is_replaced_for_both(
+    mounts: Mounts, column: Column, stack: ExitStack
+) -> None:
     left, right = hosts(mounts, stack)
     names = block_ids(8, "damaged")
     left.fill(names)
@@ -194,13 +207,19 @@ def test_calls_whose_answer_was_lost(mounts: Mounts, column: Column, stack: Exit
     scripted(mounts, 0).behave()
     await_hits(right, names)
     left.close()
-    assert not [path for path in mounts.export.rglob("*/tmp/*") if path.is_file()], "a private file is left over"
+    assert not [path for path in mounts.export.rglob("*/tmp/*") if path.is_file()], (
+        "a private file is left over"
+    )
 
 
 @pytest.mark.parametrize(
-    "number", [errno.EIO, errno.ENOSPC, errno.EDQUOT] if LONG else [errno.EDQUOT], ids=errno.errorcode.get
+    "number",
+    [errno.EIO, errno.ENOSPC, errno.EDQUOT] if LONG else [errno.EDQUOT],
+    ids=errno.errorcode.get,
 )
-def test_errors_that_arrive_with_the_close(mounts: Mounts, column: Column, stack: ExitStack, number: int) -> None:
+def test_errors_that_arrive_with_the_close(
+    mounts: Mounts, column: Column, stack: ExitStack, number: int
+) -> None:
     left, right = hosts(mounts, stack)
     names = block_ids(6, "closed")
     left.fill(block_ids(3, "before"))
@@ -211,14 +230,20 @@ def test_errors_that_arrive_with_the_close(mounts: Mounts, column: Column, stack
     scripted(mounts, 0).behave()
 
     def is_found() -> bool:
-        # Room is made for a while where the medium was full, of what was stored meanwhile too: then it is stored again.
-        return left.is_healthy(names) and all(right.store.lookup(names)) and not right.load(names)[1]
+        # Room is made for a while where the medium was full, of what was stored meanwhile too: then
+        # it is stored again.
+        return (
+            left.is_healthy(names) and all(right.store.lookup(names)) and not right.load(names)[1]
+        )
 
     wait_until(is_found, "blocks are stored again, and found")
 
 
-def test_a_server_that_goes_and_comes_back(mounts: Mounts, column: Column, stack: ExitStack) -> None:
-    """In the middle of loads and dumps: misses and failed dumps, then all as before, with what was stored."""
+def test_a_server_that_goes_and_comes_back(
+    mounts: Mounts, column: Column, stack: ExitStack
+) -> None:
+    """In the middle of loads and dumps: misses and failed dumps, then all as before, with what was
+    stored."""
     left, right = hosts(mounts, stack)
     names, source = block_ids(60, "restarted"), random.Random(1)
     left.fill(names)
@@ -236,9 +261,13 @@ def test_a_server_that_goes_and_comes_back(mounts: Mounts, column: Column, stack
     await_hits(right, names)
 
 
-def test_a_collector_that_dies_on_another_host(mounts: Mounts, column: Column, stack: ExitStack) -> None:
+def test_a_collector_that_dies_on_another_host(
+    mounts: Mounts, column: Column, stack: ExitStack
+) -> None:
     with child("mix", mounts.seen[0] / "root", 7) as (process, lines):
-        wait_until(lambda: list(mounts.export.glob("root/space/collector-*.json")), "it is the collector")
+        wait_until(
+            lambda: list(mounts.export.glob("root/space/collector-*.json")), "it is the collector"
+        )
         for _ in range(5):
             assert lines.readline(), "the process ended early"
         process.kill()
@@ -246,7 +275,9 @@ def test_a_collector_that_dies_on_another_host(mounts: Mounts, column: Column, s
     right = Ground(mounts.seen[1] / "root", storage_capacity="2MiB")
     stack.callback(right.close)
     wait_until(lambda: right.store.stats()["storage_collector"] == 1, "another follows")
-    wait_until(lambda: right.is_healthy(block_ids(16, "after")), "blocks are stored and found again")
+    wait_until(
+        lambda: right.is_healthy(block_ids(16, "after")), "blocks are stored and found again"
+    )
     assert_usage(right)
     assert_all_exact(right)
 
@@ -257,7 +288,9 @@ def test_two_hosts_with_other_clocks_share_a_root(column: Column, tmp_path: Path
     two_hosts(tmp_path, False, lambda export, place: closing(NfsClient(export, place, AC)))
 
 
-def test_records_are_right_by_the_second_reader(mounts: Mounts, column: Column, stack: ExitStack) -> None:
+def test_records_are_right_by_the_second_reader(
+    mounts: Mounts, column: Column, stack: ExitStack
+) -> None:
     left, right = hosts(mounts, stack)
     for number in range(4):
         names = block_ids(12, f"round {number}")

@@ -1,4 +1,5 @@
-"""The matrix at the store level: every row against every kind of store, through the compiled core."""
+"""The matrix at the store level: every row against every kind of store, through the compiled
+core."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def each(rows: Sequence[R]) -> list[ParameterSet]:
             row,
             column,
             id=f"{column.name}-{row.name}",
-            marks=[pytest.mark.xfail(reason=why, strict=True)] if (why := known_fault(row, column)) else [],
+            marks=[pytest.mark.xfail(reason=why, strict=True)]
+            if (why := known_fault(row, column))
+            else [],
         )
         for row, column in cells(rows)
     ]
@@ -90,14 +93,18 @@ def test_file(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) ->
             met = _assert_met(row, ground, names, known)
         ground.reopen()
     met |= _assert_met(row, ground, names, [ground.newest(name) for name in names])
-    assert met != row.harmless, "the harm reached nobody" if not met else "the harm should reach nobody"
+    assert met != row.harmless, (
+        "the harm reached nobody" if not met else "the harm should reach nobody"
+    )
 
     left = row.heals == "left" and not (column.in_segments and row.judged is False)
     before = ground.counts()
     if left:
         kept = [_content(victim.path) for victim in victims]
         ground.dump(names)
-        assert [_content(victim.path) for victim in victims] == kept, "what is not ours was replaced"
+        assert [_content(victim.path) for victim in victims] == kept, (
+            "what is not ours was replaced"
+        )
         found = ground.store.lookup(names)  # a memory may have it now that it was dumped again
         assert found[:1] + found[2:] == [True, True]
         assert not found[1] or (column.memory and not row.judged), "what was not replaced is a hit"
@@ -105,7 +112,8 @@ def test_file(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) ->
         for victim in victims:
             roots.remove(victim.path)
         ground.forget()
-        # Who knew the segment that is gone with other records in it finds out by looking, about once a second.
+        # Who knew the segment that is gone with other records in it finds out by looking, about
+        # once a second.
         wait_until(lambda: ground.is_healthy(names), "all are stored again")
     ground.fill(names)
     ground.assert_hits(names)
@@ -121,17 +129,28 @@ def _content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _assert_met(row: FileRow, ground: Ground, names: list[bytes], copies: list[Place | None]) -> bool:
-    """The store sees what the second reader sees of these copies: hits, or misses that cost no waiting; whether any."""
+def _assert_met(
+    row: FileRow, ground: Ground, names: list[bytes], copies: list[Place | None]
+) -> bool:
+    """The store sees what the second reader sees of these copies: hits, or misses that cost no
+    waiting; whether any."""
     bad = [index for index, copy in enumerate(copies) if copy is None or not copy.is_right(SHAPE)]
-    # Who knew a segment looks at it about once a second: where its footer is gone, all of it may be misses by now.
-    either = [index for index, name in enumerate(names) if index not in bad and ground.newest(name) is None]
+    # Who knew a segment looks at it about once a second: where its footer is gone, all of it may be
+    # misses by now.
+    either = [
+        index
+        for index, name in enumerate(names)
+        if index not in bad and ground.newest(name) is None
+    ]
     before = ground.counts()
     ground.store.lookup(names)
-    states, failures = ground.load(names)  # one load: what lies behind a bad block may be given up, never be wrong
+    # one load: what lies behind a bad block may be given up, never be wrong
+    states, failures = ground.load(names)
     assert set(bad) <= set(failures)
     first = min(failures, default=None)
-    assert first in either or first == min(bad, default=None), "all before the first bad block arrive"
+    assert first in either or first == min(bad, default=None), (
+        "all before the first bad block arrive"
+    )
     for index in bad:
         assert states[index] == "blank", "bytes of a bad record reached the device"
         assert ground.load([names[index]])[1], "a bad record was loaded the second time"
@@ -141,7 +160,8 @@ def _assert_met(row: FileRow, ground: Ground, names: list[bytes], copies: list[P
         ground.load([names[index]])  # right, or failed and blank
     news = counted(before, ground.counts())
     if bad:
-        gone = ("absent",) if ground.column.in_segments else ()  # with the footer all records of a segment go
+        # with the footer all records of a segment go
+        gone = ("absent",) if ground.column.in_segments else ()
         assert set(row.reasons + gone) & set(news), f"counted: {news}"
     assert_no_wait(news)
     return bool(bad)
@@ -152,10 +172,12 @@ ONE_OF_TWO = [(row, column) for row, column in cells(FILE_ROWS) if column.direct
 
 
 @pytest.mark.parametrize(
-    ("row", "column"), [pytest.param(row, column, id=f"{column.name}-{row.name}") for row, column in ONE_OF_TWO]
+    ("row", "column"),
+    [pytest.param(row, column, id=f"{column.name}-{row.name}") for row, column in ONE_OF_TWO],
 )
 def test_one_of_two_copies(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) -> None:
-    """The other directory serves what is bad in one, and the bad copy is replaced unless it is not ours to replace."""
+    """The other directory serves what is bad in one, and the bad copy is replaced unless it is not
+    ours to replace."""
     ground = Ground(tmp_path / "root")
     stack.callback(lambda: ground.close())
     names = block_ids(3, row.name)
@@ -195,7 +217,10 @@ def test_root(row: RootRow, column: Column, tmp_path: Path, stack: ExitStack) ->
     ground.forget()
     if column.memory:
         ground.fill(held)
-    wait_until(lambda: ground.store.stats()["storage_counted"], "the root was counted, so that nobody is at work there")
+    wait_until(
+        lambda: ground.store.stats()["storage_counted"],
+        "the root was counted, so that nobody is at work there",
+    )
 
     before = ground.counts()
     reasons = set(row.reasons) - ({"absent", "io_error"} if column.directories == 2 else set())
@@ -256,11 +281,23 @@ def system(mounted: Fuse) -> Iterator[Fuse]:
 
 
 @pytest.mark.parametrize(("row", "column"), each(FUSE_ROWS))
-def test_file_system(row: FuseRow, column: Column, system: Fuse, tmp_path: Path, stack: ExitStack) -> None:
-    soon = {call: SOON if row.waits and row.call == call else LATE for call in ("lookup", "load", "dump")}
-    deadlines = {"lookup_ms": int(soon["lookup"] * 1000), "load_unknown_s": soon["load"], "dump_s": soon["dump"]}
+def test_file_system(
+    row: FuseRow, column: Column, system: Fuse, tmp_path: Path, stack: ExitStack
+) -> None:
+    soon = {
+        call: SOON if row.waits and row.call == call else LATE
+        for call in ("lookup", "load", "dump")
+    }
+    deadlines = {
+        "lookup_ms": int(soon["lookup"] * 1000),
+        "load_unknown_s": soon["load"],
+        "dump_s": soon["dump"],
+    }
     # No name with a colon: that separates directories.
-    place = system.mount_point / f"{FUSE_ROWS.index(row)}-{column.name.replace('/', '-').replace('|', '-')}"
+    place = (
+        system.mount_point
+        / f"{FUSE_ROWS.index(row)}-{column.name.replace('/', '-').replace('|', '-')}"
+    )
     if row.disk:
         place.mkdir()
         place = stack.enter_context(Disk(place / "image", tmp_path / "disk")).mount_point
@@ -272,7 +309,8 @@ def test_file_system(row: FuseRow, column: Column, system: Fuse, tmp_path: Path,
     old, new = names[:3], names[3:]
     ground.fill(old)
     ground.settle(old)
-    ground.reopen(deadlines=deadlines)  # it has nothing in memory, and keeps no segment open that it would read on
+    # it has nothing in memory, and keeps no segment open that it would read on
+    ground.reopen(deadlines=deadlines)
     # A process that was just opened waits for room first.
     wait_until(lambda: ground.is_healthy(warm), "there is room")
 
@@ -311,11 +349,13 @@ def test_file_system(row: FuseRow, column: Column, system: Fuse, tmp_path: Path,
         if ground.store.lookup([name]) == [True]:
             if row.believed and ground.load([name])[1]:
                 continue  # put to death by another's fault before, and found out now
-            ground.assert_hits([name])  # a rename that was held may still give a whole record its name
+            # a rename that was held may still give a whole record its name
+            ground.assert_hits([name])
     wait_until(lambda: ground.is_healthy(new), "blocks are stored and found again")
     wait_until(lambda: ground.is_healthy(old), "what was stored is found again")
     assert target.states() == ["blank"] * 3, "bytes came after the load was over"
-    # With two directories a copy of the lower one that nobody has read is found out when somebody reads it.
+    # With two directories a copy of the lower one that nobody has read is found out when somebody
+    # reads it.
     if not (row.believed and column.directories == 2):
         ground.await_all_right()
 
@@ -332,12 +372,18 @@ SHARED = 8.0
         if column.directories == 2 and row.call == "load" and not row.disk
     ],
 )
-def test_one_of_two_file_systems(row: FuseRow, column: Column, system: Fuse, tmp_path: Path, stack: ExitStack) -> None:
-    """The upper directory lies on a file system of bad manners: what it does not give the lower one gives, in time."""
+def test_one_of_two_file_systems(
+    row: FuseRow, column: Column, system: Fuse, tmp_path: Path, stack: ExitStack
+) -> None:
+    """The upper directory lies on a file system of bad manners: what it does not give the lower one
+    gives, in time."""
     shown = system.mount_point / f"{FUSE_ROWS.index(row)}-upper"
     shown.mkdir()
     (tmp_path / "root-upper").symlink_to(shown)
-    ground = Ground(tmp_path / "root", deadlines={"lookup_ms": LATE * 1000, "load_unknown_s": SHARED, "dump_s": LATE})
+    ground = Ground(
+        tmp_path / "root",
+        deadlines={"lookup_ms": LATE * 1000, "load_unknown_s": SHARED, "dump_s": LATE},
+    )
     stack.callback(lambda: ground.close())
     stack.callback(system.behave)
     names = block_ids(3, row.name)

@@ -1,4 +1,5 @@
-"""What the tests of the configuration share: the shapes of the fixtures, and how a wrong one fails."""
+"""What the tests of the configuration share: the shapes of the fixtures, and how a wrong one
+fails."""
 
 from __future__ import annotations
 

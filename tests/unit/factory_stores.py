@@ -16,7 +16,9 @@ class LeastStore(UcmKVStoreBaseV1):
     def lookup(self, block_ids: Sequence[bytes]) -> Sequence[bool]:
         return [False for _ in block_ids]
 
-    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]) -> Task:
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
+    ) -> Task:
         return Task()
 
     def dump_data(

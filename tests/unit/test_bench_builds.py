@@ -1,4 +1,5 @@
-"""How ``benches/python/beside.py`` comes to its builds, as far as nothing has to be built for it."""
+"""How ``benches/python/beside.py`` comes to its builds, as far as nothing has to be built for
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def builds() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_builds", ROOT / "benches" / "python" / "builds.py")
+    spec = importlib.util.spec_from_file_location(
+        "bench_builds", ROOT / "benches" / "python" / "builds.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -24,7 +27,9 @@ def builds() -> ModuleType:
 
 def test_a_process_sees_one_build_and_nothing_set_for_another(builds: ModuleType) -> None:
     build = builds.Build("a", Path("/builds/a"))
-    seen = build.environment({"PATH": "/bin", "PYTHONPATH": "/tree", "PYTHONHOME": "/x", "UCM_LOG_LEVEL": "DEBUG"})
+    seen = build.environment(
+        {"PATH": "/bin", "PYTHONPATH": "/tree", "PYTHONHOME": "/x", "UCM_LOG_LEVEL": "DEBUG"}
+    )
     assert seen == {"PATH": "/bin", "PYTHONPATH": "/builds/a"}
 
 
@@ -36,9 +41,18 @@ def test_a_revision_that_is_none_is_named(builds: ModuleType, revision: str) -> 
 
 
 def test_a_failed_build_shows_the_end_of_its_log(builds: ModuleType, tmp_path: Path) -> None:
-    program = "import sys; print(*('line %d' % n for n in range(100)), sep=chr(10)); sys.exit('error: no')"
+    program = (
+        "import sys; print(*('line %d' % n for n in range(100)), sep=chr(10)); sys.exit('error:"
+        " no')"
+    )
     with pytest.raises(builds.BuildError) as caught:
-        builds._logged([sys.executable, "-c", program], tmp_path / "build.log", "it does not build", tmp_path, {})
+        builds._logged(
+            [sys.executable, "-c", program],
+            tmp_path / "build.log",
+            "it does not build",
+            tmp_path,
+            {},
+        )
     text = str(caught.value)
     assert text.startswith("it does not build (status 1)")
     assert "line 99" in text and "error: no" in text and "line 10\n" not in text

@@ -40,9 +40,12 @@ def test_nothing_beside_nothing_is_as_good(paired: ModuleType) -> None:
 
 #: How many values lie outside on either side, as tables of the sign test have it, for 95 %.
 @pytest.mark.parametrize(
-    ("count", "outside"), [(6, 0), (7, 0), (8, 0), (9, 1), (11, 1), (12, 2), (15, 3), (20, 5), (25, 7), (40, 13)]
+    ("count", "outside"),
+    [(6, 0), (7, 0), (8, 0), (9, 1), (11, 1), (12, 2), (15, 3), (20, 5), (25, 7), (40, 13)],
 )
-def test_the_interval_is_that_of_the_sign_test(paired: ModuleType, count: int, outside: int) -> None:
+def test_the_interval_is_that_of_the_sign_test(
+    paired: ModuleType, count: int, outside: int
+) -> None:
     values = [float(value) for value in range(count)]
     random.Random(count).shuffle(values)
     assert paired.interval(values) == (outside, count - 1 - outside)
@@ -83,7 +86,9 @@ def test_more_pairs_say_more(paired: ModuleType) -> None:
 
 
 def test_a_row_takes_its_ratios_pair_by_pair(paired: ModuleType) -> None:
-    row = paired.Row("lookup, absent", "files", "us an id", "less", (1.0, 2.0, 4.0), (1.0, 4.0, 4.0))
+    row = paired.Row(
+        "lookup, absent", "files", "us an id", "less", (1.0, 2.0, 4.0), (1.0, 4.0, 4.0)
+    )
     assert row.ratios == [1.0, 0.5, 1.0]
     kept = row.as_json()
     assert (kept["median"], kept["interval"], kept["verdict"]) == (1.0, None, "not judged")
@@ -94,5 +99,10 @@ def test_the_table_shows_what_fails(paired: ModuleType) -> None:
     slow = paired.Row("load", "files, 256 KiB", "GB/s", "more", (2.0,) * 7, (1.0,) * 7)
     fast = paired.Row("idle, wake-ups", "Cache|Posix", "a second", "less", (2.0,) * 7, (1.0,) * 7)
     lines = paired.table([slow, fast]).splitlines()
-    assert lines[2] == "| load | files, 256 KiB | 2 | 1 | GB/s | 0.500 | 0.500 to 0.500 | **fails** |"
-    assert lines[3] == "| idle, wake-ups | Cache\\|Posix | 2 | 1 | a second | 2.000 | 2.000 to 2.000 | holds |"
+    assert (
+        lines[2] == "| load | files, 256 KiB | 2 | 1 | GB/s | 0.500 | 0.500 to 0.500 | **fails** |"
+    )
+    assert (
+        lines[3]
+        == "| idle, wake-ups | Cache\\|Posix | 2 | 1 | a second | 2.000 | 2.000 to 2.000 | holds |"
+    )

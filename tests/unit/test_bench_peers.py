@@ -33,7 +33,9 @@ def results() -> ModuleType:
     return imported("results")
 
 
-def one(dump: float, load: float = 1.0, present: float | None = 2.0, absent: float | None = 1.0) -> dict[str, Any]:
+def one(
+    dump: float, load: float = 1.0, present: float | None = 2.0, absent: float | None = 1.0
+) -> dict[str, Any]:
     return {"dump": dump, "load": load, "lookup_present": present, "lookup_absent": absent}
 
 
@@ -42,7 +44,8 @@ def rounds() -> dict[Any, Any]:
     case = (QUARTER, "buffered")
     return {
         (case, OURS): [one(2.0), one(4.0), one(3.0)],
-        (case, FAST): [one(1.0, present=None, absent=None), one(1.0, present=None, absent=None)] * 2,
+        (case, FAST): [one(1.0, present=None, absent=None), one(1.0, present=None, absent=None)]
+        * 2,
         (case, SLOW): [one(0.5, present=4.0), one(0.5, present=4.0), one(0.5, present=4.0)],
     }
 
@@ -61,7 +64,9 @@ def test_ratios_are_taken_round_by_round(results: ModuleType, rounds: dict[Any, 
     assert slow.to_ours == pytest.approx(0.5 / 3)
 
 
-def test_what_only_moves_bytes_is_a_peer_but_no_store(results: ModuleType, rounds: dict[Any, Any]) -> None:
+def test_what_only_moves_bytes_is_a_peer_but_no_store(
+    results: ModuleType, rounds: dict[Any, Any]
+) -> None:
     ours = find(results.rows(rounds, [OURS, SEGMENTS], NAMES, [FAST]), "dump", OURS)
     assert (ours.best_peer, ours.best_store) == (FAST, SLOW)
     assert (ours.to_best_peer, ours.to_best_store) == (3.0, 6.0)
@@ -75,7 +80,9 @@ def test_a_lookup_that_takes_less_is_faster(results: ModuleType, rounds: dict[An
     assert not [row for row in rows if row.operation == "lookup_present" and row.arm == FAST]
 
 
-def test_an_arm_that_missed_a_round_has_no_figure(results: ModuleType, rounds: dict[Any, Any]) -> None:
+def test_an_arm_that_missed_a_round_has_no_figure(
+    results: ModuleType, rounds: dict[Any, Any]
+) -> None:
     rounds[((QUARTER, "buffered"), SLOW)][1]["dump"] = None
     rows = results.rows(rounds, [OURS, SEGMENTS], NAMES)
     assert not [row for row in rows if row.operation == "dump" and row.arm == SLOW]
@@ -99,15 +106,20 @@ def test_goals_say_what_could_not_be_measured(results: ModuleType, rounds: dict[
     assert (segments.value, segments.met) == (None, None)
 
 
-def test_loads_are_judged_where_those_of_the_peers_end(results: ModuleType, rounds: dict[Any, Any]) -> None:
+def test_loads_are_judged_where_those_of_the_peers_end(
+    results: ModuleType, rounds: dict[Any, Any]
+) -> None:
     case = (QUARTER, "buffered")
     rounds[(case, SLOT)] = [
-        {"dump": None, "load": load, "lookup_present": None, "lookup_absent": None} for load in (2.0, 5.0)
+        {"dump": None, "load": load, "lookup_present": None, "lookup_absent": None}
+        for load in (2.0, 5.0)
     ]
     rows = results.rows(rounds, [OURS, SEGMENTS, SLOT], NAMES)
     assert {row.operation for row in rows if row.arm == SLOT} == {"load"}
     assert find(rows, "load", SLOT).to_ours == 3.5, "to the slot beside to memory"
-    loads = [goal for goal in results.goals(rows, OURS, SEGMENTS, [SLOT]) if goal.text.startswith("load")]
+    loads = [
+        goal for goal in results.goals(rows, OURS, SEGMENTS, [SLOT]) if goal.text.startswith("load")
+    ]
     assert [(goal.text, goal.value, goal.met) for goal in loads] == [
         (f"load not below the best store ({SLOT})", 3.5, True)
     ]
@@ -126,9 +138,14 @@ def test_the_whole_report(results: ModuleType, rounds: dict[Any, Any]) -> None:
         ],
         "notes": ["a slow peer: its process ended (2 MiB direct)"],
     }
-    figures = json.loads(json.dumps(results.document(head, rows, results.goals(rows, OURS, SEGMENTS, [SLOT]))))
+    figures = json.loads(
+        json.dumps(results.document(head, rows, results.goals(rows, OURS, SEGMENTS, [SLOT])))
+    )
     text = results.markdown(figures)
-    assert "| buffered | 256 KiB | **a fast peer** | 1.00 (1.00 to 1.00) | 0.33 | 1.00 | 1.00 |" in text
+    assert (
+        "| buffered | 256 KiB | **a fast peer** | 1.00 (1.00 to 1.00) | 0.33 | 1.00 | 1.00 |"
+        in text
+    )
     assert "not built: no key 'layout'" in text
     assert "its process ended (2 MiB direct)" in text
     assert "Lookup, none present:" in text
@@ -136,20 +153,32 @@ def test_the_whole_report(results: ModuleType, rounds: dict[Any, Any]) -> None:
 
 def test_the_report_names_no_host_and_no_path(results: ModuleType) -> None:
     machine = imported("machine").describe(FOLDER)
-    assert set(machine) == {"cores", "processor", "memory_gib", "kernel", "file_system", "load_before"}
+    assert set(machine) == {
+        "cores",
+        "processor",
+        "memory_gib",
+        "kernel",
+        "file_system",
+        "load_before",
+    }
     assert machine["cores"] >= 1
 
 
 @pytest.mark.parametrize(
     ("module", "kind", "reason"),
-    [("peer_of_nobody", "Nobody", "not installed: No module named 'peer_of_nobody'"), ("peer", "Peer", "TypeError")],
+    [
+        ("peer_of_nobody", "Nobody", "not installed: No module named 'peer_of_nobody'"),
+        ("peer", "Peer", "TypeError"),
+    ],
 )
 def test_an_arm_that_cannot_run_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, kind: str, reason: str
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     process = imported("arm_process")
-    arm = process.ArmProcess(imported("arms").Arm("somebody", module, kind), sys.executable, dict(os.environ), tmp_path)
+    arm = process.ArmProcess(
+        imported("arms").Arm("somebody", module, kind), sys.executable, dict(os.environ), tmp_path
+    )
     try:
         arm.greet()
         assert reason in arm.reason
@@ -158,9 +187,13 @@ def test_an_arm_that_cannot_run_says_why(
         arm.stop()
 
 
-def test_an_arm_without_its_interpreter_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_arm_without_its_interpreter_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
-    arm = imported("arm_process").ArmProcess(imported("arms").ARMS[-1], str(tmp_path / "python"), {}, tmp_path)
+    arm = imported("arm_process").ArmProcess(
+        imported("arms").ARMS[-1], str(tmp_path / "python"), {}, tmp_path
+    )
     arm.greet()
     assert "CPython 3.12" in arm.reason
 

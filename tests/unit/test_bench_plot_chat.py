@@ -27,7 +27,12 @@ def run(variant: str, turns: int) -> dict[str, Any]:
     return {
         "variant": variant,
         "turns": [
-            {"turn": turn, "first_token_s": [0.1 * turn, 0.3 * turn], "memory_mib": 900.0, "descriptors": 40}
+            {
+                "turn": turn,
+                "first_token_s": [0.1 * turn, 0.3 * turn],
+                "memory_mib": 900.0,
+                "descriptors": 40,
+            }
             for turn in range(1, turns + 1)
         ],
     }
@@ -35,7 +40,13 @@ def run(variant: str, turns: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("turns", [1, 2, 20])
 def test_one_line_for_each_variant_in_each_panel(plot: ModuleType, turns: int) -> None:
-    figures = {"runs": [run("none", turns), run("a <b>", turns), {"variant": "other", "failed": "not built"}]}
+    figures = {
+        "runs": [
+            run("none", turns),
+            run("a <b>", turns),
+            {"variant": "other", "failed": "not built"},
+        ]
+    }
     root = ET.fromstring(plot.draw(figures))  # noqa: S314 - our own picture
     lines = root.findall(f"{SVG}polyline")
     assert len(lines) == 2 * len(plot.PANELS)

@@ -29,9 +29,17 @@ def plot() -> ModuleType:
 
 def layer() -> dict[str, Any]:
     columns = ("dense", "vLLM", "ours", "choose", "step")
-    rows = [(4096, 1, 4096, (1.5, 1.6, 0.9, 0.1, 1.0)), (32768, 4, 3584, (40.0, 4.0, 2.0, 1.0, 3.2))]
+    rows = [
+        (4096, 1, 4096, (1.5, 1.6, 0.9, 0.1, 1.0)),
+        (32768, 4, 3584, (40.0, 4.0, 2.0, 1.0, 3.2)),
+    ]
     named = [
-        {"tokens": tokens, "requests": requests, "kept": kept, "ms": dict(zip(columns, ms, strict=True))}
+        {
+            "tokens": tokens,
+            "requests": requests,
+            "kept": kept,
+            "ms": dict(zip(columns, ms, strict=True)),
+        }
         for tokens, requests, kept, ms in rows
     ]
     return {"machine": MACHINE, "rows": named}
@@ -44,21 +52,36 @@ def steps() -> dict[str, Any]:
         "mean-K": ([25.0, 100.0, 30.0], [1.0, 1.0, 1.0]),
     }
     rows = [
-        {"method": method, "tokens": 32768, "requests": 1, "step_ms": step, "selection_ms": selection}
+        {
+            "method": method,
+            "tokens": 32768,
+            "requests": 1,
+            "step_ms": step,
+            "selection_ms": selection,
+        }
         for method, (step, selection) in times.items()
     ]
     return {"machine": MACHINE, "rows": rows}
 
 
 def test_tables(plot: ModuleType) -> None:
-    assert "| 4096 | 1 | 4096 | 1.50 | 1.60 | 0.90 | 0.10 | 1.00 | 1.5 |" in plot.layer_table(layer())
-    assert "| 32768 | 4 | 3584 | 40.00 | 4.00 | 2.00 | 1.00 | 3.20 | 12.5 |" in plot.layer_table(layer())
+    assert "| 4096 | 1 | 4096 | 1.50 | 1.60 | 0.90 | 0.10 | 1.00 | 1.5 |" in plot.layer_table(
+        layer()
+    )
+    assert "| 32768 | 4 | 3584 | 40.00 | 4.00 | 2.00 | 1.00 | 3.20 | 12.5 |" in plot.layer_table(
+        layer()
+    )
     # The median of the ratios within a round, and of choosing.
-    assert "| 32768 | 1 | 120.0 | 30.0 (0.25, 10 %) | 30.0 (0.25, 3 %) |" in plot.step_table(steps())
+    assert "| 32768 | 1 | 120.0 | 30.0 (0.25, 10 %) | 30.0 (0.25, 3 %) |" in plot.step_table(
+        steps()
+    )
 
 
 def test_the_picture_is_the_same_for_the_same_figures(
-    plot: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plot: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "layer.json").write_text(json.dumps(layer()))
     (tmp_path / "steps.json").write_text(json.dumps(steps()))

@@ -1,4 +1,5 @@
-"""The report of ``make bench-remote``, from figures made up here: no store and no server is needed."""
+"""The report of ``make bench-remote``, from figures made up here: no store and no server is
+needed."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_a_ratio_is_of_ucm_to_the_other_and_above_one_where_it_is_faster(rows: A
     assert find(rows, "exists, all there", "alone").ratio == 2.0
 
 
-def test_only_the_client_alone_is_judged_and_only_for_what_was_promised(report: ModuleType, rows: Any) -> None:
+def test_only_the_client_alone_is_judged_and_only_for_what_was_promised(
+    report: ModuleType, rows: Any
+) -> None:
     judged = {(row.figure, row.arm) for row in rows if row.goal is not None}
     assert judged == {("put", "alone"), ("get", "alone"), ("exists, all there", "alone")}
     assert report.table(rows, True).count("0.9: met") == 3
@@ -57,7 +60,9 @@ def test_a_figure_that_an_arm_has_not_is_left_out(rows: Any) -> None:
     assert find(rows, "exists, none there", "ucm") is None
 
 
-def test_our_own_figures_go_between_the_marks_of_the_docs(report: ModuleType, rows: Any, tmp_path: Path) -> None:
+def test_our_own_figures_go_between_the_marks_of_the_docs(
+    report: ModuleType, rows: Any, tmp_path: Path
+) -> None:
     page = shutil.copy(ROOT / "docs" / "stores.md", tmp_path / "stores.md")
     for _ in range(2):
         report.write(Path(page), report.own_figures(rows))

@@ -1,4 +1,5 @@
-"""Compressed records by ``docs/format.md`` section 5: the frozen ones, an older reader, and decoding."""
+"""Compressed records by ``docs/format.md`` section 5: the frozen ones, an older reader, and
+decoding."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def contents(lz4: bool = False) -> list[bytes]:
         for at in range(LAYER):
             state = (state * 1664525 + 1013904223) % 2**32
             noise = state >> 24
-            layer.append((noise if at % 256 < 64 else at // 256) if lz4 else noise >> 6 if at % 2 else noise)
+            layer.append(
+                (noise if at % 256 < 64 else at // 256) if lz4 else noise >> 6 if at % 2 else noise
+            )
         layers.append(bytes(layer))
     return layers
 
@@ -55,7 +58,8 @@ def padded(layers: list[bytes]) -> list[bytes]:
     """The same with what a checksum covers behind each."""
     whole = -(-STRIDE * LAYERS // 4096) * 4096
     return [
-        layer + bytes((whole - i * STRIDE if i + 1 == LAYERS else STRIDE) - LAYER) for i, layer in enumerate(layers)
+        layer + bytes((whole - i * STRIDE if i + 1 == LAYERS else STRIDE) - LAYER)
+        for i, layer in enumerate(layers)
     ]
 
 
@@ -109,14 +113,18 @@ def test_the_frozen_record_of_lz4_is_decoded_without_any_library() -> None:
 def test_side_shards_of_a_compressed_record_are_stored_as_they_are() -> None:
     header = record.verify(FROZEN_SIDED, EXPECT)
     assert (header.codec, header.record_len) == (0x202, len(FROZEN_SIDED))
-    assert list(record.decoded_layers(FROZEN_SIDED, header, unpack_lz4)) == padded(contents(lz4=True))
+    assert list(record.decoded_layers(FROZEN_SIDED, header, unpack_lz4)) == padded(
+        contents(lz4=True)
+    )
     lengths = {"mean-k": 100, "codes": 5000}
     assert {side.name: side.length for side in header.sides} == lengths
     for side in header.sides:
         content = bytes((at * 7 + 3) % 256 for at in range(side.length))
         assert record.read_side(FROZEN_SIDED, side) == content
     assert [side.offset for side in header.sides] == [header.kv_len, header.kv_len + 4096]
-    assert FROZEN_SIDED[4096 : header.kv_len] == FROZEN_LZ4[4096:], "the payload is that without side shards"
+    assert FROZEN_SIDED[4096 : header.kv_len] == FROZEN_LZ4[4096:], (
+        "the payload is that without side shards"
+    )
     for at, name in [(header.kv_len, "mean-k"), (len(FROZEN_SIDED) - 1, "codes")]:
         data = bytearray(FROZEN_SIDED)
         data[at] ^= 1
@@ -142,7 +150,16 @@ def test_a_block_of_lz4(block: bytes, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [b"", b"\xf0", b"\x40abc", b"\x30abc\x03", b"\x30abc\x00\x00", b"\x30abc\x04\x00", b"\x30abc\x03\x00"]
+    "block",
+    [
+        b"",
+        b"\xf0",
+        b"\x40abc",
+        b"\x30abc\x03",
+        b"\x30abc\x00\x00",
+        b"\x30abc\x04\x00",
+        b"\x30abc\x03\x00",
+    ],
 )
 def test_what_is_no_block_of_lz4_is_refused(block: bytes) -> None:
     with pytest.raises((ValueError, IndexError)):
@@ -150,7 +167,8 @@ def test_what_is_no_block_of_lz4_is_refused(block: bytes) -> None:
 
 
 def test_to_a_reader_without_this_codec_it_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule of the readers before: every codec but 0 is newer, and what is newer is left alone."""
+    """The rule of the readers before: every codec but 0 is newer, and what is newer is left
+    alone."""
     monkeypatch.setattr(planes, "WIDTHS", {})
     monkeypatch.setattr(record, "WIDTHS", {})
     assert refusal(FROZEN) == MissReason.NEWER_VERSION
@@ -174,7 +192,11 @@ def test_any_flipped_byte_is_refused(offset: int, mask: int) -> None:
     data = bytearray(FROZEN)
     data[offset] ^= mask
     reason = (
-        MissReason.NOT_A_RECORD if offset < 4 else MissReason.BAD_HEADER if offset < 4096 else MissReason.BAD_CHECKSUM
+        MissReason.NOT_A_RECORD
+        if offset < 4
+        else MissReason.BAD_HEADER
+        if offset < 4096
+        else MissReason.BAD_CHECKSUM
     )
     assert refusal(bytes(data)) == reason
 

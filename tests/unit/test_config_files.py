@@ -1,4 +1,5 @@
-"""Files that are broken, the effective configuration as it is shown, and the page that documents it."""
+"""Files that are broken, the effective configuration as it is shown, and the page that documents
+it."""
 
 from __future__ import annotations
 
@@ -41,14 +42,21 @@ def test_a_missing_file_says_who_named_it(tmp_path: Path) -> None:
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
     file = tmp_path / "ucm.yaml"
     file.write_text("# nothing yet\n")
-    assert load({"ucm_config_path": str(file), "path": "/d"}, {}).describe() == load({"path": "/d"}, {}).describe()
+    assert (
+        load({"ucm_config_path": str(file), "path": "/d"}, {}).describe()
+        == load({"path": "/d"}, {}).describe()
+    )
 
 
-# Printing ----------------------------------------------------------------------------------------------------
+# Printing
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_value_is_shown_with_its_origin() -> None:
-    config = load({"path": "/d", "deadlines": {"lookup_ms": 9}, "storage_capacity": "40GiB"}, {"UCM_IO_DIRECT": "1"})
+    config = load(
+        {"path": "/d", "deadlines": {"lookup_ms": 9}, "storage_capacity": "40GiB"},
+        {"UCM_IO_DIRECT": "1"},
+    )
     lines = config.describe()
     assert 'storage_backends = ["/d"]  (kv_connector_extra_config)' in lines
     assert 'storage_capacity = "40GiB"  (kv_connector_extra_config)' in lines
@@ -76,15 +84,26 @@ def test_secrets_are_never_shown() -> None:
     assert config.store_config() == own
 
 
-# Documentation -----------------------------------------------------------------------------------------------
+# Documentation
+# -----------------------------------------------------------------------------------------------
 
 
 def test_the_documentation_lists_every_key_and_variable() -> None:
     text = (REPOSITORY / "docs" / "configuration.md").read_text()
-    keys = {key for key, _ in flatten(UcmConfig())} | {"UCM_CONFIG_FILE", "UCM_DISABLE"} | set(ENVIRONMENT)
+    keys = (
+        {key for key, _ in flatten(UcmConfig())}
+        | {"UCM_CONFIG_FILE", "UCM_DISABLE"}
+        | set(ENVIRONMENT)
+    )
     from ucm.config.stores import KNOWN_STORES, OPTION_OWNER
     from ucm.config.words import ALIASES, MEANINGLESS_ENVIRONMENT
 
-    keys |= set(OPTION_OWNER) | set(ALIASES) | set(MEANINGLESS) | set(MEANINGLESS_ENVIRONMENT) | KNOWN_STORES
+    keys |= (
+        set(OPTION_OWNER)
+        | set(ALIASES)
+        | set(MEANINGLESS)
+        | set(MEANINGLESS_ENVIRONMENT)
+        | KNOWN_STORES
+    )
     missing = sorted(key for key in keys - {"options"} if f"`{key}`" not in text)
     assert missing == []

@@ -1,4 +1,5 @@
-"""Every key: with a meaning, without one, unknown, not built yet; its spellings, values and variables."""
+"""Every key: with a meaning, without one, unknown, not built yet; its spellings, values and
+variables."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ def test_warnings_are_logged_once_however_often_it_is_loaded(
         ({"identity.weight": "full"}, "weights"),
         ({"ucm_connectors": [{"ucm_connector_nam": "UcmPosixStore"}]}, "ucm_connector_name"),
         (
-            {"ucm_connectors": [{"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"iodirect": 1}}]},
+            {
+                "ucm_connectors": [
+                    {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"iodirect": 1}}
+                ]
+            },
             "io_direct",
         ),
         ({"storage_backend": "possix"}, "posix"),
@@ -64,7 +69,9 @@ def test_an_unknown_key_or_word_names_the_nearest(wrong: dict[str, Any], near: s
 
 
 def test_an_unknown_variable_is_only_a_warning() -> None:
-    config = load({"storage_path": "/data"}, {"UCM_STORAGE_PAHT": "/x", "UCM_SOMETHING_ELSE_ENTIRELY": "1"})
+    config = load(
+        {"storage_path": "/data"}, {"UCM_STORAGE_PAHT": "/x", "UCM_SOMETHING_ELSE_ENTIRELY": "1"}
+    )
     first, second = sorted(config.warnings, key=lambda warning: "PAHT" not in warning)
     assert 'did you mean "UCM_STORAGE_PATH"?' in first
     assert "UCM_SOMETHING_ELSE_ENTIRELY" in second
@@ -73,8 +80,9 @@ def test_an_unknown_variable_is_only_a_warning() -> None:
 def test_keys_of_another_store_have_no_meaning() -> None:
     config = load({"storage_path": "/data", "ior_depth": 4}, {})
     (warning,) = config.warnings
-    assert warning == (
-        '"ior_depth": without effect here; use UcmDs3fsStore, whose key it is, or leave it out: '
+    assert (
+        warning
+        == '"ior_depth": without effect here; use UcmDs3fsStore, whose key it is, or leave it out: '
         "UcmPosixStore has no such key"
     )
 
@@ -91,9 +99,10 @@ def test_a_size_of_memory_where_there_is_none_says_how_to_get_it(
     configured: dict[str, Any], below: str, used: str
 ) -> None:
     (warning,) = load({**configured, "cache_size": "1GiB"}, {}).warnings
-    assert warning == (
-        f'"cache_size": without effect here; use `store_pipeline: "Cache|{below}"` to keep blocks in '
-        f"memory above it, or leave it out: {used} has no such key"
+    assert (
+        warning
+        == f'"cache_size": without effect here; use `store_pipeline: "Cache|{below}"` to keep'
+        f" blocks in memory above it, or leave it out: {used} has no such key"
     )
 
 
@@ -137,7 +146,9 @@ def test_an_unknown_store_names_the_one_that_is_meant(word: str, store: str) -> 
     ],
 )
 def test_a_key_of_another_cache_names_the_one_that_is_meant(key: str, meant: str) -> None:
-    assert f'unknown key "{key}" in kv_connector_extra_config; did you mean "{meant}"?' in fails({key: "1"})
+    assert f'unknown key "{key}" in kv_connector_extra_config; did you mean "{meant}"?' in fails(
+        {key: "1"}
+    )
     assert meant in known_keys()
 
 
@@ -187,14 +198,27 @@ def test_seed_defaults_of_other_stores() -> None:
     assert (mooncake["local_buffer_size"], mooncake["protocol"]) == (1 << 30, "tcp")
 
 
-def test_what_the_prefix_cache_store_of_the_seeds_is_tuned_by_does_nothing_and_is_said_once() -> None:
-    tuned = {"stream_number": 8, "buffer_number": 4096, "scatter_gather_enable": True, "unique_id": "x"}
+def test_what_the_prefix_cache_store_of_the_seeds_is_tuned_by_does_nothing_and_is_said_once() -> (
+    None
+):
+    tuned = {
+        "stream_number": 8,
+        "buffer_number": 4096,
+        "scatter_gather_enable": True,
+        "unique_id": "x",
+    }
     config = load({"storage_backend": "pc", "path": "/pc", **tuned}, {})
     assert config.options == {}
-    assert [sum(f'"{key}"' in warning for warning in config.warnings) for key in tuned] == [1, 1, 1, 1]
+    assert [sum(f'"{key}"' in warning for warning in config.warnings) for key in tuned] == [
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
-# Other spellings, values, contradictions ---------------------------------------------------------------------
+# Other spellings, values, contradictions
+# ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,8 +271,14 @@ def test_values(extra: dict[str, Any], key: str, value: object) -> None:
         ({"storage_capacity": True}, "is not a size"),
         ({"free_space_floor": True}, "is not a size"),
         ({"namespace_quota": 0}, "keep nothing"),
-        ({"tenant_quota": 0}, '"tenant_quota" in kv_connector_extra_config: a capacity of 0 would keep nothing'),
-        ({"tenant_quota": "much"}, "\"tenant_quota\" in kv_connector_extra_config: 'much' is not a size"),
+        (
+            {"tenant_quota": 0},
+            '"tenant_quota" in kv_connector_extra_config: a capacity of 0 would keep nothing',
+        ),
+        (
+            {"tenant_quota": "much"},
+            "\"tenant_quota\" in kv_connector_extra_config: 'much' is not a size",
+        ),
         ({"tenant_quota": True}, '"tenant_quota" in kv_connector_extra_config: True is not a size'),
         (
             {"tenant_quota": "101%"},
@@ -304,7 +334,9 @@ def test_wrong_values_say_what_and_where(extra: dict[Any, Any], sentence: str) -
 
 
 def test_every_wrong_value_is_named_at_once() -> None:
-    text = fails({"storage_path": "/data", "dump": "x", "hash_method": "y"}, {"UCM_BLOCK_SIZE": "z"})
+    text = fails(
+        {"storage_path": "/data", "dump": "x", "hash_method": "y"}, {"UCM_BLOCK_SIZE": "z"}
+    )
     assert '"dump" in kv_connector_extra_config' in text
     assert '"hash_method"' in text
     assert "environment UCM_BLOCK_SIZE" in text
@@ -352,7 +384,9 @@ def test_platform_that_is_not_ours_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("given", [({}, {"PLATFORM": "cuda"}), ({"platform": "ascend"}, {})])
-def test_another_platform_is_left_to_the_connector_to_decline(given: tuple[dict[str, str], dict[str, str]]) -> None:
+def test_another_platform_is_left_to_the_connector_to_decline(
+    given: tuple[dict[str, str], dict[str, str]],
+) -> None:
     config = load({"path": "/d", **given[0]}, given[1])
     assert config.platform in ("cuda", "ascend")
     assert config.problems == config.warnings == ()

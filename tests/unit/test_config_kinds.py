@@ -1,4 +1,5 @@
-"""What the registry of the core says of kinds of tiers is what the configuration reads, checks, shows and documents."""
+"""What the registry of the core says of kinds of tiers is what the configuration reads, checks,
+shows and documents."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from pydantic import ValidationError
 
 from ucm.config import Capacity, UcmConfig
 from ucm.config.fields import plain, section_of
-from ucm.config.stores import BUILT_STORES, COMMON, KINDS, KNOWN_STORES, PIPELINE, STORES, options_of
+from ucm.config.stores import (
+    BUILT_STORES,
+    COMMON,
+    KINDS,
+    KNOWN_STORES,
+    PIPELINE,
+    STORES,
+    options_of,
+)
 
 
 def test_the_tables_of_the_page_are_made_from_the_registry() -> None:
@@ -21,11 +30,17 @@ def test_the_tables_of_the_page_are_made_from_the_registry() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("store", [name for name, found in STORES.items() if found.kind.role != "layer"])
+@pytest.mark.parametrize(
+    "store", [name for name, found in STORES.items() if found.kind.role != "layer"]
+)
 def test_every_default_is_read_and_told_to_the_core_as_it_stands_there(store: str) -> None:
     kind = STORES[store].kind
     section = section_of("All", kind.options, kind.defaults)()
-    told = {key: value for key, value in STORES[store].told(lambda key: getattr(section, key)).items() if key != "kind"}
+    told = {
+        key: value
+        for key, value in STORES[store].told(lambda key: getattr(section, key)).items()
+        if key != "kind"
+    }
     assert told == {**kind.defaults, **STORES[store].fixed}
     assert list(told) == list(kind.defaults)
 
@@ -38,7 +53,9 @@ def test_what_is_built_declared_and_written_in_python_stands_in_one_registry() -
     assert roles["empty"] == roles["fake"] == "python"
     assert not [word for word, role in roles.items() if role == "declared"]
     assert all(kind.instead for kind in KINDS if kind.role == "declared")
-    assert {STORES[name].kind.word for name in ("UcmPosixStore", "UcmNfsStore", "UcmPcStore")} == {"posix"}
+    assert {STORES[name].kind.word for name in ("UcmPosixStore", "UcmNfsStore", "UcmPcStore")} == {
+        "posix"
+    }
     assert BUILT_STORES < KNOWN_STORES == {PIPELINE, *STORES}
 
 
@@ -82,11 +99,32 @@ def test_types_of_options() -> None:
     model = section_of("Made", OPTIONS, DEFAULTS)
     assert plain(model()) == DEFAULTS
     made: Any = model(
-        where="/a:/b", bytes="1KiB", limit="20%", floor=0, after="2h", mode="0600", count=3, part=1, how=" S3-FIFO ",
-        on="yes", text="t", inner={"deep": 1},
-    )  # fmt: skip
-    assert (made.where, made.bytes, made.limit, made.floor) == (("/a", "/b"), 1024, Capacity(percent=20), Capacity(0))
-    assert (made.after, made.mode, made.count, made.part, made.how) == (7200, 0o600, 3, 1.0, "s3fifo")
+        where="/a:/b",
+        bytes="1KiB",
+        limit="20%",
+        floor=0,
+        after="2h",
+        mode="0600",
+        count=3,
+        part=1,
+        how=" S3-FIFO ",
+        on="yes",
+        text="t",
+        inner={"deep": 1},
+    )
+    assert (made.where, made.bytes, made.limit, made.floor) == (
+        ("/a", "/b"),
+        1024,
+        Capacity(percent=20),
+        Capacity(0),
+    )
+    assert (made.after, made.mode, made.count, made.part, made.how) == (
+        7200,
+        0o600,
+        3,
+        1.0,
+        "s3fifo",
+    )
     assert (made.on, made.text, made.inner.deep) == (True, "t", 1)
 
 

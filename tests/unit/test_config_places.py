@@ -1,5 +1,5 @@
-"""Addresses in ``storage_backends``: whose they are, what is wrong with them, and that what is secret in them is
-shown nowhere."""
+"""Addresses in ``storage_backends``: whose they are, what is wrong with them, and that what is
+secret in them is shown nowhere."""
 
 from __future__ import annotations
 
@@ -36,17 +36,38 @@ def test_an_address_names_its_store(place: Any, store: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ({"storage_backends": "ftp://u:p@host/prefix"}, "ftp://u:***@host/prefix is no place for UcmPosixStore"),
+        (
+            {"storage_backends": "ftp://u:p@host/prefix"},
+            "ftp://u:***@host/prefix is no place for UcmPosixStore",
+        ),
         ({"storage_backends": ["redis://host", "/b"]}, "/b is no place for UcmRedisStore"),
         ({"storage_backends": ["/b", "redis://u:p@host"]}, "UcmRedisStore, which takes it"),
-        ({"storage_backend": "object", "path": "/data"}, "/data is no place for UcmObjectStore; give s3://..."),
+        (
+            {"storage_backend": "object", "path": "/data"},
+            "/data is no place for UcmObjectStore; give s3://...",
+        ),
         ({"storage_backend": "redis"}, "UcmRedisStore is given no address"),
-        ({"storage_backend": "mooncake", "path": "/data"}, "/data is no place for UcmMooncakeStore; give mooncake://"),
-        ({"store_pipeline": "Cache|Mooncake", "path": "redis://h"}, "all have a directory of their own"),
-        ({"store_pipeline": "Posix|Mooncake", "path": "mooncake://h"}, "stages without a directory (Posix)"),
-        ({"store_pipeline": "Cache|Posix", "path": "mooncake://h"}, "UcmMooncakeStore, which takes it"),
+        (
+            {"storage_backend": "mooncake", "path": "/data"},
+            "/data is no place for UcmMooncakeStore; give mooncake://",
+        ),
+        (
+            {"store_pipeline": "Cache|Mooncake", "path": "redis://h"},
+            "all have a directory of their own",
+        ),
+        (
+            {"store_pipeline": "Posix|Mooncake", "path": "mooncake://h"},
+            "stages without a directory (Posix)",
+        ),
+        (
+            {"store_pipeline": "Cache|Posix", "path": "mooncake://h"},
+            "UcmMooncakeStore, which takes it",
+        ),
         ({"store_pipeline": "Cache|Object"}, "stages without a directory (Object)"),
-        ({"store_pipeline": "Redis|Redis", "path": ["redis://a", "redis://a"]}, "names 1; give each its own"),
+        (
+            {"store_pipeline": "Redis|Redis", "path": ["redis://a", "redis://a"]},
+            "names 1; give each its own",
+        ),
     ],
 )
 def test_an_address_is_only_for_its_store(extra: dict[str, Any], sentence: str) -> None:
@@ -54,7 +75,9 @@ def test_an_address_is_only_for_its_store(extra: dict[str, Any], sentence: str) 
 
 
 def test_each_stage_has_the_place_that_is_its_own() -> None:
-    config = parse({"store_pipeline": "Cache|Posix|Redis|Object", "path": ["/d", "redis://h", "s3://b/p"]}, {})
+    config = parse(
+        {"store_pipeline": "Cache|Posix|Redis|Object", "path": ["/d", "redis://h", "s3://b/p"]}, {}
+    )
     assert not config.problems
     config = parse({"store_pipeline": "Cache|Redis", "path": ["redis://h:1", "redis://h:2"]}, {})
     assert not config.problems, "several nodes of one cluster"
@@ -73,7 +96,9 @@ def test_a_pool_of_mooncake_may_have_an_address_and_needs_none() -> None:
 
 
 def test_a_password_is_shown_nowhere() -> None:
-    config = load({"storage_backends": "redis://me:secret@host", "redis_password": "hidden-too"}, {})
+    config = load(
+        {"storage_backends": "redis://me:secret@host", "redis_password": "hidden-too"}, {}
+    )
     shown = str(config)
     assert "secret" not in shown and "hidden-too" not in shown
     assert "redis://me:***@host" in shown

@@ -1,4 +1,5 @@
-"""Whatever is written as a configuration is read, or refused in our words; sizes survive being shown."""
+"""Whatever is written as a configuration is read, or refused in our words; sizes survive being
+shown."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ _VALUES = st.recursive(
     st.dictionaries(_NAMES, _VALUES, max_size=5),
     st.dictionaries(st.sampled_from(sorted(ENVIRONMENT)), st.text(max_size=8)),
 )
-def test_whatever_is_written_is_read_or_refused_in_our_words(extra: dict[str, Any], environ: dict[str, str]) -> None:
+def test_whatever_is_written_is_read_or_refused_in_our_words(
+    extra: dict[str, Any], environ: dict[str, str]
+) -> None:
     try:
         config = parse(extra, environ)
     except ConfigError as error:
@@ -70,5 +73,9 @@ def test_sizes_survive_being_shown(size: int) -> None:
 @given(st.integers(1, 9999), st.sampled_from(["K", "M", "G", "T"]))
 def test_units(number: int, letter: str) -> None:
     power = "KMGT".index(letter) + 1
-    assert parse_size(f"{number}{letter}iB") == parse_size(f"{number} {letter.lower()}") == number * 1024**power
+    assert (
+        parse_size(f"{number}{letter}iB")
+        == parse_size(f"{number} {letter.lower()}")
+        == number * 1024**power
+    )
     assert parse_size(f"{number}{letter}B") == number * 1000**power

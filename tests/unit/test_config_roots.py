@@ -1,4 +1,5 @@
-"""Several directories of one store: how they are written, what is wrong with them, and what the core is told."""
+"""Several directories of one store: how they are written, what is wrong with them, and what the
+core is told."""
 
 from __future__ import annotations
 
@@ -25,10 +26,14 @@ def test_several_directories_in_each_spelling(written: Any) -> None:
 
 def test_what_is_hot_and_what_is_cold() -> None:
     tiers = {"/mnt/ssd/": "HOT", "/mnt/nfs": "cold"}
-    config = load({"storage_path": "/mnt/ssd:/mnt/nfs:/mnt/x", "storage_policy": "tiered", "tiers": tiers}, {})
+    config = load(
+        {"storage_path": "/mnt/ssd:/mnt/nfs:/mnt/x", "storage_policy": "tiered", "tiers": tiers}, {}
+    )
     assert config.tiers == (("/mnt/ssd", "hot"), ("/mnt/nfs", "cold"))
     written = config.store_config()["tiers"]  # as a store is given it
-    again = load({"storage_path": "/mnt/ssd:/mnt/nfs", "storage_policy": "tiered", "tiers": written}, {})
+    again = load(
+        {"storage_path": "/mnt/ssd:/mnt/nfs", "storage_policy": "tiered", "tiers": written}, {}
+    )
     assert again.tiers == config.tiers
 
 
@@ -36,18 +41,39 @@ def test_what_is_hot_and_what_is_cold() -> None:
     ("extra", "words"),
     [
         ({"storage_path": "/a:/b", "tiers": {"/a": "hot"}}, "storage_policy is round_robin"),
-        ({"storage_path": "/a:/b", "storage_policy": "tiered", "tiers": {"/c": "hot"}}, "none of the directories"),
-        ({"storage_path": "/a:/b", "storage_policy": "tiered", "tiers": {"/a": "lukewarm"}}, "hot, warm, cold"),
+        (
+            {"storage_path": "/a:/b", "storage_policy": "tiered", "tiers": {"/c": "hot"}},
+            "none of the directories",
+        ),
+        (
+            {"storage_path": "/a:/b", "storage_policy": "tiered", "tiers": {"/a": "lukewarm"}},
+            "hot, warm, cold",
+        ),
         ({"storage_path": "/a:/b", "storage_policy": "tiered", "tiers": "hot"}, "of no directory"),
-        ({"storage_path": "/a:/b", "storage_policy": "tiered", "tiers": [["/a", "hot"], ["/a/", "cold"]]}, "keep one"),
+        (
+            {
+                "storage_path": "/a:/b",
+                "storage_policy": "tiered",
+                "tiers": [["/a", "hot"], ["/a/", "cold"]],
+            },
+            "keep one",
+        ),
         ({"storage_path": "/a:/b", "storage_policy": "mirrored"}, "storage_policy"),
         ({"storage_path": [f"/{n}" for n in range(17)]}, "16 are the most"),
-        ({"storage_path": "/a:/b", "storage_policy": "tiered", "promote_window": "1s"}, "promote_window"),
+        (
+            {"storage_path": "/a:/b", "storage_policy": "tiered", "promote_window": "1s"},
+            "promote_window",
+        ),
         ({"storage_path": "/a:/b", "promote_hits": -1}, "promote_hits"),
         ({"storage_path": "/a:/b", "move_rate": "fast"}, "move_rate"),
         ({"storage_path": "/a:server:/b"}, "server"),
         (
-            {"store_pipeline": "Cache|Nfs", "path": "/a:/b", "storage_policy": "tiered", "tiers": {"/z": "cold"}},
+            {
+                "store_pipeline": "Cache|Nfs",
+                "path": "/a:/b",
+                "storage_policy": "tiered",
+                "tiers": {"/z": "cold"},
+            },
             "none of the directories",
         ),
     ],
@@ -58,9 +84,17 @@ def test_nonsense_is_refused_with_a_reason(extra: dict[str, Any], words: str) ->
 
 def test_one_stage_without_directories_gets_all_of_them() -> None:
     for pipeline in ("Cache|Nfs", "Cache|Posix", "Cache|Pc"):
-        given = {"store_pipeline": pipeline, "storage_backends": "/a:/b:/c", "storage_policy": "random", **SIZES}
+        given = {
+            "store_pipeline": pipeline,
+            "storage_backends": "/a:/b:/c",
+            "storage_policy": "random",
+            **SIZES,
+        }
         cache, files = read_pipeline_settings(given).stages()
-        assert (files["storage_backends"], files["storage_policy"]) == (["/a", "/b", "/c"], "random")
+        assert (files["storage_backends"], files["storage_policy"]) == (
+            ["/a", "/b", "/c"],
+            "random",
+        )
         assert "storage_policy" not in cache
 
 
@@ -69,11 +103,17 @@ def test_stages_have_policies_of_their_own() -> None:
     given = {"store_pipeline": ["cache", above, {"type": "nfs", "path": "/z"}], **SIZES}
     _, upper, lower = read_pipeline_settings(given).stages()
     assert (upper["storage_policy"], upper["tiers"]) == ("tiered", [("/x", "hot")])
-    assert (lower["storage_policy"], lower["tiers"], lower["storage_backends"]) == ("round_robin", [], ["/z"])
+    assert (lower["storage_policy"], lower["tiers"], lower["storage_backends"]) == (
+        "round_robin",
+        [],
+        ["/z"],
+    )
 
 
 def test_what_was_said_is_shown() -> None:
-    config = parse({"storage_path": "/a:/b", "storage_policy": "tiered", "tiers": {"/a": "hot"}}, {})
+    config = parse(
+        {"storage_path": "/a:/b", "storage_policy": "tiered", "tiers": {"/a": "hot"}}, {}
+    )
     assert any(line.startswith('tiers = [["/a", "hot"]]') for line in config.describe())
 
 

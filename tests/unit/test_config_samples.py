@@ -1,7 +1,9 @@
-"""Every key of every sample of the original's documents works, is warned about once, or is refused with a sentence.
+"""Every key of every sample of the original's documents works, is warned about once, or is refused
+with a sentence.
 
-Nothing here says which of the three: that is found by taking the key out, or changing its value, and looking at what is
-different afterwards. A key *works* when a value for it changes what the core is told, or what the connector reads.
+Nothing here says which of the three: that is found by taking the key out, or changing its value,
+and looking at what is different afterwards. A key *works* when a value for it changes what the core
+is told, or what the connector reads.
 """
 
 from __future__ import annotations
@@ -30,7 +32,19 @@ Sample = dict[str, Any]
 Path = tuple[str | int, ...]
 
 #: Values that are tried for a text, beside what can be made from the text itself.
-WORDS = ("WARNING", "posix", "pc", "empty", "lru", "s3fifo", "sha256", "host", "UcmPosixStore", "UcmPcStore", "/other")
+WORDS = (
+    "WARNING",
+    "posix",
+    "pc",
+    "empty",
+    "lru",
+    "s3fifo",
+    "sha256",
+    "host",
+    "UcmPosixStore",
+    "UcmPcStore",
+    "/other",
+)
 #: What a store is told beside its configuration.
 SIZES = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity": "x"}
 
@@ -38,9 +52,13 @@ SIZES = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity"
 def samples() -> dict[str, Sample]:
     found: dict[str, Sample] = {}
     for sample in yaml.safe_load((FIXTURES / "samples.yaml").read_text()):
-        found[sample["name"]] = {key: sample[key] for key in ("config", "environment") if key in sample}
+        found[sample["name"]] = {
+            key: sample[key] for key in ("config", "environment") if key in sample
+        }
     for file in sorted(FIXTURES.glob("[a-h]_*")):
-        found[file.name] = {"environment" if "environment" in file.name else "config": shape(file.name)}
+        found[file.name] = {
+            "environment" if "environment" in file.name else "config": shape(file.name)
+        }
     return found
 
 
@@ -86,11 +104,14 @@ def judged(sample: Sample) -> Judgement:
         chosen = selected(config)
     except ConfigError as error:  # keys that do not fit the shape of the KV
         return Judgement(frozenset([str(error)]), frozenset())
-    return Judgement(frozenset(config.problems), frozenset(config.warnings), (engine, stores, chosen))
+    return Judgement(
+        frozenset(config.problems), frozenset(config.warnings), (engine, stores, chosen)
+    )
 
 
 def selected(config: UcmConfig) -> Any:
-    """What the host of the selectors makes of the keys of the algorithm, for blocks of 16 tokens."""
+    """What the host of the selectors makes of the keys of the algorithm, for blocks of 16
+    tokens."""
     from ucm.sparse.config import method_of
     from ucm.sparse.selector import Geometry
 
@@ -106,7 +127,9 @@ def told(config: UcmConfig) -> Any:
     from ucm.store.factory_v1 import UcmConnectorFactoryV1
 
     try:
-        store: Any = UcmConnectorFactoryV1.resolve(config.ucm_connector_name, config.ucm_connector_module_path)
+        store: Any = UcmConnectorFactoryV1.resolve(
+            config.ucm_connector_name, config.ucm_connector_module_path
+        )
         given = config.store_config() | SIZES
         return store._read(given).setup() if hasattr(store, "_read") else given
     except UcmError:
@@ -167,17 +190,23 @@ def variants(sample: Sample, path: Path) -> Iterator[Sample]:
 
 
 def is_refused(sample: Sample, path: Path, whole: Judgement) -> bool:
-    """Whether a refusal names this key or the section it stands in, or goes when the key or its value does."""
+    """Whether a refusal names this key or the section it stands in, or goes when the key or its
+    value does."""
     steps = [str(step) for step in path[1:]]
     names = [*steps, *filter(None, map(algorithm_of, steps))]
-    if any(re.search(rf"\b{re.escape(name)}\b(?![\[.])", refusal) for refusal in whole.refusals for name in names):
+    if any(
+        re.search(rf"\b{re.escape(name)}\b(?![\[.])", refusal)
+        for refusal in whole.refusals
+        for name in names
+    ):
         return True
     gone = [judged(without(sample, path)), *changed(sample, path)]
     return any(found.effect is not None and whole.refusals - found.refusals for found in gone)
 
 
 def is_part_of_refused(sample: Sample, path: Path, whole: Judgement) -> bool:
-    """Whether a refusal goes when what the key stands in goes as a whole: a store that is not built, say."""
+    """Whether a refusal goes when what the key stands in goes as a whole: a store that is not
+    built, say."""
     gone = [judged(without(sample, path[:length])) for length in range(2, len(path))]
     return any(found.effect is not None and whole.refusals - found.refusals for found in gone)
 
@@ -205,14 +234,18 @@ def works(sample: Sample, path: Path) -> bool:
     gone = judged(without(sample, path))
     if gone.effect != whole.effect or gone.refusals - whole.refusals:
         return True
-    return any(found.effect != whole.effect and found.refusals <= whole.refusals for found in changed(sample, path))
+    return any(
+        found.effect != whole.effect and found.refusals <= whole.refusals
+        for found in changed(sample, path)
+    )
 
 
 def outcome(sample: Sample, path: Path) -> str:
     whole = judged(sample)
     if is_refused(sample, path, whole):
         return "refused"
-    if whole.effect is None:  # something else is wrong with it: what about this key if that were put right?
+    # something else is wrong with it: what about this key if that were put right?
+    if whole.effect is None:
         right = [
             other
             for at in leaves(sample)
@@ -230,7 +263,8 @@ def outcome(sample: Sample, path: Path) -> str:
 
 
 def alone(sample: Sample, path: Path) -> Sample:
-    """The sample with this key alone, or the list it stands in: for what another key of it says as well."""
+    """The sample with this key alone, or the list it stands in: for what another key of it says as
+    well."""
     depth = next((place for place, step in enumerate(path) if isinstance(step, int)), len(path))
     found = value_at(sample, path[:depth])
     for step in reversed(path[:depth]):
@@ -253,7 +287,14 @@ def test_no_key_of_a_sample_is_silent(name: str) -> None:
 
 
 def test_all_three_happen_and_a_key_that_nobody_reads_would_be_found() -> None:
-    sample = {"config": {"storage_path": "/d", "min_hit_tokens": 3, "stream_number": 8, "use_layerwise": True}}
+    sample = {
+        "config": {
+            "storage_path": "/d",
+            "min_hit_tokens": 3,
+            "stream_number": 8,
+            "use_layerwise": True,
+        }
+    }
     found = {path[1]: outcome(sample, path) for path in leaves(sample)}
     assert found == {
         "storage_path": "works",
@@ -261,8 +302,14 @@ def test_all_three_happen_and_a_key_that_nobody_reads_would_be_found() -> None:
         "stream_number": "warned",
         "use_layerwise": "refused",
     }
-    off = {"config": {"storage_path": "/d", "sparse": {"enabled": False, "config": {"ratio": 0.2}, "type": "GSA"}}}
-    assert outcome(off, ("config", "sparse", "config", "ratio")) == "silent"  # whoever writes enabled: false wants that
+    off = {
+        "config": {
+            "storage_path": "/d",
+            "sparse": {"enabled": False, "config": {"ratio": 0.2}, "type": "GSA"},
+        }
+    }
+    # whoever writes enabled: false wants that
+    assert outcome(off, ("config", "sparse", "config", "ratio")) == "silent"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +342,12 @@ def test_an_algorithm_at_the_top_means_that_it_is_wanted(
 
 
 def test_an_algorithm_at_the_top_may_be_switched_off() -> None:
-    assert parse({"storage_path": "/d", "GSA": {"topk_ratio": 0.3}}, {"ENABLE_SPARSE": "false"}).sparse.settings is None
+    assert (
+        parse(
+            {"storage_path": "/d", "GSA": {"topk_ratio": 0.3}}, {"ENABLE_SPARSE": "false"}
+        ).sparse.settings
+        is None
+    )
 
 
 def test_the_build_flag_alone_does_not_refuse_the_start() -> None:

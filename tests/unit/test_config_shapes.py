@@ -22,7 +22,9 @@ def test_shape_a_with_three_algorithms() -> None:
     assert config.sparse.config.model_fields_set == {"ESA", "GSA", "GSAOnDevice"}
     assert config.sparse.config.GSA is not None and config.sparse.config.GSA.ratio == 0.3
     assert isinstance(config.sparse.settings, EsaConfig) and config.sparse.settings.stride == 16
-    assert sum("ESA is taken because it stands first" in warning for warning in config.warnings) == 1
+    assert (
+        sum("ESA is taken because it stands first" in warning for warning in config.warnings) == 1
+    )
     assert load({"ucm_config_path": str(FIXTURES / "a_connectors.yaml")}, {}).sparse.enabled
 
 
@@ -85,9 +87,16 @@ def test_shape_f_stages() -> None:
     content["pipeline"][2]["path"] = "/mnt/kv_cache"
     config = load(content, {})
     cache, posix, nfs = config.store_pipeline
-    assert (cache.store, posix.store, nfs.store) == ("UcmCacheStore", "UcmPosixStore", "UcmNfsStore")
+    assert (cache.store, posix.store, nfs.store) == (
+        "UcmCacheStore",
+        "UcmPosixStore",
+        "UcmNfsStore",
+    )
     assert cache.options["cache_size"] == 50 << 30
-    assert (posix.storage_backends, nfs.storage_backends) == (("/nvme/kv_cache",), ("/mnt/kv_cache",))
+    assert (posix.storage_backends, nfs.storage_backends) == (
+        ("/nvme/kv_cache",),
+        ("/mnt/kv_cache",),
+    )
     assert (config.io_direct, config.block_size) == (True, 32)
 
 
@@ -146,7 +155,8 @@ def test_two_files_named_at_once_is_an_error_and_the_environment_wins(tmp_path: 
     assert config.storage_backends == ("/two",)
 
 
-# A choice of store replaces an earlier one --------------------------------------------------------------------
+# A choice of store replaces an earlier one
+# --------------------------------------------------------------------
 
 
 def test_the_environment_replaces_the_store_of_the_file(tmp_path: Path) -> None:
@@ -156,7 +166,11 @@ def test_the_environment_replaces_the_store_of_the_file(tmp_path: Path) -> None:
         "      store_pipeline: Cache|Posix\n      cache_size: 4096\n      storage_backends: /data\n"
     )
     config = load({"ucm_config_path": str(file)}, {"UCM_STORAGE_BACKEND": "posix"})
-    assert (config.ucm_connector_name, config.store_pipeline, config.options) == ("UcmPosixStore", (), {})
+    assert (config.ucm_connector_name, config.store_pipeline, config.options) == (
+        "UcmPosixStore",
+        (),
+        {},
+    )
     assert config.storage_backends == ("/data",)
 
 
@@ -164,7 +178,11 @@ def test_a_users_store_gets_its_own_keys_as_written() -> None:
     own = {"endpoint": "here", "stream_number": 3, "storage_path": "kept as it is"}
     extra = {
         "ucm_connectors": [
-            {"ucm_connector_name": "Mine", "ucm_connector_module_path": "my.module", "ucm_connector_config": own}
+            {
+                "ucm_connector_name": "Mine",
+                "ucm_connector_module_path": "my.module",
+                "ucm_connector_config": own,
+            }
         ],
         "deadlines": {"lookup_ms": 20},
         "min_hit_tokens": 5,
@@ -206,4 +224,7 @@ def test_our_store_gets_all_of_its_keys() -> None:
         "probe_s": 5,
         "shutdown_s": 3,
     }
-    assert load({"path": "/d", "storage_capacity": "1GiB"}, {}).store_config()["storage_capacity"] == 1 << 30
+    assert (
+        load({"path": "/d", "storage_capacity": "1GiB"}, {}).store_config()["storage_capacity"]
+        == 1 << 30
+    )

@@ -1,4 +1,5 @@
-"""Keys of the sparse algorithms: every spelling means one thing, and what is wrong is named where it stands."""
+"""Keys of the sparse algorithms: every spelling means one thing, and what is wrong is named where
+it stands."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def chosen(extra: dict[str, Any], environ: dict[str, str] | None = None) -> Algo
     ("extra", "environ"),
     [
         ({"ucm_sparse_config": {"GSA": {"topk_ratio": 0.2}}}, {}),
-        ({"ucm_sparse_config": {"sparse_type": "gsa", "GSA": {"sparse_ratio": 0.2}, "ESA": {}}}, {}),
+        (
+            {"ucm_sparse_config": {"sparse_type": "gsa", "GSA": {"sparse_ratio": 0.2}, "ESA": {}}},
+            {},
+        ),
         ({"ucm_sparse_config": {"ESA": {}, "GSA": {"ratio": 0.2}}, "ucm_sparse_method": "GSA"}, {}),
         ({"sparse": {"enabled": True, "type": "GSA", "config": {"topk_ratio": 0.2}}}, {}),
         ({"sparse": {"type": "GSA"}, "GSA": {"topk_ratio": 0.2}}, {}),
@@ -50,7 +54,9 @@ def test_every_place_an_algorithm_may_stand(extra: dict[str, Any], environ: dict
     assert settings.budget == ("ratio", 0.2)
 
 
-@pytest.mark.parametrize("spelled", ["GSAOnDevice", "gsa_on_device", "gsa-on-device", "GsaOnDevice"])
+@pytest.mark.parametrize(
+    "spelled", ["GSAOnDevice", "gsa_on_device", "gsa-on-device", "GsaOnDevice"]
+)
 def test_algorithms_are_found_however_they_are_spelled(spelled: str) -> None:
     assert isinstance(chosen({"sparse_type": spelled}), GsaOnDeviceConfig)
     assert set(SPARSE_ALGORITHMS.values()) == set(ALGORITHMS)
@@ -59,7 +65,12 @@ def test_algorithms_are_found_however_they_are_spelled(spelled: str) -> None:
 @pytest.mark.parametrize("alias", sorted(ALIASES))
 def test_another_spelling_is_the_same_key(alias: str) -> None:
     key = ALIASES[alias]
-    values = {"dense_layers": [0, 3], "reuse_from": [False, True], "ratio": 0.25, "prune_ratio": 0.25}
+    values = {
+        "dense_layers": [0, 3],
+        "reuse_from": [False, True],
+        "ratio": 0.25,
+        "prune_ratio": 0.25,
+    }
     value = values.get(key, 8)
     found = 0
     for name, section in ALGORITHMS.items():
@@ -73,11 +84,28 @@ def test_another_spelling_is_the_same_key(alias: str) -> None:
 
 
 def test_defaults_of_the_seeds() -> None:
-    esa, gsa, kvstar, hashed = (chosen({name: {}}) for name in ("ESA", "GSA", "KVStar", "GSAOnDevice"))
-    assert isinstance(esa, EsaConfig) and (esa.init_blocks, esa.budget, esa.stride) == (1, ("ratio", 0.3), 16)
-    assert (gsa.init_blocks, gsa.local_blocks, gsa.min_blocks, gsa.budget) == (4, 8, 4, ("ratio", 0.3))
+    esa, gsa, kvstar, hashed = (
+        chosen({name: {}}) for name in ("ESA", "GSA", "KVStar", "GSAOnDevice")
+    )
+    assert isinstance(esa, EsaConfig) and (esa.init_blocks, esa.budget, esa.stride) == (
+        1,
+        ("ratio", 0.3),
+        16,
+    )
+    assert (gsa.init_blocks, gsa.local_blocks, gsa.min_blocks, gsa.budget) == (
+        4,
+        8,
+        4,
+        ("ratio", 0.3),
+    )
     assert isinstance(kvstar, KVStarConfig)
-    assert (kvstar.init_blocks, kvstar.local_blocks, kvstar.stride, kvstar.prune_ratio, kvstar.merge) == (
+    assert (
+        kvstar.init_blocks,
+        kvstar.local_blocks,
+        kvstar.stride,
+        kvstar.prune_ratio,
+        kvstar.merge,
+    ) == (
         2,
         4,
         8,
@@ -90,7 +118,8 @@ def test_defaults_of_the_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size", "blocks"), [(64, 16, 4), (65, 16, 5), (1, 128, 1), (0, 128, 0), (512, 128, 4), (513, 128, 5)]
+    ("tokens", "size", "blocks"),
+    [(64, 16, 4), (65, 16, 5), (1, 128, 1), (0, 128, 0), (512, 128, 4), (513, 128, 5)],
 )
 def test_windows_in_tokens_are_rounded_up_to_blocks(tokens: int, size: int, blocks: int) -> None:
     assert chosen({"GSAOnDevice": {"sink_token": tokens}}).window("init", size) == blocks
@@ -103,7 +132,14 @@ def test_a_window_in_blocks_takes_the_place_of_a_default_in_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("written", "layers"),
-    [([0, 1, 61], (0, 1, 61)), ("0-2, 61", (0, 1, 2, 61)), ("", ()), ([], ()), (3, (3,)), (["0-1", 5], (0, 1, 5))],
+    [
+        ([0, 1, 61], (0, 1, 61)),
+        ("0-2, 61", (0, 1, 2, 61)),
+        ("", ()),
+        ([], ()),
+        (3, (3,)),
+        (["0-1", 5], (0, 1, 5)),
+    ],
 )
 def test_layers_may_be_ranges(written: Any, layers: tuple[int, ...]) -> None:
     assert chosen({"Quest": {"dense_layers": written}}).dense_layers == layers
@@ -112,17 +148,27 @@ def test_layers_may_be_ranges(written: Any, layers: tuple[int, ...]) -> None:
 def test_layers_that_take_a_choice_over_are_a_mapping_or_the_originals_flags() -> None:
     assert chosen({"Quest": {"reuse_from": {"3": 2}}}).reuse_from == {3: 2}
     flags = [False, True, True, False, True]
-    assert chosen({"GSAOnDevice": {"vllm_hash_attention_skip_layers": flags}}).reuse_from == {1: 0, 2: 0, 4: 3}
+    assert chosen({"GSAOnDevice": {"vllm_hash_attention_skip_layers": flags}}).reuse_from == {
+        1: 0,
+        2: 0,
+        4: 3,
+    }
 
 
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [
-        ({"topk_rati": 0.3}, 'unknown key "GSA.topk_rati" in kv_connector_extra_config; did you mean "topk_ratio"?'),
+        (
+            {"topk_rati": 0.3},
+            'unknown key "GSA.topk_rati" in kv_connector_extra_config; did you mean "topk_ratio"?',
+        ),
         ({"ratio": 0}, '"GSA.ratio" in kv_connector_extra_config'),
         ({"ratio": "much"}, '"GSA.ratio"'),
         ({"ratio": 0.2, "sparse_ratio": 0.3}, '"GSA.ratio" and "GSA.sparse_ratio"'),
-        ({"ratio": 0.2, "topk_tokens": 64}, "ratio and topk_tokens are budgets, of which one is written"),
+        (
+            {"ratio": 0.2, "topk_tokens": 64},
+            "ratio and topk_tokens are budgets, of which one is written",
+        ),
         ({"init_blocks": 1, "sink_token": 64}, "init_blocks and init_tokens are one window"),
         ({"local_blocks": 0}, '"GSA.local_blocks"'),
         ({"stride": 0}, '"GSA.stride"'),
@@ -134,7 +180,10 @@ def test_layers_that_take_a_choice_over_are_a_mapping_or_the_originals_flags() -
         ({"reuse_from": {"a": 1}}, "it maps layers to earlier layers"),
         ({"reuse_from": [True]}, "layer 0 comes before every layer that chooses"),
         ({"reuse_from": {2: 3}}, "layer 2 takes the choice of an earlier layer"),
-        ({"reuse_from": {3: 2}, "dense_layers": [2]}, "layer 3 takes the choice of an earlier layer"),
+        (
+            {"reuse_from": {3: 2}, "dense_layers": [2]},
+            "layer 3 takes the choice of an earlier layer",
+        ),
         ({"eviction": "fifo"}, '"GSA.eviction"'),
         ({"pool": "median"}, '"GSA.pool"'),
         ({"hash_bits": 128}, 'unknown key "GSA.hash_bits"'),
@@ -186,11 +235,15 @@ def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
 
 def test_blend_has_typed_keys_and_is_not_built() -> None:
     meta = {"model.layers.1.self_attn.attn": {"ratio": 0.2}}
-    config = parse({"storage_path": "/d", "Blend": {"compute_meta": meta, "chunk_end_token_id": 7}}, {})
+    config = parse(
+        {"storage_path": "/d", "Blend": {"compute_meta": meta, "chunk_end_token_id": 7}}, {}
+    )
     assert isinstance(config.sparse.settings, BlendConfig)
     assert config.sparse.settings.compute_meta["model.layers.1.self_attn.attn"].ratio == 0.2
     assert "Blend" in config.problems[0]
-    assert '"Blend.compute_meta"' in fails({"storage_path": "/d", "Blend": {"compute_meta": {"layer": {"rate": 1}}}})
+    assert '"Blend.compute_meta"' in fails(
+        {"storage_path": "/d", "Blend": {"compute_meta": {"layer": {"rate": 1}}}}
+    )
 
 
 def test_the_switch_of_the_environment_keeps_the_keys_of_a_file_and_switches_off() -> None:

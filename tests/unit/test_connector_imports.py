@@ -1,4 +1,5 @@
-"""The connector's modules import each other in one direction: the order that its package documents, without cycles."""
+"""The connector's modules import each other in one direction: the order that its package documents,
+without cycles."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import ucm
 PACKAGE = "ucm.integration.vllm.connector"
 ROOT = Path(ucm.__file__).parent / "integration" / "vllm" / "connector"
 
-#: Parts, each of which imports only those before it; a package is one part. The two sides do not import each other.
+#: Parts, each of which imports only those before it; a package is one part. The two sides do not
+#: import each other.
 ORDER: tuple[frozenset[str], ...] = (
     frozenset({"guard", "platforms", "cores", "root_file"}),
     frozenset({"background", "configured_stores", "miss_stats", "tier_counts"}),
@@ -38,7 +40,9 @@ def imports_of(path: Path, modules: set[str]) -> set[str]:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        found |= {name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")}
+        found |= {
+            name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")
+        }
     return found & modules
 
 

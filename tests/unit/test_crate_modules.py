@@ -1,4 +1,5 @@
-"""The modules directly below the root of each Rust crate use each other in one direction (a directory is one module).
+"""The modules directly below the root of each Rust crate use each other in one direction (a
+directory is one module).
 
 And no struct has grown into a heap.
 """
@@ -13,7 +14,8 @@ import pytest
 
 CRATES = Path(__file__).resolve().parents[2] / "crates"
 
-#: Plain records of options, counters or a format: a struct may be long where it only lists what there is.
+#: Plain records of options, counters or a format: a struct may be long where it only lists what
+#: there is.
 PLAIN = {"EngineConfig", "StoreSpec", "PosixConfig", "PosixOptions", "ObjectOptions"} | {
     "TierStats",
     "RecordHeader",
@@ -24,7 +26,9 @@ PLAIN = {"EngineConfig", "StoreSpec", "PosixConfig", "PosixOptions", "ObjectOpti
 MOST_FIELDS = 12
 
 TEST_MODULE = re.compile(r"#\[cfg\([^\]]*test[^\]]*\)\]\s*mod \w+ \{.*?\n\}\n", re.DOTALL)
-STRUCT = re.compile(r"^( *)(?:pub(?:\([^)]*\))? )?struct (\w+)[^;{(]*\{\n(.*?)^\1\}", re.MULTILINE | re.DOTALL)
+STRUCT = re.compile(
+    r"^( *)(?:pub(?:\([^)]*\))? )?struct (\w+)[^;{(]*\{\n(.*?)^\1\}", re.MULTILINE | re.DOTALL
+)
 FIELD = re.compile(r"^ +(?:pub(?:\([^)]*\))? )?\w+: ", re.MULTILINE)
 
 
@@ -33,7 +37,9 @@ def sources(crate: Path) -> dict[Path, str]:
     found = {}
     for path in (crate / "src").rglob("*.rs"):
         if "tests" not in path.parts and not path.stem.startswith("tests"):
-            found[path.relative_to(crate / "src")] = re.sub("//.*", "", TEST_MODULE.sub("", path.read_text()))
+            found[path.relative_to(crate / "src")] = re.sub(
+                "//.*", "", TEST_MODULE.sub("", path.read_text())
+            )
     return found
 
 
@@ -66,7 +72,9 @@ def graph(crate: Path) -> dict[str, set[str]]:
     return {module: (names & set(uses)) - {module} for module, names in uses.items()}
 
 
-@pytest.mark.parametrize("crate", sorted(path.name for path in CRATES.iterdir() if (path / "src").is_dir()))
+@pytest.mark.parametrize(
+    "crate", sorted(path.name for path in CRATES.iterdir() if (path / "src").is_dir())
+)
 def test_modules_have_no_cycles(crate: str) -> None:
     modules = graph(CRATES / crate)
     assert len(list(TopologicalSorter(modules).static_order())) == len(modules) > 3

@@ -13,7 +13,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def _git(*words: str) -> str:
-    run = subprocess.run(("git", *words), cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        ("git", *words), cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     return run.stdout if run.returncode == 0 else ""
 
 
@@ -51,13 +53,21 @@ def _source(directory: str) -> str:
     return "\n".join((REPOSITORY / name).read_text() for name in files)
 
 
-@pytest.mark.skipif(NO_HISTORY, reason="no repository with its whole history: commits cannot be looked up")
+@pytest.mark.skipif(
+    NO_HISTORY, reason="no repository with its whole history: commits cannot be looked up"
+)
 @pytest.mark.parametrize("text", TEXT)
 def test_commits_exist(text: str) -> None:
     named = set(re.findall(r"\bcommits? ([0-9a-f]{7,40})\b", text))
     prose = re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.MULTILINE | re.DOTALL)
-    words = re.findall(r"(?<![\w#-])(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,8}(?![\w-])", prose)
-    missing = {commit for commit in named | set(words) if not _git("cat-file", "-t", commit).startswith("commit")}
+    words = re.findall(
+        r"(?<![\w#-])(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,8}(?![\w-])", prose
+    )
+    missing = {
+        commit
+        for commit in named | set(words)
+        if not _git("cat-file", "-t", commit).startswith("commit")
+    }
     assert not missing
 
 
@@ -66,10 +76,18 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*)(?: [a-z-]+)*:(?!=)", MAKEFILE, re.MUL
     re.findall(r"^[a-z-]+ ([a-z-]+):", MAKEFILE, re.MULTILINE)
 )
 BENCHES = set(
-    re.findall(r'^\[\[bench\]\]\nname = "(\w+)"', (REPOSITORY / "benches/Cargo.toml").read_text(), re.MULTILINE)
+    re.findall(
+        r'^\[\[bench\]\]\nname = "(\w+)"',
+        (REPOSITORY / "benches/Cargo.toml").read_text(),
+        re.MULTILINE,
+    )
 )
-CRATES = {Path(name).parent.name for name in FILES if re.fullmatch(r"crates/[^/]+/Cargo.toml", name)} | {"ucm-benches"}
-COMMANDS = set(re.findall(r"^def (\w+)\(|add_parser\(\s*\"(\w+)\"", _source("python/ucm/cli/"), re.MULTILINE))
+CRATES = {
+    Path(name).parent.name for name in FILES if re.fullmatch(r"crates/[^/]+/Cargo.toml", name)
+} | {"ucm-benches"}
+COMMANDS = set(
+    re.findall(r"^def (\w+)\(|add_parser\(\s*\"(\w+)\"", _source("python/ucm/cli/"), re.MULTILINE)
+)
 SUBCOMMANDS = {name for names in COMMANDS for name in names if name}
 
 
@@ -100,10 +118,21 @@ def _wrong(command: str) -> str:
                 return f"{files[0]} needs the environment: .venv/bin/python"
             source = _source(str(Path(files[0]).parent))
             return next(
-                (f"{files[0]} has no option {word}" for word in rest if word.startswith("--") and word not in source),
+                (
+                    f"{files[0]} has no option {word}"
+                    for word in rest
+                    if word.startswith("--") and word not in source
+                ),
                 "",
             )
-        return next((f"there is no {file}" for file in files if file.rstrip("/") not in {*FILES, *DIRECTORIES}), "")
+        return next(
+            (
+                f"there is no {file}"
+                for file in files
+                if file.rstrip("/") not in {*FILES, *DIRECTORIES}
+            ),
+            "",
+        )
     if program == "ucm" and re.fullmatch(r"[a-z]+", rest[0]):
         return "" if rest[0] in SUBCOMMANDS else f"ucm has no command {rest[0]}"
     return ""
@@ -115,11 +144,21 @@ def test_commands_exist(text: str) -> None:
 
 
 def test_a_command_that_is_gone_is_found() -> None:
-    assert _wrong("cargo bench -- engines") and _wrong("make nothing-of-the-kind") and _wrong("ucm undo /data")
+    assert (
+        _wrong("cargo bench -- engines")
+        and _wrong("make nothing-of-the-kind")
+        and _wrong("ucm undo /data")
+    )
     assert _wrong("python benches/python/gone.py") and _wrong("python benches/python/idle.py")
-    assert _wrong(".venv/bin/python benches/python/idle.py --no-such-option") and _wrong("cargo test -p ucm-gone")
-    assert not _wrong("make test-long") and not _wrong("UCM_BENCH_FULL=1 cargo bench -p ucm-benches --bench space")
-    assert not _wrong(".venv/bin/python benches/python/idle.py --threads") and not _wrong("ucm verify /data/ucm")
+    assert _wrong(".venv/bin/python benches/python/idle.py --no-such-option") and _wrong(
+        "cargo test -p ucm-gone"
+    )
+    assert not _wrong("make test-long") and not _wrong(
+        "UCM_BENCH_FULL=1 cargo bench -p ucm-benches --bench space"
+    )
+    assert not _wrong(".venv/bin/python benches/python/idle.py --threads") and not _wrong(
+        "ucm verify /data/ucm"
+    )
 
 
 @pytest.mark.parametrize("text", TEXT)
@@ -127,9 +166,13 @@ def test_paths_exist(text: str) -> None:
     missing = []
     for span in _code(text):
         path = span.split("::")[0].rstrip("/")
-        if not re.fullmatch(r"[\w.-]+(/[\w.*-]+)*\.(py|rs|md|toml|cu|ptx|txt|h)|[\w.-]+(/[\w.-]+)+/?", path):
+        if not re.fullmatch(
+            r"[\w.-]+(/[\w.*-]+)*\.(py|rs|md|toml|cu|ptx|txt|h)|[\w.-]+(/[\w.-]+)+/?", path
+        ):
             continue
-        if "." not in Path(path).name and path.split("/")[0] not in {name.split("/")[0] for name in FILES}:
+        if "." not in Path(path).name and path.split("/")[0] not in {
+            name.split("/")[0] for name in FILES
+        }:
             continue  # no path of ours: a name of a model, a branch, a fraction
         if MADE_BY_A_RUN.search(path) or path in FOREIGN:
             continue
@@ -142,7 +185,10 @@ def test_paths_exist(text: str) -> None:
 def _anchors(text: str) -> set[str]:
     """Anchors of headings as forges make them."""
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", head.lower().replace("`", "")).strip().replace(" ", "-") for head in heads}
+    return {
+        re.sub(r"[^\w -]", "", head.lower().replace("`", "")).strip().replace(" ", "-")
+        for head in heads
+    }
 
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTS))

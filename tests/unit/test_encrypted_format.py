@@ -1,4 +1,5 @@
-"""Encrypted records by ``docs/format.md`` alone: a frozen one, made by the words of the page, and the second reader.
+"""Encrypted records by ``docs/format.md`` alone: a frozen one, made by the words of the page, and
+the second reader.
 
 The core reads the same file in ``crates/ucm-store/tests/record_fixture.rs``.
 """
@@ -26,7 +27,8 @@ KEYS = Keys({key_id(KEY): KEY}, OPEN)
 
 
 def encrypted(data: bytes) -> bytes:
-    """A record of two layers and one side shard, each in a page of its own at most, encrypted by section 5."""
+    """A record of two layers and one side shard, each in a page of its own at most, encrypted by
+    section 5."""
     header, out = parse_header(data), bytearray(data)
     cipher = aead.AESGCM(hmac.digest(KEY, b"UCMRECORD" + SALT + header.record_id, "sha256"))
     out[64] |= 2
@@ -46,7 +48,11 @@ def encrypted(data: bytes) -> bytes:
     head = header.header_len
     out[60:64] = out[head - 4 : head] = bytes(4)
     sealed = cipher.encrypt(bytes(12), used, bytes(out[:head]))
-    for at, crc_bytes in [(576 + 20, sealed[:4]), (576 + 44, sealed[4:8]), (tags + 64, sealed[8:12])]:
+    for at, crc_bytes in [
+        (576 + 20, sealed[:4]),
+        (576 + 44, sealed[4:8]),
+        (tags + 64, sealed[8:12]),
+    ]:
         out[at : at + 4] = crc_bytes
     out[tags : tags + 16] = sealed[12:]
     return resealed(bytes(out))
@@ -78,7 +84,9 @@ def test_the_second_reader_gives_the_record_back() -> None:
         read_side(PLAIN, header.sides[0])
 
 
-@pytest.mark.parametrize("at", [28, 72, 184, 240, 300, 576 + 20, 576 + 48, 576 + 64, 576 + 112, 700, 3000])
+@pytest.mark.parametrize(
+    "at", [28, 72, 184, 240, 300, 576 + 20, 576 + 48, 576 + 64, 576 + 112, 700, 3000]
+)
 def test_a_changed_header_is_not_authentic_whatever_its_checksums(at: int) -> None:
     data = bytearray(FROZEN)
     data[at] ^= 1
@@ -87,8 +95,12 @@ def test_a_changed_header_is_not_authentic_whatever_its_checksums(at: int) -> No
     assert refused.value.reason in (MissReason.BAD_CHECKSUM, MissReason.BAD_HEADER)
 
 
-@pytest.mark.parametrize(("at", "crc_at", "start", "end"), [(4100, 592, 4096, 4288), (8191, 616, 4288, 8192)])
-def test_changed_ciphertext_is_not_authentic_whatever_its_checksum(at: int, crc_at: int, start: int, end: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "crc_at", "start", "end"), [(4100, 592, 4096, 4288), (8191, 616, 4288, 8192)]
+)
+def test_changed_ciphertext_is_not_authentic_whatever_its_checksum(
+    at: int, crc_at: int, start: int, end: int
+) -> None:
     data = bytearray(FROZEN)
     data[at] ^= 1
     with pytest.raises(Refused, match="CRC"):

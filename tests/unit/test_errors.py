@@ -11,7 +11,11 @@ import ucm
 from ucm import errors
 
 ALL = sorted(
-    {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.UcmError)},
+    {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.UcmError)
+    },
     key=lambda cls: cls.__name__,
 )
 
@@ -19,7 +23,9 @@ ALL = sorted(
 def make(cls: type[errors.UcmError]) -> errors.UcmError:
     context = {"path": "/data", "errno": 5}
     if issubclass(cls, errors.TaskError):
-        return cls("told", failures={3: errors.BusyError("full", context={"lane": 2})}, context=context)
+        return cls(
+            "told", failures={3: errors.BusyError("full", context={"lane": 2})}, context=context
+        )
     return cls("told", context=context)
 
 
@@ -40,7 +46,12 @@ def test_every_error_survives_pickling_and_copying(cls: type[errors.UcmError]) -
         assert type(again) is cls
         assert str(again) == str(error)
         assert again.args == error.args
-        assert (again.message, again.context, again.kind, again.code) == ("told", error.context, cls.kind, cls.code)
+        assert (again.message, again.context, again.kind, again.code) == (
+            "told",
+            error.context,
+            cls.kind,
+            cls.code,
+        )
 
 
 def test_a_task_error_keeps_its_failures() -> None:
@@ -83,6 +94,8 @@ def test_codes_are_those_users_of_the_original_know(cls: type[errors.UcmError], 
 
 
 def test_each_kind_has_one_class_and_tells_whether_to_try_again() -> None:
-    assert {kind: cls.kind for kind, cls in errors.BY_KIND.items()} == {kind: kind for kind in errors.BY_KIND}
+    assert {kind: cls.kind for kind, cls in errors.BY_KIND.items()} == {
+        kind: kind for kind in errors.BY_KIND
+    }
     retryable = {kind for kind, cls in errors.BY_KIND.items() if cls.retryable}
     assert retryable == {"busy", "timeout", "io", "no_space", "unhealthy"}

@@ -42,14 +42,25 @@ def test_what_is_built_is_registered_under_its_name(name: str) -> None:
 
 def test_registering_and_importing_the_factory_imports_no_store() -> None:
     code = (
-        "import sys\n"
-        "from ucm.store.factory_v1 import UcmConnectorFactoryV1 as F\n"
-        "F.register_connector('Mine', 'no.such.module', 'Mine')\n"
-        "assert not [m for m in sys.modules if m.startswith(('ucm.store.posix', 'ucm.store.fake', 'torch', 'vllm'))]\n"
-        "print(F.registered())\n"
+        "import sys\nfrom ucm.store.factory_v1 import UcmConnectorFactoryV1 as"
+        " F\nF.register_connector('Mine', 'no.such.module', 'Mine')\nassert not [m for m in"
+        " sys.modules if m.startswith(('ucm.store.posix', 'ucm.store.fake', 'torch',"
+        " 'vllm'))]\nprint(F.registered())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    words = ("Cache", "Ds3fs", "Empty", "Fake", "Mooncake", "Nfs", "Object", "Pc", "Pipeline", "Posix", "Redis")
+    words = (
+        "Cache",
+        "Ds3fs",
+        "Empty",
+        "Fake",
+        "Mooncake",
+        "Nfs",
+        "Object",
+        "Pc",
+        "Pipeline",
+        "Posix",
+        "Redis",
+    )
     assert done.stdout == f"{('Mine', *(f'Ucm{word}Store' for word in words))}\n"
 
 
@@ -64,7 +75,11 @@ def test_an_unknown_name_shows_what_there_is_and_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("UcmS3Store", "UcmObjectStore"), ("disk", "UcmPosixStore"), ("UcmMemoryStore", "UcmCacheStore")],
+    [
+        ("UcmS3Store", "UcmObjectStore"),
+        ("disk", "UcmPosixStore"),
+        ("UcmMemoryStore", "UcmCacheStore"),
+    ],
 )
 def test_a_name_of_a_medium_shows_the_store_that_is_meant(name: str, meant: str) -> None:
     with pytest.raises(UnknownConnectorError) as caught:
@@ -74,7 +89,8 @@ def test_a_name_of_a_medium_shows_the_store_that_is_meant(name: str, meant: str)
 
 def test_a_stage_that_is_no_store_says_where_it_belongs() -> None:
     with pytest.raises(
-        UnknownConnectorError, match="Compress keeps nothing itself; write it before the stage it is for"
+        UnknownConnectorError,
+        match="Compress keeps nothing itself; write it before the stage it is for",
     ):
         Factory.create_connector("UcmCompressStage", {})
 
@@ -83,7 +99,9 @@ def test_keys_of_stages_reach_a_pipeline_that_is_made_for_v0() -> None:
     from ucm.store.factory import _in_our_words
 
     given = {"cache_size": "1MiB", "ior_depth": 4}
-    assert _in_our_words("UcmPipelineStore", given) == given, "the pipeline itself says what none of its stages has"
+    assert _in_our_words("UcmPipelineStore", given) == given, (
+        "the pipeline itself says what none of its stages has"
+    )
     assert _in_our_words("UcmCacheStore", given) == {"cache_size": "1MiB"}
     assert _in_our_words("UcmPosixStore", given) == {}
 
@@ -116,7 +134,9 @@ def test_a_class_that_is_no_store_is_refused_before_it_is_made() -> None:
 
 
 def test_what_a_constructor_raises_gets_the_stores_name() -> None:
-    with pytest.raises(ConfigError, match=r"BrokenStore could not be made: KeyError: 'endpoint'") as caught:
+    with pytest.raises(
+        ConfigError, match=r"BrokenStore could not be made: KeyError: 'endpoint'"
+    ) as caught:
         Factory.create_connector("BrokenStore", {}, module_path=MODULE)
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(BusyError):

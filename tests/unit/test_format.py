@@ -1,4 +1,5 @@
-"""The words of ``docs/format.md``: known answers by hashlib, the frozen fixtures, and the second reader's verdicts."""
+"""The words of ``docs/format.md``: known answers by hashlib, the frozen fixtures, and the second
+reader's verdicts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ IDENTITY = json.dumps(
         "world_size": 2,
         "dtype": "bfloat16",
         "weights": "sha256:00",
-        "model_config": {"head_dim": 64, "name": "caf\u00e9", "rope": {"base": 1e-05, "type": "x y"}},
+        "model_config": {
+            "head_dim": 64,
+            "name": "caf\u00e9",
+            "rope": {"base": 1e-05, "type": "x y"},
+        },
         "position": "rope",
         "kv_dtype": "bfloat16",
         "attention_backend": "CPU_ATTN",
@@ -49,17 +54,26 @@ PART = Part(0, 0, 1)
 SHAPE = Shape(tensors=(100, 60), layers=2, block_tokens=16, dtype=2)
 SIDE = bytes((2 * 131 + j * 7 + 3) % 256 for j in range(50))
 
-#: Key before block 0, keys of 3 blocks of 1 token, of 2 blocks of 16, of the same with frames; also in the core.
+#: Key before block 0, keys of 3 blocks of 1 token, of 2 blocks of 16, of the same with frames; also
+#: in the core.
 KNOWN = {
     "sha256": (
         ["dffaea45863aef920aa2b79e1f5b0e96"],
-        ["b67cef95ce01a21e7909063d2634d4af", "5e015bb66771fedecf25839fb1cc9ac7", "11ee9a5c9c81a59c125bbf9a864c5740"],
+        [
+            "b67cef95ce01a21e7909063d2634d4af",
+            "5e015bb66771fedecf25839fb1cc9ac7",
+            "11ee9a5c9c81a59c125bbf9a864c5740",
+        ],
         ["736641dbb5422bd38f6df6735d506ed2", "cc45e8be8ff873eaac1f76f371cc60da"],
         ["7d3d931fae6f888ef814d27392fd96b0", "fc6162193a5e09fff0f352d6859f50c6"],
     ),
     "md5": (
         ["f7370f03cd674ce4190eb2e2e5bd872a"],
-        ["0b6bc116467491a8b1601d026b2d0e86", "94614858ec8867e0b2957f0ceb02fc96", "ccc17d90e7bab2d393c050c7fbfa8714"],
+        [
+            "0b6bc116467491a8b1601d026b2d0e86",
+            "94614858ec8867e0b2957f0ceb02fc96",
+            "ccc17d90e7bab2d393c050c7fbfa8714",
+        ],
         ["b13acf08ddae80016cb748a7a1c579be", "0ebd97c0034c18d52f59a4d148561192"],
         ["d3fb4095b31bcfa92733a6077f6c8b4a", "0ddc5d9b37da3e31a8668c29a06c7738"],
     ),
@@ -68,7 +82,11 @@ FRAMES = [(0, 1, b"adapter"), (0, 3, b"salt"), (1, 2, b"")]
 
 
 def chain(
-    method: str, identity: bytes, tokens: list[int], block_size: int, extra: Iterable[tuple[int, int, bytes]] = ()
+    method: str,
+    identity: bytes,
+    tokens: list[int],
+    block_size: int,
+    extra: Iterable[tuple[int, int, bytes]] = (),
 ) -> list[bytes]:
     """The key before block 0 and the keys of the full blocks, by hashlib alone."""
 
@@ -77,7 +95,9 @@ def chain(
 
     keys = [cut(b"UCMHASHSEED" + identity)]
     for block in range(len(tokens) // block_size):
-        message = keys[-1] + struct.pack(f"<{block_size}I", *tokens[block * block_size : (block + 1) * block_size])
+        message = keys[-1] + struct.pack(
+            f"<{block_size}I", *tokens[block * block_size : (block + 1) * block_size]
+        )
         for _, tag, data in sorted(frame for frame in extra if frame[0] == block):
             message += struct.pack("<BI", tag, len(data)) + data
         keys.append(cut(message))
@@ -120,7 +140,9 @@ def test_keys_are_those_of_hashlib(method: str) -> None:
     method=st.sampled_from(["sha256", "md5"]),
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=200),
     block_size=st.integers(1, 40),
-    extra=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 255), st.binary(max_size=100)), max_size=5),
+    extra=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 255), st.binary(max_size=100)), max_size=5
+    ),
     data=st.data(),
 )
 def test_the_core_hashes_as_hashlib_does(
@@ -148,7 +170,9 @@ def test_part_masks_and_record_ids_are_those_of_hashlib() -> None:
     for part, mask in known.items():
         assert Part(*part).mask().hex() == mask
         assert part_mask(*part).hex() == mask
-        assert record_ids(keys, bytes.fromhex(mask)) == [xor(key, bytes.fromhex(mask)) for key in keys]
+        assert record_ids(keys, bytes.fromhex(mask)) == [
+            xor(key, bytes.fromhex(mask)) for key in keys
+        ]
 
 
 def test_the_identity_digest_is_that_of_hashlib() -> None:
@@ -219,7 +243,10 @@ def test_every_field_lies_where_the_format_says() -> None:
         assert struct.unpack_from("<" + form, data, offset) == (value,), f"offset {offset}"
         end = offset + struct.calcsize("<" + form)
     assert end == 4096
-    content = [bytes((i * 131 + j * 7 + 3) % 256 for j in range(length)) for i, length in enumerate((160, 160, 50))]
+    content = [
+        bytes((i * 131 + j * 7 + 3) % 256 for j in range(length))
+        for i, length in enumerate((160, 160, 50))
+    ]
     padded = content[0] + bytes(32) + content[1] + bytes(4096 - 352) + content[2] + bytes(4096 - 50)
     assert data[4096:] == padded
     assert fixture("plain.bin")[4096:] == padded[:4096]
@@ -240,7 +267,9 @@ def test_frozen_records_are_read(name: str) -> None:
 
 def side_mask(name: bytes, version: int) -> bytes:
     """The mask of a record in which a side shard lies alone, by hashlib."""
-    return hashlib.sha256(b"UCMSIDE" + name.ljust(16, b"\0") + version.to_bytes(4, "little")).digest()[:16]
+    return hashlib.sha256(
+        b"UCMSIDE" + name.ljust(16, b"\0") + version.to_bytes(4, "little")
+    ).digest()[:16]
 
 
 def alone() -> Expect:
@@ -265,7 +294,12 @@ def test_a_side_shard_is_read_without_the_kv() -> None:
 def test_a_side_shard_that_lies_alone_is_read() -> None:
     data = fixture("side-alone.bin")
     header = record.verify(data, alone())
-    assert (header.without_kv, header.record_len, header.kv_len, header.table) == (True, 8192, 4096, ())
+    assert (header.without_kv, header.record_len, header.kv_len, header.table) == (
+        True,
+        8192,
+        4096,
+        (),
+    )
     assert (header.block_record_id, header.layers) == (expected().record_id, 2)
     assert header.block_key == chain("sha256", DIGEST, TOKENS, 16, [SALT])[2]
     assert record.read_side(data, header.sides[0]) == SIDE
@@ -280,10 +314,14 @@ def test_a_side_shard_that_lies_alone_is_read() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(offset=st.integers(4, 8191), mask=st.integers(1, 255))
-def test_any_flipped_byte_of_a_side_shard_that_lies_alone_is_refused(offset: int, mask: int) -> None:
+def test_any_flipped_byte_of_a_side_shard_that_lies_alone_is_refused(
+    offset: int, mask: int
+) -> None:
     data = bytearray(fixture("side-alone.bin"))
     data[offset] ^= mask
-    assert refusal(bytes(data), alone()) == (MissReason.BAD_HEADER if offset < 4096 else MissReason.BAD_CHECKSUM)
+    assert refusal(bytes(data), alone()) == (
+        MissReason.BAD_HEADER if offset < 4096 else MissReason.BAD_CHECKSUM
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,7 +373,9 @@ def test_a_block_file_is_judged_by_its_path(tmp_path: Path) -> None:
 def test_what_belongs_to_another_is_refused() -> None:
     data, ours = fixture("plain.bin"), expected()
     assert refusal(data, Expect(bytes(16), ours.namespace, ours.part)) == MissReason.FOREIGN_ID
-    assert refusal(data, Expect(bytes(16), ours.namespace, Part(0, 0, 0))) == MissReason.FOREIGN_PART
+    assert (
+        refusal(data, Expect(bytes(16), ours.namespace, Part(0, 0, 0))) == MissReason.FOREIGN_PART
+    )
     assert refusal(data, Expect(bytes(16), bytes(32), Part(0, 0, 0))) == MissReason.FOREIGN_IDENTITY
     for shape in [
         Shape((100, 60), 3, 16, 2),
@@ -356,7 +396,11 @@ def test_any_flipped_byte_is_refused(offset: int, mask: int) -> None:
         assert list(record.lost_sides(bytes(data), header)) == ["mean-k"]
         return
     reason = (
-        MissReason.NOT_A_RECORD if offset < 4 else MissReason.BAD_HEADER if offset < 4096 else MissReason.BAD_CHECKSUM
+        MissReason.NOT_A_RECORD
+        if offset < 4
+        else MissReason.BAD_HEADER
+        if offset < 4096
+        else MissReason.BAD_CHECKSUM
     )
     assert refusal(bytes(data)) == reason
     if offset >= 4096:  # in the KV: the side shard is still good
@@ -421,11 +465,15 @@ def test_forged_headers_are_refused(offset: int, value: bytes, reason: MissReaso
 def test_docs_and_readers_know_the_same_reasons() -> None:
     source = (REPOSITORY / "crates" / "ucm-core" / "src" / "miss.rs").read_text()
     core = re.findall(r'Self::\w+ => "(\w+)"', source)
-    docs = re.findall(r"^\| `(\w+)` \|", (REPOSITORY / "docs" / "format.md").read_text(), flags=re.MULTILINE)
+    docs = re.findall(
+        r"^\| `(\w+)` \|", (REPOSITORY / "docs" / "format.md").read_text(), flags=re.MULTILINE
+    )
     assert docs == core
     assert [str(reason) for reason in MissReason] == core
 
 
 def test_docs_name_the_identity_keys_in_order() -> None:
-    listed = re.findall(r"^\d+\. `(\w+)`", (REPOSITORY / "docs" / "format.md").read_text(), flags=re.MULTILINE)
+    listed = re.findall(
+        r"^\d+\. `(\w+)`", (REPOSITORY / "docs" / "format.md").read_text(), flags=re.MULTILINE
+    )
     assert listed == list(json.loads(IDENTITY))

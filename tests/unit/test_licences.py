@@ -1,4 +1,5 @@
-"""The licences of what is linked into the wheel are shipped with it, all of them and those of these versions."""
+"""The licences of what is linked into the wheel are shipped with it, all of them and those of these
+versions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ TEXTS = ROOT / "THIRD-PARTY-LICENSES.txt"
 
 
 def test_what_is_named_is_what_is_locked() -> None:
-    named = set(re.findall(r"^([\w-]+) (\d\S+) \(.+\)$", TEXTS.read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(
+        re.findall(r"^([\w-]+) (\d\S+) \(.+\)$", TEXTS.read_text(encoding="utf-8"), re.MULTILINE)
+    )
     locked = {
         (package["name"], package["version"])
         for package in tomllib.loads((ROOT / "Cargo.lock").read_text(encoding="utf-8"))["package"]

@@ -43,7 +43,9 @@ def test_defaults_are_those_of_the_seed() -> None:
     assert (logger.name, logger.level) == ("ucm", logging.INFO)
 
 
-def test_called_again_it_says_everything_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_called_again_it_says_everything_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "ucm.log"
     for _ in range(3):
         logger = init_logger(NAME, "info", str(file))
@@ -82,8 +84,12 @@ def test_file_format_and_rotation(tmp_path: Path) -> None:
     file = tmp_path / "deeper" / "ucm.log"
     logger = init_logger(NAME, log_file=str(file))
     logger.warning("kept")
-    assert re.search(rf"\[WARNING\] \[{NAME}\] \[test_logger\.py:\d+\] kept$", file.read_text().strip())
-    (rotating,) = (handler for handler in logger.handlers if isinstance(handler, RotatingFileHandler))
+    assert re.search(
+        rf"\[WARNING\] \[{NAME}\] \[test_logger\.py:\d+\] kept$", file.read_text().strip()
+    )
+    (rotating,) = (
+        handler for handler in logger.handlers if isinstance(handler, RotatingFileHandler)
+    )
     assert (rotating.maxBytes, rotating.backupCount) == (100 * 1024 * 1024, 5)
 
 
@@ -94,7 +100,9 @@ def test_log_format_replaces_both(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert file.read_text() == "INFO/x\n"
 
 
-def test_a_file_that_cannot_be_opened_stops_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_stops_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "plain").write_text("")
     logger = init_logger(NAME, log_file=str(tmp_path / "plain" / "ucm.log"))
     logger.info("goes on")
@@ -111,7 +119,9 @@ def test_unknown_level_and_broken_format() -> None:
     assert logging.getLogger(NAME).handlers == []
 
 
-def test_the_logger_of_the_original_is_set_up_once_and_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_logger_of_the_original_is_set_up_once_and_left_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     import ucm.logger
 
     before, handlers = logging.getLogger("ucm").level, list(logging.getLogger("ucm").handlers)

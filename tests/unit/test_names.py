@@ -124,7 +124,9 @@ def importable(names: list[str]) -> tuple[list[str], set[str]]:
         "print('\\n' + ' '.join(wrong))\n"
         "print(' '.join(sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     wrong, modules = done.stdout.split("\n")[-3:-1]
     return wrong.split(), {name.partition(".")[0] for name in modules.split()}

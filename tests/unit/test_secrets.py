@@ -1,4 +1,5 @@
-"""A secret that stands anywhere in a configuration is shown nowhere, and reaches the core as it was written."""
+"""A secret that stands anywhere in a configuration is shown nowhere, and reaches the core as it was
+written."""
 
 from __future__ import annotations
 
@@ -29,17 +30,27 @@ PLACES: dict[str, dict[str, Any]] = {
     "address": {"storage_backends": LOGIN},
     "addresses": {"storage_backends": [LOGIN, f"redis://:{MARK}@127.0.0.1:2"]},
     "key": {"storage_backends": "redis://127.0.0.1:1", "redis_password": MARK},
-    "stage": {"store_pipeline": ["cache", {"type": "redis", "path": LOGIN, "redis_password": MARK}]},
+    "stage": {
+        "store_pipeline": ["cache", {"type": "redis", "path": LOGIN, "redis_password": MARK}]
+    },
     "beside a pipeline": {"store_pipeline": "Cache|Redis", "path": LOGIN, "redis_password": MARK},
     "alternatives": {
         "ucm_connectors": [
-            {"ucm_connector_name": "UcmRedisStore", "ucm_connector_config": {"storage_backends": address}}
+            {
+                "ucm_connector_name": "UcmRedisStore",
+                "ucm_connector_config": {"storage_backends": address},
+            }
             for address in (LOGIN, LOGIN.replace("user", "other"))
         ]
     },
     "a user's store": {
         "ucm_connector_name": "Mine",
-        "ucm_connector_config": {"url": LOGIN, "secret_key": MARK, "session_token": MARK, "deep": [{"api_key": MARK}]},
+        "ucm_connector_config": {
+            "url": LOGIN,
+            "secret_key": MARK,
+            "session_token": MARK,
+            "deep": [{"api_key": MARK}],
+        },
     },
 }
 
@@ -56,7 +67,9 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("written", PLACES.values(), ids=PLACES)
-def test_no_text_of_a_configuration_has_a_secret(written: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_text_of_a_configuration_has_a_secret(
+    written: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     config = load(written, {})
     for one in (config, *config.alternatives):
@@ -146,7 +159,12 @@ def test_an_address_shows_its_user_and_no_password() -> None:
 
 
 def test_what_is_concealed_comes_back_as_it_was_written() -> None:
-    written = {"password": MARK, "urls": (LOGIN,), "n": 1, "credentials": {"id": MARK, "more": [MARK]}}
+    written = {
+        "password": MARK,
+        "urls": (LOGIN,),
+        "n": 1,
+        "credentials": {"id": MARK, "more": [MARK]},
+    }
     assert MARK not in repr(concealed(written))
     assert revealed(concealed(concealed(written))) == written
     assert json.loads(for_core(concealed(written)))["urls"] == [LOGIN]

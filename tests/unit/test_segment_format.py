@@ -1,4 +1,5 @@
-"""Section 9 of ``docs/format.md``: the frozen segment, and what the second reader says of damage."""
+"""Section 9 of ``docs/format.md``: the frozen segment, and what the second reader says of
+damage."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ NEWER = (FIXTURES / "segment-v1" / "newer.seg").read_bytes()
 
 
 def sealed(file: bytes, version: int | None = None, **fields: tuple[int, str, int]) -> bytes:
-    """The file with fields of its trailer (offset, format, value) changed and its checksum made right again."""
+    """The file with fields of its trailer (offset, format, value) changed and its checksum made
+    right again."""
     data = bytearray(file)
     at = len(data) - segment.TRAILER_LEN
     for offset, form, value in fields.values():
@@ -35,7 +37,10 @@ def test_the_frozen_segment_says_where_its_records_lie() -> None:
     assert footer.name == f"{0xABC:016x}-{3:016x}.seg"
     assert (footer.namespace, footer.part, footer.time_ns) == (b"\7" * 32, Part(1, 2, 3), 99)
     assert footer.length == segment.footer_length(WHOLE[-PAGE:], len(WHOLE))
-    assert [entry.offset for entry in footer.entries] == [PAGE, PAGE + footer.entries[0].length + PAGE]
+    assert [entry.offset for entry in footer.entries] == [
+        PAGE,
+        PAGE + footer.entries[0].length + PAGE,
+    ]
     for entry, name in zip(footer.entries, ("plain", "sided"), strict=True):
         data = WHOLE[entry.offset : entry.offset + entry.length]
         assert data == (FIXTURES / "record-v1" / f"{name}.bin").read_bytes()
@@ -99,7 +104,9 @@ def test_entries_that_overlap_or_are_longer_than_any_record_are_refused() -> Non
     struct.pack_into("<Q", end, segment.ENTRY_LEN + 24, record.MAX_RECORD + PAGE)
     crc = crc32c(bytes(end[: len(end) - segment.TRAILER_LEN]))
     file = sealed(bytes(end), entries=(104, "<I", crc), start=(8, "<Q", far))
-    with pytest.raises(Refused, match=f"an entry of {record.MAX_RECORD + PAGE} bytes at {second.offset}"):
+    with pytest.raises(
+        Refused, match=f"an entry of {record.MAX_RECORD + PAGE} bytes at {second.offset}"
+    ):
         segment.parse_footer(file, far + len(file))
 
 

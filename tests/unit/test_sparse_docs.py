@@ -20,7 +20,10 @@ def table(name: str) -> list[list[str]]:
     """Cells of the rows between a marker and its end."""
     found = re.search(rf"<!-- {name}: .*? -->\n(.*?)<!-- end -->", TEXT, re.DOTALL)
     assert found is not None
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].strip().splitlines()]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in found[1].strip().splitlines()
+    ]
     return rows[2:]
 
 
@@ -37,8 +40,13 @@ def shown(value: Any) -> str:
 
 
 def says(cell: str, value: Any) -> bool:
-    """Whether a cell begins with a value; where it is none or the budget, words may say what happens then."""
-    return cell == shown(value) or cell.startswith(f"{shown(value)},") or (value is None and not cell[0].isupper())
+    """Whether a cell begins with a value; where it is none or the budget, words may say what
+    happens then."""
+    return (
+        cell == shown(value)
+        or cell.startswith(f"{shown(value)},")
+        or (value is None and not cell[0].isupper())
+    )
 
 
 def test_every_key_and_default_that_all_methods_have() -> None:
@@ -53,7 +61,9 @@ def test_every_key_and_default_that_all_methods_have() -> None:
 
 
 def test_every_key_and_default_of_one_method() -> None:
-    written: dict[tuple[str, str], str] = {(row[0], row[1].strip("`")): row[2] for row in table("keys of each")}
+    written: dict[tuple[str, str], str] = {
+        (row[0], row[1].strip("`")): row[2] for row in table("keys of each")
+    }
     expected = {}
     for algorithm, section in ALGORITHMS.items():
         if not issubclass(section, AlgorithmConfig) or section is AutoConfig:
@@ -65,7 +75,9 @@ def test_every_key_and_default_of_one_method() -> None:
                 expected[algorithm, name] = value
         if section.default_budget != AlgorithmConfig.default_budget:
             expected[algorithm, section.default_budget[0]] = section.default_budget[1]
-    assert written.keys() == expected.keys() | {key for key in written if key[0] == "GSA" and key[1] == "stride"}
+    assert written.keys() == expected.keys() | {
+        key for key in written if key[0] == "GSA" and key[1] == "stride"
+    }
     for key, value in expected.items():
         numbered = re.match(r"[\d.]+", written[key])
         assert says(written[key], value) or (value is None and numbered), (key, written[key], value)

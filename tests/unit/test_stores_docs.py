@@ -10,10 +10,18 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 SECTION = re.search(
-    r"^## What is tried on each$.*?(?=^## )", (DOCS / "stores.md").read_text(), re.DOTALL | re.MULTILINE
+    r"^## What is tried on each$.*?(?=^## )",
+    (DOCS / "stores.md").read_text(),
+    re.DOTALL | re.MULTILINE,
 )
-ROWS = [line.strip("|").split("|") for line in (SECTION[0] if SECTION else "").splitlines() if line.startswith("| ")]
-NAMED = sorted({named for row in ROWS for cell in row for named in re.findall(r"\[(\w+)\]\(([^)]+)\)", cell)})
+ROWS = [
+    line.strip("|").split("|")
+    for line in (SECTION[0] if SECTION else "").splitlines()
+    if line.startswith("| ")
+]
+NAMED = sorted(
+    {named for row in ROWS for cell in row for named in re.findall(r"\[(\w+)\]\(([^)]+)\)", cell)}
+)
 #: What a cell may say instead.
 WORDS = {"as `posix`", "as killed", "not tried"}
 
@@ -21,7 +29,9 @@ WORDS = {"as `posix`", "as killed", "not tried"}
 @pytest.mark.parametrize(("name", "file"), NAMED)
 def test_a_test_that_is_named_exists(name: str, file: str) -> None:
     word = "def" if file.endswith(".py") else "fn"
-    assert re.search(rf"^{word} {name}\(", (DOCS / file).read_text(), re.MULTILINE), f"{file} has no {name}"
+    assert re.search(rf"^{word} {name}\(", (DOCS / file).read_text(), re.MULTILINE), (
+        f"{file} has no {name}"
+    )
 
 
 def test_every_kind_has_a_cell_in_every_row() -> None:

@@ -11,7 +11,12 @@ import pytest
 from ucm.errors import ConfigError, InvalidInputError
 from ucm.utils import estimate_storage_requirements, kv_bytes_per_token, validate_config
 
-LLAMA_70B = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}
+LLAMA_70B = {
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+}
 
 
 def test_llama_70b_is_320_kib_a_token_and_10_gib_for_32k() -> None:
@@ -30,11 +35,19 @@ def test_llama_70b_is_320_kib_a_token_and_10_gib_for_32k() -> None:
         (LLAMA_70B | {"dtype": "torch.bfloat16"}, "auto", 320 * 1024),
         (LLAMA_70B, "fp8", 160 * 1024),
         # no grouped queries: all heads have their own keys
-        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, "auto", 2 * 2 * 4 * 16 * 2),
+        (
+            {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64},
+            "auto",
+            2 * 2 * 4 * 16 * 2,
+        ),
         # head size said, not derived
         (LLAMA_70B | {"head_dim": 256}, "auto", 640 * 1024),
         # one latent vector for all heads
-        ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "auto", 61 * 576 * 2),
+        (
+            {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            "auto",
+            61 * 576 * 2,
+        ),
         # a model of text and images keeps its text's shape inside
         ({"text_config": LLAMA_70B}, "auto", 320 * 1024),
         ({"n_layer": 12, "n_head": 12, "n_embd": 768}, "auto", 12 * 2 * 768 * 2),
@@ -74,9 +87,14 @@ def test_unknown_dtype_is_refused() -> None:
         kv_bytes_per_token(LLAMA_70B, "fp4")
 
 
-def test_validate_config_shows_the_environment_with_origins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_config_shows_the_environment_with_origins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("UCM_STORAGE_PATH", "/data")
-    assert 'storage_backends = ["/data"]  (environment UCM_STORAGE_PATH)' in str(validate_config()).splitlines()
+    assert (
+        'storage_backends = ["/data"]  (environment UCM_STORAGE_PATH)'
+        in str(validate_config()).splitlines()
+    )
 
 
 def test_validate_config_of_a_dictionary_and_of_a_file(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""vLLM on a CPU, whose KV counts as the memory of an accelerator: ``platform: cuda`` over the software driver.
+"""vLLM on a CPU, whose KV counts as the memory of an accelerator: ``platform: cuda`` over the
+software driver.
 
-Named to vLLM as ``kv_connector_module_path``, in processes where ``UCM_TEST_DRIVER`` names the driver's library
-(``tests/softcuda``). The tensors stay where they are, and the driver takes them for its own memory: a host that reads
-them is not found out here, as it is in the suites of the crates. Everything else is as on a GPU: events of the model's
-stream, streams that lag, staging and kernels.
+Named to vLLM as ``kv_connector_module_path``, in processes where ``UCM_TEST_DRIVER`` names the
+driver's library (``tests/softcuda``). The tensors stay where they are, and the driver takes them
+for its own memory: a host that reads them is not found out here, as it is in the suites of the
+crates. Everything else is as on a GPU: events of the model's stream, streams that lag, staging and
+kernels.
 """
 
 from __future__ import annotations
@@ -68,12 +70,16 @@ class UCMConnector(OurConnector):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The tensors of a rank."""
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kv_caches.values()}
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+            for tensor in kv_caches.values()
+        }
         for start, storage in storages.items():
             ok(driver().softcuda_accept(ctypes.c_size_t(start), ctypes.c_size_t(storage.nbytes())))
         super().register_kv_caches(kv_caches)
 
 
 def hold(held: bool) -> None:
-    """Has the model's stream stand still, and with it every event that is recorded from now on, or go on."""
+    """Has the model's stream stand still, and with it every event that is recorded from now on, or
+    go on."""
     (driver().softcuda_hold if held else driver().softcuda_release)(stream())

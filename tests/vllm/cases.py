@@ -1,4 +1,5 @@
-"""The prompts of these tests, by name. Every one is a function of its seed, so that any process can make it again."""
+"""The prompts of these tests, by name. Every one is a function of its seed, so that any process can
+make it again."""
 
 from __future__ import annotations
 
@@ -56,14 +57,16 @@ FRESH = {
 #: Together more than the pool of the warm engine holds.
 PRESSURE = {f"pressure_{i}": Case(prompt(60 + i, 200), 150) for i in range(4)}
 
-#: Asked of an engine whose weights were replaced by those of another checkpoint, by the name of their answers.
+#: Asked of an engine whose weights were replaced by those of another checkpoint, by the name of
+#: their answers.
 REPLACED = {name: f"{name} of the other checkpoint" for name in ("middle", "shared_b")}
 
 ALL = STORED | CROWD | FRESH | PRESSURE | {"salted": SALTED}
 
 
 def next_turn(first: Result) -> Case:
-    """The follow-up of the conversation that began with ``turn``: its prompt, its answer, and a new question."""
+    """The follow-up of the conversation that began with ``turn``: its prompt, its answer, and a new
+    question."""
     return Case(STORED["turn"].tokens + first.tokens + prompt(34, 40))
 
 

@@ -23,13 +23,16 @@ def assert_same(answer: Result, right: Result) -> None:
 def assert_reused(answer: Result, case: Case) -> None:
     """At least 95 % of the full blocks were not computed."""
     need = math.ceil(0.95 * case.full_blocks)
-    assert answer.cached_blocks >= need, f"{answer.cached_blocks} of {case.full_blocks} full blocks reused"
+    assert answer.cached_blocks >= need, (
+        f"{answer.cached_blocks} of {case.full_blocks} full blocks reused"
+    )
 
 
 def ask_until_reused(engine: Engine, case: Case, right: Result, **options: object) -> None:
     """Asks until the prompt is reused; every answer on the way is right.
 
-    After a failure the connector may pause before it offers blocks again, and offers them only of a live request.
+    After a failure the connector may pause before it offers blocks again, and offers them only of a
+    live request.
     """
 
     def reused() -> bool:
@@ -44,19 +47,31 @@ def ask_until_reused(engine: Engine, case: Case, right: Result, **options: objec
 
 def assert_stored(disk: Disk, before: int, blocks: int) -> None:
     """Exactly so many blocks more are published than before."""
-    wait_until(lambda: len(disk.files()) >= before + blocks, f"{blocks} more blocks than {before} on the disk", 60)
+    wait_until(
+        lambda: len(disk.files()) >= before + blocks,
+        f"{blocks} more blocks than {before} on the disk",
+        60,
+    )
     assert len(disk.files()) == before + blocks
 
 
 def assert_as_computed(result: Result, answer: Answer) -> None:
-    """What torch answers: the same tokens, and log-probabilities as close as two ways of adding up are."""
+    """What torch answers: the same tokens, and log-probabilities as close as two ways of adding up
+    are."""
     assert result.tokens == answer.tokens
     assert max(abs(a - b) for a, b in zip(result.logprobs, answer.logprobs, strict=True)) < 1e-2
 
 
 def assert_chosen(engine: Engine, result: Result, answer: Answer) -> None:
-    """On every rank each layer of each step kept the blocks that torch keeps, of an engine that records them."""
+    """On every rank each layer of each step kept the blocks that torch keeps, of an engine that
+    records them."""
     for said in engine.rpc("probe_choices", result.id):
         kept, _ = ast.literal_eval(said)
-        different = {at for at in kept.keys() | answer.choices.keys() if kept.get(at) != answer.choices.get(at)}
-        assert not different, {at: (kept.get(at), answer.choices.get(at)) for at in sorted(different)[:3]}
+        different = {
+            at
+            for at in kept.keys() | answer.choices.keys()
+            if kept.get(at) != answer.choices.get(at)
+        }
+        assert not different, {
+            at: (kept.get(at), answer.choices.get(at)) for at in sorted(different)[:3]
+        }

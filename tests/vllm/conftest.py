@@ -1,7 +1,9 @@
-"""Fixtures for tests through a real vLLM: the models, the stores, the engines, and what the right tokens are.
+"""Fixtures for tests through a real vLLM: the models, the stores, the engines, and what the right
+tokens are.
 
-Engines are costly to start, so they are shared: per model runner one that computes and stores (``cold``), and one in a
-new process that finds it (``warm``). What starts them is shared with other directories (``../conftest.py``).
+Engines are costly to start, so they are shared: per model runner one that computes and stores
+(``cold``), and one in a new process that finds it (``warm``). What starts them is shared with other
+directories (``../conftest.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # the modules beside this one, here and in the engines' processes
+# the modules beside this one, here and in the engines' processes
+sys.path.insert(0, str(Path(__file__).parent))
 
 if importlib.util.find_spec("vllm") is None:  # the wheel does not need vLLM; these tests do
     collect_ignore_glob = ["test_*.py"]
@@ -29,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share an engine stand together: by runner, then by what they do to it."""
     here = Path(__file__).parent
     places = [place for place, item in enumerate(items) if here in item.path.parents]
-    for place, item in zip(places, sorted((items[place] for place in places), key=_turn), strict=True):
+    for place, item in zip(
+        places, sorted((items[place] for place in places), key=_turn), strict=True
+    ):
         item.add_marker("vllm")
         item.add_marker(pytest.mark.timeout(1800))
         items[place] = item
@@ -53,10 +58,11 @@ def _turn(item: pytest.Item) -> tuple[str, int]:
 
 @pytest.fixture(scope="session")
 def reference(work: Path, host: EngineHost, model: Path, other_model: Path) -> dict[str, Result]:
-    """The right answers: every case alone on an empty cache, in an engine that ``UCM_DISABLE=1`` keeps ucm out of.
+    """The right answers: every case alone on an empty cache, in an engine that ``UCM_DISABLE=1``
+    keeps ucm out of.
 
-    ``"disabled"`` is one case asked a second time after vLLM's own cache was emptied; those of ``REPLACED`` are answers
-    after the weights were replaced.
+    ``"disabled"`` is one case asked a second time after vLLM's own cache was emptied; those of
+    ``REPLACED`` are answers after the weights were replaced.
     """
     disk = new_disk(work, "disabled")
     spec = EngineSpec(model, store=disk.store(), env={"UCM_DISABLE": "1"}, label="disabled")
@@ -78,13 +84,17 @@ def reference(work: Path, host: EngineHost, model: Path, other_model: Path) -> d
 
 
 @pytest.fixture(scope="session")
-def cold(runner: str, work: Path, host: EngineHost, model: Path, reference: dict[str, Result]) -> Life:
-    """The first life: all of ``STORED`` and ``CROWD`` asked, then the engine ended at once. On the first runner its
-    processes are spawned, as those of users on a CPU are."""
+def cold(
+    runner: str, work: Path, host: EngineHost, model: Path, reference: dict[str, Result]
+) -> Life:
+    """The first life: all of ``STORED`` and ``CROWD`` asked, then the engine ended at once. On the
+    first runner its processes are spawned, as those of users on a CPU are."""
     life = Life(runner, model, new_disk(work, f"blocks-{runner}"), {}, "", "")
     engine = host.get(life.cold_spec.but(fork=runner == "v2"))
     policy, module = engine.scheduler()["kv_load_failure_policy"], engine.rpc("probe_runner")[0]
-    answers = dict(zip(CROWD, engine.generate(*(case.ask() for case in CROWD.values())), strict=True))
+    answers = dict(
+        zip(CROWD, engine.generate(*(case.ask() for case in CROWD.values())), strict=True)
+    )
     answers["salted"] = engine.generate(SALTED.ask(salt="red"))[0]
     for name, case in STORED.items():
         answers[name] = engine.generate(case.ask())[0]

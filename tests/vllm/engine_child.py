@@ -1,8 +1,10 @@
-"""The process that holds one vLLM engine for :mod:`harness`: commands come and answers go through one connection.
+"""The process that holds one vLLM engine for :mod:`harness`: commands come and answers go through
+one connection.
 
 The first message is that of :meth:`specs.EngineSpec.first_message`; the answer
-``("ready", {})`` says that the engine runs. Then every command is ``(number, name, arguments)`` and is answered by
-``(number, True, value)`` or ``(number, False, text)``. Commands may overlap: only ``collect`` waits for requests.
+``("ready", {})`` says that the engine runs. Then every command is ``(number, name, arguments)`` and
+is answered by ``(number, True, value)`` or ``(number, False, text)``. Commands may overlap: only
+``collect`` waits for requests.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Child:
         from vllm.inputs import TokensPrompt
 
         params, last = PoolingParams(task="embed"), None
-        async for output in self.engine.encode(TokensPrompt(prompt_token_ids=tokens), params, request_id):
+        async for output in self.engine.encode(
+            TokensPrompt(prompt_token_ids=tokens), params, request_id
+        ):
             last = output
         return [] if last is None else last.outputs.data.tolist()
 
@@ -70,11 +74,13 @@ class Child:
         await self.engine.abort(ids)
 
     async def reset(self) -> bool:
-        """Empties vLLM's own prefix cache; False while a request or a transfer still holds blocks."""
+        """Empties vLLM's own prefix cache; False while a request or a transfer still holds
+        blocks."""
         return bool(await self.engine.reset_prefix_cache())
 
     async def metrics(self) -> dict[str, float]:
-        """Sum of every counter and gauge of the Prometheus registry, over its labels, and of each ``name:reason``."""
+        """Sum of every counter and gauge of the Prometheus registry, over its labels, and of each
+        ``name:reason``."""
         from prometheus_client import REGISTRY
 
         sums: dict[str, float] = {}
@@ -102,11 +108,13 @@ class Child:
 
     def shutdown(self) -> None:
         """Ends the engine."""
-        self.engine.shutdown(timeout=40)  # seconds; vLLM kills its core after 5, which a busy machine may need
+        # seconds; vLLM kills its core after 5, which a busy machine may need
+        self.engine.shutdown(timeout=40)
 
 
 class InProcess(Child):
-    """One LLMEngine whose core and worker live in this process, as trainers run it: it steps only when it is called."""
+    """One LLMEngine whose core and worker live in this process, as trainers run it: it steps only
+    when it is called."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -130,7 +138,9 @@ class InProcess(Child):
 
     async def collect(self, ids: list[str]) -> list[dict[str, Any]]:
         """Steps until these requests ended, and no step longer."""
-        while not all((output := self.outputs[name]) is not None and output.finished for name in ids):
+        while not all(
+            (output := self.outputs[name]) is not None and output.finished for name in ids
+        ):
             await self.step(1)
         return [answered(name, self.outputs.pop(name), None) for name in ids]
 
@@ -175,7 +185,9 @@ def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
     params = SamplingParams(
         n=request.get("sequences", 1),
-        temperature=0.0 if request.get("sequences", 1) == 1 else 1.0,  # vLLM refuses several of temperature 0
+        temperature=0.0
+        if request.get("sequences", 1) == 1
+        else 1.0,  # vLLM refuses several of temperature 0
         top_k=1,
         max_tokens=request["max_tokens"],
         min_tokens=request["max_tokens"],
@@ -195,13 +207,22 @@ def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def answered(request_id: str, last: Any, first: float | None) -> dict[str, Any]:
     """What a request produced, from its last output."""
     if last is None:
-        return {"id": request_id, "tokens": [], "logprobs": [], "cached": 0, "finish": "none", "first": None}
+        return {
+            "id": request_id,
+            "tokens": [],
+            "logprobs": [],
+            "cached": 0,
+            "finish": "none",
+            "first": None,
+        }
     answer = last.outputs[0]
     tokens = list(answer.token_ids)
     return {
         "id": request_id,
         "tokens": tokens,
-        "logprobs": [step[token].logprob for token, step in zip(tokens, answer.logprobs or [], strict=False)],
+        "logprobs": [
+            step[token].logprob for token, step in zip(tokens, answer.logprobs or [], strict=False)
+        ],
         "cached": last.num_cached_tokens or 0,
         "finish": answer.finish_reason,
         "others": [list(other.token_ids) for other in last.outputs[1:]],
@@ -210,14 +231,16 @@ def answered(request_id: str, last: Any, first: float | None) -> dict[str, Any]:
 
 
 def set_environment(environment: dict[str, str]) -> None:
-    """Takes over an environment, its search path for modules too: the process was forked from one that has its own."""
+    """Takes over an environment, its search path for modules too: the process was forked from one
+    that has its own."""
     os.environ.update(environment)
     path = environment["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = path + [place for place in sys.path if place not in path]
 
 
 async def serve(connection: Connection, first: dict[str, Any]) -> None:
-    """Starts the engine and answers commands until ``shutdown``; if the other side goes away, everything ends."""
+    """Starts the engine and answers commands until ``shutdown``; if the other side goes away,
+    everything ends."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -239,7 +262,9 @@ async def serve(connection: Connection, first: dict[str, Any]) -> None:
 
     threading.Thread(target=read, name="commands", daemon=True).start()
     set_environment(first["environment"])
-    transfer = KVTransferConfig(**first["kv_transfer"]) if first["kv_transfer"] is not None else None
+    transfer = (
+        KVTransferConfig(**first["kv_transfer"]) if first["kv_transfer"] is not None else None
+    )
     config = AsyncEngineArgs(**first["args"], kv_transfer_config=transfer).create_engine_config()
     if first["fork"]:
         # Making the configuration has said "spawn", as for every engine on a CPU.
@@ -267,14 +292,17 @@ async def serve(connection: Connection, first: dict[str, Any]) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Serves the connection of that descriptor; an exception before the engine runs is told to the other side."""
+    """Serves the connection of that descriptor; an exception before the engine runs is told to the
+    other side."""
     connection = Connection(descriptor)
     try:
         first = connection.recv()
         if "program" in first:
             set_environment(first["environment"])
             module, _, name = first["program"].partition(":")
-            connection.send(("ready", getattr(importlib.import_module(module), name)(**first["arguments"])))
+            connection.send(
+                ("ready", getattr(importlib.import_module(module), name)(**first["arguments"]))
+            )
         else:
             asyncio.run(serve(connection, first))
     except Exception:

@@ -1,8 +1,9 @@
-"""Processes of engines, forked from one that has imported vLLM: to import it takes longer than all else of a start.
+"""Processes of engines, forked from one that has imported vLLM: to import it takes longer than all
+else of a start.
 
-Run as ``fork_server.py <fd>``: a socket that brings the files of one engine after the other, until its other end is
-closed. There is a server for each environment in which vLLM is imported; what an engine's own has besides, its process
-sets (``engine_child.py``).
+Run as ``fork_server.py <fd>``: a socket that brings the files of one engine after the other, until
+its other end is closed. There is a server for each environment in which vLLM is imported; what an
+engine's own has besides, its process sets (``engine_child.py``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ PAUSE = 0.0003
 
 
 class EngineProcess:
-    """The process of an engine, which leads a group of its own, as ``subprocess.Popen`` shows one."""
+    """The process of an engine, which leads a group of its own, as ``subprocess.Popen`` shows
+    one."""
 
     def __init__(self, status: Connection) -> None:
         self._status = status
@@ -52,7 +54,9 @@ class EngineProcess:
                 raise TimeoutError(f"vLLM was not imported within {DEADLINE:.0f} s")
             self.pid: int = status.recv()
         except EOFError:
-            raise ChildProcessError("vLLM could not be imported; the end of the engine's log says why") from None
+            raise ChildProcessError(
+                "vLLM could not be imported; the end of the engine's log says why"
+            ) from None
 
     def poll(self) -> int | None:
         """How it ended, if it did: as :func:`os.waitstatus_to_exitcode` says it."""
@@ -91,8 +95,8 @@ class ForkServer:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], log: int) -> ForkServer:
-        """The one of that environment. If it has to be started, it writes to this log, and the one used longest
-        ago is ended."""
+        """The one of that environment. If it has to be started, it writes to this log, and the one
+        used longest ago is ended."""
         key = frozenset(environment.items())
         server = cls._kept.pop(key, None)
         if server is not None and server._process.poll() is not None:
@@ -104,7 +108,8 @@ class ForkServer:
         return server
 
     def fork(self, connection: int, log: int) -> EngineProcess:
-        """An engine with the end of its connection that has this descriptor; what it says goes to that of ``log``."""
+        """An engine with the end of its connection that has this descriptor; what it says goes to
+        that of ``log``."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"!"], [connection, log, theirs.fileno()])
@@ -130,7 +135,8 @@ atexit.register(ForkServer.close_all)
 
 
 def serve(control: socket.socket) -> int | None:
-    """Forks engines until no more are wanted; in an engine's process it returns the descriptor of its connection."""
+    """Forks engines until no more are wanted; in an engine's process it returns the descriptor of
+    its connection."""
     for name in IMPORTED:
         importlib.import_module(name)
     platform = importlib.import_module("vllm.platforms").current_platform
@@ -149,15 +155,16 @@ def serve(control: socket.socket) -> int | None:
 
 
 def wait_asleep() -> None:
-    """While an engine's processes wait for each other they ask again and again for a second: asleep in between, or it
-    takes one of two processors from all that is tested beside it."""
+    """While an engine's processes wait for each other they ask again and again for a second: asleep
+    in between, or it takes one of two processors from all that is tested beside it."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(PAUSE)
 
 
 def fork_engine(connection: int, log: int, status: int) -> int:
-    """Forks an engine, waits for its end and tells how that was; returns in the engine, whose id was told first."""
+    """Forks an engine, waits for its end and tells how that was; returns in the engine, whose id
+    was told first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     engine = os.fork()
     if engine:

@@ -1,8 +1,10 @@
-"""Real vLLM engines for tests: one at a time on a machine, each in a process group of its own, driven over a pipe.
+"""Real vLLM engines for tests: one at a time on a machine, each in a process group of its own,
+driven over a pipe.
 
 :class:`Engine` is one that runs (``specs.py`` says what it is, ``engine_child.py`` is its inside);
-:class:`EngineHost` keeps at most one alive, shares it among tests that ask for the same, and counts the starts.
-Nothing here waits by sleeping for a guessed time: what is awaited is polled, up to a deadline that only a hang meets.
+:class:`EngineHost` keeps at most one alive, shares it among tests that ask for the same, and counts
+the starts. Nothing here waits by sleeping for a guessed time: what is awaited is polled, up to a
+deadline that only a hang meets.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def wait_until(condition: Callable[[], T], what: str, deadline: float = CALL_DEA
 
 @contextmanager
 def machine_lock() -> Iterator[None]:
-    """Held while an engine lives: at most one on a machine. ``UCM_TEST_ENGINE_LOCK=0`` leaves it to the caller."""
+    """Held while an engine lives: at most one on a machine. ``UCM_TEST_ENGINE_LOCK=0`` leaves it to
+    the caller."""
     if os.environ.get("UCM_TEST_ENGINE_LOCK") == "0":
         yield
         return
@@ -60,19 +63,24 @@ def machine_lock() -> Iterator[None]:
 
 
 def run_program(program: str, environment: Mapping[str, str], log: Path, **arguments: Any) -> Any:
-    """The result of ``module:function`` in a new process, which has imported vLLM and nothing of ucm. It
-    may start engines. ``environment`` is added to that of an engine in its user's process."""
+    """The result of ``module:function`` in a new process, which has imported vLLM and nothing of
+    ucm. It may start engines. ``environment`` is added to that of an engine in its user's
+    process."""
     spec = EngineSpec(Path(), in_process=True, env=environment)
     ours, theirs = socket.socketpair()
     with machine_lock(), Connection(ours.detach()) as connection:
         with theirs, log.open("wb") as file:
-            process = ForkServer.of(spec.imported_in(), file.fileno()).fork(theirs.fileno(), file.fileno())
+            process = ForkServer.of(spec.imported_in(), file.fileno()).fork(
+                theirs.fileno(), file.fileno()
+            )
         try:
             first = {"program": program, "environment": spec.environment(), "arguments": arguments}
             connection.send(first)
             answered = connection.poll(START_DEADLINE)
             state, value = connection.recv() if answered else ("failed", "no answer")
-            assert state == "ready", f"{program}: {value}\n{log.read_text(errors='replace')[-6000:]}"
+            assert state == "ready", (
+                f"{program}: {value}\n{log.read_text(errors='replace')[-6000:]}"
+            )
             return value
         finally:
             with suppress(ProcessLookupError):
@@ -110,7 +118,8 @@ class Engine:
         if state != "ready":
             raise EngineError(f"the engine did not start:\n{value}\n{self.log_tail()}")
 
-    # Commands -----------------------------------------------------------------------------------------------
+    # Commands
+    # ----------------------------------------------------------------------------------------------
 
     def submit(self, *asks: Ask) -> list[str]:
         """Starts requests and returns their ids without waiting for anything."""
@@ -148,7 +157,10 @@ class Engine:
 
     def progress(self, *ids: str) -> list[tuple[int, bool]]:
         """For each request the tokens produced so far, and whether it ended."""
-        return [(int(produced), bool(ended)) for produced, ended in self._call("progress", ids=list(ids))]
+        return [
+            (int(produced), bool(ended))
+            for produced, ended in self._call("progress", ids=list(ids))
+        ]
 
     def abort(self, *ids: str) -> None:
         """Aborts requests; they end with what they have."""
@@ -156,10 +168,13 @@ class Engine:
 
     def reset(self) -> None:
         """Empties vLLM's own prefix cache, once nothing holds a block any more."""
-        wait_until(lambda: self._call("reset"), "the prefix cache can be reset (some block is still held)")
+        wait_until(
+            lambda: self._call("reset"), "the prefix cache can be reset (some block is still held)"
+        )
 
     def metrics(self) -> dict[str, float]:
-        """Prometheus counters and gauges by name, summed over labels; ``name:reason`` for those that have reasons."""
+        """Prometheus counters and gauges by name, summed over labels; ``name:reason`` for those
+        that have reasons."""
         return dict(self._call("metrics"))
 
     def rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -183,12 +198,15 @@ class Engine:
         return str(self._call("utility", method="probe_eval", args=(expression,)))
 
     def wait_idle(self) -> None:
-        """Waits until no request is known, every block is free again and no transfer is under way."""
+        """Waits until no request is known, every block is free again and no transfer is under
+        way."""
 
         def idle() -> bool:
             state = self.scheduler()
             return bool(
-                state["requests"] == 0 and state["free_blocks"] == state["total_blocks"] and not state["transfers"]
+                state["requests"] == 0
+                and state["free_blocks"] == state["total_blocks"]
+                and not state["transfers"]
             )
 
         wait_until(idle, "no request is left, all blocks are free and nothing is under way")
@@ -197,7 +215,8 @@ class Engine:
         """Whether the process runs."""
         return self.process.poll() is None
 
-    # The end ------------------------------------------------------------------------------------------------
+    # The end
+    # ----------------------------------------------------------------------------------------------
 
     def begin_shutdown(self) -> None:
         """Asks the engine to end, without waiting for it: follow with :meth:`shutdown`."""
@@ -213,18 +232,26 @@ class Engine:
         except (subprocess.TimeoutExpired, OSError) as error:
             raise EngineError(f"the engine did not end: {error}\n{self.log_tail()}") from error
         else:
-            # The engine's workers may outlive it while they drain; what is left after that is killed.
+            # The engine's workers may outlive it while they drain; what is left after that is
+            # killed.
             try:
-                wait_until(lambda: not _group_members(self.process.pid), "every process ended", STOP_DEADLINE)
+                wait_until(
+                    lambda: not _group_members(self.process.pid),
+                    "every process ended",
+                    STOP_DEADLINE,
+                )
             except AssertionError as error:
-                raise EngineError(f"{error}: {_group_members(self.process.pid)}\n{self.log_tail()}") from None
+                raise EngineError(
+                    f"{error}: {_group_members(self.process.pid)}\n{self.log_tail()}"
+                ) from None
         finally:
             self.kill()
         if code != 0:
             raise EngineError(f"the engine ended with code {code}\n{self.log_tail()}")
 
     def kill(self) -> None:
-        """Ends what is left of the process group at once and gives the machine's lock back. Idempotent."""
+        """Ends what is left of the process group at once and gives the machine's lock back.
+        Idempotent."""
         process = getattr(self, "process", None)
         if process is not None and not self._killed:
             self._killed = True  # once: its number may be another group's later
@@ -308,12 +335,15 @@ class EngineHost:
         self._live: Engine | None = None
 
     def get(self, spec: EngineSpec) -> Engine:
-        """The live engine if it is of this spec and alive, else a new one after ending the live one."""
+        """The live engine if it is of this spec and alive, else a new one after ending the live
+        one."""
         if self._live is not None and (self._live.spec != spec or not self._live.alive()):
             self.stop()
         if self._live is None:
             self.started.append(spec.label or spec.runner)
-            self._live = Engine(spec, self.logs / f"engine-{len(self.started)}-{spec.label or spec.runner}.log")
+            self._live = Engine(
+                spec, self.logs / f"engine-{len(self.started)}-{spec.label or spec.runner}.log"
+            )
         return self._live
 
     def stop(self) -> None:

@@ -1,7 +1,9 @@
-"""Shows tests a poorer processor than there is: ``UCM_TEST_ISA=avx2`` or ``avx512`` (all of AVX-512, without AMX).
+"""Shows tests a poorer processor than there is: ``UCM_TEST_ISA=avx2`` or ``avx512`` (all of
+AVX-512, without AMX).
 
-vLLM and torch choose kernels and the packing of pages by what torch says of the processor. ``conftest.py`` pins that in
-the process of pytest, ``sitecustomize.py`` in those of engines. Kernels of ucm's are not pinned: tests name their sets.
+vLLM and torch choose kernels and the packing of pages by what torch says of the processor.
+``conftest.py`` pins that in the process of pytest, ``sitecustomize.py`` in those of engines.
+Kernels of ucm's are not pinned: tests name their sets.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ LOWER: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 
 def pin() -> None:
-    """Do so where the variable is set, before vLLM is imported; raises KeyError for another name."""
+    """Do so where the variable is set, before vLLM is imported; raises KeyError for another
+    name."""
     if wanted := os.environ.get("UCM_TEST_ISA"):
         unsupported, limits = LOWER[wanted]
         os.environ.update(limits)

@@ -31,9 +31,12 @@ class Disk:
         return Faults(self.root.parent / f"{self.root.name}-control")
 
     def store(self) -> StoreSpec:
-        """The store under test: ``UCM_TEST_STORE`` is ``plain`` or ``posix``, else posix where it is built."""
+        """The store under test: ``UCM_TEST_STORE`` is ``plain`` or ``posix``, else posix where it
+        is built."""
         if store_under_test() == "posix":
-            return StoreSpec(self.root, "UcmPosixStore", options={"layout": "file", **ROOM, **over_device()})
+            return StoreSpec(
+                self.root, "UcmPosixStore", options={"layout": "file", **ROOM, **over_device()}
+            )
         return StoreSpec(self.root, "PlainStore", "stores")
 
     def faulty(self) -> StoreSpec:
@@ -44,11 +47,16 @@ class Disk:
 
     def files(self) -> list[Path]:
         """The files of published blocks."""
-        return sorted(path for path in self.root.rglob("*") if path.is_file() and BLOCK_FILE.fullmatch(path.name))
+        return sorted(
+            path
+            for path in self.root.rglob("*")
+            if path.is_file() and BLOCK_FILE.fullmatch(path.name)
+        )
 
 
 def over_device() -> dict[str, str]:
-    """What a store is told of where the KV lies, in a run over the software driver: small pieces go by its kernels."""
+    """What a store is told of where the KV lies, in a run over the software driver: small pieces go
+    by its kernels."""
     return {"platform": "cuda", "transfer": "staging"} if IN_USE else {}
 
 

@@ -1,6 +1,7 @@
 """Tiny models with random weights, written as any checkpoint is: config.json and safetensors.
 
-The weights are large on purpose: attention then decides the output, so wrong KV bytes give wrong tokens.
+The weights are large on purpose: attention then decides the output, so wrong KV bytes give wrong
+tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def llama_config(layers: int) -> dict[str, Any]:
 
 
 def gemma3_config() -> dict[str, Any]:
-    """A small Gemma 3: most layers with a sliding window, so that vLLM makes more than one KV group."""
+    """A small Gemma 3: most layers with a sliding window, so that vLLM makes more than one KV
+    group."""
     return llama_config(6) | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -111,7 +113,8 @@ def change_weights(directory: Path) -> None:
 
 
 def write_adapter(directory: Path, layers: int, seed: int) -> Path:
-    """Writes a LoRA adapter over the attention of a Llama of this many layers, strong enough to change tokens."""
+    """Writes a LoRA adapter over the attention of a Llama of this many layers, strong enough to
+    change tokens."""
     directory.mkdir(parents=True, exist_ok=True)
     rank = 8
     (directory / "adapter_config.json").write_text(
@@ -131,9 +134,18 @@ def write_adapter(directory: Path, layers: int, seed: int) -> Path:
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(layers):
-        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS), ("o", HIDDEN // HEAD_SIZE)):
+        for name, rows in (
+            ("q", HEADS),
+            ("k", KV_HEADS),
+            ("v", KV_HEADS),
+            ("o", HIDDEN // HEAD_SIZE),
+        ):
             base = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj."
-            weights[base + "lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator) / HIDDEN**0.5
-            weights[base + "lora_B.weight"] = torch.randn(rows * HEAD_SIZE, rank, generator=generator) / rank**0.5
+            weights[base + "lora_A.weight"] = (
+                torch.randn(rank, HIDDEN, generator=generator) / HIDDEN**0.5
+            )
+            weights[base + "lora_B.weight"] = (
+                torch.randn(rows * HEAD_SIZE, rank, generator=generator) / rank**0.5
+            )
     save_file(weights, str(directory / "adapter_model.safetensors"))
     return directory

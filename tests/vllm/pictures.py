@@ -1,4 +1,5 @@
-"""A tiny LLaVA: a CLIP that makes 64 tokens of a picture, a Llama, and the processor that vLLM prepares pictures with.
+"""A tiny LLaVA: a CLIP that makes 64 tokens of a picture, a Llama, and the processor that vLLM
+prepares pictures with.
 
 Random weights, large on purpose, so that another picture gives other tokens.
 """
@@ -75,10 +76,13 @@ def write_llava(directory: Path, seed: int = 11) -> Path:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 fan_in = parameter[0].numel()
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (2.0 / fan_in**0.5))
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) * (2.0 / fan_in**0.5)
+                )
     config.architectures = ["LlavaForConditionalGeneration"]
     config.save_pretrained(str(directory))
-    # Named as checkpoints of LLaVA are, which is how vLLM knows them; transformers 5 has one level less.
+    # Named as checkpoints of LLaVA are, which is how vLLM knows them; transformers 5 has one level
+    # less.
     weights = {
         name.replace("vision_tower.vision_model.", "vision_tower.").replace(
             "vision_tower.", "vision_tower.vision_model."
@@ -90,7 +94,9 @@ def write_llava(directory: Path, seed: int = 11) -> Path:
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": _SIZE}, crop_size={"height": _SIZE, "width": _SIZE}),
+        image_processor=CLIPImageProcessor(
+            size={"shortest_edge": _SIZE}, crop_size={"height": _SIZE, "width": _SIZE}
+        ),
         tokenizer=PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             bos_token="w1",
@@ -109,7 +115,8 @@ def write_llava(directory: Path, seed: int = 11) -> Path:
 def shown(seed: int, name: str | None) -> dict[str, Any]:
     """What a prompt says of its picture; ``name`` is the client's own for it.
 
-    vLLM takes these settings of the processor into its hash, and with them the name in place of the picture.
+    vLLM takes these settings of the processor into its hash, and with them the name in place of the
+    picture.
     """
     said: dict[str, Any] = {
         "multi_modal_data": {"image": picture(seed)},
@@ -121,4 +128,6 @@ def shown(seed: int, name: str | None) -> dict[str, Any]:
 def picture(seed: int) -> Image.Image:
     """Noise that depends on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
-    return Image.fromarray(torch.randint(0, 256, (_SIZE, _SIZE, 3), generator=generator, dtype=torch.uint8).numpy())
+    return Image.fromarray(
+        torch.randint(0, 256, (_SIZE, _SIZE, 3), generator=generator, dtype=torch.uint8).numpy()
+    )

@@ -1,7 +1,9 @@
-"""What a test may look at inside an engine: named to vLLM as ``scheduler_cls`` and ``worker_extension_cls``.
+"""What a test may look at inside an engine: named to vLLM as ``scheduler_cls`` and
+``worker_extension_cls``.
 
-On a CPU the scheduler and every worker are processes of their own. The worker's half answers ``collective_rpc``; the
-scheduler's half adds one method to the engine core of its process, which answers a utility call of that name.
+On a CPU the scheduler and every worker are processes of their own. The worker's half answers
+``collective_rpc``; the scheduler's half adds one method to the engine core of its process, which
+answers a utility call of that name.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ ASKED_S = 0.5
 
 
 class ProbedScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler; its making lets the engine core answer ``probe_scheduler`` and ``probe_eval``.
+    """vLLM's scheduler; its making lets the engine core answer ``probe_scheduler`` and
+    ``probe_eval``.
 
-    An engine that is asked ``probe_scheduler`` goes on stepping while dumps are under way, as long as somebody
-    asks: an idle one hears how they ended with its next request only, and a test wants to know now.
+    An engine that is asked ``probe_scheduler`` goes on stepping while dumps are under way, as long
+    as somebody asks: an idle one hears how they ended with its next request only, and a test wants
+    to know now.
     """
 
     asked = float("-inf")
@@ -33,19 +37,27 @@ class ProbedScheduler(Scheduler):  # type: ignore[misc]
 
     def has_requests(self) -> bool:
         """Whether there is something to step for: vLLM's answer, or what a test waits for."""
-        return bool(super().has_requests() or (dumps_under_way(self) and time.monotonic() - self.asked < ASKED_S))
+        return bool(
+            super().has_requests()
+            or (dumps_under_way(self) and time.monotonic() - self.asked < ASKED_S)
+        )
 
 
 def dumps_under_way(scheduler: Any) -> int:
     """Dump jobs of which this scheduler has not heard the end."""
     connector = scheduler.connector
-    halves = [getattr(child, "_scheduler", None) for child in getattr(connector, "_connectors", [connector])]
-    # Builds of before there was this number (benches/python/beside.py) step by themselves until their dumps have ended.
+    halves = [
+        getattr(child, "_scheduler", None)
+        for child in getattr(connector, "_connectors", [connector])
+    ]
+    # Builds of before there was this number (benches/python/beside.py) step by themselves until
+    # their dumps have ended.
     return sum(getattr(half.dumps, "under_way", 0) for half in halves if half is not None)
 
 
 def _probe_scheduler(core: Any) -> dict[str, Any]:
-    """Free blocks of the pool, the number of requests known, whether something is under way, and more."""
+    """Free blocks of the pool, the number of requests known, whether something is under way, and
+    more."""
     scheduler = core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     scheduler.asked = time.monotonic()
@@ -57,12 +69,15 @@ def _probe_scheduler(core: Any) -> dict[str, Any]:
         "transfers": scheduler.connector is not None
         and (scheduler.connector.has_pending_push_work() or dumps_under_way(scheduler) > 0),
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
-        "kv_load_failure_policy": getattr(scheduler.vllm_config.kv_transfer_config, "kv_load_failure_policy", None),
+        "kv_load_failure_policy": getattr(
+            scheduler.vllm_config.kv_transfer_config, "kv_load_failure_policy", None
+        ),
     }
 
 
 def _probe_eval(core: Any, expression: str) -> str:
-    """``repr`` of an expression over ``scheduler`` and ``connector`` (its scheduler side), for debugging."""
+    """``repr`` of an expression over ``scheduler`` and ``connector`` (its scheduler side), for
+    debugging."""
     names = {"scheduler": core.scheduler, "connector": core.scheduler.connector}
     return repr(eval(expression, names))  # noqa: S307 - written by whoever debugs a test
 
@@ -71,7 +86,8 @@ class Probe:
     """Methods added to the worker; each answers through ``collective_rpc``."""
 
     def probe_runner(self) -> str:
-        """Module of the GPU's model runner, of which the CPU's is made: tells the V1 runner from the V2 runner."""
+        """Module of the GPU's model runner, of which the CPU's is made: tells the V1 runner from
+        the V2 runner."""
         line = type(self.model_runner).__mro__  # type: ignore[attr-defined]
         return next(each.__module__ for each in line if each.__name__ == "GPUModelRunner")
 
@@ -84,7 +100,8 @@ class Probe:
                 parameter.mul_(factor)
 
     def probe_record_choices(self) -> None:
-        """From now on remembers the blocks that each request keeps, and counts what tensor ranks add up."""
+        """From now on remembers the blocks that each request keeps, and counts what tensor ranks
+        add up."""
         method = _connector()._sparse_worker.method
         if hasattr(method, "recorded"):
             return
@@ -109,14 +126,19 @@ class Probe:
             method._reduce = method.chooser._reduce = counting
 
     def probe_choices(self, request: str) -> str:
-        """``repr`` of what a request kept (see :class:`sparse_reference.Answer`), and of what ranks have added up so
-        far, for all requests."""
+        """``repr`` of what a request kept (see :class:`sparse_reference.Answer`), and of what ranks
+        have added up so far, for all requests."""
         method = _connector()._sparse_worker.method
-        found = [kept for name, kept in method.recorded.items() if request in (name, name.rpartition("-")[0])]
+        found = [
+            kept
+            for name, kept in method.recorded.items()
+            if request in (name, name.rpartition("-")[0])
+        ]
         return repr((found[0] if found else {}, method.reduced))
 
     def probe_worker_eval(self, expression: str) -> str:
-        """``repr`` of an expression over ``worker`` and ``connector`` (its worker side), for debugging."""
+        """``repr`` of an expression over ``worker`` and ``connector`` (its worker side), for
+        debugging."""
         return repr(eval(expression, {"worker": self, "connector": _connector()}))  # noqa: S307 - as above
 
 

@@ -1,4 +1,5 @@
-"""Programs of ``test_plugin.py`` and ``test_faults.py``, for processes that have imported vLLM and nothing of ucm."""
+"""Programs of ``test_plugin.py`` and ``test_faults.py``, for processes that have imported vLLM and
+nothing of ucm."""
 
 from __future__ import annotations
 
@@ -65,7 +66,11 @@ def without_core(model: str) -> dict[str, Any]:
     def inside(**extra: Any) -> VllmConfig:
         children = [
             {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
-            {"kv_connector": "UCMConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
+            {
+                "kv_connector": "UCMConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            },
         ]
         return configured("MultiConnector", connectors=children)
 
@@ -82,7 +87,10 @@ def without_core(model: str) -> dict[str, Any]:
         "a file": (configured("UCMDirectConnector", ucm_config_path="/nowhere"), {}),
         "a variable": (configured("UCMConnector", **root), {"UCM_SPARSE_TYPE": "Quest"}),
     }
-    answers: dict[str, Any] = {"package": importlib.import_module("ucm").__file__, "registered": _loaded()}
+    answers: dict[str, Any] = {
+        "package": importlib.import_module("ucm").__file__,
+        "registered": _loaded(),
+    }
     for name, (config, variables) in cases.items():
         os.environ.update(variables)
         said.texts.clear()
@@ -100,8 +108,8 @@ def without_core(model: str) -> dict[str, Any]:
 
 def lives(model: str, store: dict[str, Any]) -> dict[str, Any]:
     """Objects of vLLM that are others than before: after an engine without the plug-in, after
-    ``register()``, after engines with ucm, dense and sparse, and after a method was replaced through
-    an alias."""
+    ``register()``, after engines with ucm, dense and sparse, and after a method was replaced
+    through an alias."""
     import ucm_names
 
     for name in ucm_names.vllm_modules():
@@ -130,8 +138,8 @@ def lives(model: str, store: dict[str, Any]) -> dict[str, Any]:
 
 
 def raising(model: str, store: dict[str, Any]) -> dict[str, Any]:
-    """One engine whose connector's methods raise: tokens of one prompt, at first and under each fault, and how many of
-    its tokens were loaded just before the faults."""
+    """One engine whose connector's methods raise: tokens of one prompt, at first and under each
+    fault, and how many of its tokens were loaded just before the faults."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     llm, params = _engine(model, store)
@@ -191,7 +199,9 @@ def _engine(model: str, store: dict[str, Any] | None) -> tuple[Any, Any]:
     _cached_get_attn_backend.cache_clear()  # it holds the classes of the engine before
     transfer = None
     if store is not None:
-        transfer = KVTransferConfig(kv_connector="UCMConnector", kv_role="kv_both", kv_connector_extra_config=store)
+        transfer = KVTransferConfig(
+            kv_connector="UCMConnector", kv_role="kv_both", kv_connector_extra_config=store
+        )
     llm = LLM(
         model=str(Path(model)),
         skip_tokenizer_init=True,

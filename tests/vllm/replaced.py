@@ -1,4 +1,5 @@
-"""Snapshots of vLLM's code in this process, and which of its objects are others in a later snapshot.
+"""Snapshots of vLLM's code in this process, and which of its objects are others in a later
+snapshot.
 
 A snapshot holds, by place, the functions, classes, descriptors and other callables of every loaded
 module of vLLM, of its classes and of the instances that its modules keep. Entries of their
@@ -17,7 +18,14 @@ from typing import Any
 
 #: What vLLM itself fills as it goes.
 _NOT_CODE = frozenset(
-    {"__annotations__", "__builtins__", "__dict__", "__weakref__", "__warningregistry__", "_abc_impl"}
+    {
+        "__annotations__",
+        "__builtins__",
+        "__dict__",
+        "__weakref__",
+        "__warningregistry__",
+        "_abc_impl",
+    }
 )
 _MISSING = "nothing"
 
@@ -38,7 +46,9 @@ def snapshot() -> dict[str, Any]:
     return found
 
 
-def _members(place: str, names: dict[str, Any] | MappingProxyType[str, Any]) -> Iterator[tuple[str, Any]]:
+def _members(
+    place: str, names: dict[str, Any] | MappingProxyType[str, Any]
+) -> Iterator[tuple[str, Any]]:
     for name, value in list(names.items()):
         if name in _NOT_CODE or isinstance(value, ModuleType):
             continue
@@ -47,13 +57,18 @@ def _members(place: str, names: dict[str, Any] | MappingProxyType[str, Any]) -> 
         elif isinstance(value, dict):
             for key, entry in list(value.items()):
                 if _is_code(entry) or isinstance(entry, str) or _is_theirs(entry):
-                    yield f"{place}.{name}[{getattr(key, 'name', getattr(key, '__name__', key))}]", entry
+                    yield (
+                        f"{place}.{name}[{getattr(key, 'name', getattr(key, '__name__', key))}]",
+                        entry,
+                    )
 
 
 def _is_code(value: Any) -> bool:
     if isinstance(value, weakref.ref):
         return False
-    return callable(value) or isinstance(value, property | cached_property | staticmethod | classmethod)
+    return callable(value) or isinstance(
+        value, property | cached_property | staticmethod | classmethod
+    )
 
 
 def _is_theirs(value: Any) -> bool:
@@ -62,16 +77,21 @@ def _is_theirs(value: Any) -> bool:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
-    """Places with another object, in modules of both snapshots, and a short text of both objects."""
+    """Places with another object, in modules of both snapshots, and a short text of both
+    objects."""
     modules = {place for place, value in before.items() if isinstance(value, ModuleType)}
 
     def module_of(place: str) -> str:
         parts = place.partition("[")[0].split(".")
         names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        return next((name for name in names if name in modules or isinstance(after.get(name), ModuleType)), "")
+        return next(
+            (name for name in names if name in modules or isinstance(after.get(name), ModuleType)),
+            "",
+        )
 
     return {
         place: f"{before.get(place, _MISSING)!r:.80} -> {after.get(place, _MISSING)!r:.80}"
         for place in sorted(before.keys() | after.keys())
-        if before.get(place, _MISSING) is not after.get(place, _MISSING) and module_of(place) in modules
+        if before.get(place, _MISSING) is not after.get(place, _MISSING)
+        and module_of(place) in modules
     }

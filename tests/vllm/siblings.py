@@ -1,8 +1,10 @@
-"""A connector that stands for others beside ours in a MultiConnector: it shakes hands through vLLM and takes no other's
-word, as Nixl does, and it loads nothing: it says that it does, and is asked to by a request.
+"""A connector that stands for others beside ours in a MultiConnector: it shakes hands through vLLM
+and takes no other's word, as Nixl does, and it loads nothing: it says that it does, and is asked to
+by a request.
 
-``kv_transfer_params`` of a request say how: ``{"sibling": "stall"}`` claims its full blocks and never fills them,
-``{"sibling": "fail"}`` claims them for the step itself, writes nonsense there and reports them.
+``kv_transfer_params`` of a request say how: ``{"sibling": "stall"}`` claims its full blocks and
+never fills them, ``{"sibling": "fail"}`` claims them for the step itself, writes nonsense there and
+reports them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ SIBLING = {"kv_connector": "Sibling", "kv_connector_module_path": "siblings", "k
 def several(*connectors: Any, **options: Any) -> dict[str, Any]:
     """The same for vLLM's connector of several."""
     extra = {"connectors": list(connectors)}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra, **options}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+        **options,
+    }
 
 
 def load_of_sibling(how: str) -> dict[str, Any]:
@@ -33,7 +40,9 @@ def load_of_sibling(how: str) -> dict[str, Any]:
 
 
 #: Of the engine's scheduler: whether one request is known, and waits for a load.
-LOADING = "[request.status.name for request in scheduler.requests.values()] == ['WAITING_FOR_REMOTE_KVS']"
+LOADING = (
+    "[request.status.name for request in scheduler.requests.values()] == ['WAITING_FOR_REMOTE_KVS']"
+)
 
 
 @dataclass
@@ -73,12 +82,16 @@ class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
             raise ValueError("SiblingHandshake expected")
         self.shaken = len(metadata)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         """Once for each request that asks for it."""
         asked = (request.kv_transfer_params or {}).get("sibling")
         if asked is None or request.request_id in self._claimed:
             return 0, False
-        return (request.num_tokens - 1) // self._block * self._block - num_computed_tokens, asked == "stall"
+        return (
+            request.num_tokens - 1
+        ) // self._block * self._block - num_computed_tokens, asked == "stall"
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Its load begins with the next step."""
@@ -118,7 +131,9 @@ class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing."""
 
     def wait_for_save(self) -> None:

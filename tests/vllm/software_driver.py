@@ -1,4 +1,5 @@
-"""The software CUDA driver (``tests/softcuda``) from Python, where ``UCM_TEST_DRIVER`` names its library."""
+"""The software CUDA driver (``tests/softcuda``) from Python, where ``UCM_TEST_DRIVER`` names its
+library."""
 
 from __future__ import annotations
 

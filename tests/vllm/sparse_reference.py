@@ -1,7 +1,9 @@
-"""What an engine with sparse attention must answer, computed by plain torch: a Llama, one sequence, no cache pages.
+"""What an engine with sparse attention must answer, computed by plain torch: a Llama, one sequence,
+no cache pages.
 
-The prompt is dense. Of each token after that, every layer attends to the blocks that ``keep`` names for it, given the
-query and all keys so far, as the method under test would be given them; everything else here is written anew.
+The prompt is dense. Of each token after that, every layer attends to the blocks that ``keep`` names
+for it, given the query and all keys so far, as the method under test would be given them;
+everything else here is written anew.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from ucm.sparse.config import method_of
 from ucm.sparse.selection import choose, with_windows
 from ucm.sparse.selector import Geometry
 
-#: ``(layer, query [heads, d], keys [tokens, kv heads, d]) -> blocks``: logical ids, ascending; None: all.
+#: ``(layer, query [heads, d], keys [tokens, kv heads, d]) -> blocks``: logical ids, ascending;
+#: None: all.
 Keep = Callable[[int, Tensor, Tensor], Tensor | None]
 #: A prompt is computed in parts of so many tokens, to bound memory.
 CHUNK = 1024
@@ -29,7 +32,8 @@ CHUNK = 1024
 
 @dataclass
 class Answer:
-    """Tokens and their log-probabilities, and how many blocks were kept of how many, over all layers and steps."""
+    """Tokens and their log-probabilities, and how many blocks were kept of how many, over all
+    layers and steps."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -46,7 +50,10 @@ class Llama:
         self.config = json.loads((directory / "config.json").read_text())
         self.weights = load_file(str(directory / "model.safetensors"))
         self.block = block
-        self.heads, self.kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        self.heads, self.kv_heads = (
+            self.config["num_attention_heads"],
+            self.config["num_key_value_heads"],
+        )
         self.size = self.config["head_dim"]
 
     def answer(
@@ -58,11 +65,13 @@ class Llama:
         forced: Sequence[int] | None = None,
         stored: int | None = None,
     ) -> Answer:
-        """``length`` tokens after ``prompt``, each the likeliest, or those of ``forced``; ``keep`` is asked once a
-        sequence is longer than ``dense_tokens``, and already for what follows the first ``stored`` tokens of the
-        prompt."""
+        """``length`` tokens after ``prompt``, each the likeliest, or those of ``forced``; ``keep``
+        is asked once a sequence is longer than ``dense_tokens``, and already for what follows the
+        first ``stored`` tokens of the prompt."""
         answer = Answer()
-        cache: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self.config["num_hidden_layers"]
+        cache: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self.config[
+            "num_hidden_layers"
+        ]
         tokens = list(prompt)
         torch.set_num_threads(1)  # the cores are the engine's
         with torch.no_grad():
@@ -71,7 +80,10 @@ class Llama:
                 asked = keep if answer.tokens and len(tokens) + at > dense_tokens else None
                 parts = list(torch.tensor(tokens).split(CHUNK))
                 if stored is not None and not answer.tokens:
-                    parts = [*torch.tensor(tokens[:stored]).split(CHUNK), torch.tensor(tokens[stored:])]
+                    parts = [
+                        *torch.tensor(tokens[:stored]).split(CHUNK),
+                        torch.tensor(tokens[stored:]),
+                    ]
                 for chunk in parts:
                     selects = stored is not None and at >= stored
                     raw = self._run(chunk, at, cache, keep if selects else asked, answer)
@@ -85,7 +97,12 @@ class Llama:
         return answer
 
     def _run(
-        self, tokens: Tensor, at: int, cache: list[tuple[Tensor, Tensor]], keep: Keep | None, answer: Answer
+        self,
+        tokens: Tensor,
+        at: int,
+        cache: list[tuple[Tensor, Tensor]],
+        keep: Keep | None,
+        answer: Answer,
     ) -> Tensor:
         """Logits after the last of ``tokens``, the first of which is number ``at``."""
         weights, eps = self.weights, self.config["rms_norm_eps"]
@@ -115,7 +132,8 @@ class Llama:
         count = hidden.shape[0]
         places = torch.arange(at, at + count)
         query, key, value = (
-            (hidden @ self.weights[base + f"{name}_proj.weight"].T).view(count, -1, self.size) for name in "qkv"
+            (hidden @ self.weights[base + f"{name}_proj.weight"].T).view(count, -1, self.size)
+            for name in "qkv"
         )
         query, key = self._rotated(query, places), self._rotated(key, places)
         if at:
@@ -124,16 +142,24 @@ class Llama:
         seen = torch.ones(len(key), dtype=torch.bool)
         blocks = -(-len(key) // self.block)
         if keep is not None and (ids := keep(layer, query[-1], key)) is not None:
-            seen = torch.zeros(blocks, dtype=torch.bool).index_fill(0, ids, True).repeat_interleave(self.block)
+            seen = (
+                torch.zeros(blocks, dtype=torch.bool)
+                .index_fill(0, ids, True)
+                .repeat_interleave(self.block)
+            )
             seen = seen[: len(key)]
             answer.kept += len(ids)
             answer.seen += blocks
             answer.choices[len(key), layer] = tuple(ids.tolist())
         mask = (torch.arange(len(key))[None] <= places[:, None]) & seen
         group = self.heads // self.kv_heads
-        scores = torch.einsum("thd,shd->hts", query, key.repeat_interleave(group, 1)) * self.size**-0.5
+        scores = (
+            torch.einsum("thd,shd->hts", query, key.repeat_interleave(group, 1)) * self.size**-0.5
+        )
         weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1)
-        return torch.einsum("hts,shd->thd", weights, value.repeat_interleave(group, 1)).reshape(count, -1)
+        return torch.einsum("hts,shd->thd", weights, value.repeat_interleave(group, 1)).reshape(
+            count, -1
+        )
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
         rates = self.config["rope_theta"] ** (-torch.arange(0, self.size, 2) / self.size)
@@ -153,9 +179,10 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def choosing(settings: AlgorithmConfig, block: int, kv_heads: int, size: int) -> Callable[[], Keep]:
-    """Makes what names the blocks that an algorithm keeps, for one answer: its selector over all candidates at once,
-    in the order of the tokens, with nothing of an engine in between. Steps are counted from the first that it is asked
-    about; a choice is used until the next one, and what its last window held stays beside it."""
+    """Makes what names the blocks that an algorithm keeps, for one answer: its selector over all
+    candidates at once, in the order of the tokens, with nothing of an engine in between. Steps are
+    counted from the first that it is asked about; a choice is used until the next one, and what its
+    last window held stays beside it."""
     method = method_of(settings, Geometry(block, kv_heads, size))
     policy, selector = method.policy, method.selector
 
@@ -172,13 +199,19 @@ def choosing(settings: AlgorithmConfig, block: int, kv_heads: int, size: int) ->
             known = made.get(layer)
             begin, full = 0 if known is None else len(known), len(keys) // block
             if full > begin:
-                new = selector.encode(layer, keys[begin * block : full * block].view(-1, block, kv_heads, size))
+                new = selector.encode(
+                    layer, keys[begin * block : full * block].view(-1, block, kv_heads, size)
+                )
                 made[layer] = new if known is None else torch.cat([known, new])
             if layer not in chosen or (steps[layer] - 1) % policy.stride == 0:
                 reps = made[layer][policy.init : blocks - policy.local]
                 scores = selector.score(layer, query[None], reps)
                 wide = scores.double() if scores.is_floating_point() else scores.long()
-                one = wide.sum(0, keepdim=True) if selector.combine == "sum" else wide.amax(0, keepdim=True)
+                one = (
+                    wide.sum(0, keepdim=True)
+                    if selector.combine == "sum"
+                    else wide.amax(0, keepdim=True)
+                )
                 chosen[layer] = choose(policy, one, blocks)[0], blocks
             return with_windows(policy, *chosen[layer], blocks)
 

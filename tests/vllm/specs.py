@@ -1,7 +1,7 @@
 """What the tests say an engine is, ask of it and get back.
 
-:class:`EngineSpec` and :class:`StoreSpec` become the arguments and the environment of one engine; :class:`Ask` is one
-request and :class:`Result` what it produced. ``harness.py`` runs engines.
+:class:`EngineSpec` and :class:`StoreSpec` become the arguments and the environment of one engine;
+:class:`Ask` is one request and :class:`Result` what it produced. ``harness.py`` runs engines.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from software_driver import IN_USE
 
 HERE = Path(__file__).resolve().parent
 BLOCK = 32
-#: Whether vLLM compiles the models of all engines, as it does for its users; half a minute more for each of them. Not
-#: with the second runner, whose Triton kernels are interpreted here.
+#: Whether vLLM compiles the models of all engines, as it does for its users; half a minute more for
+#: each of them. Not with the second runner, whose Triton kernels are interpreted here.
 COMPILED = os.environ.get("UCM_TEST_COMPILED") == "1"
-#: Whether engines run on a GPU (docs/devices.md), with the attention of vLLM that computes in float32 there, and not on
-#: the CPU.
+#: Whether engines run on a GPU (docs/devices.md), with the attention of vLLM that computes in
+#: float32 there, and not on the CPU.
 ON_GPU = os.environ.get("UCM_TEST_GPU") == "1"
-#: Long enough for a machine that is busy with other things: a late lookup would be a miss, as it should.
+#: Long enough for a machine that is busy with other things: a late lookup would be a miss, as it
+#: should.
 PATIENT = {
     "lookup_ms": 5000,
     "load_min_ms": 60_000,
@@ -81,8 +82,8 @@ class EngineSpec:
     #: Arguments of vLLM's KVTransferConfig for another connector, in place of ours.
     transfer: Mapping[str, Any] | None = None
     label: str = ""
-    #: Its processes are forked, as vLLM has it where there is a GPU; on the CPU it spawns them, and each imports
-    #: everything again: twice the time of a start.
+    #: Its processes are forked, as vLLM has it where there is a GPU; on the CPU it spawns them, and
+    #: each imports everything again: twice the time of a start.
     fork: bool = True
     #: Scheduler and worker live in the process of their user, who calls every step.
     in_process: bool = False
@@ -152,9 +153,11 @@ class EngineSpec:
         }
 
     def imported_in(self) -> dict[str, str]:
-        """The environment in which vLLM is imported: nothing reads what else :meth:`environment` says until an engine
-        starts."""
-        alike = self.but(env={}, pythonpath=(), in_process=False, tensor_parallel=1, accelerated=False)
+        """The environment in which vLLM is imported: nothing reads what else :meth:`environment`
+        says until an engine starts."""
+        alike = self.but(
+            env={}, pythonpath=(), in_process=False, tensor_parallel=1, accelerated=False
+        )
         return alike.environment()
 
     def environment(self) -> dict[str, str]:
@@ -164,7 +167,11 @@ class EngineSpec:
         env = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(others)}
         # An engine is three processes; without this each of them compiles torch and vLLM anew.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
-        path = [*self.pythonpath, str(HERE), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+        path = [
+            *self.pythonpath,
+            str(HERE),
+            *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)),
+        ]
         env |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.in_process else "1",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0",
@@ -190,7 +197,8 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Result:
-    """What one request produced. ``cached`` counts tokens not computed; ``first`` is seconds to the first token."""
+    """What one request produced. ``cached`` counts tokens not computed; ``first`` is seconds to the
+    first token."""
 
     id: str
     tokens: list[int]
@@ -208,8 +216,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``lora`` is (name, number, directory); ``picture`` is (seed, the client's name for it);
-    ``sequences`` answers are drawn, each the likeliest."""
+    """One request. ``lora`` is (name, number, directory); ``picture`` is (seed, the client's name
+    for it); ``sequences`` answers are drawn, each the likeliest."""
 
     tokens: Sequence[int]
     max_tokens: int = 8
@@ -222,6 +230,7 @@ class Ask:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Token ids that depend on the seed alone; the same seed gives the same beginning at any length."""
+    """Token ids that depend on the seed alone; the same seed gives the same beginning at any
+    length."""
     source = random.Random(seed)
     return [source.randrange(3, VOCAB) for _ in range(length)]

@@ -1,7 +1,8 @@
 """Two stores written in Python: what a user needs to write, and one that fails when a test says so.
 
-:class:`PlainStore` is the example of a store in about forty lines, over plain files. :class:`FaultStore` stands in
-front of another store and is told by files in its control directory (see :class:`Faults`) to hold, fail or refuse.
+:class:`PlainStore` is the example of a store in about forty lines, over plain files.
+:class:`FaultStore` stands in front of another store and is told by files in its control directory
+(see :class:`Faults`) to hold, fail or refuse.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class PlainStore(UcmKVStoreBaseV1):
         super().__init__(config)
         root = config["storage_backends"]
         self._root = Path(root if isinstance(root, str) else root[0])
-        layer = list(config.get("tensor_size_list", ()))  # one layer's pieces; a row holds those of all layers
+        # one layer's pieces; a row holds those of all layers
+        layer = list(config.get("tensor_size_list", ()))
         self._sizes = layer * (config["shard_size"] // sum(layer)) if layer else []
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="plain-store")
 
@@ -46,18 +48,28 @@ class PlainStore(UcmKVStoreBaseV1):
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return [self._path(block_id, 0).exists() for block_id in block_ids]
 
-    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses) -> Task:
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses
+    ) -> Task:
         return Task(self._pool.submit(self._each, self._read, block_ids, shard_index, addrs.copy()))
 
     def dump_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, prerequisite_handle: int = 0
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: Addresses,
+        prerequisite_handle: int = 0,
     ) -> Task:
-        return Task(self._pool.submit(self._each, self._write, block_ids, shard_index, addrs.copy()))
+        return Task(
+            self._pool.submit(self._each, self._write, block_ids, shard_index, addrs.copy())
+        )
 
     def wait(self, task: Any) -> None:  # type: ignore[override]  # neither a timeout nor a level of its own
         task.handle.result()
 
-    def _each(self, work: Any, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses) -> None:
+    def _each(
+        self, work: Any, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses
+    ) -> None:
         for block_id, shard, row in zip(block_ids, shard_index, addrs, strict=True):
             work(self._path(block_id, shard), row)
 
@@ -71,18 +83,21 @@ class PlainStore(UcmKVStoreBaseV1):
 
     def _write(self, path: Path, row: Addresses) -> None:
         private = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
-        private.write_bytes(b"".join(ctypes.string_at(int(a), n) for a, n in zip(row, self._sizes, strict=True)))
+        private.write_bytes(
+            b"".join(ctypes.string_at(int(a), n) for a, n in zip(row, self._sizes, strict=True))
+        )
         private.rename(path)
 
 
 class Faults:
     """The files through which a test speaks to the stores of an engine, and hears from them.
 
-    ``hold-lookup``, ``hold-load``, ``hold-dump``: while the file is there, the operation does not go on; a number in
-    it is a deadline in seconds after which the operation fails. A load fails at the deadline that the connector gave
-    it, and says so (``load-late``). ``fail-lookup``, ``fail-load``, ``fail-dump``: it
-    fails, for all blocks or for the ids (hex, one a line) in the file; a line ``rank=N`` fails that tensor rank's.
-    ``busy-dump``: refused at once, always or as often as a number in the file says.
+    ``hold-lookup``, ``hold-load``, ``hold-dump``: while the file is there, the operation does not
+    go on; a number in it is a deadline in seconds after which the operation fails. A load fails at
+    the deadline that the connector gave it, and says so (``load-late``). ``fail-lookup``,
+    ``fail-load``, ``fail-dump``: it fails, for all blocks or for the ids (hex, one a line) in the
+    file; a line ``rank=N`` fails that tensor rank's. ``busy-dump``: refused at once, always or as
+    often as a number in the file says.
     """
 
     def __init__(self, control: Path) -> None:
@@ -108,9 +123,16 @@ class Faults:
         except FileNotFoundError:
             return None
 
-    def say(self, event: str, ids: Sequence[bytes], rank: int, seconds: float | None = None) -> None:
+    def say(
+        self, event: str, ids: Sequence[bytes], rank: int, seconds: float | None = None
+    ) -> None:
         """Appends to the record of events, whole or not at all."""
-        line = json.dumps({"event": event, "ids": [i.hex() for i in ids], "rank": rank, "seconds": seconds}) + "\n"
+        line = (
+            json.dumps(
+                {"event": event, "ids": [i.hex() for i in ids], "rank": rank, "seconds": seconds}
+            )
+            + "\n"
+        )
         descriptor = os.open(self.control / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(descriptor, line.encode())
@@ -127,7 +149,8 @@ class Faults:
 
 
 class FaultStore(UcmKVStoreBaseV1):
-    """Another store behind gates. Its configuration: that of the other, ``control``, and ``inner`` (its name)."""
+    """Another store behind gates. Its configuration: that of the other, ``control``, and ``inner``
+    (its name)."""
 
     serves_accelerators = True
     takes_load_timeout = True
@@ -156,12 +179,22 @@ class FaultStore(UcmKVStoreBaseV1):
         return self._inner.lookup(block_ids)
 
     def load_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, timeout: float | None = None
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: Addresses,
+        timeout: float | None = None,
     ) -> Task:
-        return Task(self._pool.submit(self._load, list(block_ids), list(shard_index), addrs.copy(), timeout))
+        return Task(
+            self._pool.submit(self._load, list(block_ids), list(shard_index), addrs.copy(), timeout)
+        )
 
     def dump_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, prerequisite_handle: int = 0
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: Addresses,
+        prerequisite_handle: int = 0,
     ) -> Task:
         busy = self._faults.active("busy-dump")
         if busy is not None:
@@ -209,7 +242,9 @@ class FaultStore(UcmKVStoreBaseV1):
             self._inner.close()
         super().close()
 
-    def _load(self, block_ids: list[bytes], shards: list[int], addrs: Addresses, timeout: float | None) -> Any:
+    def _load(
+        self, block_ids: list[bytes], shards: list[int], addrs: Addresses, timeout: float | None
+    ) -> Any:
         self._faults.say("load", block_ids, self._rank)
         try:
             self._hold("hold-load", timeout)
@@ -220,7 +255,9 @@ class FaultStore(UcmKVStoreBaseV1):
         good = [row for row in range(len(block_ids)) if row not in bad]
         task = None
         if good:
-            task = self._inner.load_data([block_ids[r] for r in good], [shards[r] for r in good], addrs[good])
+            task = self._inner.load_data(
+                [block_ids[r] for r in good], [shards[r] for r in good], addrs[good]
+            )
         if bad:
             if task is not None:
                 self._inner.wait(task)
@@ -228,7 +265,9 @@ class FaultStore(UcmKVStoreBaseV1):
             raise TaskError("the test made this load fail", failures=bad)
         return task
 
-    def _dump(self, block_ids: list[bytes], shards: list[int], addrs: Addresses, prerequisite: int) -> Any:
+    def _dump(
+        self, block_ids: list[bytes], shards: list[int], addrs: Addresses, prerequisite: int
+    ) -> Any:
         self._faults.say("dump", block_ids, self._rank)
         self._hold("hold-dump")
         bad = self._failures("fail-dump", block_ids)
@@ -252,7 +291,8 @@ class FaultStore(UcmKVStoreBaseV1):
     def _hold(self, name: str, timeout: float | None = None) -> None:
         start, pause = time.monotonic(), threading.Event()
         while (content := self._faults.active(name)) is not None:
-            # A held operation ends by itself before the test's own deadline, so that a broken test cannot hang.
+            # A held operation ends by itself before the test's own deadline, so that a broken test
+            # cannot hang.
             held = time.monotonic() - start
             if held > (float(content) if content else 180.0):
                 raise DeadlineError(f"{name}: the test made this operation miss its deadline")
@@ -262,5 +302,6 @@ class FaultStore(UcmKVStoreBaseV1):
 
 
 def _tensor_rank(part: Any) -> int:
-    """Tensor rank of a part (group, pipeline rank, tensor rank); -1 where a store has no part of its own."""
+    """Tensor rank of a part (group, pipeline rank, tensor rank); -1 where a store has no part of
+    its own."""
     return int(part[2]) if part is not None and len(part) == 3 else -1

@@ -1,4 +1,5 @@
-"""vLLM's KV on an accelerator: cold, warm and damaged over the software driver, in one engine of each model runner."""
+"""vLLM's KV on an accelerator: cold, warm and damaged over the software driver, in one engine of
+each model runner."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from specs import EngineSpec, Result
 
 pytestmark = pytest.mark.one_runner
 
-#: What one dump and one load cannot do without: the event of the model's stream, small pieces by kernels, and the bus.
+#: What one dump and one load cannot do without: the event of the model's stream, small pieces by
+#: kernels, and the bus.
 FUNCTIONS = ("cuEventQuery", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
 
 
@@ -34,7 +36,9 @@ def engine(runner: str, host: EngineHost, model: Path, disk: Disk) -> Iterator[E
     store = disk.store()
     # The driver interprets its kernels, so that they are never what is measured to be the cheapest.
     store = replace(store, options={**store.options, "transfer": "staging"})
-    engine = host.get(EngineSpec(model, runner, store, accelerated=True, label=f"accelerated-{runner}"))
+    engine = host.get(
+        EngineSpec(model, runner, store, accelerated=True, label=f"accelerated-{runner}")
+    )
     engine.wait_idle()
     engine.reset()
     return engine
@@ -48,7 +52,9 @@ def calls(engine: Engine) -> list[int]:
 
 def added(engine: Engine, before: list[int]) -> dict[str, int]:
     """Calls of each function since then."""
-    return {name: now - then for name, now, then in zip(FUNCTIONS, calls(engine), before, strict=True)}
+    return {
+        name: now - then for name, now, then in zip(FUNCTIONS, calls(engine), before, strict=True)
+    }
 
 
 def test_cold_warm_and_damaged(engine: Engine, disk: Disk, reference: dict[str, Result]) -> None:
@@ -61,7 +67,9 @@ def test_cold_warm_and_damaged(engine: Engine, disk: Disk, reference: dict[str, 
     warm = engine.generate(STORED["long"].ask())[0]
     assert_same(warm, reference["long"])
     assert_reused(warm, STORED["long"])
-    assert added(engine, before)["cuMemcpyHtoDAsync_v2"] > 0, "nothing was loaded by way of the driver"
+    assert added(engine, before)["cuMemcpyHtoDAsync_v2"] > 0, (
+        "nothing was loaded by way of the driver"
+    )
     assert added(engine, before)["cuLaunchKernel"] > 0, "nothing was loaded by a kernel"
 
     for file in disk.files():
@@ -76,7 +84,9 @@ def test_cold_warm_and_damaged(engine: Engine, disk: Disk, reference: dict[str, 
     ask_until_reused(engine, STORED["long"], reference["long"])
 
 
-def test_a_dump_waits_for_the_model(engine: Engine, disk: Disk, reference: dict[str, Result]) -> None:
+def test_a_dump_waits_for_the_model(
+    engine: Engine, disk: Disk, reference: dict[str, Result]
+) -> None:
     """The model's stream stands still: no byte is copied before it has written the blocks."""
     files, before = disk.files(), calls(engine)
     engine.rpc("probe_worker_eval", "__import__('accelerated').hold(True)")
@@ -99,6 +109,8 @@ def test_many_at_once(engine: Engine, reference: dict[str, Result]) -> None:
             assert_same(answer, reference[name])
         engine.wait_idle()
         engine.reset()
-    for (name, case), answer in zip(CROWD.items(), engine.generate(*(c.ask() for c in CROWD.values())), strict=True):
+    for (name, case), answer in zip(
+        CROWD.items(), engine.generate(*(c.ask() for c in CROWD.values())), strict=True
+    ):
         assert_same(answer, reference[name])
         assert_reused(answer, case)

@@ -1,6 +1,8 @@
-"""Hits through a tier that is too slow are declined, the answers stay right, and a tier that mends is found again.
+"""Hits through a tier that is too slow are declined, the answers stay right, and a tier that mends
+is found again.
 
-Decisions and counts only: what the speeds are on this machine is for ``benches/python/admission.py`` to say.
+Decisions and counts only: what the speeds are on this machine is for
+``benches/python/admission.py`` to say.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ pytestmark = [
     pytest.mark.skipif(store_under_test() != "posix", reason="the throttled tier is a POSIX store"),
 ]
 
-#: A load may take 8 s here however quickly this machine computes: enough for one that is not held up, and longer than
-#: the prompt takes to compute on a busy machine, also where kernels are interpreted.
+#: A load may take 8 s here however quickly this machine computes: enough for one that is not held
+#: up, and longer than the prompt takes to compute on a busy machine, also where kernels are
+#: interpreted.
 DEADLINES = PATIENT | {"load_min_ms": 8000, "load_max_s": 10.0, "load_unknown_s": 10.0}
 CASE = STORED["long"]
 
@@ -49,7 +52,9 @@ def engine(runner: str, disk: Disk, host: EngineHost, model: Path) -> Iterator[E
     options = {"control": str(disk.faults.control), "layout": "file", **ROOM, **over_device()}
     store = StoreSpec(disk.root, "ThrottledStore", "throttled", options)
     extra = {"admission": "measured", "deadlines": DEADLINES}
-    return host.get(EngineSpec(model, runner, store, extra_config=extra, label=f"throttled-{runner}"))
+    return host.get(
+        EngineSpec(model, runner, store, extra_config=extra, label=f"throttled-{runner}")
+    )
 
 
 def again(engine: Engine, right: Result) -> Result:
@@ -74,16 +79,21 @@ def missed(engine: Engine, reason: str) -> int:
 @pytest.fixture
 def segments(runner: str, work: Path, host: EngineHost, model: Path) -> Engine:
     """An engine with measured admission over segments."""
-    store = replace(new_disk(work, f"segments-{runner}").store(), options={"layout": "segment", **ROOM})
+    store = replace(
+        new_disk(work, f"segments-{runner}").store(), options={"layout": "segment", **ROOM}
+    )
     extra = {"admission": "measured", "deadlines": PATIENT}
-    return host.get(EngineSpec(model, runner, store, extra_config=extra, label=f"segments-{runner}"))
+    return host.get(
+        EngineSpec(model, runner, store, extra_config=extra, label=f"segments-{runner}")
+    )
 
 
 def test_no_request_loses_a_step_and_no_idle_engine_takes_one(segments: Engine) -> None:
     asks = [case.ask() for case in STORED.values()]
     right = segments.generate(*asks)  # the first waits for the opening
     before = count(segments, "put_off")
-    # What vLLM's own cache has leaves nothing to gain, and the rest is looked up when the request arrives.
+    # What vLLM's own cache has leaves nothing to gain, and the rest is looked up when the request
+    # arrives.
     for _ in range(3):
         for answer, expected in zip(segments.generate(*asks), right, strict=True):
             assert_same(answer, expected)
@@ -97,7 +107,9 @@ def test_no_request_loses_a_step_and_no_idle_engine_takes_one(segments: Engine) 
 
     def limited() -> bool:
         segments.generate(Ask(prompt(next(seeds), 2 * BLOCK), 1))
-        return segments.scheduler_eval("connector._scheduler._turnover._limit is not None") == "True"
+        return (
+            segments.scheduler_eval("connector._scheduler._turnover._limit is not None") == "True"
+        )
 
     wait_until(limited, "a rank has reported the limit of its store")
 
@@ -108,14 +120,16 @@ def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle:
     stored = disk.files()
     assert len(stored) >= CASE.full_blocks
 
-    # Nothing is known of the tier: the hit is taken, given up at the deadline of the estimate, and computed.
+    # Nothing is known of the tier: the hit is taken, given up at the deadline of the estimate, and
+    # computed.
     throttle.set(1.0)
     again(engine, right)
     assert missed(engine, "timeout") == CASE.full_blocks
     assert len(throttle.events.events("load")) == 1
     assert missed(engine, "declined") == 0
 
-    # Now it is: hits are declined without asking the store for a byte, touched, and not written again.
+    # Now it is: hits are declined without asking the store for a byte, touched, and not written
+    # again.
     for number in range(1, 4):
         assert again(engine, right).cached == 0
         assert missed(engine, "declined") == number * CASE.full_blocks
@@ -124,14 +138,22 @@ def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle:
     assert touched >= set(throttle.events.events("load")[0]["ids"])
     assert disk.files() == stored
     tokens = 3 * CASE.full_blocks * BLOCK
-    wait_until(lambda: engine.metrics()["ucm_declined_tokens_total"] == tokens, "the declined tokens are exported")
-    wait_until(lambda: engine.metrics()["ucm_prefill_tokens_per_second"] > 0, "the speed of computing is exported")
+    wait_until(
+        lambda: engine.metrics()["ucm_declined_tokens_total"] == tokens,
+        "the declined tokens are exported",
+    )
+    wait_until(
+        lambda: engine.metrics()["ucm_prefill_tokens_per_second"] > 0,
+        "the speed of computing is exported",
+    )
 
-    # The tier mends. One declined hit in a while is loaded to learn, once the ledger can pay for it.
+    # The tier mends. One declined hit in a while is loaded to learn, once the ledger can pay for
+    # it.
     throttle.clear()
     engine.scheduler_eval("setattr(connector._scheduler.admission._tier(0), 'ledger', 100.0)")
     answers = [again(engine, right) for _ in range(UNLEARNT)]
-    assert count(engine, "admission.learning_loads") >= 1  # on a busy machine the first one learns of a slow tier
+    # on a busy machine the first one learns of a slow tier
+    assert count(engine, "admission.learning_loads") >= 1
     assert max(answer.cached_blocks for answer in answers) == CASE.full_blocks
     assert count(engine, "stats()['loaded_blocks']") >= CASE.full_blocks
     assert disk.files() == stored

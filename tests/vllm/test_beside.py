@@ -1,9 +1,9 @@
-"""Beside vLLM's ExampleConnector and one that stands for Nixl in a MultiConnector, first on one runner and last on the
-other: the sides find each other, each cache serves what it has, and what another connector never filled, or failed to
-fill, is stored by nobody of ours.
+"""Beside vLLM's ExampleConnector and one that stands for Nixl in a MultiConnector, first on one
+runner and last on the other: the sides find each other, each cache serves what it has, and what
+another connector never filled, or failed to fill, is stored by nobody of ours.
 
-ExampleConnector keeps the whole prompt of a request's first step, right or wrong: prompts here fit into one step, and
-it is made to forget what it kept of a step that failed.
+ExampleConnector keeps the whole prompt of a request's first step, right or wrong: prompts here fit
+into one step, and it is made to forget what it kept of a step that failed.
 """
 
 from __future__ import annotations
@@ -65,19 +65,24 @@ def transfer(spec: EngineSpec, example: Path, order: tuple[str, ...]) -> dict[st
 
 
 @pytest.fixture
-def beside(runner: str, work: Path, host: EngineHost, model: Path, reference: dict[str, Result]) -> Beside:
+def beside(
+    runner: str, work: Path, host: EngineHost, model: Path, reference: dict[str, Result]
+) -> Beside:
     name = f"beside-{runner}"
     disk = Disk(work / name) if (work / name).exists() else new_disk(work, name)
     example = work / f"{name}-example"
     example.mkdir(exist_ok=True)
     spec = EngineSpec(model, runner, disk.store(), label=name)
-    beside = Beside(host.get(spec.but(transfer=transfer(spec, example, ORDERS[runner]))), disk, example)
+    beside = Beside(
+        host.get(spec.but(transfer=transfer(spec, example, ORDERS[runner]))), disk, example
+    )
     beside.forget()
     return beside
 
 
 def test_each_serves_what_it_has(beside: Beside, runner: str, reference: dict[str, Result]) -> None:
-    """The first one that has a prompt is asked; what it loads into a step's blocks is ours to store, one step later."""
+    """The first one that has a prompt is asked; what it loads into a step's blocks is ours to
+    store, one step later."""
     case, right, before = ALL["last"], reference["last"], beside.loaded()
     assert_same(beside.ask(case), right)
     beside.engine.wait_idle()
@@ -113,13 +118,18 @@ def test_a_damaged_block_fails_no_request(beside: Beside, reference: dict[str, R
     loaded, failed = beside.loaded(), beside.engine.metrics()["ucm_missed_blocks_total"]
     assert_same(beside.ask(case), right)
     assert beside.loaded() == loaded
-    wait_until(lambda: beside.engine.metrics()["ucm_missed_blocks_total"] > failed, "the damage was met")
+    wait_until(
+        lambda: beside.engine.metrics()["ucm_missed_blocks_total"] > failed, "the damage was met"
+    )
     beside.forget()
     assert_same(beside.ask(case), right)
 
 
-def test_blocks_that_another_was_to_fill_are_not_stored(beside: Beside, reference: dict[str, Result]) -> None:
-    """The client goes away while the other connector loads: vLLM calls those tokens computed, and nobody wrote them."""
+def test_blocks_that_another_was_to_fill_are_not_stored(
+    beside: Beside, reference: dict[str, Result]
+) -> None:
+    """The client goes away while the other connector loads: vLLM calls those tokens computed, and
+    nobody wrote them."""
     case, right, before = ALL["crowd_1"], reference["crowd_1"], len(beside.disk.files())
     stalled = beside.engine.submit(case.ask(extra_args=load_of_sibling("stall")))
     wait_until(lambda: beside.engine.scheduler_eval(LOADING) == "True", "the other connector loads")
@@ -133,9 +143,11 @@ def test_blocks_that_another_was_to_fill_are_not_stored(beside: Beside, referenc
     assert answer.cached == 0
 
 
-def test_nothing_computed_on_a_failed_load_is_stored(beside: Beside, runner: str, reference: dict[str, Result]) -> None:
-    """vLLM computes the blocks again. Its V2 runner does so in the wrong place (vllm#49250): then nothing is right
-    until its own cache is empty, and nothing of it may be found afterwards."""
+def test_nothing_computed_on_a_failed_load_is_stored(
+    beside: Beside, runner: str, reference: dict[str, Result]
+) -> None:
+    """vLLM computes the blocks again. Its V2 runner does so in the wrong place (vllm#49250): then
+    nothing is right until its own cache is empty, and nothing of it may be found afterwards."""
     case, right, before = ALL["crowd_2"], reference["crowd_2"], len(beside.disk.files())
     answer = beside.ask(case, extra_args=load_of_sibling("fail"))
     assert answer.finish == "length"

@@ -1,4 +1,5 @@
-"""When the store fails, hangs or refuses, requests get the right tokens and every block comes back."""
+"""When the store fails, hangs or refuses, requests get the right tokens and every block comes
+back."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _salts = itertools.count()
 
 
 def never_stored(case: Case) -> Ask:
-    """The request under a cache salt of its own, so that nothing of it can have been stored before."""
+    """The request under a cache salt of its own, so that nothing of it can have been stored
+    before."""
     return case.ask(salt=f"salt {next(_salts)}")
 
 
@@ -28,7 +30,8 @@ def loads_of(disk: Disk, since: int) -> int:
 def asked_for(disk: Disk, block: str, since: int) -> int:
     """How often a block was asked of the store since so many events of loading.
 
-    vLLM's own count of cached tokens does not tell: after a failed load it still says what was claimed at first.
+    vLLM's own count of cached tokens does not tell: after a failed load it still says what was
+    claimed at first.
     """
     return sum(event["ids"].count(block) for event in disk.faults.events("load")[since:])
 
@@ -69,30 +72,39 @@ def test_one_failed_block(warm: Engine, cold: Life, reference: dict[str, Result]
     answer = warm.generate(STORED["middle"].ask())[0]
     assert cold.disk.faults.events("load-failed")[-1]["ids"] == [ids[at]]
     assert_same(answer, reference["middle"])
-    assert asked_for(cold.disk, ids[at], since) == 1, "a failed block was claimed again by the same request"
+    assert asked_for(cold.disk, ids[at], since) == 1, (
+        "a failed block was claimed again by the same request"
+    )
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
 
 
-def test_failed_loads_of_concurrent_requests(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+def test_failed_loads_of_concurrent_requests(
+    warm: Engine, cold: Life, reference: dict[str, Result]
+) -> None:
     """Requests with a common prefix fail together, beside one that needs no load."""
     cold.disk.faults.set("fail-load")
     names = ["shared_a", "shared_b", "short"]
-    *answers, bystander = warm.generate(*(STORED[name].ask() for name in names), never_stored(FRESH["bystander"]))
+    *answers, bystander = warm.generate(
+        *(STORED[name].ask() for name in names), never_stored(FRESH["bystander"])
+    )
     for name, answer in zip(names, answers, strict=True):
         assert_same(answer, reference[name])
     assert_same(bystander, reference["bystander"])
     assert_back_to_normal(warm, cold.disk, "shared_a", reference["shared_a"])
 
 
-#: Where the scheduler side keeps the seconds that a load may take: at least, at most, and while speeds are unknown.
+#: Where the scheduler side keeps the seconds that a load may take: at least, at most, and while
+#: speeds are unknown.
 BOUNDS = (
-    "(connector._scheduler.admission.compute_rate, '_min_s'), (connector._scheduler.admission.compute_rate, '_max_s'), "
-    "(connector._scheduler.admission, '_unknown_load_s')"
+    "(connector._scheduler.admission.compute_rate, '_min_s'),"
+    " (connector._scheduler.admission.compute_rate, '_max_s'), (connector._scheduler.admission,"
+    " '_unknown_load_s')"
 )
 
 
 def test_load_past_its_deadline(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """A load that does not end is given up at the deadline that the connector gave it. The request computes."""
+    """A load that does not end is given up at the deadline that the connector gave it. The request
+    computes."""
     faults, before = cold.disk.faults, warm.metrics().get("ucm_missed_blocks_total:timeout", 0)
     late = len(faults.events("load-late"))
     # The bounds of a user who does not wait as patiently as these tests.
@@ -103,7 +115,9 @@ def test_load_past_its_deadline(warm: Engine, cold: Life, reference: dict[str, R
         answer = warm.generate(STORED["middle"].ask())[0]
         (event,) = faults.events("load-late")[late:]
     finally:
-        warm.scheduler_eval(f"[setattr(*place, value) for place, value in zip(({BOUNDS}), {patient})]")
+        warm.scheduler_eval(
+            f"[setattr(*place, value) for place, value in zip(({BOUNDS}), {patient})]"
+        )
     assert event["seconds"] == 0.3
     assert len(event["ids"]) >= STORED["middle"].full_blocks
     assert_same(answer, reference["middle"])
@@ -111,7 +125,9 @@ def test_load_past_its_deadline(warm: Engine, cold: Life, reference: dict[str, R
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
 
 
-def test_others_go_on_while_a_load_is_slow(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+def test_others_go_on_while_a_load_is_slow(
+    warm: Engine, cold: Life, reference: dict[str, Result]
+) -> None:
     """A load that does not end holds up its own request alone."""
     since = len(cold.disk.faults.events("load"))
     cold.disk.faults.set("hold-load")
@@ -127,7 +143,8 @@ def test_others_go_on_while_a_load_is_slow(warm: Engine, cold: Life, reference: 
 
 
 def test_abort_while_loading(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """The blocks stay taken while something may still write to them, then they are free; later requests are right."""
+    """The blocks stay taken while something may still write to them, then they are free; later
+    requests are right."""
     since = len(cold.disk.faults.events("load"))
     cold.disk.faults.set("hold-load")
     aborted = warm.submit(STORED["long"].ask())
@@ -135,10 +152,13 @@ def test_abort_while_loading(warm: Engine, cold: Life, reference: dict[str, Resu
     warm.abort(*aborted)
     assert warm.collect(aborted)[0].finish in ("abort", "none")
     held = warm.scheduler()
-    assert held["total_blocks"] - held["free_blocks"] >= STORED["long"].full_blocks, "blocks freed under a load"
+    assert held["total_blocks"] - held["free_blocks"] >= STORED["long"].full_blocks, (
+        "blocks freed under a load"
+    )
     bystander = warm.generate(never_stored(FRESH["bystander"]))[0]
     assert_same(bystander, reference["bystander"])
-    # More than what is left of the pool: had the blocks been freed, this request would now be given them.
+    # More than what is left of the pool: had the blocks been freed, this request would now be given
+    # them.
     crowding = warm.submit(never_stored(FRESH["crowding"]))
     cold.disk.faults.clear()
     assert_same(warm.collect(crowding)[0], reference["crowding"])
@@ -160,7 +180,8 @@ def test_abort_of_a_load_that_fails(warm: Engine, cold: Life, reference: dict[st
 
 
 def test_abort_while_decoding(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """Blocks that are being written to the store when the request goes away are not given to another one."""
+    """Blocks that are being written to the store when the request goes away are not given to
+    another one."""
     since = len(cold.disk.faults.events("dump"))
     cold.disk.faults.set("hold-dump")
     aborted = warm.submit(FRESH["busy"].ask())
@@ -195,8 +216,11 @@ def test_failed_dump_is_harmless(warm: Engine, cold: Life, reference: dict[str, 
     assert_stored(cold.disk, before, output_blocks(case))
 
 
-def test_refused_dump_is_offered_again(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """The store is full for a while; the request still runs when it is not any more, and its blocks get stored."""
+def test_refused_dump_is_offered_again(
+    warm: Engine, cold: Life, reference: dict[str, Result]
+) -> None:
+    """The store is full for a while; the request still runs when it is not any more, and its blocks
+    get stored."""
     warm.wait_idle()  # what the test before dumped is there
     case, before = FRESH["slow_dump"], len(cold.disk.files())
     cold.disk.faults.set("busy-dump", "1")
@@ -226,8 +250,11 @@ def test_slow_dumps_and_preemption(warm: Engine, cold: Life, reference: dict[str
 
 
 @pytest.mark.parametrize("fault", ["hold-lookup", "fail-lookup"])
-def test_lookup_that_does_not_answer(warm: Engine, cold: Life, reference: dict[str, Result], fault: str) -> None:
-    """A lookup that fails or is late is a miss: the request computes, other requests do not notice."""
+def test_lookup_that_does_not_answer(
+    warm: Engine, cold: Life, reference: dict[str, Result], fault: str
+) -> None:
+    """A lookup that fails or is late is a miss: the request computes, other requests do not
+    notice."""
     cold.disk.faults.set(fault)
     answers = warm.generate(STORED["middle"].ask(), FRESH["blind"].ask())
     assert_same(answers[0], reference["middle"])
@@ -242,7 +269,8 @@ def missed(engine: Engine, reason: str) -> float:
 
 
 def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """A block that is short (any store) or has a flipped byte (a store with checksums) is computed again."""
+    """A block that is short (any store) or has a flipped byte (a store with checksums) is computed
+    again."""
     block = chain_of(warm, cold.disk, STORED["middle"])[4]
     path = next(file for file in cold.disk.files() if file.name.startswith(block))
     whole = path.read_bytes()
@@ -257,11 +285,15 @@ def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -
     loaded = warm.metrics()["ucm_loaded_blocks_total"]
     answer = warm.generate(STORED["middle"].ask())[0]
     assert_same(answer, reference["middle"])
-    assert asked_for(cold.disk, block, since) == 1, "the damaged block was not claimed, or claimed again"
+    assert asked_for(cold.disk, block, since) == 1, (
+        "the damaged block was not claimed, or claimed again"
+    )
     wait_until(lambda: missed(warm, "load_failed") > behind, "the misses are in vLLM's metrics")
     assert missed(warm, reason) == before + 1, "the reason is counted once"
     metrics = warm.metrics()
-    assert metrics["ucm_loaded_blocks_total"] == loaded + 4, "not the prefix before the first bad block"
+    assert metrics["ucm_loaded_blocks_total"] == loaded + 4, (
+        "not the prefix before the first bad block"
+    )
     given = sum(metrics[f"ucm_{name}_blocks_total"] for name in ("loaded", "missed"))
     assert metrics["ucm_asked_blocks_total"] == given, "every block asked for is accounted for"
     if store_under_test() == "plain":

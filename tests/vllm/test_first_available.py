@@ -1,5 +1,6 @@
-"""Three stores are configured: one whose directory nobody can make, one whose directory the worker alone cannot make,
-and one that a user wrote against the original's V0 interface. The engine uses the third, and says why."""
+"""Three stores are configured: one whose directory nobody can make, one whose directory the worker
+alone cannot make, and one that a user wrote against the original's V0 interface. The engine uses
+the third, and says why."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ def test_the_first_available_store_serves(work: Path, host: EngineHost, model: P
     root.mkdir()
     (root / "file").write_text("in the way")
     entries: list[dict[str, Any]] = [
-        {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"storage_backends": str(path)}}
-        # The scheduler side opens a store for lookups: that there is nothing in /proc/ucm yet is no trouble to it.
+        {
+            "ucm_connector_name": "UcmPosixStore",
+            "ucm_connector_config": {"storage_backends": str(path)},
+        }
+        # The scheduler side opens a store for lookups: that there is nothing in /proc/ucm yet is no
+        # trouble to it.
         for path in (root / "file" / "below", "/proc/ucm")
     ]
     entries.append(
@@ -41,7 +46,9 @@ def test_the_first_available_store_serves(work: Path, host: EngineHost, model: P
     loaded = engine.generate(case.ask())[0]
     assert_same(loaded, computed)
     assert_reused(loaded, case)
-    (line,) = [line for line in engine.log_text().splitlines() if "the first available is used" in line]
+    (line,) = [
+        line for line in engine.log_text().splitlines() if "the first available is used" in line
+    ]
     assert f"of 3 stores the first available is used: v0_stores.FilesV0 on {root}" in line
     assert "below: posix is switched off until it can be used" in line
     assert "/proc/ucm: rank 0: posix is switched off until it can be used" in line

@@ -1,8 +1,10 @@
-"""Weights that are replaced in a running engine, by every route that a CPU has: right tokens, then hits again.
+"""Weights that are replaced in a running engine, by every route that a CPU has: right tokens, then
+hits again.
 
-Two engines live through all of it, one after the other on one disk: first one whose scheduler and worker are processes
-of their own, as servers run them, then one in the process of its user, as trainers do, which steps when it is called.
-The second one is the fresh engine that must meet nothing but what its own files computed.
+Two engines live through all of it, one after the other on one disk: first one whose scheduler and
+worker are processes of their own, as servers run them, then one in the process of its user, as
+trainers do, which steps when it is called. The second one is the fresh engine that must meet
+nothing but what its own files computed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ CASE, LATE = STORED["middle"], STORED["shared_b"]
 
 
 def test_weights_replaced(
-    runner: str, host: EngineHost, model: Path, other_model: Path, work: Path, reference: dict[str, Result]
+    runner: str,
+    host: EngineHost,
+    model: Path,
+    other_model: Path,
+    work: Path,
+    reference: dict[str, Result],
 ) -> None:
     store = new_disk(work, f"generations-{runner}").store()
     spec = EngineSpec(model, runner, store, label=f"weights-{runner}")
@@ -38,7 +45,8 @@ def test_weights_replaced(
 
     trainer = _Life(host.get(spec.but(in_process=True, label=f"trainer-{runner}")), in_process=True)
     trainer.hits(CASE, reference["middle"])  # what the other one stored of these files
-    late = trainer.ask(LATE)  # asked there of other files, and of weights without a name, but never of these
+    # asked there of other files, and of weights without a name, but never of these
+    late = trainer.ask(LATE)
     assert_same(late, reference["shared_b"])
     assert late.cached == 0
     trainer.replaced(model, other_model, reference)
@@ -69,7 +77,8 @@ class _Life:
         assert_reused(answer, case)
 
     def resets(self) -> Iterator[str]:
-        """Every way to reset vLLM's caches together with the connector's, done one after the other."""
+        """Every way to reset vLLM's caches together with the connector's, done one after the
+        other."""
         assert self.engine.call("reset_prefix_cache", reset_connector=True) is True
         yield "reset_prefix_cache"
         if not self.in_process:  # a server's
@@ -81,8 +90,8 @@ class _Life:
         yield "sleep"
 
     def forgets(self, right: Result) -> None:
-        """``on_reset: forget``: what was stored before a reset is never a hit again, what is stored after it is. The
-        engine after this one finds the blocks of the engine before."""
+        """``on_reset: forget``: what was stored before a reset is never a hit again, what is stored
+        after it is. The engine after this one finds the blocks of the engine before."""
         self.hits(CASE, right)
         for how in self.resets():
             answer = self.ask(CASE)

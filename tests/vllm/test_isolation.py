@@ -1,4 +1,5 @@
-"""Engines of their own: what must never be shared, and what must not need vLLM's own prefix cache."""
+"""Engines of their own: what must never be shared, and what must not need vLLM's own prefix
+cache."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ from specs import ON_GPU, EngineSpec, Result, StoreSpec, prompt
 
 @pytest.fixture(scope="module")
 def plugin(work: Path) -> Path:
-    """A distribution with a vLLM plugin that registers PlainStore by name, as a user's package would."""
+    """A distribution with a vLLM plugin that registers PlainStore by name, as a user's package
+    would."""
     root = work / "site"
     info = root / "plain_store_plugin-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-store-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplain_store = plain_store_plugin:register\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: plain-store-plugin\nVersion: 1.0\n"
+    )
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nplain_store = plain_store_plugin:register\n"
+    )
     (root / "plain_store_plugin.py").write_text(
         "from ucm.store.factory_v1 import UcmConnectorFactoryV1\n\n\n"
         "def register() -> None:\n"
@@ -36,7 +42,8 @@ def plugin(work: Path) -> Path:
 def test_store_by_name_without_prefix_caching_and_with_adapters(
     host: EngineHost, model: Path, work: Path, plugin: Path, reference: dict[str, Result]
 ) -> None:
-    """Connector and Python store known by name alone, then the store by its module in another process.
+    """Connector and Python store known by name alone, then the store by its module in another
+    process.
 
     vLLM's own cache is off, and an adapter is its content, neither its name nor its path.
     """
@@ -64,13 +71,20 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
     plain, with_red, with_blue = ask(None), ask(("red", 1, red)), ask(("blue", 2, blue))
     assert [answer.cached for answer in (plain, with_red, with_blue)] == [0, 0, 0]
     assert_same(plain, reference["middle"])
-    assert len({tuple(answer.tokens) for answer in (plain, with_red, with_blue)}) == 3, "the adapters change nothing"
-    for lora, right in ((None, plain), (("red", 1, red), with_red), (("other name", 3, copy), with_red)):
+    assert len({tuple(answer.tokens) for answer in (plain, with_red, with_blue)}) == 3, (
+        "the adapters change nothing"
+    )
+    for lora, right in (
+        (None, plain),
+        (("red", 1, red), with_red),
+        (("other name", 3, copy), with_red),
+    ):
         again = ask(lora)
         assert_same(again, right)
         assert_reused(again, case)
     assert len(disk.files()) == 3 * (case.full_blocks)
-    # The same store named by its module instead, in another process: what the first one stored is there.
+    # The same store named by its module instead, in another process: what the first one stored is
+    # there.
     by_module = StoreSpec(disk.root, "PlainStore", module_path="stores")
     write_adapter(Path(red), LAYERS, 3)  # retrained: the same path and sizes, other weights
     engine = host.get(spec.but(store=by_module, pythonpath=(), label="by-module"))
@@ -79,14 +93,18 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
         assert_same(restarted, right)
         assert_reused(restarted, case)
     retrained = ask(("red", 2, red))
-    assert retrained.cached == 0, "an adapter that was retrained at its path got what the one before had stored"
+    assert retrained.cached == 0, (
+        "an adapter that was retrained at its path got what the one before had stored"
+    )
     assert retrained.tokens != with_red.tokens, "the retraining changes nothing"
 
 
 def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> None:
     """Nothing claimed, nothing stored, said once; the model runs as without ucm."""
     disk = new_disk(work, "hybrid")
-    spec = EngineSpec(write_model(work / "gemma", gemma3_config()), store=disk.store(), label="hybrid")
+    spec = EngineSpec(
+        write_model(work / "gemma", gemma3_config()), store=disk.store(), label="hybrid"
+    )
     engine = host.get(spec)
     assert engine.scheduler()["groups"] > 1, "this model has one KV group: the test proves nothing"
     tokens = prompt(70, 300)
@@ -97,12 +115,19 @@ def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> N
     assert second.tokens == first.tokens
     assert (first.cached, second.cached) == (0, 0)
     assert not disk.files()
-    said = [line for line in engine.log_text().splitlines() if re.search(r"ucm.*KV (cache )?groups", line)]
+    said = [
+        line
+        for line in engine.log_text().splitlines()
+        if re.search(r"ucm.*KV (cache )?groups", line)
+    ]
     assert len(said) == 1, said
 
 
-def test_an_engine_that_pools_whole_prompts_is_left_alone(host: EngineHost, model: Path, work: Path) -> None:
-    """A prompt may not continue from stored blocks there: asked twice, it gets the same answer and the engine lives."""
+def test_an_engine_that_pools_whole_prompts_is_left_alone(
+    host: EngineHost, model: Path, work: Path
+) -> None:
+    """A prompt may not continue from stored blocks there: asked twice, it gets the same answer and
+    the engine lives."""
     disk = new_disk(work, "pooling")
     spec = EngineSpec(
         model,
@@ -130,7 +155,9 @@ def test_an_engine_that_pools_whole_prompts_is_left_alone(host: EngineHost, mode
 
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
-def test_changed_weights_never_hit(host: EngineHost, model: Path, cold: Life, reference: dict[str, Result]) -> None:
+def test_changed_weights_never_hit(
+    host: EngineHost, model: Path, cold: Life, reference: dict[str, Result]
+) -> None:
     """Same path, same names, same sizes, a few other numbers: nothing stored before is used."""
     kept = (model / "model.safetensors").read_bytes()
     change_weights(model)
@@ -141,4 +168,6 @@ def test_changed_weights_never_hit(host: EngineHost, model: Path, cold: Life, re
         host.stop()
         (model / "model.safetensors").write_bytes(kept)
     assert [answer.cached for answer in answers] == [0, 0]
-    assert answers[0].tokens != reference["middle"].tokens, "the change of the weights changes nothing"
+    assert answers[0].tokens != reference["middle"].tokens, (
+        "the change of the weights changes nothing"
+    )

@@ -1,7 +1,7 @@
 """Pictures are what they show: a name that a client chose never brings another picture's KV.
 
-The model is a tiny LLaVA, which vLLM's CPU build runs; with ``mm_processor_kwargs`` vLLM makes the picture's hash of
-the client's name alone.
+The model is a tiny LLaVA, which vLLM's CPU build runs; with ``mm_processor_kwargs`` vLLM makes the
+picture's hash of the client's name alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def disk(work: Path) -> Disk:
 def spec_of(llava: Path, disk: Disk | None, label: str, **args: Any) -> EngineSpec:
     """An engine of this model; without a disk one without ucm."""
     settings = {"skip_tokenizer_init": False} | args
-    return EngineSpec(llava, store=disk.store() if disk is not None else None, args=settings, label=label)
+    return EngineSpec(
+        llava, store=disk.store() if disk is not None else None, args=settings, label=label
+    )
 
 
 def look(engine: Engine, seed: int, name: str | None) -> Result:
@@ -51,7 +53,8 @@ def right(host: EngineHost, llava: Path) -> dict[int, Result]:
 
 
 def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
-    """The real preprocessing of vLLM: two pictures, one hash of 64 digits. Our keys tell them apart."""
+    """The real preprocessing of vLLM: two pictures, one hash of 64 digits. Our keys tell them
+    apart."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
@@ -64,7 +67,8 @@ def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
 
     features, frames = [], []
     for seed, name in ((CAT, "cat"), (DOG, "cat"), (CAT, None)):
-        # A renderer each: they stand for API servers of different hosts, or for a cache that has forgotten.
+        # A renderer each: they stand for API servers of different hosts, or for a cache that has
+        # forgotten.
         config = EngineArgs(
             model=str(llava), dtype="float32", max_model_len=512, enforce_eager=True
         ).create_engine_config()
@@ -78,7 +82,9 @@ def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
         features.append(request.mm_features[0])
         frames.append(ExtraKeys(BLOCK).of(request))
     assert features[0].identifier == features[1].identifier != features[2].identifier
-    assert re.fullmatch("[0-9a-f]{64}", features[0].identifier), "vLLM does no longer what this is about"
+    assert re.fullmatch("[0-9a-f]{64}", features[0].identifier), (
+        "vLLM does no longer what this is about"
+    )
     assert len(frames[0]) == 3, "the picture lies in three blocks"
     assert frames[0] != frames[1]
     assert frames[0] == frames[2], "the name does not count"
@@ -88,26 +94,33 @@ def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
 def test_another_picture_under_the_same_name(
     runner: str, host: EngineHost, llava: Path, disk: Disk, right: dict[int, Result]
 ) -> None:
-    """One engine stores a picture under a name, a fresh one is asked for another under it, and for the first one."""
+    """One engine stores a picture under a name, a fresh one is asked for another under it, and for
+    the first one."""
     engine = host.get(spec_of(llava, disk, "media-first"))
     assert_same(look(engine, CAT, "holiday"), right[CAT])
     engine = host.get(spec_of(llava, disk, "media-second"))
     other = look(engine, DOG, "holiday")
     assert_same(other, right[DOG])
-    assert other.cached_blocks == 1, "all that the two have in common is the text before the picture"
+    assert other.cached_blocks == 1, (
+        "all that the two have in common is the text before the picture"
+    )
     engine.reset()
     same = look(engine, CAT, "another name")
     assert_same(same, right[CAT])
-    assert same.cached_blocks == FULL_BLOCKS, "the same picture under another name is the same picture"
+    assert same.cached_blocks == FULL_BLOCKS, (
+        "the same picture under another name is the same picture"
+    )
 
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 def test_what_vllm_computed_from_another_picture_is_not_stored(
     runner: str, host: EngineHost, llava: Path, work: Path, right: dict[int, Result]
 ) -> None:
-    """Without its processor cache vLLM feeds each request its own picture, and takes the encoder's output by name.
+    """Without its processor cache vLLM feeds each request its own picture, and takes the encoder's
+    output by name.
 
-    So its own answer may be the first picture's; a fresh engine never is given that as the second's.
+    So its own answer may be the first picture's; a fresh engine never is given that as the
+    second's.
     """
     disk = new_disk(work, "media-encoder")
     spec = spec_of(llava, disk, "media-encoder", mm_processor_cache_gb=0)
@@ -117,7 +130,9 @@ def test_what_vllm_computed_from_another_picture_is_not_stored(
     assert stored >= FULL_BLOCKS
     engine.reset()
     mixed = look(engine, DOG, "holiday")
-    assert mixed.tokens == right[CAT].tokens, "vLLM keeps the encoder's output no longer by name: this proves nothing"
+    assert mixed.tokens == right[CAT].tokens, (
+        "vLLM keeps the encoder's output no longer by name: this proves nothing"
+    )
     assert len(disk.files()) == stored, "nothing of it is stored"
     engine = host.get(spec.but(label="media-fresh"))
     fresh = look(engine, DOG, None)

@@ -1,5 +1,6 @@
-"""Engines of two hosts on several roots over an NFS client's semantics: right tokens cold, on the other host, and while
-and after its server goes and comes back. The file system is that of ``tests/trust/nfs.py``.
+"""Engines of two hosts on several roots over an NFS client's semantics: right tokens cold, on the
+other host, and while and after its server goes and comes back. The file system is that of
+``tests/trust/nfs.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from harness import EngineHost, wait_until
 from lives import over_device
 from specs import PATIENT, ROOM, EngineSpec, Result, StoreSpec
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "trust"))  # at the end: both directories have a conftest
+# at the end: both directories have a conftest
+sys.path.insert(0, str(Path(__file__).parents[1] / "trust"))
 
 from nfs import NfsClient
 
@@ -33,11 +35,13 @@ class Export:
         self.clients = [NfsClient(self.directory, place) for place in self.seen]
 
     def spec(self, model: Path, runner: str, host: int) -> EngineSpec:
-        """An engine on a host. Its breaker tries again at once, so that a root is soon taken back."""
+        """An engine on a host. Its breaker tries again at once, so that a root is soon taken
+        back."""
         roots = ":".join(str(self.seen[host] / root) for root in ROOTS)
         options = {"segment_age": 0, **ROOM, **over_device()}
         store = StoreSpec(Path(roots), "UcmNfsStore", options=options)
-        # This file system is written in Python: beside a busy machine it answers late, and a late answer is no hit.
+        # This file system is written in Python: beside a busy machine it answers late, and a late
+        # answer is no hit.
         loads = {"load_min_ms": 20_000, "load_max_s": 20.0, "load_unknown_s": 20.0}
         extra = {"deadlines": {**PATIENT, **loads, "dump_s": 20.0}, "breaker": {"cool_down_s": 0.5}}
         return EngineSpec(model, runner, store, extra_config=extra, label=f"nfs-{host}")
@@ -56,14 +60,18 @@ def export(work: Path) -> Iterator[Export]:
     made.close()
 
 
-@pytest.mark.skipif("os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'", reason="UcmNfsStore is of our own stores")
+@pytest.mark.skipif(
+    "os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'",
+    reason="UcmNfsStore is of our own stores",
+)
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 def test_two_hosts_and_a_server_that_comes_back(
     runner: str, host: EngineHost, model: Path, reference: dict[str, Result], export: Export
 ) -> None:
     host.stop()
     engine = host.get(export.spec(model, runner, 0))
-    for name in ASKED:  # a dump is refused where a root is not counted yet: what is asked again is stored again
+    # a dump is refused where a root is not counted yet: what is asked again is stored again
+    for name in ASKED:
         ask_until_reused(engine, STORED[name], reference[name])
     host.stop()
     for root in ROOTS:

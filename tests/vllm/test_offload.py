@@ -1,5 +1,5 @@
-"""Offload in a real engine: a request that decodes holds its windows and hot blocks, answers what the same selection
-answers over all blocks (computed by torch), and leaves room for others."""
+"""Offload in a real engine: a request that decodes holds its windows and hot blocks, answers what
+the same selection answers over all blocks (computed by torch), and leaves room for others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ RATIO, WINDOWS = 0.3, 3
 QUEST = {"ratio": RATIO, "min_tokens": 330}
 #: Blocks of a long prompt, and of the pool: two of them do not fit into it.
 LONG, POOL = 200, 340
-#: Of every running request: its id, tokens with KV, tokens of its answer, blocks of the device that it holds.
+#: Of every running request: its id, tokens with KV, tokens of its answer, blocks of the device that
+#: it holds.
 RUNNING = """[
     (r.request_id, r.num_computed_tokens, r.num_output_tokens,
      sum(not b.is_null for b in m.req_to_blocks[r.request_id]) + len(m._hot.get(r.request_id, ())))
@@ -100,7 +101,8 @@ def run(engine: Engine, *cases: Case) -> tuple[list[Result], list[list[Held]]]:
     ids = engine.submit(*(case.ask() for case in cases))
     steps = []
     while not all(
-        answered == case.max_tokens for (answered, _), case in zip(engine.progress(*ids), cases, strict=True)
+        answered == case.max_tokens
+        for (answered, _), case in zip(engine.progress(*ids), cases, strict=True)
     ):
         engine.step(1)
         steps.append([Held(*each) for each in ast.literal_eval(engine.scheduler_eval(RUNNING))])
@@ -134,7 +136,8 @@ def test_a_preempted_request_gives_all_back_and_goes_on(engine: Engine, long_mod
     held = Held("", 0, 0, POOL)
     while held.blocks > held.bound or held.answered < 20:
         engine.step(1)
-        for each in ast.literal_eval(engine.scheduler_eval(RUNNING)):  # none while the store is asked
+        # none while the store is asked
+        for each in ast.literal_eval(engine.scheduler_eval(RUNNING)):
             held = Held(*each)
     assert held.answered < case.max_tokens - 10, "nothing left the device in time"
     assert engine.call("reset_prefix_cache", reset_running_requests=True)
@@ -167,15 +170,18 @@ def test_three_times_as_many_requests_decode_in_one_pool(engine: Engine, long_mo
     assert engine.metrics().get("vllm:num_preemptions_total", 0) == before
     stats = sparse_stats(engine)
     assert stats.get("blocks_absent", 0) == stats.get("blocks_without_slot", 0) == 0
-    # In some thousand choices among two hundred blocks there are two whose scores differ by less than rounding: a token
-    # then has another block than torch chose, and only that token.
-    for case, result in (each for each in zip(cases, results, strict=True) if each[0] is not cases[1]):
+    # In some thousand choices among two hundred blocks there are two whose scores differ by less
+    # than rounding: a token then has another block than torch chose, and only that token.
+    for case, result in (
+        each for each in zip(cases, results, strict=True) if each[0] is not cases[1]
+    ):
         answer = torch_answer(long_model, case, result.tokens)
         off = [abs(a - b) for a, b in zip(result.logprobs, answer.logprobs, strict=True)]
         assert sorted(off)[int(0.9 * len(off))] < 1e-2, off
 
 
-#: Its blocks have 256 KiB, which is where a representation becomes small beside what a read takes at least.
+#: Its blocks have 256 KiB, which is where a representation becomes small beside what a read takes
+#: at least.
 DEEP_LAYERS, DEEP_BLOCKS = 16, 40
 #: Bytes that a worker's store has read, from all its tiers.
 BYTES_READ = "sum(tier.get('bytes_read', 0) for tier in connector.stats()['tiers'])"
@@ -184,7 +190,9 @@ BYTES_READ = "sum(tier.get('bytes_read', 0) for tier in connector.stats()['tiers
 @pytest.fixture(scope="module")
 def deep(runner: str, work: Path, host: EngineHost) -> Engine:
     """An engine whose blocks are large, over a memory that has room for few of them."""
-    model = write_model(work / "deep-model", llama_config(DEEP_LAYERS) | {"max_position_embeddings": LONGEST})
+    model = write_model(
+        work / "deep-model", llama_config(DEEP_LAYERS) | {"max_position_embeddings": LONGEST}
+    )
     disk = new_disk(work, f"deep-{runner}")
     options = {"store_pipeline": "Cache|Posix", "cache_size": "4MiB", "layout": "file", **ROOM}
     spec = EngineSpec(
@@ -215,19 +223,27 @@ def stored(deep: Engine) -> Case:
     """A prompt that is stored but for its last tokens."""
     case = Case(prompt(97, DEEP_BLOCKS * BLOCK + 9), 28)  # its answer ends a block
     deep.ask(case.tokens, 1)
-    wait_until(lambda: worker(deep, "connector.stats()['blocks_published']") >= DEEP_BLOCKS, "it is stored")
+    wait_until(
+        lambda: worker(deep, "connector.stats()['blocks_published']") >= DEEP_BLOCKS, "it is stored"
+    )
     return case
 
 
 def deep_answer(work: Path, case: Case, stored: int | None) -> Answer:
-    """What torch answers when the tokens after the first ``stored`` are computed under the selection."""
+    """What torch answers when the tokens after the first ``stored`` are computed under the
+    selection."""
     keep = choosing(QuestConfig(**QUEST), BLOCK, KV_HEADS, HEAD_SIZE)
-    return Llama(work / "deep-model", BLOCK).answer(case.tokens, case.max_tokens, keep(), stored=stored)
+    return Llama(work / "deep-model", BLOCK).answer(
+        case.tokens, case.max_tokens, keep(), stored=stored
+    )
 
 
-def test_a_stored_prompt_is_selected_from_without_being_read(deep: Engine, stored: Case, work: Path) -> None:
-    """It is admitted with its representations and the blocks of its windows; the others are read when they are chosen,
-    those that will likely be are brought up by the prefetch engine, and its answer is that of the same selection."""
+def test_a_stored_prompt_is_selected_from_without_being_read(
+    deep: Engine, stored: Case, work: Path
+) -> None:
+    """It is admitted with its representations and the blocks of its windows; the others are read
+    when they are chosen, those that will likely be are brought up by the prefetch engine, and its
+    answer is that of the same selection."""
     deep.reset()
     size, read = worker(deep, "connector._worker._layout.block_bytes"), worker(deep, BYTES_READ)
     before = worker(deep, "connector._worker.loads.blocks")
@@ -259,12 +275,18 @@ def test_a_stored_prompt_is_selected_from_without_being_read(deep: Engine, store
     assert again.cached == DEEP_BLOCKS * BLOCK
 
 
-def test_a_stored_prompt_without_representations_is_read_whole(deep: Engine, stored: Case, work: Path) -> None:
-    """It is found out when they do not come; the end of the prompt is dense then, as when it is new."""
+def test_a_stored_prompt_without_representations_is_read_whole(
+    deep: Engine, stored: Case, work: Path
+) -> None:
+    """It is found out when they do not come; the end of the prompt is dense then, as when it is
+    new."""
     deep.reset()
     case = Case(stored.tokens, 8)
     representations = "connector._sparse_worker.representations"
-    name, before = worker(deep, f"{representations}.name"), worker(deep, "connector._worker.loads.blocks")
+    name, before = (
+        worker(deep, f"{representations}.name"),
+        worker(deep, "connector._worker.loads.blocks"),
+    )
     worker(deep, f"setattr({representations}, 'name', 'rep-unknown')")
     result = deep.generate(case.ask())[0]
     worker(deep, f"setattr({representations}, 'name', '{name}')")

@@ -1,6 +1,8 @@
-"""Memory above a directory, chosen in the connector's configuration, does what the directory alone does.
+"""Memory above a directory, chosen in the connector's configuration, does what the directory alone
+does.
 
-With the first model runner that is a directory of block files, with the second one of compressed segments.
+With the first model runner that is a directory of block files, with the second one of compressed
+segments.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def moved(engine: Engine, tier: int) -> int:
     return int(engine.scheduler_eval(f"connector._scheduler.admission._tier({tier}).moved"))
 
 
-@pytest.mark.skipif("os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'", reason="a pipeline is of our own stores")
+@pytest.mark.skipif(
+    "os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'", reason="a pipeline is of our own stores"
+)
 def test_hits_from_memory_and_after_a_restart_from_the_directory(
     runner: str, work: Path, host: EngineHost, model: Path
 ) -> None:
@@ -66,7 +70,14 @@ def test_hits_from_memory_and_after_a_restart_from_the_directory(
     engine.wait_idle()
     assert moved(engine, 0) > 0, "loads from memory are known as such"
     assert moved(engine, 1) == 0
-    assert int(engine.scheduler_eval("min(connector._scheduler._rank_hints.prefetches._rooms.values())")) > 0
+    assert (
+        int(
+            engine.scheduler_eval(
+                "min(connector._scheduler._rank_hints.prefetches._rooms.values())"
+            )
+        )
+        > 0
+    )
     host.stop()
     stored = stored_in(disk, runner)
     assert stored, "what is in memory is on the disk too"

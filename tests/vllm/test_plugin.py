@@ -1,4 +1,5 @@
-"""The plug-in runs in every process of vLLM: it does no harm where ucm is not configured, and replaces nothing."""
+"""The plug-in runs in every process of vLLM: it does no harm where ucm is not configured, and
+replaces nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def test_a_core_that_cannot_be_imported_harms_no_engine_without_ucm(
     assert "ucm._core" in answers["sparse"]["warnings"][0]
 
 
-#: Entries of vLLM's registries that ucm makes, through vLLM's own functions; all that may be other than before.
+#: Entries of vLLM's registries that ucm makes, through vLLM's own functions; all that may be other
+#: than before.
 CONNECTORS = {
     f"vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory._registry[{name}]"
     for name in ("UCMConnector", "UCMDirectConnector")
@@ -78,10 +80,16 @@ SPECS = {
 }
 
 
-def test_nothing_of_vllm_is_another_object_after_ucm(host: EngineHost, model: Path, tmp_path: Path) -> None:
+def test_nothing_of_vllm_is_another_object_after_ucm(
+    host: EngineHost, model: Path, tmp_path: Path
+) -> None:
     """Promise 7 by behaviour. What an engine without the plug-in changes in vLLM is vLLM's own."""
     host.stop()
-    store = {"storage_backends": str(tmp_path / "root"), "storage_capacity": "1GiB", "free_space_floor": 0}
+    store = {
+        "storage_backends": str(tmp_path / "root"),
+        "storage_capacity": "1GiB",
+        "free_space_floor": 0,
+    }
     answers = run_program("programs:lives", {}, tmp_path / "log", model=str(model), store=store)
     assert answers["places"] > 10_000
     own = set(answers["vllm alone"])
@@ -93,5 +101,6 @@ def test_nothing_of_vllm_is_another_object_after_ucm(host: EngineHost, model: Pa
     # Both engines were those that they are said to be.
     assert answers["dense tokens"] == answers["alone tokens"]
     assert answers["sparse tokens"] != answers["alone tokens"]
-    # An assignment through another name, which the scan of the source (tests/unit/test_no_patch.py) does not see.
+    # An assignment through another name, which the scan of the source (tests/unit/test_no_patch.py)
+    # does not see.
     assert set(answers["alias"]) == {"vllm.v1.core.sched.scheduler.Scheduler.schedule"}

@@ -1,7 +1,8 @@
-"""Two tensor ranks: with one selection they choose what one rank chooses; a hit needs both, a failure on one fails the
-block, and nothing is shared with one rank.
+"""Two tensor ranks: with one selection they choose what one rank chooses; a hit needs both, a
+failure on one fails the block, and nothing is shared with one rank.
 
-The engine is ended in the middle of a load, for it is the last to use it; that needs no second rank.
+The engine is ended in the middle of a load, for it is the last to use it; that needs no second
+rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from specs import BLOCK, ON_GPU, EngineSpec, Result, prompt
 
 from ucm.config.sparse import QuestConfig
 
-pytestmark = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="a GPU for each rank")
+pytestmark = pytest.mark.skipif(
+    ON_GPU and torch.cuda.device_count() < 2, reason="a GPU for each rank"
+)
 
 
 @pytest.fixture
@@ -37,14 +40,21 @@ def ranks(cold: Life, host: EngineHost) -> Engine:
 
 def of_rank(disk: Disk, rank: int, since: int) -> list[str]:
     """Ids loaded by a rank since so many loads."""
-    return [i for event in disk.faults.events("load")[since:] if event["rank"] == rank for i in event["ids"]]
+    return [
+        i
+        for event in disk.faults.events("load")[since:]
+        if event["rank"] == rank
+        for i in event["ids"]
+    ]
 
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 class TestTwoRanks:
     """In this order: the first test fills the disk for the others, the last ends the engine."""
 
-    def test_one_rank_and_two_share_nothing(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    def test_one_rank_and_two_share_nothing(
+        self, ranks: Engine, cold: Life, reference: dict[str, Result]
+    ) -> None:
         before = len(cold.disk.files())
         answer = ranks.generate(STORED["middle"].ask())[0]
         assert_same(answer, reference["middle"])
@@ -61,7 +71,9 @@ class TestTwoRanks:
         assert len(first) == len(second) == STORED["middle"].full_blocks
         assert not set(first) & set(second), "two ranks read the same record"
 
-    def test_failure_on_one_rank(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    def test_failure_on_one_rank(
+        self, ranks: Engine, cold: Life, reference: dict[str, Result]
+    ) -> None:
         cold.disk.faults.set("fail-load", "rank=1")
         answer = ranks.generate(STORED["middle"].ask())[0]
         assert {event["rank"] for event in cold.disk.faults.events("load-failed")} >= {1}
@@ -69,7 +81,9 @@ class TestTwoRanks:
         cold.disk.faults.clear()
         ask_until_reused(ranks, STORED["middle"], reference["middle"])
 
-    def test_block_missing_on_one_rank(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    def test_block_missing_on_one_rank(
+        self, ranks: Engine, cold: Life, reference: dict[str, Result]
+    ) -> None:
         """The shortest prefix counts; the block is stored again."""
         since = len(cold.disk.faults.events("load"))
         ranks.generate(STORED["middle"].ask())
@@ -82,7 +96,9 @@ class TestTwoRanks:
         assert answer.cached_blocks == 6
         ask_until_reused(ranks, STORED["middle"], reference["middle"])
 
-    def test_failed_dump_on_one_rank_is_no_hit(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    def test_failed_dump_on_one_rank_is_no_hit(
+        self, ranks: Engine, cold: Life, reference: dict[str, Result]
+    ) -> None:
         cold.disk.faults.set("fail-dump", "rank=1")
         ranks.generate(STORED["long"].ask())
         ranks.wait_idle()
@@ -94,7 +110,8 @@ class TestTwoRanks:
         ask_until_reused(ranks, STORED["long"], reference["long"])
 
     def test_shutdown_while_loading(self, ranks: Engine, host: EngineHost, cold: Life) -> None:
-        """An engine that is told to end in the middle of a load ends, and nothing of it is left running.
+        """An engine that is told to end in the middle of a load ends, and nothing of it is left
+        running.
 
         vLLM lets the load end first, as it does by its deadline if by nothing else."""
         cold.disk.faults.set("hold-load", "3")
@@ -106,9 +123,12 @@ class TestTwoRanks:
 
 
 @pytest.mark.skipif(IN_USE, reason="keys are read from memory that only a device may touch")
-def test_two_ranks_that_share_a_selection_choose_what_one_chooses(work: Path, model: Path, host: EngineHost) -> None:
-    """Each has half of the KV heads, and they add up integer scores: what they keep is what torch keeps by the scores
-    of all heads, and so are the tokens. What they keep leaves the device and comes back on both."""
+def test_two_ranks_that_share_a_selection_choose_what_one_chooses(
+    work: Path, model: Path, host: EngineHost
+) -> None:
+    """Each has half of the KV heads, and they add up integer scores: what they keep is what torch
+    keeps by the scores of all heads, and so are the tokens. What they keep leaves the device and
+    comes back on both."""
     quest = {"ratio": 0.2, "min_tokens": 330}
     method = quest | {"shared_selection": True, "offload": True, "retrieval_ms": 60_000}
     spec = EngineSpec(
@@ -129,7 +149,9 @@ def test_two_ranks_that_share_a_selection_choose_what_one_chooses(work: Path, mo
         assert_chosen(engine, result, answer)
     for said in engine.rpc("probe_choices", ""):
         _, reduced = ast.literal_eval(said)
-        scores = [shape for dtype, shape, combine in reduced if (dtype, combine) == ("torch.int64", "sum")]
+        scores = [
+            shape for dtype, shape, combine in reduced if (dtype, combine) == ("torch.int64", "sum")
+        ]
         assert any(len(shape) == 2 and shape[1] > 1 for shape in scores), "no scores were added up"
     for stats in engine.rpc("probe_worker_eval", "connector.stats()['sparse']"):
         counted = ast.literal_eval(stats)

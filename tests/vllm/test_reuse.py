@@ -1,4 +1,5 @@
-"""What a user sees: the second engine process answers with the same tokens and computes almost nothing again."""
+"""What a user sees: the second engine process answers with the same tokens and computes almost
+nothing again."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from specs import BLOCK, Ask, Result, prompt
 
 
 def test_prompts_decide_the_answers(reference: dict[str, Result]) -> None:
-    """Otherwise equal tokens would prove nothing: answers differ from prompt to prompt, also far from its end."""
+    """Otherwise equal tokens would prove nothing: answers differ from prompt to prompt, also far
+    from its end."""
     for one, other in (("shared_a", "shared_b"), ("crowd_0", "crowd_1"), ("long", "middle")):
         assert reference[one].tokens != reference[other].tokens
     assert all(len(set(answer.tokens)) > len(answer.tokens) // 2 for answer in reference.values())
@@ -38,7 +40,8 @@ def test_cold_answers_are_right(cold: Life, reference: dict[str, Result], name: 
 
 
 def test_cold_engine_stored_every_full_block_once(cold: Life) -> None:
-    """Prompt and output blocks, each distinct one once, although the engine was ended right after its last answer."""
+    """Prompt and output blocks, each distinct one once, although the engine was ended right after
+    its last answer."""
     held: set[tuple[int, ...]] = set()
     salted: set[tuple[int, ...]] = set()
     for name, case in (STORED | CROWD | {"salted": SALTED}).items():
@@ -49,7 +52,9 @@ def test_cold_engine_stored_every_full_block_once(cold: Life) -> None:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_restarted_engine_reuses(warm: Engine, cold: Life, reference: dict[str, Result], name: str) -> None:
+def test_restarted_engine_reuses(
+    warm: Engine, cold: Life, reference: dict[str, Result], name: str
+) -> None:
     answer = warm.generate(STORED[name].ask())[0]
     assert_same(answer, reference[name])
     assert_reused(answer, STORED[name])
@@ -65,7 +70,9 @@ def test_restarted_engine_stores_nothing_again(warm: Engine, cold: Life) -> None
     assert not offered & {path.name.partition(".")[0] for path in before}
 
 
-def test_prompt_shorter_than_a_block(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+def test_prompt_shorter_than_a_block(
+    warm: Engine, cold: Life, reference: dict[str, Result]
+) -> None:
     before = len(cold.disk.files())
     answer = warm.generate(FRESH["less_than_a_block"].ask())[0]
     assert_same(answer, reference["less_than_a_block"])
@@ -74,7 +81,9 @@ def test_prompt_shorter_than_a_block(warm: Engine, cold: Life, reference: dict[s
     assert len(cold.disk.files()) == before
 
 
-def test_shared_prefix_of_a_new_prompt(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+def test_shared_prefix_of_a_new_prompt(
+    warm: Engine, cold: Life, reference: dict[str, Result]
+) -> None:
     before = len(cold.disk.files())
     answer = warm.generate(FRESH["shared_c"].ask())[0]
     assert_same(answer, reference["shared_c"])
@@ -82,7 +91,9 @@ def test_shared_prefix_of_a_new_prompt(warm: Engine, cold: Life, reference: dict
     assert_stored(cold.disk, before, output_blocks(FRESH["shared_c"]) - 10)
 
 
-def test_device_prefix_is_continued_from_the_store(warm: Engine, reference: dict[str, Result]) -> None:
+def test_device_prefix_is_continued_from_the_store(
+    warm: Engine, reference: dict[str, Result]
+) -> None:
     """Part of the prefix is in vLLM's own cache, the rest only in the store."""
     part = warm.ask(STORED["middle"].tokens[:200], 1)
     assert part.cached >= 160
@@ -101,7 +112,9 @@ def test_concurrent_requests(warm: Engine, reference: dict[str, Result]) -> None
     assert_same(bystander, reference["bystander"])
 
 
-def test_follow_up_turn_reuses_the_output(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+def test_follow_up_turn_reuses_the_output(
+    warm: Engine, cold: Life, reference: dict[str, Result]
+) -> None:
     case = next_turn(cold.answers["turn"])
     answer = warm.generate(case.ask())[0]
     assert_same(answer, reference["next_turn"])
@@ -109,7 +122,9 @@ def test_follow_up_turn_reuses_the_output(warm: Engine, cold: Life, reference: d
     assert answer.cached == output_blocks(STORED["turn"]) * BLOCK
 
 
-def test_second_time_comes_from_the_device(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+def test_second_time_comes_from_the_device(
+    warm: Engine, cold: Life, reference: dict[str, Result]
+) -> None:
     """vLLM's own cache is used first: nothing is loaded for what is there."""
     warm.generate(STORED["short"].ask())
     loads = len(cold.disk.faults.events("load"))
@@ -136,14 +151,19 @@ def test_preempted_requests(warm: Engine, reference: dict[str, Result]) -> None:
     """The pool is too small for all: some are preempted, resumed, and end with the right tokens."""
     before = warm.metrics()["vllm:num_preemptions_total"]
     answers = warm.generate(*(case.ask() for case in PRESSURE.values()))
-    assert warm.metrics()["vllm:num_preemptions_total"] > before, "nothing was preempted: the pool is too large"
+    assert warm.metrics()["vllm:num_preemptions_total"] > before, (
+        "nothing was preempted: the pool is too large"
+    )
     for name, answer in zip(PRESSURE, answers, strict=True):
         assert_same(answer, reference[name])
     warm.wait_idle()
 
 
-def test_preempted_requests_again_from_the_store(warm: Engine, reference: dict[str, Result]) -> None:
-    """The same pressure with loads under way: what was preempted and stored before is loaded, preempted, resumed."""
+def test_preempted_requests_again_from_the_store(
+    warm: Engine, reference: dict[str, Result]
+) -> None:
+    """The same pressure with loads under way: what was preempted and stored before is loaded,
+    preempted, resumed."""
     answers = warm.generate(*(case.ask() for case in PRESSURE.values()))
     for (name, case), answer in zip(PRESSURE.items(), answers, strict=True):
         assert_same(answer, reference[name])

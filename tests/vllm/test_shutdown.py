@@ -12,7 +12,8 @@ from specs import Result
 def test_shutdown_publishes_what_is_under_way(
     warm: Engine, host: EngineHost, cold: Life, reference: dict[str, Result]
 ) -> None:
-    """Dumps are held until the engine was told to end; every one of them is published all the same."""
+    """Dumps are held until the engine was told to end; every one of them is published all the
+    same."""
     case, before = FRESH["drained"], len(cold.disk.files())
     salted = case.ask(salt="drained")
     since = len(cold.disk.faults.events("dump"))

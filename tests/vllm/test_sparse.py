@@ -1,6 +1,6 @@
-"""Sparse attention in real engines: what a torch model computes over the same blocks, and the blocks that it chooses,
-alone, together, again, after a preemption, from the store and on two ranks; and no dense engine ever meets KV that was
-computed under a selection."""
+"""Sparse attention in real engines: what a torch model computes over the same blocks, and the
+blocks that it chooses, alone, together, again, after a preemption, from the store and on two ranks;
+and no dense engine ever meets KV that was computed under a selection."""
 
 from __future__ import annotations
 
@@ -22,13 +22,21 @@ from specs import BLOCK, EngineSpec, Result, prompt
 
 from ucm.config.sparse import AlgorithmConfig, GsaOnDeviceConfig, QuestConfig
 
-pytestmark = pytest.mark.skipif(IN_USE, reason="keys are read from memory that only a device may touch")
+pytestmark = pytest.mark.skipif(
+    IN_USE, reason="keys are read from memory that only a device may touch"
+)
 
 #: Requests of fewer tokens are dense.
 GATE = 330
 QUEST = {"ratio": 0.2, "min_tokens": GATE}
 #: The first block, the last two, and in every other step three anew of those between.
-CODES = {"topk_tokens": 6 * BLOCK, "init_tokens": BLOCK, "local_tokens": 2 * BLOCK, "min_tokens": GATE, "stride": 2}
+CODES = {
+    "topk_tokens": 6 * BLOCK,
+    "init_tokens": BLOCK,
+    "local_tokens": 2 * BLOCK,
+    "min_tokens": GATE,
+    "stride": 2,
+}
 #: Never asked before. One begins in the middle of a prompt that is stored.
 NEW = {
     "alone": Case(prompt(70, 700), 10),
@@ -43,7 +51,9 @@ CROWDED = {f"crowded_{i}": Case(prompt(80 + i, 280), 60) for i in range(4)}
 CODED = {"alone": Case(prompt(101, 700), 20), "turns_sparse": Case(prompt(102, 300), 60)}
 
 
-def torch_answers(model: Path, settings: AlgorithmConfig, cases: Mapping[str, Case]) -> Callable[[str], Answer]:
+def torch_answers(
+    model: Path, settings: AlgorithmConfig, cases: Mapping[str, Case]
+) -> Callable[[str], Answer]:
     """What torch answers to a case, by its name, over the blocks that an algorithm chooses."""
     llama = Llama(model, BLOCK)
     begin: Callable[[], Keep] = choosing(settings, BLOCK, KV_HEADS, HEAD_SIZE)
@@ -60,7 +70,9 @@ def torch_answers(model: Path, settings: AlgorithmConfig, cases: Mapping[str, Ca
 @pytest.fixture(scope="module")
 def answers(model: Path) -> Callable[[str], Answer]:
     """Of the engine with Quest."""
-    return torch_answers(model, QuestConfig(**QUEST), STORED | NEW | CROWDED | {"coded": CODED["alone"]})
+    return torch_answers(
+        model, QuestConfig(**QUEST), STORED | NEW | CROWDED | {"coded": CODED["alone"]}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +118,8 @@ def codes(cold: Life, host: EngineHost) -> Engine:
 
 
 def counted(engine: Engine) -> Counter[str]:
-    """What its worker has counted: of choices, and of blocks whose representations came from the store or from keys."""
+    """What its worker has counted: of choices, and of blocks whose representations came from the
+    store or from keys."""
     made = "connector._sparse_worker.representations"
     said = f"connector.stats()['sparse'] | {{'loaded': {made}.loaded, 'rebuilt': {made}.rebuilt}}"
     return Counter(ast.literal_eval(engine.rpc("probe_worker_eval", said)[0]))
@@ -115,17 +128,22 @@ def counted(engine: Engine) -> Counter[str]:
 def made_are_stored(engine: Engine) -> bool:
     """Whether the store has all representations that were made of loaded keys."""
     writing = "connector._sparse_worker.representations._writing"
-    return engine.rpc("probe_worker_eval", f"all(store.check(task) for store, task in {writing})") == ["True"]
+    return engine.rpc(
+        "probe_worker_eval", f"all(store.check(task) for store, task in {writing})"
+    ) == ["True"]
 
 
 def assert_selected(engine: Engine, result: Result, answer: Answer) -> None:
-    """What torch answers, from the blocks that torch keeps: whatever the batch and the past of the request."""
+    """What torch answers, from the blocks that torch keeps: whatever the batch and the past of the
+    request."""
     assert_as_computed(result, answer)
     assert_chosen(engine, result, answer)
 
 
 def test_the_reference_selects(
-    answers: Callable[[str], Answer], coded_answers: Callable[[str], Answer], reference: dict[str, Result]
+    answers: Callable[[str], Answer],
+    coded_answers: Callable[[str], Answer],
+    reference: dict[str, Result],
 ) -> None:
     """Otherwise equal tokens would prove nothing: what is left out decides the answer."""
     long, coded = answers("long"), coded_answers("long")
@@ -136,8 +154,9 @@ def test_the_reference_selects(
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 class TestCodes:
-    """GSA On-Device: a code of each token, and choices that are used twice. One of vLLM's model runners is enough for
-    what they have in common; these come first, so that its engine is started once."""
+    """GSA On-Device: a code of each token, and choices that are used twice. One of vLLM's model
+    runners is enough for what they have in common; these come first, so that its engine is started
+    once."""
 
     @pytest.mark.parametrize("name", ["long", "middle"])
     def test_codes_of_a_dense_engines_prompts_are_made_of_its_keys_and_stored(
@@ -150,7 +169,10 @@ class TestCodes:
             assert_reused(result, STORED[name])
             assert_selected(codes, result, coded_answers(name))
             news = counted(codes) - before
-            assert (news["rebuilt"] + news["loaded"], news[source]) == (result.cached_blocks, result.cached_blocks)
+            assert (news["rebuilt"] + news["loaded"], news[source]) == (
+                result.cached_blocks,
+                result.cached_blocks,
+            )
             wait_until(lambda: made_are_stored(codes), "the codes are stored")
             codes.reset()
 
@@ -164,8 +186,11 @@ class TestCodes:
         news = counted(codes) - before
         assert (news["loaded"], news["rebuilt"]) == (coded.full_blocks, 0)
 
-    def test_a_choice_is_used_twice(self, codes: Engine, coded_answers: Callable[[str], Answer]) -> None:
-        """When the request gets long enough in a step in which none would be due, it chooses all the same."""
+    def test_a_choice_is_used_twice(
+        self, codes: Engine, coded_answers: Callable[[str], Answer]
+    ) -> None:
+        """When the request gets long enough in a step in which none would be due, it chooses all
+        the same."""
         case, answer = CODED["turns_sparse"], coded_answers("turns_sparse")
         before = counted(codes)
         assert_selected(codes, codes.generate(case.ask())[0], answer)
@@ -206,7 +231,9 @@ def test_new_prompts(sparse: Engine, answers: Callable[[str], Answer], name: str
     assert_selected(sparse, result, answers(name))
 
 
-def test_what_the_device_still_has_is_selected_from_again(sparse: Engine, answers: Callable[[str], Answer]) -> None:
+def test_what_the_device_still_has_is_selected_from_again(
+    sparse: Engine, answers: Callable[[str], Answer]
+) -> None:
     for _ in range(2):
         result = sparse.generate(NEW["alone"].ask())[0]
         assert_selected(sparse, result, answers("alone"))
@@ -224,7 +251,9 @@ def test_neighbours_change_nothing(sparse: Engine, answers: Callable[[str], Answ
         assert_selected(sparse, result, answers(name))
 
 
-def test_several_sequences_of_one_request(sparse: Engine, runner: str, answers: Callable[[str], Answer]) -> None:
+def test_several_sequences_of_one_request(
+    sparse: Engine, runner: str, answers: Callable[[str], Answer]
+) -> None:
     if runner == "v2":
         pytest.skip("vLLM's sampling of several sequences does not run in Triton's interpreter")
     result = sparse.ask(NEW["alone"].tokens, NEW["alone"].max_tokens, sequences=3)
@@ -235,23 +264,32 @@ def test_preempted_requests(sparse: Engine, answers: Callable[[str], Answer]) ->
     """Preempted while they are dense, resumed, and sparse in the end as if nothing had happened."""
     before = sparse.metrics()["vllm:num_preemptions_total"]
     results = sparse.generate(*(case.ask() for case in CROWDED.values()))
-    assert sparse.metrics()["vllm:num_preemptions_total"] > before, "nothing was preempted: the pool is too large"
+    assert sparse.metrics()["vllm:num_preemptions_total"] > before, (
+        "nothing was preempted: the pool is too large"
+    )
     for name, result in zip(CROWDED, results, strict=True):
         assert_selected(sparse, result, answers(name))
 
 
-def test_output_stays_out_of_the_device_cache(sparse: Engine, answers: Callable[[str], Answer]) -> None:
-    """A prompt that goes on from an answer finds the blocks of its prompt, and computes the answer densely."""
+def test_output_stays_out_of_the_device_cache(
+    sparse: Engine, answers: Callable[[str], Answer]
+) -> None:
+    """A prompt that goes on from an answer finds the blocks of its prompt, and computes the answer
+    densely."""
     first = sparse.generate(NEW["goes_on"].ask())[0]
     longer = sparse.ask(NEW["goes_on"].tokens + first.tokens + prompt(75, 20), 1)
     assert longer.cached == NEW["goes_on"].full_blocks * BLOCK
 
 
 def test_dense_engine_meets_prompts_and_never_output(
-    cold: Life, sparse: Engine, host: EngineHost, reference: dict[str, Result], request: pytest.FixtureRequest
+    cold: Life,
+    sparse: Engine,
+    host: EngineHost,
+    reference: dict[str, Result],
+    request: pytest.FixtureRequest,
 ) -> None:
-    """What was stored here is what a dense engine would have stored, up to the length from which on blocks are
-    chosen."""
+    """What was stored here is what a dense engine would have stored, up to the length from which on
+    blocks are chosen."""
     before = len(cold.disk.files())
     case, low = Case(prompt(76, 400), 70), Case(prompt(77, 200), 150)
     fresh = sparse.generate(case.ask(), low.ask())
@@ -267,13 +305,17 @@ def test_dense_engine_meets_prompts_and_never_output(
     assert_same(warm.generate(STORED["long"].ask())[0], reference["long"])
 
 
-def test_answers_of_the_dense_engine_to_what_the_sparse_one_stored(cold: Life, warm: Engine, model: Path) -> None:
+def test_answers_of_the_dense_engine_to_what_the_sparse_one_stored(
+    cold: Life, warm: Engine, model: Path
+) -> None:
     """Loaded KV is the KV that a dense engine computes: its answer is that of a dense model."""
     assert_dense(warm, NEW["goes_on"], model)
 
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
-def test_answers_of_the_dense_engine_to_what_the_one_with_codes_stored(coded: Case, warm: Engine, model: Path) -> None:
+def test_answers_of_the_dense_engine_to_what_the_one_with_codes_stored(
+    coded: Case, warm: Engine, model: Path
+) -> None:
     assert_dense(warm, coded, model)
 
 

@@ -1,7 +1,8 @@
-"""Pipeline ranks with different numbers of layers: their blocks differ in size, and a hit needs both.
+"""Pipeline ranks with different numbers of layers: their blocks differ in size, and a hit needs
+both.
 
-Three layers on two ranks, the first or the second of which has two. The second model runner, since the
-first one of vLLM's build for CPUs has no pipelines.
+Three layers on two ranks, the first or the second of which has two. The second model runner, since
+the first one of vLLM's build for CPUs has no pipelines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from specs import ON_GPU, ROOM, EngineSpec, StoreSpec
 
 pytestmark = [
     pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="a GPU for each rank"),
-    pytest.mark.skipif("os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'", reason="sizes are those of our records"),
+    pytest.mark.skipif(
+        "os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'",
+        reason="sizes are those of our records",
+    ),
 ]
 
 
@@ -29,7 +33,9 @@ def test_blocks_of_ranks_with_different_layers_are_hit(
     pytest.importorskip("ucm._core", reason="the core is not compiled here")
     assert sum(map(int, partition.split(","))) == LAYERS
     disk = new_disk(work, f"uneven-{partition}")
-    store = StoreSpec(disk.root, "UcmPosixStore", options={"layout": "file", **ROOM, **over_device()})
+    store = StoreSpec(
+        disk.root, "UcmPosixStore", options={"layout": "file", **ROOM, **over_device()}
+    )
     spec = EngineSpec(
         model,
         "v2",

@@ -1,7 +1,8 @@
-"""A tier as slow as a test says: the POSIX store behind a thread that moves its loads at so many bytes a second.
+"""A tier as slow as a test says: the POSIX store behind a thread that moves its loads at so many
+bytes a second.
 
-The speed is read from a file before each load. A load that cannot end by its deadline waits until that, touches
-nothing and fails, as the store's own would.
+The speed is read from a file before each load. A load that cannot end by its deadline waits until
+that, touches nothing and fails, as the store's own would.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Throttle:
 
 
 class ThrottledStore(UcmPosixStore):
-    """``UcmPosixStore`` with loads one after the other at a given speed. Its configuration has ``control`` besides."""
+    """``UcmPosixStore`` with loads one after the other at a given speed. Its configuration has
+    ``control`` besides."""
 
     takes_load_timeout = True
 
@@ -58,7 +60,11 @@ class ThrottledStore(UcmPosixStore):
         threading.Thread(target=self._run, name="throttled", daemon=True).start()
 
     def load_data(  # type: ignore[override]  # another class of task
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, timeout: float | None = None
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: Addresses,
+        timeout: float | None = None,
     ) -> Task:
         self._throttle.events.say("load", block_ids, 0)
         allowed = self.config["deadlines"]["load_unknown_s"] if timeout is None else timeout

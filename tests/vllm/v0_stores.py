@@ -1,4 +1,5 @@
-"""A store as users of the original wrote them, against its V0 interface: plain files, no deadlines, codes."""
+"""A store as users of the original wrote them, against its V0 interface: plain files, no deadlines,
+codes."""
 
 from __future__ import annotations
 

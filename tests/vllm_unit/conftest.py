@@ -16,7 +16,9 @@ pytest.importorskip("vllm", reason="needs vLLM; install the extra ucm-kv[vllm]")
 
 def _load(name: str) -> ModuleType:
     """A module that lies beside this file (pytest does not put this directory on the path)."""
-    spec = importlib.util.spec_from_file_location(f"ucm_tests_vllm_unit_{name}", Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(
+        f"ucm_tests_vllm_unit_{name}", Path(__file__).with_name(f"{name}.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -50,8 +52,8 @@ def far_future() -> Callable[[], int]:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that hash, read and remember are waited for, however busy the machine is; a test about one that is late
-    says how long it waits."""
+    """Threads that hash, read and remember are waited for, however busy the machine is; a test
+    about one that is late says how long it waits."""
     from ucm.integration.vllm.connector import root_file
     from ucm.integration.vllm.connector.identity import adapters
 

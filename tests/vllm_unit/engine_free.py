@@ -1,6 +1,7 @@
 """Real vLLM configurations of a tiny model, made without starting an engine.
 
-Run as a program it prints the identity's text of the model at a path, so that a test can compare processes.
+Run as a program it prints the identity's text of the model at a path, so that a test can compare
+processes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ LLAMA: dict[str, Any] = {
 
 def safetensors_bytes(content: bytes) -> bytes:
     """A safetensors file with one tensor of bytes, written by hand."""
-    header = json.dumps({"w": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}
+    ).encode()
     return len(header).to_bytes(8, "little") + header + content
 
 
@@ -78,7 +81,9 @@ def layer_specs(config: Any, layers: range | None = None) -> dict[str, Any]:
     return {f"model.layers.{index}.self_attn.attn": spec for index in layers}
 
 
-def kv_configs(config: Any, specs: list[dict[str, Any]] | None = None, memory: int = 64 << 20) -> tuple[Any, list[Any]]:
+def kv_configs(
+    config: Any, specs: list[dict[str, Any]] | None = None, memory: int = 64 << 20
+) -> tuple[Any, list[Any]]:
     """vLLM's KV cache configuration as the scheduler sees it, and as each worker does."""
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
 

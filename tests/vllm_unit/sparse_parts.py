@@ -28,7 +28,8 @@ QUEST = {"sparse_type": "Quest", "ucm_sparse_config": {"Quest": {"ratio": 0.2}}}
 
 @dataclass
 class Rows:
-    """Sequences with keys and values of their own, and the queries of a step: the last ``queries`` tokens of each."""
+    """Sequences with keys and values of their own, and the queries of a step: the last ``queries``
+    tokens of each."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -73,8 +74,12 @@ class Rows:
         return self.table[row].long()[places // BLOCK] * BLOCK + places % BLOCK
 
     def step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the step's tokens, and the slots that these are written to."""
-        new = [slice(length - count, length) for length, count in zip(self.lengths, self.counts, strict=True)]
+        """Queries, keys and values of the step's tokens, and the slots that these are written
+        to."""
+        new = [
+            slice(length - count, length)
+            for length, count in zip(self.lengths, self.counts, strict=True)
+        ]
         return (
             torch.cat(self.queries),
             torch.cat([keys[s] for keys, s in zip(self.keys, new, strict=True)]),
@@ -87,18 +92,26 @@ class Rows:
         return torch.tensor([0, *torch.tensor(self.counts).cumsum(0).tolist()], dtype=torch.int32)
 
     def attended(self, kept: Sequence[Sequence[int] | None], heads: slice = slice(None)) -> Tensor:
-        """Attention of every query to the blocks that its row keeps (None: all), for these KV heads."""
+        """Attention of every query to the blocks that its row keeps (None: all), for these KV
+        heads."""
         outputs = []
-        for keys, values, queries, blocks in zip(self.keys, self.values, self.queries, kept, strict=True):
+        for keys, values, queries, blocks in zip(
+            self.keys, self.values, self.queries, kept, strict=True
+        ):
             seen = torch.ones(len(keys), dtype=torch.bool)
             if blocks is not None:
                 seen = torch.isin(torch.arange(len(keys)) // BLOCK, torch.tensor(list(blocks)))
             outputs.append(attention(queries, keys, values, seen))
-        return torch.cat(outputs).view(-1, KV_HEADS, HEADS // KV_HEADS, SIZE)[:, heads].flatten(1, 2)
+        return (
+            torch.cat(outputs).view(-1, KV_HEADS, HEADS // KV_HEADS, SIZE)[:, heads].flatten(1, 2)
+        )
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float = SIZE**-0.5) -> Tensor:
-    """Causal attention of the last tokens ``query [t, heads, d]`` to ``keys [n, kv heads, d]``, where ``seen [n]``."""
+def attention(
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float = SIZE**-0.5
+) -> Tensor:
+    """Causal attention of the last tokens ``query [t, heads, d]`` to ``keys [n, kv heads, d]``,
+    where ``seen [n]``."""
     group = query.shape[1] // keys.shape[1]
     places = torch.arange(len(keys) - len(query), len(keys))
     mask = (torch.arange(len(keys))[None] <= places[:, None]) & seen
@@ -107,8 +120,17 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: 
     return torch.einsum("hts,shd->thd", weights, values.repeat_interleave(group, 1))
 
 
-def paged(query: Tensor, pages: Tensor, starts: Tensor, table: Tensor, lens: Tensor, size: int, scale: float) -> Tensor:
-    """What a paged kernel computes: ``pages [blocks, b, heads, k and v]``, whose keys are the first ``size``."""
+def paged(
+    query: Tensor,
+    pages: Tensor,
+    starts: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    size: int,
+    scale: float,
+) -> Tensor:
+    """What a paged kernel computes: ``pages [blocks, b, heads, k and v]``, whose keys are the first
+    ``size``."""
     outputs = []
     for row, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         held = pages[table[row].long()].flatten(0, 1)[: int(lens[row])]
@@ -136,8 +158,8 @@ def context_of(layers: dict[str, Layer], metadata: Any) -> Any:
 
 
 class Packing(NamedTuple):
-    """What the pages of a CPU hold, and the instruction set that they are packed for: vLLM's kernels end a process
-    that hands them another pair."""
+    """What the pages of a CPU hold, and the instruction set that they are packed for: vLLM's
+    kernels end a process that hands them another pair."""
 
     dtype: torch.dtype = torch.float32
     isa: str = "vec"
@@ -211,7 +233,8 @@ class Rig:
         return made
 
     def _fill(self) -> None:
-        """Everything before the step: written as a step of a prompt, which is where keys are encoded."""
+        """Everything before the step: written as a step of a prompt, which is where keys are
+        encoded."""
         set_active_host(self.host)
         rows = self.rows
         slots = torch.cat([rows.slots(row) for row in range(len(rows.lengths))])
@@ -281,8 +304,8 @@ def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, **extra: Any) -> Any
 
 
 class SparseEngine:
-    """What the processes of an engine with sparse attention make their halves of: its configuration, and its KV cache
-    as the scheduler sees it and as its worker does."""
+    """What the processes of an engine with sparse attention make their halves of: its
+    configuration, and its KV cache as the scheduler sees it and as its worker does."""
 
     def __init__(self, engines: Any, tiny: Path, tmp_path: Path, **keys: Any) -> None:
         from vllm.config import set_current_vllm_config
@@ -293,7 +316,10 @@ class SparseEngine:
         self.config = sparse_engine(engines, tiny, tmp_path, **keys)
         with set_current_vllm_config(self.config):
             self.backend = registering.CPU_ATTN
-        specs = {name: self.backend.customize_spec(spec) for name, spec in engines.layer_specs(self.config).items()}
+        specs = {
+            name: self.backend.customize_spec(spec)
+            for name, spec in engines.layer_specs(self.config).items()
+        }
         self.kv_cache, (self.worker_kv_cache,) = engines.kv_configs(self.config, [specs])
         self.hash = _sha256()
         init_none_hash(self.hash)
@@ -305,7 +331,9 @@ class SparseEngine:
         from vllm.v1.request import Request
 
         hasher = get_request_block_hasher(BLOCK, self.hash)
-        return Request(name, tokens, SamplingParams(max_tokens=max_tokens), None, block_hasher=hasher)
+        return Request(
+            name, tokens, SamplingParams(max_tokens=max_tokens), None, block_hasher=hasher
+        )
 
 
 def _sha256() -> Any:

@@ -1,4 +1,5 @@
-"""Adapters are what their files say, and a change that cannot be placed in time takes their name away."""
+"""Adapters are what their files say, and a change that cannot be placed in time takes their name
+away."""
 
 from __future__ import annotations
 
@@ -88,7 +89,10 @@ def test_the_payload_is_the_digest_in_every_process(tmp_path: Path) -> None:
         AdapterDigests(since_ns=ALWAYS).payload(lora(path, number)) for number in (1, 2)
     }  # two processes that number adapters differently
     assert payloads == {adapter_digest(str(path))}
-    flat, stacked = (AdapterDigests(since_ns=ALWAYS).payload(lora(path, is_3d_lora_weight=is3d)) for is3d in (0, 1))
+    flat, stacked = (
+        AdapterDigests(since_ns=ALWAYS).payload(lora(path, is_3d_lora_weight=is3d))
+        for is3d in (0, 1)
+    )
     assert flat != stacked
 
 
@@ -162,8 +166,11 @@ def test_only_a_look_that_began_afterwards_says_what_was_computed(
     assert digests.current(lora(path), computed)
 
 
-def test_an_adapter_being_hashed_holds_up_no_look_at_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen for eight seconds: one thread hashed a large adapter, and another one overwritten meanwhile was current."""
+def test_an_adapter_being_hashed_holds_up_no_look_at_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen for eight seconds: one thread hashed a large adapter, and another one overwritten
+    meanwhile was current."""
     small, large, clock = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b"), HandClock()
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     digests.payload(lora(small))
@@ -189,7 +196,9 @@ def test_an_adapter_being_hashed_holds_up_no_look_at_another(tmp_path: Path, mon
     go.set()
 
 
-def test_a_look_that_takes_long_says_that_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_that_takes_long_says_that_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, clock = make_adapter(tmp_path / "a"), HandClock()
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     before = digests.payload(lora(path))

@@ -43,6 +43,8 @@ class Timed(break_even._Bench):
         return self.given
 
 
-@pytest.mark.parametrize(("sparse", "pays"), [(0.9, True), (0.95, True), (0.97, False), (1.0, False), (2.0, False)])
+@pytest.mark.parametrize(
+    ("sparse", "pays"), [(0.9, True), (0.95, True), (0.97, False), (1.0, False), (2.0, False)]
+)
 def test_what_is_hardly_faster_does_not_pay(sparse: float, pays: bool) -> None:
     assert Timed(1.0, sparse, layers=8, selecting=8).pays(4096) == pays

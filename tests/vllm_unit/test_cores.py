@@ -25,7 +25,9 @@ def test_few_cores_are_reported_with_what_to_write() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_cache_leaves_the_threads_of_a_model_alone(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_leaves_the_threads_of_a_model_alone(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM reads the variables after it has imported the connector."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,5 @@
-"""Pages that vLLM's own CPU operators wrote, read by the attention of ucm's core: the packing is theirs to choose."""
+"""Pages that vLLM's own CPU operators wrote, read by the attention of ucm's core: the packing is
+theirs to choose."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ def _operators() -> None:
 
 
 class Batch:
-    """Requests of these lengths, whose blocks lie anywhere in pages that vLLM packed for an instruction set."""
+    """Requests of these lengths, whose blocks lie anywhere in pages that vLLM packed for an
+    instruction set."""
 
-    def __init__(self, lengths: list[int], heads: int, dim: int, block: int, dtype: torch.dtype, isa: str) -> None:
+    def __init__(
+        self, lengths: list[int], heads: int, dim: int, block: int, dtype: torch.dtype, isa: str
+    ) -> None:
         torch.manual_seed(dim)
         self.heads, self.dim, self.dtype, self.isa = heads, dim, dtype, isa
         most = max(-(-length // block) for length in lengths)
@@ -83,12 +87,20 @@ class Batch:
         (1, 7, 128, 16, torch.bfloat16, "vec16"),
     ],
 )
-def test_the_same_as_vllms_own(heads: int, group: int, dim: int, block: int, dtype: torch.dtype, isa: str) -> None:
+def test_the_same_as_vllms_own(
+    heads: int, group: int, dim: int, block: int, dtype: torch.dtype, isa: str
+) -> None:
     assert retrieval.can_attend(isa, dtype, dim, block)
     batch = Batch([1500, 1, 333], heads, dim, block, dtype, isa)
     query = torch.randn(3, heads * group, dim).to(dtype)
     chosen = retrieval.select_blocks(
-        torch.randn(3, 1, batch.table.shape[1]), batch.table, batch.lengths, block, [4, 4, 4], init=1, local=1
+        torch.randn(3, 1, batch.table.shape[1]),
+        batch.table,
+        batch.lengths,
+        block,
+        [4, 4, 4],
+        init=1,
+        local=1,
     )
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     for table, tokens in (
@@ -109,7 +121,10 @@ def test_queries_with_gaps_and_a_result_with_gaps() -> None:
     out = torch.zeros(2, 10, 64).bfloat16()
     retrieval.paged_attention(query, batch.cache, batch.table, batch.lengths, 0.125, out[:, :8])
     assert torch.equal(
-        out[:, :8], retrieval.paged_attention(query.contiguous(), batch.cache, batch.table, batch.lengths, 0.125)
+        out[:, :8],
+        retrieval.paged_attention(
+            query.contiguous(), batch.cache, batch.table, batch.lengths, 0.125
+        ),
     )
     assert not out[:, 8:].any()
 
@@ -118,11 +133,19 @@ def test_a_table_for_each_head() -> None:
     batch = Batch([300, 500], 2, 64, 32, torch.float32, "vec")
     query = torch.randn(2, 6, 64)
     kept = retrieval.select_blocks(
-        torch.randn(2, 2, batch.table.shape[1]), batch.table, batch.lengths, 32, [3, 5], init=1, local=2
+        torch.randn(2, 2, batch.table.shape[1]),
+        batch.table,
+        batch.lengths,
+        32,
+        [3, 5],
+        init=1,
+        local=2,
     )
     found = retrieval.paged_attention(query, batch.cache, kept.table, kept.tokens, 0.125)
     for head in range(2):
-        alone = retrieval.paged_attention(query, batch.cache, kept.table[:, head], kept.tokens[:, head], 0.125)
+        alone = retrieval.paged_attention(
+            query, batch.cache, kept.table[:, head], kept.tokens[:, head], 0.125
+        )
         assert torch.equal(found[:, 3 * head : 3 * head + 3], alone[:, 3 * head : 3 * head + 3])
 
 

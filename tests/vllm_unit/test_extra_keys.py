@@ -24,7 +24,14 @@ from vllm.multimodal.inputs import (
 from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.identity.adapters import AdapterDigests
-from ucm.integration.vllm.connector.identity.extra_keys import EMBEDS, LORA, MULTIMODAL, SALT, ExtraKeys, Frame
+from ucm.integration.vllm.connector.identity.extra_keys import (
+    EMBEDS,
+    LORA,
+    MULTIMODAL,
+    SALT,
+    ExtraKeys,
+    Frame,
+)
 from ucm.integration.vllm.connector.identity.items import Items
 from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 from ucm.reasons import MissReason
@@ -37,11 +44,15 @@ TOKENS = list(range(100, 124))  # six blocks
 A, B = "a" * 64, "b" * 64
 
 
-def chain(tokens: Sequence[int], frames: Sequence[Frame], identity: bytes = bytes(32)) -> list[bytes]:
+def chain(
+    tokens: Sequence[int], frames: Sequence[Frame], identity: bytes = bytes(32)
+) -> list[bytes]:
     """The block keys as ``docs/format.md`` defines them, with Python's own hashlib."""
     previous, keys = hashlib.sha256(b"UCMHASHSEED" + identity).digest()[:16], []
     for block in range(len(tokens) // SIZE):
-        digest = hashlib.sha256(previous + struct.pack(f"<{SIZE}I", *tokens[block * SIZE : (block + 1) * SIZE]))
+        digest = hashlib.sha256(
+            previous + struct.pack(f"<{SIZE}I", *tokens[block * SIZE : (block + 1) * SIZE])
+        )
         for index, tag, payload in frames:
             if index == block:
                 digest.update(struct.pack("<BI", tag, len(payload)) + payload)
@@ -53,7 +64,10 @@ def chain(tokens: Sequence[int], frames: Sequence[Frame], identity: bytes = byte
 def data_of(**fields: Any) -> MultiModalKwargsItem:
     """What vLLM's preprocessing makes of an item."""
     return MultiModalKwargsItem(
-        {name: MultiModalFieldElem(data=data, field=MultiModalBatchedField()) for name, data in fields.items()}
+        {
+            name: MultiModalFieldElem(data=data, field=MultiModalBatchedField())
+            for name, data in fields.items()
+        }
     )
 
 
@@ -79,7 +93,12 @@ def digest_of(content: str) -> bytes:
 def request(tokens: list[int] | None = None, **args: Any) -> Request:
     tokens = list(TOKENS) if tokens is None and "prompt_embeds" not in args else tokens
     args.setdefault("sampling_params", SamplingParams(max_tokens=8))
-    return Request(request_id="r", prompt_token_ids=tokens, pooling_params=args.pop("pooling_params", None), **args)
+    return Request(
+        request_id="r",
+        prompt_token_ids=tokens,
+        pooling_params=args.pop("pooling_params", None),
+        **args,
+    )
 
 
 @pytest.fixture
@@ -118,8 +137,14 @@ def test_where_the_frames_stand(extra: ExtraKeys, adapter: Path) -> None:
         (3, MULTIMODAL),
     ]
     assert frames[1][2] == b"tenant"
-    assert [struct.unpack_from("<qQ", frame[2]) for frame in frames[2:]] == [(2, 6), (-2, 6), (0, 4)]
-    assert [frame[2][16:] for frame in frames[2:]] == [b"image\0" + digest_of(content) for content in (A, A, B)]
+    assert [struct.unpack_from("<qQ", frame[2]) for frame in frames[2:]] == [
+        (2, 6),
+        (-2, 6),
+        (0, 4),
+    ]
+    assert [frame[2][16:] for frame in frames[2:]] == [
+        b"image\0" + digest_of(content) for content in (A, A, B)
+    ]
     # The chain carries block 0 on; the parts of a longer request are the same frames.
     assert extra.of(one, 0, 2) + extra.of(one, 2, 6) == frames
 
@@ -149,8 +174,12 @@ def different_requests(adapter: Path) -> list[Request]:
         request(prompt_embeds=embeds),
         request(prompt_embeds=changed),
         request(prompt_embeds=embeds.double()),
-        request(tokens=list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 3 + [False] * 21),
-        request(tokens=list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 2 + [False] * 22),
+        request(
+            tokens=list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 3 + [False] * 21
+        ),
+        request(
+            tokens=list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 2 + [False] * 22
+        ),
     ]
 
 
@@ -173,7 +202,10 @@ def test_equal_requests_share_all_blocks(extra: ExtraKeys, adapter: Path) -> Non
 
 
 def test_blocks_before_an_item_are_shared(extra: ExtraKeys) -> None:
-    plain, pictured = keys_of(extra, request()), keys_of(extra, request(mm_features=[item(A, 9, 2)]))
+    plain, pictured = (
+        keys_of(extra, request()),
+        keys_of(extra, request(mm_features=[item(A, 9, 2)])),
+    )
     assert plain[:2] == pictured[:2]
     assert not set(plain[2:]) & set(pictured)
 
@@ -182,7 +214,10 @@ def test_a_renamed_adapter_shares_and_a_retrained_one_does_not(adapter: Path) ->
     def keys(name: str, number: int) -> list[bytes]:
         process = ExtraKeys(SIZE, AdapterDigests(since_ns=1 << 62))
         features = [item(A, 4, 4, name=f"{name}:{A}")]
-        return keys_of(process, request(lora_request=LoRARequest(name, number, str(adapter)), mm_features=features))
+        return keys_of(
+            process,
+            request(lora_request=LoRARequest(name, number, str(adapter)), mm_features=features),
+        )
 
     first = keys("x", 1)
     assert keys("y", 2) == first
@@ -203,8 +238,11 @@ def test_prompt_embeddings_stand_in_every_block_they_fill(extra: ExtraKeys) -> N
     one.append_output_token_ids([1] * 6)
     frames = extra.of(one)
     assert [frame[:2] for frame in frames] == [(0, EMBEDS), (1, EMBEDS), (2, EMBEDS)]
-    assert frames[0][2] == frames[1][2] != frames[2][2]  # equal rows at equal places; two rows in the last
-    expected = hashlib.sha256(b"torch.bfloat16 (3,) 4\0" + struct.pack("<4I", 0, 1, 2, 3) + bytes(24)).digest()
+    # equal rows at equal places; two rows in the last
+    assert frames[0][2] == frames[1][2] != frames[2][2]
+    expected = hashlib.sha256(
+        b"torch.bfloat16 (3,) 4\0" + struct.pack("<4I", 0, 1, 2, 3) + bytes(24)
+    ).digest()
     assert frames[0][2] == expected
 
 
@@ -212,21 +250,32 @@ def test_rows_that_tokens_replace_do_not_count(extra: ExtraKeys) -> None:
     embeds, mask = torch.zeros(24, 2), [row % 3 != 0 for row in range(24)]
     other = embeds.clone()
     other[torch.tensor(mask)] = 5.0
-    requests = [request(list(TOKENS), prompt_embeds=each, prompt_is_token_ids=mask) for each in (embeds, other)]
+    requests = [
+        request(list(TOKENS), prompt_embeds=each, prompt_is_token_ids=mask)
+        for each in (embeds, other)
+    ]
     assert extra.of(requests[0]) == extra.of(requests[1])
-    assert extra.of(request(list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 24)) == []
+    assert (
+        extra.of(request(list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 24)) == []
+    )
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from([A, B])), max_size=4),
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from([A, B])), max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from([A, B])), max_size=4
+    ),
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from([A, B])), max_size=4
+    ),
 )
 def test_items_are_told_apart_wherever_they_touch_a_full_block(
     one: list[tuple[int, int, str]], other: list[tuple[int, int, str]]
 ) -> None:
     extra = ExtraKeys(SIZE)
     first, second = (
-        extra.of(request(mm_features=[item(name, offset, length) for offset, length, name in items]))
+        extra.of(
+            request(mm_features=[item(name, offset, length) for offset, length, name in items])
+        )
         for items in (one, other)
     )
     # What of each item lies in the full blocks: offset, whole length and content.
@@ -236,8 +285,11 @@ def test_items_are_told_apart_wherever_they_touch_a_full_block(
 
 @pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "cat.png", "c" * 64])
 def test_the_name_of_an_item_is_not_its_content(extra: ExtraKeys, name: str) -> None:
-    """A client may choose the name, also one that looks like a hash; in another process it is another picture."""
-    first, second = (keys_of(extra, request(mm_features=[item(content, 0, 8, name=name)])) for content in (A, B))
+    """A client may choose the name, also one that looks like a hash; in another process it is
+    another picture."""
+    first, second = (
+        keys_of(extra, request(mm_features=[item(content, 0, 8, name=name)])) for content in (A, B)
+    )
     assert not set(first) & set(second)
     assert keys_of(extra, request(mm_features=[item(A, 0, 8)])) == first
 
@@ -246,22 +298,29 @@ def test_items_whose_data_are_elsewhere_are_unsupported() -> None:
     missing, cached, address = item(A, 0, 8), item(A, 0, 8), item(A, 0, 8)
     missing.data = None
     cached.data = data_of(pixel_values=None)
-    address.data = data_of(address=torch.tensor(1), monotonic_id=torch.tensor(2))  # of vLLM's shm cache
+    # of vLLM's shm cache
+    address.data = data_of(address=torch.tensor(1), monotonic_id=torch.tensor(2))
     for each in (missing, cached, address):
         extra = ExtraKeys(SIZE)
         with pytest.raises(UnkeyableError) as refused:
             extra.of(request(mm_features=[each]))
         assert refused.value.reason == MissReason.UNSUPPORTED
         extra.used(request(mm_features=[each]))
-        assert extra.current(request(mm_features=[item(A, 0, 8)]), 0.0) is False, "its name may stand for anything"
+        assert extra.current(request(mm_features=[item(A, 0, 8)]), 0.0) is False, (
+            "its name may stand for anything"
+        )
 
 
 def test_an_encoder_elsewhere_is_unsupported(engines: Any, tiny: Path) -> None:
     config = engines.engine_config(tiny)
-    assert ExtraKeys.for_engine(config, SIZE, AdapterDigests(), Items()).of(request(mm_features=[item(A, 0, 8)]))
+    assert ExtraKeys.for_engine(config, SIZE, AdapterDigests(), Items()).of(
+        request(mm_features=[item(A, 0, 8)])
+    )
     config.ec_transfer_config = object()
     with pytest.raises(UnkeyableError) as refused:
-        ExtraKeys.for_engine(config, SIZE, AdapterDigests(), Items()).of(request(mm_features=[item(A, 0, 8)]))
+        ExtraKeys.for_engine(config, SIZE, AdapterDigests(), Items()).of(
+            request(mm_features=[item(A, 0, 8)])
+        )
     assert refused.value.reason == MissReason.UNSUPPORTED
 
 
@@ -281,13 +340,17 @@ def test_a_name_that_stood_for_two_contents_spoils_both() -> None:
     assert extra.current(second, 0.0) is False
 
 
-def test_an_adapter_changes_what_an_encoder_makes_of_an_item_only_where_it_is_applied_there() -> None:
+def test_an_adapter_changes_what_an_encoder_makes_of_an_item_only_where_it_is_applied_there() -> (
+    None
+):
     for adapted in (False, True):
         extra = ExtraKeys(SIZE, adapted_encoder=adapted)
         plain = request(mm_features=[item(A, 0, 8, name="x:cat")])
         extra.of(plain)
         extra.used(plain)
-        other = request(mm_features=plain.mm_features, lora_request=LoRARequest("x", 1, "/somewhere"))
+        other = request(
+            mm_features=plain.mm_features, lora_request=LoRARequest("x", 1, "/somewhere")
+        )
         extra.used(other)
         assert extra.current(plain, 0.0) is not adapted
 
@@ -295,7 +358,10 @@ def test_an_adapter_changes_what_an_encoder_makes_of_an_item_only_where_it_is_ap
 def test_what_cannot_be_described_is_left_alone(extra: ExtraKeys, adapter: Path) -> None:
     with pytest.raises(UnkeyableError, match="adapters"):
         ExtraKeys(SIZE).of(request(lora_request=LoRARequest("x", 1, str(adapter))))
-    assert ExtraKeys(SIZE).current(request(lora_request=LoRARequest("x", 1, str(adapter))), 0.0) is False
+    assert (
+        ExtraKeys(SIZE).current(request(lora_request=LoRARequest("x", 1, str(adapter))), 0.0)
+        is False
+    )
     pooling = PoolingParams(extra_kwargs={"compressed_token_type_ids": 3})
     with pytest.raises(UnkeyableError, match="token types"):
         extra.of(request(sampling_params=None, pooling_params=pooling))

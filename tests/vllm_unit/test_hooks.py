@@ -1,4 +1,5 @@
-"""Every method that vLLM calls may raise, on either side, at any time: all requests end, with the right tokens."""
+"""Every method that vLLM calls may raise, on either side, at any time: all requests end, with the
+right tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ COUNT = 5
 
 
 @pytest.fixture
-def life(engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], ToyEngine]]:
+def life(
+    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], ToyEngine]]:
     """Makes engines, one after the other over the same store."""
     made: list[ToyEngine] = []
     monkeypatch.setattr(LateStore, "blocks", {})
@@ -75,16 +78,25 @@ HOOKS = {
         "take_tiers",
     ],
 }
-#: Of these, those that vLLM calls at most twice for a request: many requests are needed to give a side up.
-RARE = {"on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"}
+#: Of these, those that vLLM calls at most twice for a request: many requests are needed to give a
+#: side up.
+RARE = {
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "request_finished",
+}
 
 
 class PlantedError(RuntimeError):
     """What the methods of these tests raise."""
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, side: Any, name: str, first: int, last: int | None = None) -> list[int]:
-    """Has a method raise from its ``first`` call on, to the ``last``; its calls so far are counted in the list."""
+def plant(
+    monkeypatch: pytest.MonkeyPatch, side: Any, name: str, first: int, last: int | None = None
+) -> list[int]:
+    """Has a method raise from its ``first`` call on, to the ``last``; its calls so far are counted
+    in the list."""
     calls = [0]
 
     def raises() -> None:
@@ -134,7 +146,8 @@ def stored(life: Callable[[], ToyEngine], blocks: dict[bytes, bytes]) -> None:
 
 
 def run(engine: ToyEngine) -> None:
-    """Requests with loads and without, then others in their blocks: all right, and nothing is left over."""
+    """Requests with loads and without, then others in their blocks: all right, and nothing is left
+    over."""
     assert engine.generate(PROMPTS | FRESH, COUNT) == right(PROMPTS | FRESH)
     again = {f"{name} again": [token + 1 for token in tokens] for name, tokens in PROMPTS.items()}
     assert engine.generate(again, COUNT) == right(again)
@@ -173,7 +186,12 @@ def test_a_method_that_raises_from_some_call_on(
 @pytest.mark.parametrize("call", [2, 4])
 @pytest.mark.parametrize(("side", "name"), [(side, name) for side in HOOKS for name in HOOKS[side]])
 def test_a_method_that_raises_once(
-    life: Callable[[], ToyEngine], stored: None, monkeypatch: pytest.MonkeyPatch, side: str, name: str, call: int
+    life: Callable[[], ToyEngine],
+    stored: None,
+    monkeypatch: pytest.MonkeyPatch,
+    side: str,
+    name: str,
+    call: int,
 ) -> None:
     engine = life()
     with monkeypatch.context() as planted:
@@ -190,8 +208,9 @@ ENDED = {
 
 
 def end_two(engine: ToyEngine, patch: pytest.MonkeyPatch, held: bool) -> None:
-    """Two requests end that nothing was offered of before, while all other blocks are in use. What is to be stored of
-    the second is sent with the next step, or of both ``held`` back for want of room."""
+    """Two requests end that nothing was offered of before, while all other blocks are in use. What
+    is to be stored of the second is sent with the next step, or of both ``held`` back for want of
+    room."""
     side = engine.connector._scheduler
     patch.setattr(side, "_plan_dumps", lambda output, dumps: None)
     if held:
@@ -209,13 +228,18 @@ def end_two(engine: ToyEngine, patch: pytest.MonkeyPatch, held: bool) -> None:
 
 @pytest.mark.parametrize(
     ("held", "where"),
-    [(held, where) for held in (False, True) for where in ("", "build_connector_meta", "_plan", "jobs_to_flush")]
+    [
+        (held, where)
+        for held in (False, True)
+        for where in ("", "build_connector_meta", "_plan", "jobs_to_flush")
+    ]
     + [(False, "take"), (True, "offers")],
 )
 def test_a_step_that_reuses_blocks_and_is_not_planned_stores_no_bytes_of_others(
     life: Callable[[], ToyEngine], monkeypatch: pytest.MonkeyPatch, held: bool, where: str
 ) -> None:
-    """Blocks of ended requests are still to be stored, and vLLM gives them to others in the step that fails."""
+    """Blocks of ended requests are still to be stored, and vLLM gives them to others in the step
+    that fails."""
     engine = life()
     engine.generate({"first": [3] * BLOCK}, 1)
     engine.until(lambda: not engine.connector._scheduler.readiness.busy())

@@ -32,7 +32,12 @@ from ucm.integration.vllm.connector.identity.engine_identity import (
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 LONG = {
     "rope_type": "longrope",
@@ -60,8 +65,13 @@ def test_fields_and_text(engines: Any, tiny: Path) -> None:
     assert identity["attention_backend"] == [["CPU_ATTN"]]
     assert identity["kv_layout"] == "LBHNC"
     assert identity["block_tokens"] == 32
-    assert identity["kv_groups"][0]["layers"] == [f"model.layers.{i}.self_attn.attn" for i in range(2)]
-    assert identity["position"]["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert identity["kv_groups"][0]["layers"] == [
+        f"model.layers.{i}.self_attn.attn" for i in range(2)
+    ]
+    assert identity["position"]["rope_parameters"] == {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+    }
     assert "isa" in identity["kv_packing"]["groups"][0]
     assert len(identity_digest(identity)) == 32
     assert namespace(identity) == identity_digest(identity).hex()[:32]
@@ -70,26 +80,42 @@ def test_fields_and_text(engines: Any, tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "fields"),
     [
-        pytest.param({"hf_overrides": {"rope_parameters": LINEAR}}, {"model_config", "position"}, id="rope scaling"),
-        pytest.param({"hf_overrides": {"rope_parameters": YARN}}, {"model_config", "position"}, id="yarn"),
+        pytest.param(
+            {"hf_overrides": {"rope_parameters": LINEAR}},
+            {"model_config", "position"},
+            id="rope scaling",
+        ),
+        pytest.param(
+            {"hf_overrides": {"rope_parameters": YARN}}, {"model_config", "position"}, id="yarn"
+        ),
         pytest.param(
             {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
             {"model_config", "position"},
             id="rope base",
         ),
         pytest.param({"hf_overrides": {"rms_norm_eps": 1e-6}}, {"model_config"}, id="norm"),
-        pytest.param({"dtype": "float32"}, {"dtype", "kv_dtype", "kv_packing", "kv_groups"}, id="dtype"),
-        pytest.param({"block_size": 64}, {"block_tokens", "kv_packing", "kv_groups"}, id="block size"),
-        pytest.param({"kv_cache_dtype": "fp8"}, {"kv_dtype", "kv_packing", "kv_groups"}, id="kv dtype"),
+        pytest.param(
+            {"dtype": "float32"}, {"dtype", "kv_dtype", "kv_packing", "kv_groups"}, id="dtype"
+        ),
+        pytest.param(
+            {"block_size": 64}, {"block_tokens", "kv_packing", "kv_groups"}, id="block size"
+        ),
+        pytest.param(
+            {"kv_cache_dtype": "fp8"}, {"kv_dtype", "kv_packing", "kv_groups"}, id="kv dtype"
+        ),
         pytest.param(
             {"tensor_parallel_size": 2},
             {"world_size", "tensor_parallel", "kv_packing", "kv_groups"},
             id="tensor parallel",
         ),
         pytest.param(
-            {"pipeline_parallel_size": 2}, {"world_size", "pipeline_parallel", "kv_groups"}, id="pipeline parallel"
+            {"pipeline_parallel_size": 2},
+            {"world_size", "pipeline_parallel", "kv_groups"},
+            id="pipeline parallel",
         ),
-        pytest.param({"additional_config": {"layout": "other"}}, {"model_config"}, id="platform settings"),
+        pytest.param(
+            {"additional_config": {"layout": "other"}}, {"model_config"}, id="platform settings"
+        ),
     ],
 )
 def test_what_shapes_the_bytes_changes_the_digest(
@@ -114,7 +140,9 @@ def test_what_shapes_the_bytes_changes_the_digest(
     ids=lambda args: next(iter(args)),
 )
 def test_what_does_not_shape_them_leaves_it(engines: Any, tiny: Path, args: dict[str, Any]) -> None:
-    assert identity_text(engines.identity_of(tiny, "w")) == identity_text(engines.identity_of(tiny, "w", **args))
+    assert identity_text(engines.identity_of(tiny, "w")) == identity_text(
+        engines.identity_of(tiny, "w", **args)
+    )
 
 
 def test_the_number_of_blocks_does_not_matter(engines: Any, tiny: Path) -> None:
@@ -143,14 +171,19 @@ def test_the_layout_changes_the_digest(engines: Any, tiny: Path) -> None:
     assert paths(difference(here, engine_identity(config, scheduler, "w"))) == {"kv_layout"}
 
 
-def test_another_instruction_set_changes_the_digest(engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_instruction_set_changes_the_digest(
+    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.attention.backends import cpu_attn
 
     here = engines.identity_of(tiny, "w")
     there_isa = "amx" if here["kv_packing"]["groups"][0]["isa"] != "amx" else "vec"
-    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size: there_isa)  # as older versions had it
+    # as older versions had it
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size: there_isa)
     there = engines.identity_of(tiny, "w")
-    assert [line.split(" is ")[0] for line in difference(here, there)] == ["kv_packing.groups[0].isa"]
+    assert [line.split(" is ")[0] for line in difference(here, there)] == [
+        "kv_packing.groups[0].isa"
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.99.7", "{}.1", "{}+cpu.patched", "{}.dev3+gabcdef"])
@@ -175,7 +208,9 @@ def test_transformers_counts_where_it_computes_the_model(
     import transformers
 
     version = transformers.__version__
-    own, backend = (engines.identity_of(tiny, "w", model_impl=impl) for impl in ("auto", "transformers"))
+    own, backend = (
+        engines.identity_of(tiny, "w", model_impl=impl) for impl in ("auto", "transformers")
+    )
     assert "transformers" not in own["model_config"]
     assert backend["model_config"]["transformers"] == version
     monkeypatch.setattr(transformers, "__version__", "99.0")
@@ -191,28 +226,41 @@ def test_a_drafting_model_counts(engines: Any, tiny: Path, tmp_path: Path) -> No
     scheduler, _ = engines.kv_configs(config)
     found = []
     for name, epsilon in (("a", 1e-5), ("b", 1e-6)):
-        draft = engines.engine_config(engines.make_model(tmp_path / name, rms_norm_eps=epsilon)).model_config
+        draft = engines.engine_config(
+            engines.make_model(tmp_path / name, rms_norm_eps=epsilon)
+        ).model_config
         config.speculative_config = SimpleNamespace(
             draft_model_config=draft, method="eagle", enable_adaptive_verification=False
         )
         found.append(engine_identity(config, scheduler, "w"))
-    assert difference(*found) == ["model_config.draft.hf.rms_norm_eps is 1e-05 here and 1e-06 there"]
+    assert difference(*found) == [
+        "model_config.draft.hf.rms_norm_eps is 1e-05 here and 1e-06 there"
+    ]
 
 
 def test_a_copy_elsewhere_has_the_same_identity(engines: Any, tiny: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(tiny, tmp_path / "elsewhere" / "copy")
-    assert identity_text(engines.identity_of(tiny, "w")) == identity_text(engines.identity_of(copied, "w"))
+    assert identity_text(engines.identity_of(tiny, "w")) == identity_text(
+        engines.identity_of(copied, "w")
+    )
 
 
 def test_the_name_in_the_configuration_does_not_count(engines: Any, tmp_path: Path) -> None:
-    named = engines.make_model(tmp_path / "a", _name_or_path="org/model", transformers_version="4.0.0")
+    named = engines.make_model(
+        tmp_path / "a", _name_or_path="org/model", transformers_version="4.0.0"
+    )
     plain = engines.make_model(tmp_path / "b")
-    assert identity_text(engines.identity_of(named, "w")) == identity_text(engines.identity_of(plain, "w"))
+    assert identity_text(engines.identity_of(named, "w")) == identity_text(
+        engines.identity_of(plain, "w")
+    )
 
 
 def test_another_process_and_hash_seed_give_the_same_text(engines: Any, tiny: Path) -> None:
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "4242"
-    env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    env = os.environ | {
+        "PYTHONHASHSEED": seed,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
     done = subprocess.run(
         [sys.executable, engines.__file__, str(tiny)],
         env=env,
@@ -227,20 +275,31 @@ def test_another_process_and_hash_seed_give_the_same_text(engines: Any, tiny: Pa
 
 def test_the_order_of_overrides_does_not_matter(engines: Any, tiny: Path) -> None:
     overrides = {"rope_parameters": LINEAR, "attention_bias": True, "hidden_act": "gelu"}
-    backwards = dict(reversed(overrides.items())) | {"rope_parameters": dict(reversed(LINEAR.items()))}
+    backwards = dict(reversed(overrides.items())) | {
+        "rope_parameters": dict(reversed(LINEAR.items()))
+    }
     assert list(overrides) != list(backwards)
-    texts = {identity_text(engines.identity_of(tiny, "w", hf_overrides=each)) for each in (overrides, backwards)}
+    texts = {
+        identity_text(engines.identity_of(tiny, "w", hf_overrides=each))
+        for each in (overrides, backwards)
+    }
     assert len(texts) == 1
 
 
 @pytest.mark.parametrize("args", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_both_halves_agree(engines: Any, tiny: Path, args: dict[str, Any]) -> None:
-    """Each worker has a copy of the configuration of its own, and with pipeline parallelism layers of its own."""
+    """Each worker has a copy of the configuration of its own, and with pipeline parallelism layers
+    of its own."""
     config = engines.engine_config(tiny, **args)
     parts = config.parallel_config.pipeline_parallel_size
     layers = [range(rank * 2 // parts, (rank + 1) * 2 // parts) for rank in range(parts)]
-    ranks = [rank // config.parallel_config.tensor_parallel_size for rank in range(config.parallel_config.world_size)]
-    scheduler, workers = engines.kv_configs(config, [engines.layer_specs(config, layers[rank]) for rank in ranks])
+    ranks = [
+        rank // config.parallel_config.tensor_parallel_size
+        for rank in range(config.parallel_config.world_size)
+    ]
+    scheduler, workers = engines.kv_configs(
+        config, [engines.layer_specs(config, layers[rank]) for rank in ranks]
+    )
     here = identity_without_weights(engine_identity(config, scheduler, "sha256:00"))
     for worker in workers:
         there = identity_without_weights(engine_identity(copy.deepcopy(config), worker, ""))
@@ -248,7 +307,8 @@ def test_both_halves_agree(engines: Any, tiny: Path, args: dict[str, Any]) -> No
 
 
 def test_groups_that_keep_one_spec_per_layer_agree(engines: Any, tiny: Path) -> None:
-    """vLLM's scheduler sees only the first spec of such a group; the strides still tell the layers apart."""
+    """vLLM's scheduler sees only the first spec of such a group; the strides still tell the layers
+    apart."""
     from dataclasses import replace
 
     config = engines.engine_config(tiny)
@@ -325,7 +385,8 @@ def test_a_backend_that_packs_like_its_base_counts_as_that(engines: Any, tiny: P
 
 
 def test_a_spec_with_the_pages_of_its_base_counts_as_that(engines: Any, tiny: Path) -> None:
-    """One kind of group, the same fields, a whole prefix as before; a spec that claims nothing is not served."""
+    """One kind of group, the same fields, a whole prefix as before; a spec that claims nothing is
+    not served."""
     from dataclasses import dataclass, fields
     from typing import ClassVar
 
@@ -353,7 +414,10 @@ def test_a_spec_with_the_pages_of_its_base_counts_as_that(engines: Any, tiny: Pa
         scheduler.kv_cache_groups[0].kv_cache_spec = made(next(iter(dense.values())))
         return scheduler
 
-    texts = [identity_text(engine_identity(config, groups_of(kind), "w")) for kind in (FullAttentionSpec, Selected)]
+    texts = [
+        identity_text(engine_identity(config, groups_of(kind), "w"))
+        for kind in (FullAttentionSpec, Selected)
+    ]
     assert texts[0] == texts[1]
     assert identity_text(engine_identity(config, groups_of(Unknown), "w")) != texts[0]
     assert _unsupported(config, groups_of(Selected)) == ""
@@ -374,7 +438,9 @@ def test_blocks_over_context_parallel_ranks_hold_more_tokens(engines: Any, tiny:
     assert block_tokens(config, scheduler) == 64
 
 
-def test_scales_that_follow_from_the_first_request_have_no_identity(engines: Any, tiny: Path) -> None:
+def test_scales_that_follow_from_the_first_request_have_no_identity(
+    engines: Any, tiny: Path
+) -> None:
     config = engines.engine_config(tiny)
     assert unidentifiable(config) == ""
     config.cache_config.calculate_kv_scales = True
@@ -383,6 +449,8 @@ def test_scales_that_follow_from_the_first_request_have_no_identity(engines: Any
 
 def test_adapter_settings_count_only_where_they_change_the_result(engines: Any, tiny: Path) -> None:
     base = engines.identity_of(tiny, "w")
-    assert difference(base, engines.identity_of(tiny, "w", enable_lora=True, max_lora_rank=16)) == []
+    assert (
+        difference(base, engines.identity_of(tiny, "w", enable_lora=True, max_lora_rank=16)) == []
+    )
     other = engines.identity_of(tiny, "w", enable_lora=True, lora_dtype="float16")
     assert other["model_config"]["lora"] == {"dtype": "float16"}

@@ -1,4 +1,5 @@
-"""Items are what their data are, each hashed once; a name is trusted while it stood for one content alone."""
+"""Items are what their data are, each hashed once; a name is trusted while it stood for one content
+alone."""
 
 from __future__ import annotations
 
@@ -27,8 +28,13 @@ from ucm.reasons import MissReason
 pytestmark = pytest.mark.timeout(300)
 
 
-def item(name: str = "cat", mask: torch.Tensor | None = None, **fields: Any) -> MultiModalFeatureSpec:
-    elems = {key: MultiModalFieldElem(data=data, field=MultiModalBatchedField()) for key, data in fields.items()}
+def item(
+    name: str = "cat", mask: torch.Tensor | None = None, **fields: Any
+) -> MultiModalFeatureSpec:
+    elems = {
+        key: MultiModalFieldElem(data=data, field=MultiModalBatchedField())
+        for key, data in fields.items()
+    }
     place = PlaceholderRange(offset=0, length=4, is_embed=mask)
     return MultiModalFeatureSpec(MultiModalKwargsItem(elems), "image", name, place)
 

@@ -12,7 +12,8 @@ from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 
 
 def test_forgetting_gives_another_name_until_the_engine_ends(engines: Any, tiny: Path) -> None:
-    """A random one: two engines that forget share nothing, and one that is started later has the first name again."""
+    """A random one: two engines that forget share nothing, and one that is started later has the
+    first name again."""
     own = engines.identity_of(tiny)
     unchanged = [WeightsReport(1, True, None, 0)]
 
@@ -38,7 +39,9 @@ def test_forgetting_gives_another_name_until_the_engine_ends(engines: Any, tiny:
 
 
 def test_other_weights_keep_the_word_of_an_engine_that_forgot(engines: Any, tiny: Path) -> None:
-    engine = LiveIdentity(engines.identity_of(tiny), WeightSource(str(tiny)), "declared:weights", None)
+    engine = LiveIdentity(
+        engines.identity_of(tiny), WeightSource(str(tiny)), "declared:weights", None
+    )
     engine.forget()
     assert engine.update([WeightsReport(1, False, None, 0)])
     weights = json.loads(engine.text() or "")["weights"]

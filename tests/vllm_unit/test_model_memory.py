@@ -1,4 +1,5 @@
-"""Whether a rank notices that the weights in its memory are others: what it looks at, and what it cannot see."""
+"""Whether a rank notices that the weights in its memory are others: what it looks at, and what it
+cannot see."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Watched:
         self.model, self.source, self.now = Model(), WeightSource("/a"), 1
         holder = torch.nn.ModuleList([self.model])  # as wrappers do
         self.wrapper = holder
-        self.memory = ModelMemory(lambda: [self.model.attention], lambda: self.source, lambda: self.now)
+        self.memory = ModelMemory(
+            lambda: [self.model.attention], lambda: self.source, lambda: self.now
+        )
         self.memory.remember()
 
 

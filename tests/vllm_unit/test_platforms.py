@@ -1,4 +1,5 @@
-"""What vLLM runs on: a platform of the table, or left alone with one sentence of the scheduler side."""
+"""What vLLM runs on: a platform of the table, or left alone with one sentence of the scheduler
+side."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from ucm.config.words import PLATFORMS as WORDS
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector import UCMConnector
 from ucm.integration.vllm.connector.factory import unmapped, why_off
-from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform, event, nothing, platform_of
+from ucm.integration.vllm.connector.platforms import (
+    PLATFORMS,
+    Platform,
+    event,
+    nothing,
+    platform_of,
+)
 from ucm.reasons import MissReason
 
 
@@ -45,7 +52,9 @@ XPU = SimpleNamespace(device_name="xpu")
         (None, "musa", "musa", "musa"),
     ],
 )
-def test_the_platform_is_the_one_vllm_runs_on(wanted: str | None, name: str, word: str, device: str) -> None:
+def test_the_platform_is_the_one_vllm_runs_on(
+    wanted: str | None, name: str, word: str, device: str
+) -> None:
     found = platform_of(wanted, SimpleNamespace(device_name=name))
     assert isinstance(found, Platform)
     assert (found.word, found.device) == (word, device)
@@ -54,7 +63,12 @@ def test_the_platform_is_the_one_vllm_runs_on(wanted: str | None, name: str, wor
 @pytest.mark.parametrize(
     ("wanted", "running", "named"),
     [
-        ("host", SimpleNamespace(device_name="cuda"), "write cuda or maca"),  # a word does not make a processor of it
+        # a word does not make a processor of it
+        (
+            "host",
+            SimpleNamespace(device_name="cuda"),
+            "write cuda or maca",
+        ),
         ("cuda", CPU, "write host"),
         ("ascend", CPU, "ascend"),
         (None, XPU, "xpu"),
@@ -63,7 +77,9 @@ def test_the_platform_is_the_one_vllm_runs_on(wanted: str | None, name: str, wor
         (None, Unwilling(), "ZeroDivisionError"),
     ],
 )
-def test_anything_else_is_named_and_left_alone(wanted: str | None, running: Any, named: str) -> None:
+def test_anything_else_is_named_and_left_alone(
+    wanted: str | None, running: Any, named: str
+) -> None:
     why = platform_of(wanted, running)
     assert isinstance(why, str)
     assert named in why
@@ -74,7 +90,9 @@ def test_every_platform_is_a_word_of_the_configuration() -> None:
     assert {platform.word for platform in PLATFORMS} == set(WORDS.values())
 
 
-def test_work_is_marked_by_an_event_on_the_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_marked_by_an_event_on_the_stream_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As torch has it for every accelerator: a module of its own, with streams and events."""
     recorded = []
 
@@ -135,12 +153,15 @@ def test_both_halves_are_off_and_the_engine_starts(
         worker = UCMConnector(config, KVConnectorRole.WORKER, workers[0])
     monkeypatch.undo()
     warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    # Variables of the tests themselves are unknown to the configuration, which says so once in a process.
+    # Variables of the tests themselves are unknown to the configuration, which says so once in a
+    # process.
     said = [record.getMessage() for record in warned if record.name != "ucm.config"]
     assert said == [f"the cache is off: {off[1]}"]
     assert half._scheduler is None
     assert worker._worker is None
-    request: Any = SimpleNamespace(request_id="a", num_tokens=100, num_prompt_tokens=100, prompt_token_ids=[1] * 100)
+    request: Any = SimpleNamespace(
+        request_id="a", num_tokens=100, num_prompt_tokens=100, prompt_token_ids=[1] * 100
+    )
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
     stats = half.get_kv_connector_stats()
@@ -155,7 +176,8 @@ def test_both_halves_are_off_and_the_engine_starts(
 @pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.word)
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_sleep_mode_is_for_processors_alone(platform: Platform, sleeps: bool) -> None:
-    """Dumps hold no block, and an engine that falls asleep takes the memory of a device away without a word."""
+    """Dumps hold no block, and an engine that falls asleep takes the memory of a device away
+    without a word."""
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
     assert bool(unmapped(platform, config)) == (sleeps and platform.word != "host")
 

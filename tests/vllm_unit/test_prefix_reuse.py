@@ -1,4 +1,5 @@
-"""Engines whose requests may not continue from stored blocks: which these are, and that ucm stores nothing for them."""
+"""Engines whose requests may not continue from stored blocks: which these are, and that ucm stores
+nothing for them."""
 
 from __future__ import annotations
 
@@ -24,21 +25,26 @@ from ucm.reasons import MissReason
 #: Every place at which vLLM 0.32 sets the flag outside its benchmarks, and the cause that finds it.
 ASSIGNMENTS = Counter(
     {
-        # The default of the option, and a processor (RISC-V) on which chunked prefill is switched off with it.
+        # The default of the option, and a processor (RISC-V) on which chunked prefill is switched
+        # off with it.
         "engine/arg_utils.py: EngineArgs._set_default_chunked_prefill_and_prefix_caching_args": 2,
         # The option itself.
         "engine/arg_utils.py: EngineArgs.create_engine_config": 1,
         "engine/arg_utils.py: EngineArgs": 1,
         "config/cache.py: CacheConfig": 1,
-        # An instance that runs the multimodal encoder alone has no KV group, so no group is supported.
+        # An instance that runs the multimodal encoder alone has no KV group, so no group is
+        # supported.
         "config/vllm.py: VllmConfig.__post_init__": 1,
         # Unlimited-OCR: its KV is of kind RSWASpec, which is not supported.
-        "model_executor/models/config.py: UnlimitedOCRForCausalLMConfig.verify_and_update_config": 1,
+        "model_executor/models/config.py: UnlimitedOCRForCausalLMConfig.verify_and_update_config": (
+            1
+        ),
         # MLA on a CPU without AMX: chunked prefill is switched off with it.
         "platforms/cpu.py: CpuPlatform.check_and_update_config": 1,
         # Layers that attend to later tokens: their specs say so.
         "v1/engine/core.py: EngineCore._initialize_kv_caches": 1,
-        # The batch-invariant mode, in a worker while it builds its layers: by the backend and by the worker's flag.
+        # The batch-invariant mode, in a worker while it builds its layers: by the backend and by
+        # the worker's flag.
         "model_executor/layers/attention/attention.py: Attention.__init__": 1,
         "model_executor/layers/attention/mla_attention.py: MLAAttention.__init__": 1,
     }
@@ -47,7 +53,8 @@ FLAG = "enable_prefix_caching"
 
 
 def assignments(node: ast.AST, place: str = "") -> Iterator[str]:
-    """Where a module sets the flag: as an attribute, a field of a class, or an argument of a call."""
+    """Where a module sets the flag: as an attribute, a field of a class, or an argument of a
+    call."""
     for child in ast.iter_child_nodes(node):
         inner = place
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -80,7 +87,11 @@ def pooling(kind: str) -> dict[str, Any]:
     """Arguments of an embedding engine."""
     from vllm.config import PoolerConfig
 
-    return {"runner": "pooling", "convert": "embed", "pooler_config": PoolerConfig(pooling_type=kind)}
+    return {
+        "runner": "pooling",
+        "convert": "embed",
+        "pooler_config": PoolerConfig(pooling_type=kind),
+    }
 
 
 LATENT = {
@@ -101,7 +112,8 @@ def why(engines: Any, model: Path, **args: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "args", [{}, {"enable_prefix_caching": False}, {"enable_chunked_prefill": False}, pooling("LAST")]
+    "args",
+    [{}, {"enable_prefix_caching": False}, {"enable_chunked_prefill": False}, pooling("LAST")],
 )
 def test_a_users_choice_and_pooling_of_the_last_token_are_served(
     engines: Any, tiny: Path, args: dict[str, Any]
@@ -111,7 +123,9 @@ def test_a_users_choice_and_pooling_of_the_last_token_are_served(
 
 @pytest.mark.parametrize("kind", ["MEAN", "CLS"])
 @pytest.mark.parametrize("forced", [None, True])
-def test_pooling_that_needs_the_whole_prompt(engines: Any, tiny: Path, kind: str, forced: bool | None) -> None:
+def test_pooling_that_needs_the_whole_prompt(
+    engines: Any, tiny: Path, kind: str, forced: bool | None
+) -> None:
     said = why(engines, tiny, enable_prefix_caching=forced, **pooling(kind))
     assert f"pooling {kind}" in said
 
@@ -144,11 +158,17 @@ def test_layers_that_attend_to_later_tokens(engines: Any, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "named"), [("TRITON_MLA", True), ("FLASHINFER", True), ("CPU_ATTN", False), ("FLASH_ATTN", False)]
+    ("backend", "named"),
+    [("TRITON_MLA", True), ("FLASHINFER", True), ("CPU_ATTN", False), ("FLASH_ATTN", False)],
 )
 @pytest.mark.parametrize("invariant", [True, False])
 def test_the_batch_invariant_mode_with_a_backend_that_vllm_names(
-    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, backend: str, named: bool, invariant: bool
+    engines: Any,
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    named: bool,
+    invariant: bool,
 ) -> None:
     from ucm.integration.vllm.connector.identity import packing
 
@@ -187,7 +207,11 @@ def test_the_scheduler_side_says_so_once_and_stores_nothing(
     assert off[0] == MissReason.UNSUPPORTED
     with caplog.at_level(logging.INFO, "ucm"):
         side = UCMConnector(config, KVConnectorRole.SCHEDULER, scheduler)
-    said = [record.getMessage() for record in caplog.records if "the cache is off" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "the cache is off" in record.getMessage()
+    ]
     assert said == [f"the cache is off: {off[1]}"]
     assert side._scheduler is None
     assert not (tmp_path / "root").exists()
@@ -196,7 +220,8 @@ def test_the_scheduler_side_says_so_once_and_stores_nothing(
 def test_a_worker_that_switches_the_flag_off_says_so_to_the_scheduler_side(
     engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it does while it builds its layers, in a process of its own: by the handshake of its first step."""
+    """As it does while it builds its layers, in a process of its own: by the handshake of its first
+    step."""
     import torch
     from vllm.distributed import parallel_state
     from vllm.v1.outputs import KVConnectorOutput
@@ -204,7 +229,11 @@ def test_a_worker_that_switches_the_flag_off_says_so_to_the_scheduler_side(
     from ucm.integration.vllm.connector import factory
 
     keys = {"storage_backends": str(tmp_path / "root"), "identity": {"weights": "declared:tests"}}
-    transfer = {"kv_connector": "UCMConnector", "kv_role": "kv_both", "kv_connector_extra_config": keys}
+    transfer = {
+        "kv_connector": "UCMConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": keys,
+    }
     config, changed = (engines.engine_config(tiny, kv_transfer_config=transfer) for _ in range(2))
     scheduler, workers = engines.kv_configs(config)
     engines.kv_configs(changed)
@@ -215,10 +244,14 @@ def test_a_worker_that_switches_the_flag_off_says_so_to_the_scheduler_side(
     monkeypatch.setattr(factory, "ModelMemory", lambda *_: None)
     side = UCMConnector(config, KVConnectorRole.SCHEDULER, scheduler)
     worker = UCMConnector(changed, KVConnectorRole.WORKER, workers[0])
-    worker.register_kv_caches({name: torch.zeros(4, 2, 32, 64) for name in engines.layer_specs(config)})
+    worker.register_kv_caches(
+        {name: torch.zeros(4, 2, 32, 64) for name in engines.layer_specs(config)}
+    )
     assert side._scheduler is not None
     assert side._scheduler.readiness.phase == "pending"
-    side.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta()))
+    side.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta())
+    )
     assert side._scheduler.readiness.reason == MissReason.UNSUPPORTED
     assert side._scheduler.readiness.phase == "off"
     assert "a worker switched prefix caching off" in side._scheduler.readiness.why_off

@@ -1,5 +1,5 @@
-"""Layers of attention under a method, over vLLM's own CPU kernel: what is kept is attended to, and nothing of vLLM's is
-changed."""
+"""Layers of attention under a method, over vLLM's own CPU kernel: what is kept is attended to, and
+nothing of vLLM's is changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class PlainBase(UcmKVStoreBaseV1):
     def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any) -> Task:
         raise AssertionError
 
-    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+    def dump_data(
+        self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0
+    ) -> Task:
         raise AssertionError
 
     def wait(self, task: Any, timeout: float | None = None, until: Any = "published") -> None:
@@ -102,7 +104,8 @@ def test_rows_that_decode_keep_their_blocks_beside_others(config: Any, kernel: s
 
 
 def test_which_kernel_computes_a_row_does_not_depend_on_its_neighbours(config: Any) -> None:
-    """Rows that choose by ucm's, the same bits as alone; the others by vLLM's, the same bits as without a method."""
+    """Rows that choose by ucm's, the same bits as alone; the others by vLLM's, the same bits as
+    without a method."""
     together = Rig(config, windows(), Rows.of([300, 40, 200, 161], [1, 1, 7, 1])).attend()
     rows = Rows.of([300, 40, 200, 161], [1, 1, 7, 1])
 
@@ -113,7 +116,9 @@ def test_which_kernel_computes_a_row_does_not_depend_on_its_neighbours(config: A
     dense = Rig(config, None, some([1, 2])).attend()
     assert torch.equal(together[1:9], dense)
     for place, token in ((0, 0), (3, 9)):
-        assert torch.equal(together[token : token + 1], Rig(config, windows(), some([place])).attend())
+        assert torch.equal(
+            together[token : token + 1], Rig(config, windows(), some([place])).attend()
+        )
 
 
 def test_a_failure_of_ucms_kernel_leaves_the_layer_to_vllms(
@@ -133,7 +138,11 @@ def test_a_failure_of_ucms_kernel_leaves_the_layer_to_vllms(
 @pytest.mark.parametrize("kernel", ["auto", "vllm"])
 def test_nothing_of_vllms_metadata_is_written_to(config: Any, kernel: str) -> None:
     rig = Rig(config, windows(attention_kernel=kernel), Rows.of([300, 161], [1, 1]))
-    before = {name: value.clone() for name, value in vars(rig.metadata).items() if isinstance(value, Tensor)}
+    before = {
+        name: value.clone()
+        for name, value in vars(rig.metadata).items()
+        if isinstance(value, Tensor)
+    }
     objects = dict(vars(rig.metadata))
     rig.attend()
     for name, value in vars(rig.metadata).items():
@@ -151,13 +160,17 @@ def test_layers_that_keep_as_many_blocks_share_what_is_planned(
     planned: list[Any] = []
     real = ops.cpu_attn_get_scheduler_metadata
     rig = Rig(config, windows(attention_kernel=kernel), Rows.of(lengths, [1, 1]))
-    monkeypatch.setattr(ops, "cpu_attn_get_scheduler_metadata", lambda **kw: planned.append(kw) or real(**kw))
+    monkeypatch.setattr(
+        ops, "cpu_attn_get_scheduler_metadata", lambda **kw: planned.append(kw) or real(**kw)
+    )
     query, keys, values, _ = rig.rows.step()
     assert rig.host is not None
     for _ in range(2):
         rig.host.begin_step(rig.plan(), context_of(rig.layers, rig.metadata))
         for layer in rig.layers.values():
-            layer.impl.forward(layer, query, keys, values, layer.kv_cache, rig.metadata, torch.zeros_like(query))
+            layer.impl.forward(
+                layer, query, keys, values, layer.kv_cache, rig.metadata, torch.zeros_like(query)
+            )
         rig.host.end_step()
     assert len(planned) == 2
 
@@ -178,7 +191,10 @@ def test_a_choice_for_each_kv_head(config: Any, kernel: str) -> None:
     assert sorted(places) == [0, 3]
     assert not torch.equal(selection.kept(0, 0), selection.kept(0, 1))
     for head in range(KV_HEADS):
-        blocks = [selection.kept(places[row], head).tolist() if row in places else None for row in range(4)]
+        blocks = [
+            selection.kept(places[row], head).tolist() if row in places else None
+            for row in range(4)
+        ]
         expected = rows.attended(blocks, slice(head, head + 1))
         assert close(found[:, head], expected)
 
@@ -205,9 +221,16 @@ class Blocked(UcmSparseBase):
         self.finished: list[Any] = []
 
     def attention_begin(
-        self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
-        phase: Any = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        layer_name: Any,
+        forward_context: Any,
+        output: Any = None,
+        phase: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         self.phases.append(phase)
         metadata = forward_context.attn_metadata[layer_name]
         metadata.block_table[0, :2] = metadata.block_table[0, 8:10].clone()
@@ -215,9 +238,15 @@ class Blocked(UcmSparseBase):
         return query, key, value, output
 
     def attention_finished(
-        self, query: Any, key: Any, value: Any, attn_output: Any, layer_name: Any, forward_context: Any,
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_output: Any,
+        layer_name: Any,
+        forward_context: Any,
         phase: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.finished.append((layer_name, attn_output.clone()))
 
 
@@ -262,13 +291,23 @@ def test_changed_query_value_and_output_take_effect(config: Any) -> None:
 
 
 class Negated(Quest):
-    """A subclass of a method of ours that changes keys, in one layer where they lie and in the other one anew."""
+    """A subclass of a method of ours that changes keys, in one layer where they lie and in the
+    other one anew."""
 
     def attention_begin(
-        self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
-        phase: Any = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        q, k, v, out = super().attention_begin(query, key, value, layer_name, forward_context, output, phase, **kwargs)
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        layer_name: Any,
+        forward_context: Any,
+        output: Any = None,
+        phase: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        q, k, v, out = super().attention_begin(
+            query, key, value, layer_name, forward_context, output, phase, **kwargs
+        )
         return (q, k.neg_(), v, out) if layer_name == NAMES[0] else (q, -k, v, out)
 
 
@@ -288,7 +327,10 @@ def test_representations_follow_keys_that_a_hook_has_changed(config: Any) -> Non
     rig = Rig(config, method, rows)
     host = rig.host
     assert host is not None
-    before, slots = torch.cat([keys[:-1] for keys in rows.keys]), torch.cat([rows.slots(row)[:-1] for row in range(2)])
+    before, slots = (
+        torch.cat([keys[:-1] for keys in rows.keys]),
+        torch.cat([rows.slots(row)[:-1] for row in range(2)]),
+    )
     method.store.invalidate(range(rows.blocks))
     write(rig, before, slots)
     query, keys, values, slots = rows.step()
@@ -296,7 +338,9 @@ def test_representations_follow_keys_that_a_hook_has_changed(config: Any) -> Non
     for layer in rig.layers.values():
         given = keys.clone()
         layer.impl.do_kv_cache_update(layer, given, values, layer.kv_cache, slots)
-        layer.impl.forward(layer, query, given, values, layer.kv_cache, rig.metadata, torch.zeros_like(query))
+        layer.impl.forward(
+            layer, query, given, values, layer.kv_cache, rig.metadata, torch.zeros_like(query)
+        )
     host.end_step()
     for each in rows.keys:
         each[-1] *= -1
@@ -335,14 +379,18 @@ def test_measuring_leaves_the_cache_as_it_is(
     settings: dict[str, Any],
     dtype: torch.dtype,
 ) -> None:
-    """Its blocks hold the KV of requests that run. A user's own hook, ranks that wait for each other and a method that
-    chooses for several requests at once are not measured: there it is arithmetic."""
+    """Its blocks hold the KV of requests that run. A user's own hook, ranks that wait for each
+    other and a method that chooses for several requests at once are not measured: there it is
+    arithmetic."""
     rows = Rows.of([1200], [1])
     method = kind(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, **settings))
     rig = Rig(config, method, rows, packing=Packing.of(dtype))
     before = [layer.kv_cache.clone() for layer in rig.layers.values()]
     found = measured(rig)
-    assert all(torch.equal(layer.kv_cache, was) for layer, was in zip(rig.layers.values(), before, strict=True))
+    assert all(
+        torch.equal(layer.kv_cache, was)
+        for layer, was in zip(rig.layers.values(), before, strict=True)
+    )
     if kind is Measured or settings:
         policy = method.policy
         assert found == 4 * (policy.windows + policy.budget(1024 // BLOCK)) * BLOCK
@@ -356,10 +404,13 @@ def measured(rig: Rig) -> int:
     return measure(rig.host, rig.layers, step, **sizes)
 
 
-def test_what_is_measured_is_first_run_as_vllm_ran_it(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel on metadata that nothing else made can end the process. So the system is asked for the tiles of AMX,
-    then the layer is computed with the metadata of vLLM's own step, then with rows of other lengths in a copy of it:
-    their instruction set is the one that vLLM packed the pages for, whichever another builder would choose."""
+def test_what_is_measured_is_first_run_as_vllm_ran_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel on metadata that nothing else made can end the process. So the system is asked for
+    the tiles of AMX, then the layer is computed with the metadata of vLLM's own step, then with
+    rows of other lengths in a copy of it: their instruction set is the one that vLLM packed the
+    pages for, whichever another builder would choose."""
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2))
     rig = Rig(config, method, Rows.of([1200, 300], [1, 2]), packing=Packing.of(torch.bfloat16))
     calls: list[Any] = []
@@ -388,7 +439,9 @@ def test_what_is_measured_is_first_run_as_vllm_ran_it(config: Any, monkeypatch: 
     assert all(type(each) is type(rig.metadata) and each is not rig.metadata for each in made)
     assert {int(each.num_actual_tokens) for each in made} == {1}
     assert set(chosen) == {rig.packing.isa}
-    assert all(vars(rig.metadata)[name] is value for name, value in before.items()), "vLLM's object was changed"
+    assert all(vars(rig.metadata)[name] is value for name, value in before.items()), (
+        "vLLM's object was changed"
+    )
 
 
 def test_tiles_that_the_system_refuses_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,8 +466,11 @@ def measured_layers(config: Any, lag: int) -> tuple[BlockSparse, break_even._Ben
     return method, break_even._Bench(rig.host, method, NAMES[0], layer, rig.metadata, **layers)
 
 
-def test_measuring_counts_what_choosing_takes_beside_the_model(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a lag the first call of a layer waits for its choice; the second one goes on with that, choosing nothing."""
+def test_measuring_counts_what_choosing_takes_beside_the_model(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a lag the first call of a layer waits for its choice; the second one goes on with that,
+    choosing nothing."""
     method, bench = measured_layers(config, lag=1)
     seconds = itertools.cycle([1.0, 5.0, 1.0])
     monkeypatch.setattr(break_even, "_timed", lambda work, device: next(seconds))
@@ -432,7 +488,8 @@ def test_what_else_runs_for_a_while_does_not_say_that_choosing_does_not_pay(
     now, calls = 0.0, itertools.count()
 
     def timed(work: Any, device: Any) -> float:
-        """Dense, then sparse twice; for longer than a few turns take there is no processor for what is sparse."""
+        """Dense, then sparse twice; for longer than a few turns take there is no processor for what
+        is sparse."""
         nonlocal now
         is_dense = next(calls) % 3 == 0
         took = 0.001 if is_dense else 0.002 if now < 0.028 else 0.0001
@@ -449,7 +506,12 @@ class Broken(UcmSparseBase):
     """Raises in every hook."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("attention_begin", "attention_finished", "bind_sparse_metadata", "execute_begin"):
+        if name in (
+            "attention_begin",
+            "attention_finished",
+            "bind_sparse_metadata",
+            "execute_begin",
+        ):
             raise RuntimeError(f"{name} is broken")
         return super().__getattribute__(name)
 
@@ -460,7 +522,9 @@ class Broken(UcmSparseBase):
         return [1, 2]
 
 
-def test_hooks_that_raise_leave_a_layer_dense(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_that_raise_leave_a_layer_dense(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = Rows.of([300, 40], [1, 1])
     dense = Rig(config, None, rows).attend()
     logging.getLogger("ucm").propagate = True
@@ -481,12 +545,21 @@ def test_hooks_that_raise_leave_a_layer_dense(config: Any, caplog: pytest.LogCap
         lambda given: (*given[:3], None),
     ],
 )
-def test_what_a_hook_returns_and_nothing_can_use_leaves_a_layer_dense(config: Any, wrong: Any) -> None:
+def test_what_a_hook_returns_and_nothing_can_use_leaves_a_layer_dense(
+    config: Any, wrong: Any
+) -> None:
     class Wrong(UcmSparseBase):
         def attention_begin(
-            self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
-            phase: Any = None, **kwargs: Any,
-        ) -> Any:  # fmt: skip
+            self,
+            query: Any,
+            key: Any,
+            value: Any,
+            layer_name: Any,
+            forward_context: Any,
+            output: Any = None,
+            phase: Any = None,
+            **kwargs: Any,
+        ) -> Any:
             return wrong((query, key, value, output))
 
     rows = Rows.of([300, 40], [1, 1])
@@ -529,7 +602,9 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
     work.begin_load("r0", IDS[:9], blocks, store)
     for layer in method.store.layers:
         method.store.put(layer, blocks, torch.zeros_like(before[layer]))
-    assert torch.equal(rig.attend(), Rig(config, None, rows).attend()), "blocks without representation are dense"
+    assert torch.equal(rig.attend(), Rig(config, None, rows).attend()), (
+        "blocks without representation are dense"
+    )
     set_active_host(rig.host)
     assert not work.arrived("r0", blocks)
     done: list[str] = []
@@ -541,8 +616,11 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
     assert rounds > 1
     assert all(torch.equal(method.store.get(layer, blocks), before[layer]) for layer in before)
     assert torch.equal(rig.attend(), computed)
-    assert [sorted(ids) for ids, _ in store.stored] == [sorted(IDS[:9])], "what was made from keys is stored once"
-    # Another process, or the same one later: they come from the store, of the blocks that it has them of.
+    assert [sorted(ids) for ids, _ in store.stored] == [sorted(IDS[:9])], (
+        "what was made from keys is stored once"
+    )
+    # Another process, or the same one later: they come from the store, of the blocks that it has
+    # them of.
     for layer in method.store.layers:
         method.store.put(layer, blocks, torch.zeros_like(before[layer]))
     store.kept.pop(IDS[4])
@@ -558,7 +636,9 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
 
 
 @pytest.mark.parametrize("reads_later", [False, True])
-def test_nothing_is_made_of_the_blocks_of_a_load_that_is_given_up(config: Any, reads_later: bool) -> None:
+def test_nothing_is_made_of_the_blocks_of_a_load_that_is_given_up(
+    config: Any, reads_later: bool
+) -> None:
     rows = Rows.of([300, 40], [1, 1])
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
     rig = Rig(config, method, rows)
@@ -595,7 +675,9 @@ def test_what_is_read_after_the_first_step_is_not_read_from_blocks_that_it_gave_
     given = blocks[2:3] if others == "given" else blocks[:0]
     worker.begin_step(SparsePlan(BLOCK, 0, given=given), SimpleNamespace(attn_metadata=None))
     slot = int(blocks[2] if others == "written" else rows.table[1, 0]) * BLOCK + 5
-    metadata = None if others == "unknown" else SimpleNamespace(slot_mapping=torch.tensor([slot, -1]))
+    metadata = (
+        None if others == "unknown" else SimpleNamespace(slot_mapping=torch.tensor([slot, -1]))
+    )
     worker._after_first_steps(rig.host, {NAMES[0]: metadata})
     assert method.store.ready(blocks) == (others == "none")
 
@@ -607,7 +689,8 @@ def test_what_is_loaded_before_vllm_has_computed_a_step_is_read_after_it(
     kept: int | None,
     then: str,
 ) -> None:
-    """How pages are packed is not known before. The load is over, so nothing waits for a step that may not come."""
+    """How pages are packed is not known before. The load is over, so nothing waits for a step that
+    may not come."""
     rows = Rows.of([300, 40], [1, 1])
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
     rig = Rig(config, method, rows)
@@ -637,7 +720,8 @@ def test_what_is_loaded_before_vllm_has_computed_a_step_is_read_after_it(
 
 
 def test_blocks_that_another_connector_fills_have_no_representation(config: Any) -> None:
-    """Theirs is that of what lay there before: they are not selected from, and nothing of it is stored beside them."""
+    """Theirs is that of what lay there before: they are not selected from, and nothing of it is
+    stored beside them."""
     rows = Rows.of([300, 40], [1, 1])
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
     rig = Rig(config, method, rows, spare=4)
@@ -662,7 +746,9 @@ class Beside(PlainBase):
         self.kept: dict[bytes, Any] = {}
         self.stored: list[Any] = []
 
-    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> SidesTask:
+    def load_sides(
+        self, block_ids: Sequence[bytes], name: str, timeout: float | None = None
+    ) -> SidesTask:
         found = np.array([block in self.kept for block in block_ids])
         data = np.zeros((len(block_ids), self.side_sizes[name]), dtype=np.uint8)
         for row, block in enumerate(block_ids):
@@ -679,11 +765,14 @@ class Beside(PlainBase):
 
 @pytest.mark.parametrize("lacks", ["nothing", "one", "all", "the request"])
 def test_blocks_that_are_not_read_need_their_representations(config: Any, lacks: str) -> None:
-    """They cannot be made from keys, so the load has failed without them, and its blocks are loaded whole."""
+    """They cannot be made from keys, so the load has failed without them, and its blocks are loaded
+    whole."""
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
     rig = Rig(config, method, Rows.of([300], [1]), spare=7)
     blocks = rig.rows.table[0, :9].long().numpy()
-    work = Representations(method, {0: torch.zeros(1), 1: torch.zeros(1)}, lambda *_: torch.zeros(0))
+    work = Representations(
+        method, {0: torch.zeros(1), 1: torch.zeros(1)}, lambda *_: torch.zeros(0)
+    )
     store = Beside({} if lacks == "all" else work.sides)
     store.kept = dict(zip(IDS[:9], work._bytes(blocks), strict=True))
     before = {layer: method.store.get(layer, blocks[2:]) for layer in method.store.layers}
@@ -701,7 +790,8 @@ def test_blocks_that_are_not_read_need_their_representations(config: Any, lacks:
 
 
 def test_every_shard_of_a_block_brings_an_equal_share_of_what_is_kept_beside(config: Any) -> None:
-    """Three layers that bring a shard each, of which two have representations: what is kept beside is filled up."""
+    """Three layers that bring a shard each, of which two have representations: what is kept beside
+    is filled up."""
     rows = Rows.of([300], [1])
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
     rig = Rig(config, method, rows)
@@ -710,7 +800,9 @@ def test_every_shard_of_a_block_brings_an_equal_share_of_what_is_kept_beside(con
     before = {layer: method.store.get(layer, blocks) for layer in method.store.layers}
     plain, work = Representations(method, {}, None), Representations(method, {}, None, shards=3)
     assert plain.size % 3 and work.size % 3 == 0
-    assert plain.name != work.name and plain.name == Representations(method, {}, None, shards=2).name
+    assert (
+        plain.name != work.name and plain.name == Representations(method, {}, None, shards=2).name
+    )
     found = (work.beside(blocks, Beside(work.sides)) or {})[work.name]
     assert found.shape == (9, work.size)
     for layer in before:
@@ -735,7 +827,8 @@ def test_blocks_that_cannot_be_encoded_are_reported_all_the_same(config: Any) ->
     assert Representations(method, {}, None).arrived("r1", blocks)
 
 
-# Layers and feed-forward parts ---------------------------------------------------------------------------------------
+# Layers and feed-forward parts
+# ---------------------------------------------------------------------------------------
 
 
 class Decoder(torch.nn.Module):
@@ -746,7 +839,9 @@ class Decoder(torch.nn.Module):
         self.post_attention_layernorm = _Norm()
         self.mlp = torch.nn.Identity()
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Adds up, as a layer does."""
         residual = hidden_states if residual is None else residual + hidden_states
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
@@ -804,7 +899,9 @@ def test_layer_and_feed_forward_hooks(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("ucm").propagate = True
     with caplog.at_level(logging.INFO):
         hooks = EagerHooks(method, eager=True)
-    assert "layer_begin, layer_finished, ffn_begin, ffn_finished of Layered are called" in caplog.text
+    assert (
+        "layer_begin, layer_finished, ffn_begin, ffn_finished of Layered are called" in caplog.text
+    )
     once = (2 + 1 + 100 + 5 + 1000) * 10
     assert float(model(positions, hidden)) == (once + 1 + 100 + 5 + 1000) * 10
     assert method.calls == 2 * ["layer_begin", "ffn_begin", "ffn_finished", "layer_finished"]

@@ -1,8 +1,8 @@
-"""The backends behind vLLM's names: which there are and what they say of themselves, and what they hand to kernels of
-grouped attention.
+"""The backends behind vLLM's names: which there are and what they say of themselves, and what they
+hand to kernels of grouped attention.
 
-FlashAttention and Triton do not run on a CPU: vLLM's implementations of them run here with torch in the place of their
-kernels, so what is proven is what a kernel is given.
+FlashAttention and Triton do not run on a CPU: vLLM's implementations of them run here with torch in
+the place of their kernels, so what is proven is what a kernel is given.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _no_host() -> Iterator[None]:
     set_active_host(None)
 
 
-# Which backend an engine gets ----------------------------------------------------------------------------------------
+# Which backend an engine gets
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_name_leads_to_vllms_class_unless_sparse_attention_is_configured(
@@ -87,9 +88,12 @@ def test_the_entry_imports_only_the_standard_library(tmp_path: Path) -> None:
 import sys
 before = set(sys.modules)
 import {registering.__name__}
-print(sorted(name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names))
+new = set(sys.modules) - before
+print(sorted(name for name in new if name.partition(".")[0] not in sys.stdlib_module_names))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=110
+    )
     assert set(ast.literal_eval(done.stdout)) == {
         "ucm",
         "ucm.errors",
@@ -127,24 +131,37 @@ def test_the_entry_knows_every_word_of_the_configuration() -> None:
     ],
 )
 def test_the_configuration_is_read_only_where_it_may_be_sparse(
-    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], environment: dict[str, str], loaded: bool
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any],
+    environment: dict[str, str],
+    loaded: bool,
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     ours = SimpleNamespace(kv_connector="UCMConnector", kv_connector_extra_config=extra)
     theirs = SimpleNamespace(kv_connector="ExampleConnector", kv_connector_extra_config=extra)
     child = {"kv_connector": "UCMDirectConnector", "kv_connector_extra_config": extra}
-    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [1, child]}}
-    several = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [outer]})
+    outer = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [1, child]},
+    }
+    several = SimpleNamespace(
+        kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [outer]}
+    )
     for transfer, wanted in ((ours, loaded), (several, loaded), (theirs, False), (None, False)):
         assert registering._may_be_sparse(SimpleNamespace(kv_transfer_config=transfer)) is wanted
     assert registering._may_be_sparse(None) is False
 
 
 def test_an_error_of_the_configuration_gives_vllms_class_and_one_warning(
-    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engines: Any,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The connector's constructor is what reports it; no model is built with half of sparse attention before."""
+    """The connector's constructor is what reports it; no model is built with half of sparse
+    attention before."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -161,7 +178,9 @@ def test_an_error_of_the_configuration_gives_vllms_class_and_one_warning(
 def test_another_plugins_override_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends import registry
 
-    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: "theirs.Backend"})
+    monkeypatch.setattr(
+        registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: "theirs.Backend"}
+    )
     registering.register()
     overrides = registry._ATTN_OVERRIDES
     assert overrides[registry.AttentionBackendEnum.CPU_ATTN] == "theirs.Backend"
@@ -197,8 +216,14 @@ def test_one_identity_with_and_without_selection(engines: Any, tiny: Path, tmp_p
     ("change", "said"),
     [
         (lambda c, k: setattr(c, "speculative_config", object()), "speculative decoding"),
-        (lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2), "decode context parallelism"),
-        (lambda c, k: setattr(c.parallel_config, "prefill_context_parallel_size", 2), "prefill context parallelism"),
+        (
+            lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+            "decode context parallelism",
+        ),
+        (
+            lambda c, k: setattr(c.parallel_config, "prefill_context_parallel_size", 2),
+            "prefill context parallelism",
+        ),
         (lambda c, k: k.kv_cache_groups.append(k.kv_cache_groups[0]), "2 KV cache groups"),
     ],
 )
@@ -213,14 +238,19 @@ def test_what_cannot_be_right_is_refused_with_a_sentence(
         refuse_unsupported(config, kv)
 
 
-def test_the_configuration_is_found_inside_a_connector_of_several(engines: Any, tiny: Path, tmp_path: Path) -> None:
+def test_the_configuration_is_found_inside_a_connector_of_several(
+    engines: Any, tiny: Path, tmp_path: Path
+) -> None:
     inner = sparse_engine(engines, tiny, tmp_path, **QUEST).kv_transfer_config
     transfer = SimpleNamespace(
         kv_connector="MultiConnector",
         kv_connector_extra_config={
             "connectors": [
                 {"kv_connector": "Other"},
-                {"kv_connector": "UCMConnector", "kv_connector_extra_config": inner.kv_connector_extra_config},
+                {
+                    "kv_connector": "UCMConnector",
+                    "kv_connector_extra_config": inner.kv_connector_extra_config,
+                },
             ]
         },
     )
@@ -232,9 +262,14 @@ def test_the_configuration_is_found_inside_a_connector_of_several(engines: Any, 
 
 def test_layers_that_weigh_keys_by_their_place_are_left_alone() -> None:
     def layer(**changed: Any) -> Any:
-        impl = SimpleNamespace(alibi_slopes=changed.pop("alibi_slopes", None), attn_type=changed.pop("kind", "decoder"))
+        impl = SimpleNamespace(
+            alibi_slopes=changed.pop("alibi_slopes", None), attn_type=changed.pop("kind", "decoder")
+        )
         return SimpleNamespace(
-            **({"sliding_window": None, "kv_sharing_target_layer_name": None, "impl": impl} | changed)
+            **(
+                {"sliding_window": None, "kv_sharing_target_layer_name": None, "impl": impl}
+                | changed
+            )
         )
 
     layers = {
@@ -248,7 +283,8 @@ def test_layers_that_weigh_keys_by_their_place_are_left_alone() -> None:
     assert list(served_layers(config, [*layers, "unknown"])) == ["a"]
 
 
-# What kernels are handed ---------------------------------------------------------------------------------------------
+# What kernels are handed
+# ---------------------------------------------------------------------------------------------
 
 
 def plan_of(rows: Rows, block: int = BLOCK) -> SparsePlan:
@@ -266,7 +302,9 @@ def write(rows: Rows) -> Tensor:
     pages = torch.zeros(rows.blocks, BLOCK, KV_HEADS, 2 * SIZE)
     for row in range(len(rows.lengths)):
         slots = rows.slots(row)
-        pages.view(-1, KV_HEADS, 2 * SIZE)[slots] = torch.cat([rows.keys[row], rows.values[row]], dim=-1)
+        pages.view(-1, KV_HEADS, 2 * SIZE)[slots] = torch.cat(
+            [rows.keys[row], rows.values[row]], dim=-1
+        )
     return pages.transpose(1, 2)
 
 
@@ -281,7 +319,9 @@ class Kernel:
         pages = torch.cat([given["k"], given["v"]], dim=-1)
         lens, starts, table = given["seqused_k"], given["cu_seqlens_q"], given["block_table"]
         assert int(lens.max()) <= given["max_seqlen_k"]
-        given["out"].copy_(paged(given["q"], pages, starts, table, lens, SIZE, given["softmax_scale"]))
+        given["out"].copy_(
+            paged(given["q"], pages, starts, table, lens, SIZE, given["softmax_scale"])
+        )
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN"])
@@ -294,7 +334,11 @@ def test_grouped_kernels_are_given_the_kept_blocks(
     rows = Rows.of([300, 40, 200, 161], [1, 1, 7, 1])
     kernel = Kernel()
     with set_current_vllm_config(engines.engine_config(tiny)):
-        base = flash_attn.FlashAttentionImpl if name == "FLASH_ATTN" else triton_attn.TritonAttentionImpl
+        base = (
+            flash_attn.FlashAttentionImpl
+            if name == "FLASH_ATTN"
+            else triton_attn.TritonAttentionImpl
+        )
         arguments = (HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
         impl = derive_impl(base, latent=False)(*arguments)
     if name == "FLASH_ATTN":
@@ -337,5 +381,7 @@ def test_grouped_kernels_are_given_the_kept_blocks(
     assert torch.allclose(output, rows.attended([[0, 8, 9], None, None, [0, 4, 5]]), atol=1e-5)
     assert kernel.given["max_seqlen_k"] == 200, "the longest row is a prompt"
     if name == "FLASH_ATTN":
-        assert kernel.given["scheduler_metadata"] is None, "it was computed ahead from other lengths"
+        assert kernel.given["scheduler_metadata"] is None, (
+            "it was computed ahead from other lengths"
+        )
     assert all(value is before[field] for field, value in vars(metadata).items())

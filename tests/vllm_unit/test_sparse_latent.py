@@ -1,7 +1,9 @@
-"""Latent attention behind vLLM's backends: what their kernels are given, and what a user's hooks may change.
+"""Latent attention behind vLLM's backends: what their kernels are given, and what a user's hooks
+may change.
 
-Triton and FlashMLA do not run on a CPU, AMX_MLA not on every one: vLLM's implementations of them run here with torch in
-the place of their kernels. The latent attention of vLLM's CPU backend runs with its own kernel.
+Triton and FlashMLA do not run on a CPU, AMX_MLA not on every one: vLLM's implementations of them
+run here with torch in the place of their kernels. The latent attention of vLLM's CPU backend runs
+with its own kernel.
 """
 
 from __future__ import annotations
@@ -47,11 +49,15 @@ class LatentRows:
     def __init__(self, lengths: list[int]) -> None:
         generator = torch.Generator().manual_seed(1)
         self.lengths = lengths
-        self.keys = [torch.randn(length, RANK + ROPE, generator=generator) / 4 for length in lengths]
+        self.keys = [
+            torch.randn(length, RANK + ROPE, generator=generator) / 4 for length in lengths
+        ]
         self.query = torch.randn(len(lengths), HEADS, RANK + ROPE, generator=generator)
         blocks = [-(-length // LATENT_BLOCK) for length in lengths]
         ids = (1 + torch.randperm(sum(blocks), generator=generator)).int().split(blocks)
-        self.table = torch.stack([torch.nn.functional.pad(row, (0, max(blocks) - len(row))) for row in ids])
+        self.table = torch.stack(
+            [torch.nn.functional.pad(row, (0, max(blocks) - len(row))) for row in ids]
+        )
         self.blocks = sum(blocks) + 1
 
     def slots(self, row: int) -> Tensor:
@@ -64,12 +70,16 @@ class LatentRows:
         outputs = []
         for keys, query, blocks in zip(self.keys, self.query, kept, strict=True):
             if blocks is not None:
-                keys = keys[torch.isin(torch.arange(len(keys)) // LATENT_BLOCK, torch.tensor(blocks))]
+                keys = keys[
+                    torch.isin(torch.arange(len(keys)) // LATENT_BLOCK, torch.tensor(blocks))
+                ]
             outputs.append(torch.softmax(query @ keys.T * scale, dim=-1) @ keys[:, :RANK])
         return torch.stack(outputs)
 
 
-def latent_kernel(query: Tensor, pages: Tensor, table: Tensor, lens: Tensor, scale: float) -> Tensor:
+def latent_kernel(
+    query: Tensor, pages: Tensor, table: Tensor, lens: Tensor, scale: float
+) -> Tensor:
     """Latent attention of one token a row, by torch; ``pages [blocks, b, rank and rope]``."""
     outputs = []
     for row, length in enumerate(lens.tolist()):
@@ -83,9 +93,12 @@ PROMPT = 5  # tokens of a prompt behind the rows of one token, in block 0, which
 
 
 class LatentRig:
-    """vLLM's implementation of a latent backend with torch in the place of its kernels, and a step of these rows."""
+    """vLLM's implementation of a latent backend with torch in the place of its kernels, and a step
+    of these rows."""
 
-    def __init__(self, name: str, rows: LatentRows, prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, name: str, rows: LatentRows, prompt: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from vllm.v1.attention.backends.mla import amx_mla, cpu_mla, flashmla, triton_mla
 
         self.name, self.rows, self.prompt = name, rows, prompt
@@ -111,10 +124,14 @@ class LatentRig:
         self.prompts: list[Any] = []  # what was asked of forward_mha
         self._put_torch_in_place(monkeypatch)
         if name != "CPU_MLA":
-            monkeypatch.setattr(self.base, "do_kv_cache_update", cpu_mla.CPUMLAImpl.do_kv_cache_update)
+            monkeypatch.setattr(
+                self.base, "do_kv_cache_update", cpu_mla.CPUMLAImpl.do_kv_cache_update
+            )
         self.metadata = self._metadata()
         self.cache = torch.zeros(rows.blocks, LATENT_BLOCK, RANK + ROPE)
-        self.layer: Any = SimpleNamespace(layer_name=NAME, impl=self.impl, _k_scale=torch.ones(()), kv_lora_rank=RANK)
+        self.layer: Any = SimpleNamespace(
+            layer_name=NAME, impl=self.impl, _k_scale=torch.ones(()), kv_lora_rank=RANK
+        )
         self.layer.dtype = torch.float32
 
     def _put_torch_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +140,30 @@ class LatentRig:
 
         scale, planned = self.scale, self.planned
 
-        def mha(impl: Any, q: Tensor, latent: Tensor, rope: Tensor, cache: Tensor, metadata: Any, k_scale: Tensor,
-                output: Tensor) -> None:  # fmt: skip
+        def mha(
+            impl: Any,
+            q: Tensor,
+            latent: Tensor,
+            rope: Tensor,
+            cache: Tensor,
+            metadata: Any,
+            k_scale: Tensor,
+            output: Tensor,
+        ) -> None:
             self.prompts.append((q.clone(), latent.clone(), rope.clone(), metadata))
             output.copy_(q.flatten(1)[:, : output.shape[1]])
 
-        def decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, lens: Tensor, *rest: Any,
-                   **named: Any) -> None:  # fmt: skip
+        def decode(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            table: Tensor,
+            lens: Tensor,
+            *rest: Any,
+            **named: Any,
+        ) -> None:
             out.copy_(latent_kernel(q, k[:, :, 0], table, lens, scale))
 
         def amx(q: Tensor, cache: Tensor, _v: Tensor, out: Tensor, *rest: Any) -> None:
@@ -141,11 +175,22 @@ class LatentRig:
             planned.append(lens)
             return SimpleNamespace(lens=lens, heads=heads), None
 
-        def flash(q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor,
-                  tile_scheduler_metadata: Any, **rest: Any) -> Any:  # fmt: skip
+        def flash(
+            q: Tensor,
+            k_cache: Tensor,
+            block_table: Tensor,
+            cache_seqlens: Tensor,
+            tile_scheduler_metadata: Any,
+            **rest: Any,
+        ) -> Any:
             assert torch.equal(tile_scheduler_metadata.lens, cache_seqlens)
             assert tile_scheduler_metadata.heads == HEADS
-            return latent_kernel(q[:, 0], k_cache[:, :, 0], block_table, cache_seqlens, scale)[:, None], None
+            return (
+                latent_kernel(q[:, 0], k_cache[:, :, 0], block_table, cache_seqlens, scale)[
+                    :, None
+                ],
+                None,
+            )
 
         monkeypatch.setattr(self.base, "forward_mha", mha)
         monkeypatch.setattr(triton_mla, "decode_attention_fwd", decode)
@@ -199,7 +244,10 @@ class LatentRig:
         """The host of a method, active, with everything before the step in the cache."""
         host, rows = SparseHost(method, {NAME: self.layer}), self.rows
         set_active_host(host)
-        slots, keys = torch.cat([rows.slots(row) for row in range(len(rows.lengths))]), torch.cat(rows.keys)
+        slots, keys = (
+            torch.cat([rows.slots(row) for row in range(len(rows.lengths))]),
+            torch.cat(rows.keys),
+        )
         host.begin_step(SparsePlan(LATENT_BLOCK, 0), self.context())
         self.write(keys, slots)
         host.end_step()
@@ -233,8 +281,11 @@ class LatentRig:
 
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize("prompt", [0, PROMPT])
-def test_latent_kernels_are_given_the_kept_blocks(name: str, prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the rows of one token, which come first and have metadata of their own; also with a prompt behind."""
+def test_latent_kernels_are_given_the_kept_blocks(
+    name: str, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rows of one token, which come first and have metadata of their own; also with a prompt
+    behind."""
     rows = LatentRows([150, 20, 90])
     rig = LatentRig(name, rows, prompt, monkeypatch)
     host = rig.host(windows(Geometry(LATENT_BLOCK, 1, RANK + ROPE, ROPE), rows.blocks))
@@ -242,7 +293,9 @@ def test_latent_kernels_are_given_the_kept_blocks(name: str, prompt: int, monkey
     before = dict(vars(decode))
     assert host.blocks.store.ready(rows.table[0, :9])  # type: ignore[union-attr]
     read = key_reader(rig.layer, name, rig.cache, LATENT_BLOCK)
-    assert torch.equal(read(rig.cache, rows.table[0, :9].long()).flatten(0, 2), rows.keys[0][: 9 * LATENT_BLOCK])
+    assert torch.equal(
+        read(rig.cache, rows.table[0, :9].long()).flatten(0, 2), rows.keys[0][: 9 * LATENT_BLOCK]
+    )
     assert torch.allclose(rig.decode(), rows.attended([None] * 3, rig.scale), atol=1e-4)
     host.begin_step(rig.plan(), rig.context())
     found = rig.decode()
@@ -254,7 +307,8 @@ def test_latent_kernels_are_given_the_kept_blocks(name: str, prompt: int, monkey
 
 
 class ChangesLatent(UcmSparseBase):
-    """A user's method that changes all that it is handed, some of it in place, and notes what that was."""
+    """A user's method that changes all that it is handed, some of it in place, and notes what that
+    was."""
 
     def __init__(self) -> None:
         super().__init__(None, UcmSparseRole.WORKER)
@@ -263,10 +317,20 @@ class ChangesLatent(UcmSparseBase):
         self.out: dict[str, Tensor] = {}
 
     def attention_begin(
-        self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
-        phase: Any = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        self.given[phase] = [tuple(each.shape) for each in (query, key, value, output)], kwargs["k_hash"]
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        layer_name: Any,
+        forward_context: Any,
+        output: Any = None,
+        phase: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.given[phase] = (
+            [tuple(each.shape) for each in (query, key, value, output)],
+            kwargs["k_hash"],
+        )
         metadata = forward_context.attn_metadata[layer_name]
         if phase == "decode":
             table = metadata.decode.block_table
@@ -280,9 +344,15 @@ class ChangesLatent(UcmSparseBase):
         return 2 * query, 3 * key, value, self.out[phase]
 
     def attention_finished(
-        self, query: Any, key: Any, value: Any, attn_output: Any, layer_name: Any, forward_context: Any,
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_output: Any,
+        layer_name: Any,
+        forward_context: Any,
         phase: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.finished[phase] = query, key, value, attn_output
 
 
@@ -291,7 +361,8 @@ class ChangesLatent(UcmSparseBase):
 def test_a_users_changes_take_effect_with_latent_attention(
     name: str, prompt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Query, keys, values, output and the copy of the metadata, of rows of one token and of prompts."""
+    """Query, keys, values, output and the copy of the metadata, of rows of one token and of
+    prompts."""
     rows = LatentRows([150, 20, 90])
     rig = LatentRig(name, rows, prompt, monkeypatch)
     method = ChangesLatent()
@@ -331,7 +402,10 @@ def test_a_users_changes_take_effect_with_latent_attention(
     rows.query = rows.query * torch.tensor([2.0] * RANK + [-2.0] * ROPE)
     assert torch.allclose(found, rows.attended([[8, 9], None, None], rig.scale), atol=1e-4)
     assert found.data_ptr() == method.out["decode"].data_ptr()
-    assert method.given["decode"] == ([(3, HEADS, RANK + ROPE), (3, RANK), (3, 1, ROPE), (3, HEADS, RANK)], None)
+    assert method.given["decode"] == (
+        [(3, HEADS, RANK + ROPE), (3, RANK), (3, 1, ROPE), (3, HEADS, RANK)],
+        None,
+    )
     query, key, value, attended = method.finished["decode"]
     assert torch.equal(query, rows.query)
     assert torch.equal(key, changed[:3, :RANK])
@@ -340,15 +414,25 @@ def test_a_users_changes_take_effect_with_latent_attention(
 
 
 def test_codes_follow_latent_keys_that_a_hook_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A subclass of a method of ours is handed the codes of a layer, and chooses among what the cache holds."""
+    """A subclass of a method of ours is handed the codes of a layer, and chooses among what the
+    cache holds."""
 
     class Method(GSAOnDevice):
         def attention_begin(
-            self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
-            phase: Any = None, **kwargs: Any,
-        ) -> Any:  # fmt: skip
+            self,
+            query: Any,
+            key: Any,
+            value: Any,
+            layer_name: Any,
+            forward_context: Any,
+            output: Any = None,
+            phase: Any = None,
+            **kwargs: Any,
+        ) -> Any:
             self.codes = kwargs["k_hash"]
-            found = super().attention_begin(query, key, value, layer_name, forward_context, output, phase, **kwargs)
+            found = super().attention_begin(
+                query, key, value, layer_name, forward_context, output, phase, **kwargs
+            )
             return found[0], -key, found[2], found[3]
 
     rows = LatentRows([160, 20, 90])
@@ -363,14 +447,18 @@ def test_codes_follow_latent_keys_that_a_hook_has_changed(monkeypatch: pytest.Mo
     latent, rope = rig.step_keys
     output = torch.zeros(PROMPT, HEADS * 16)
     asked = torch.randn(PROMPT, HEADS, 24)
-    rig.impl.forward_mha(asked, latent[3:], rope[3:], rig.cache, rig.metadata, rig.layer._k_scale, output=output)
+    rig.impl.forward_mha(
+        asked, latent[3:], rope[3:], rig.cache, rig.metadata, rig.layer._k_scale, output=output
+    )
     assert len(rig.prompts) == 1, "a prompt has no blocks to choose from"
     assert torch.equal(rig.prompts[0][1], -keys[3:, :RANK]), "and the hook is used all the same"
     rig.decode()
     host.end_step()
     assert method.codes is not None and method.codes.dtype == torch.uint8
     assert len(method.codes) == rows.blocks
-    expected = method.selector.encode(0, (keys * torch.tensor([-1.0] * RANK + [1.0] * ROPE))[:, None, None])[:, 0]
+    expected = method.selector.encode(
+        0, (keys * torch.tensor([-1.0] * RANK + [1.0] * ROPE))[:, None, None]
+    )[:, 0]
     assert torch.equal(method.codes.flatten(0, 1)[rig.metadata.slot_mapping], expected)
     assert host.blocks is method and method.store.ready(rows.table[0, :10])
 
@@ -382,9 +470,16 @@ def test_what_a_hook_leaves_that_no_latent_kernel_can_read_changes_nothing(
 ) -> None:
     class Wrong(UcmSparseBase):
         def attention_begin(
-            self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
-            phase: Any = None, **kwargs: Any,
-        ) -> Any:  # fmt: skip
+            self,
+            query: Any,
+            key: Any,
+            value: Any,
+            layer_name: Any,
+            forward_context: Any,
+            output: Any = None,
+            phase: Any = None,
+            **kwargs: Any,
+        ) -> Any:
             decode = forward_context.attn_metadata[layer_name].decode
             if how == "table":
                 decode.block_table = decode.block_table[:1]
@@ -415,19 +510,40 @@ def test_prompts_of_latent_attention_are_left_to_vllm_unless_a_method_asks() -> 
     seen: list[Any] = []
 
     class Base:
-        def forward_mha(self, q: Tensor, latent: Tensor, rope: Tensor, cache: Tensor, metadata: Any, scale: Tensor,
-                        output: Tensor) -> None:  # fmt: skip
+        def forward_mha(
+            self,
+            q: Tensor,
+            latent: Tensor,
+            rope: Tensor,
+            cache: Tensor,
+            metadata: Any,
+            scale: Tensor,
+            output: Tensor,
+        ) -> None:
             output.copy_(q * 2)
 
     class Method(Windows):
-        def attention_begin(self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any,
-                            output: Any = None, phase: Any = None, **kwargs: Any) -> Any:  # fmt: skip
-            seen.append((layer_name, phase, forward_context.attn_metadata[layer_name] is not metadata))
+        def attention_begin(
+            self,
+            query: Any,
+            key: Any,
+            value: Any,
+            layer_name: Any,
+            forward_context: Any,
+            output: Any = None,
+            phase: Any = None,
+            **kwargs: Any,
+        ) -> Any:
+            seen.append(
+                (layer_name, phase, forward_context.attn_metadata[layer_name] is not metadata)
+            )
             return query + 1, key, value, output
 
     impl = derive_impl(Base, latent=True)()
     layer: Any = SimpleNamespace(layer_name=NAME, impl=impl)
-    metadata = types.SimpleNamespace(decode=None, query_start_loc=torch.tensor([0, 1]), slot_mapping=torch.zeros(1))
+    metadata = types.SimpleNamespace(
+        decode=None, query_start_loc=torch.tensor([0, 1]), slot_mapping=torch.zeros(1)
+    )
     metadata.num_decode_tokens = 0
     query, cache = torch.ones(1, HEADS, SIZE), torch.zeros(1)
     outputs = []

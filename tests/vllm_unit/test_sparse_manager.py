@@ -1,4 +1,5 @@
-"""vLLM's KV cache manager under sparse attention: which blocks are cached, and what an offloaded request holds."""
+"""vLLM's KV cache manager under sparse attention: which blocks are cached, and what an offloaded
+request holds."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Managed(SparseEngine):
 
 
 def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_path: Path) -> None:
-    """A request of 100 tokens of prompt whose first decode step selects: its output is no prefix for anybody."""
+    """A request of 100 tokens of prompt whose first decode step selects: its output is no prefix
+    for anybody."""
     from ucm.integration.vllm.attention.exactness import ExactTokens
 
     managed = Managed(engines, tiny, tmp_path, **QUEST)
@@ -71,8 +73,11 @@ def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_pat
     assert manager.get_computed_blocks(again)[1] == 128
 
 
-def test_the_manager_keeps_blocks_that_others_hold_too(engines: Any, tiny: Path, tmp_path: Path) -> None:
-    """Two requests with one prompt: neither's blocks leave, which would free none; those of the last one do."""
+def test_the_manager_keeps_blocks_that_others_hold_too(
+    engines: Any, tiny: Path, tmp_path: Path
+) -> None:
+    """Two requests with one prompt: neither's blocks leave, which would free none; those of the
+    last one do."""
     from ucm.integration.vllm.attention.exactness import ExactTokens
     from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 
@@ -103,7 +108,9 @@ def test_the_manager_keeps_blocks_that_others_hold_too(engines: Any, tiny: Path,
     assert free - manager.block_pool.get_num_free_blocks() < 16
 
 
-def test_the_manager_has_no_room_for_a_request_that_is_to_begin_anew(engines: Any, tiny: Path, tmp_path: Path) -> None:
+def test_the_manager_has_no_room_for_a_request_that_is_to_begin_anew(
+    engines: Any, tiny: Path, tmp_path: Path
+) -> None:
     """vLLM preempts it; admitted again, it is given all of its blocks."""
     from ucm.integration.vllm.attention.exactness import ExactTokens
     from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
@@ -138,7 +145,8 @@ def test_the_manager_has_no_room_for_a_request_that_is_to_begin_anew(engines: An
 def test_vllms_scheduler_computes_a_request_anew_that_has_lost_a_block(
     engines: Any, tiny: Path, tmp_path: Path
 ) -> None:
-    """And those admitted after it, whose blocks it finds in its prefix cache; one admitted before goes on."""
+    """And those admitted after it, whose blocks it finds in its prefix cache; one admitted before
+    goes on."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -151,21 +159,30 @@ def test_vllms_scheduler_computes_a_request_anew_that_has_lost_a_block(
     unused: Any = SimpleNamespace(accept_tokens=lambda *_: True, should_advance=lambda _: False)
     scheduler = Scheduler(managed.config, managed.kv_cache, unused, BLOCK, hash_block_size=BLOCK)
     manager = scheduler.kv_cache_manager
-    exact = ExactTokens(method := Quest(managed.config, UcmSparseRole.SCHEDULER, QuestConfig(**OFFLOAD)))
+    exact = ExactTokens(
+        method := Quest(managed.config, UcmSparseRole.SCHEDULER, QuestConfig(**OFFLOAD))
+    )
     planner = OffloadPlanner(method, scheduler.requests, exact, BLOCK, 1000)
     manager.coordinator.single_type_managers[0].offload = planner
     planner.stored = lambda _request: [bytes(16)] * 28
     for number, name in enumerate("abc"):
-        scheduler.add_request(managed.request([(7 * number + at) % 500 for at in range(20 * BLOCK)], name))
+        scheduler.add_request(
+            managed.request([(7 * number + at) % 500 for at in range(20 * BLOCK)], name)
+        )
 
     def step() -> dict[str, int]:
         for request in scheduler.requests.values():
             exact.prefill_tokens(request)
         output = scheduler.schedule()
         names = list(output.num_scheduled_tokens)
-        done = [scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_tokens for name in names]
+        done = [
+            scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_tokens
+            for name in names
+        ]
         places = {name: at for at, name in enumerate(names)}
-        scheduler.update_from_output(output, ModelRunnerOutput(names, places, [[5] if each else [] for each in done]))
+        scheduler.update_from_output(
+            output, ModelRunnerOutput(names, places, [[5] if each else [] for each in done])
+        )
         return dict(output.num_scheduled_tokens)
 
     def away(name: str) -> bool:
@@ -186,7 +203,8 @@ def test_vllms_scheduler_computes_a_request_anew_that_has_lost_a_block(
 def test_the_manager_gives_a_prompt_that_is_not_read_its_windows_and_hot_blocks(
     engines: Any, tiny: Path, tmp_path: Path
 ) -> None:
-    """While its load goes on, when it decodes, and when the load has failed and it is loaded whole."""
+    """While its load goes on, when it decodes, and when the load has failed and it is loaded
+    whole."""
     managed = Managed(engines, tiny, tmp_path, **QUEST)
     manager, single = managed.manager, managed.single
     free = manager.block_pool.get_num_free_blocks()
@@ -203,7 +221,11 @@ def test_the_manager_gives_a_prompt_that_is_not_read_its_windows_and_hot_blocks(
     first = managed.request(list(range(30 * BLOCK + 5)), "a")
     manager.block_pool.get_new_blocks(free - 9)  # there is no room for all of it
     assert manager.allocate_slots(
-        first, 0, num_external_computed_tokens=30 * BLOCK, delay_cache_blocks=True, full_sequence_must_fit=True
+        first,
+        0,
+        num_external_computed_tokens=30 * BLOCK,
+        delay_cache_blocks=True,
+        full_sequence_must_fit=True,
     )
     table = manager.get_blocks("a").blocks[0]
     assert [at for at, block in enumerate(table) if not block.is_null] == [0, 28, 29]
@@ -213,8 +235,16 @@ def test_the_manager_gives_a_prompt_that_is_not_read_its_windows_and_hot_blocks(
     manager.cache_blocks(first, first.num_computed_tokens)
     assert manager.get_computed_blocks(managed.request(list(range(30 * BLOCK + 5)), "b"))[1] == 0
     assert manager.allocate_slots(first, 5)
-    assert len(manager.get_blocks("a").blocks[0]) == 31 and manager.block_pool.get_num_free_blocks() == 0
+    assert (
+        len(manager.get_blocks("a").blocks[0]) == 31
+        and manager.block_pool.get_num_free_blocks() == 0
+    )
     manager.free(first)
     assert manager.block_pool.get_num_free_blocks() == 9
     first.num_computed_tokens = 0
-    assert manager.allocate_slots(first, 0, num_external_computed_tokens=30 * BLOCK, delay_cache_blocks=True) is None
+    assert (
+        manager.allocate_slots(
+            first, 0, num_external_computed_tokens=30 * BLOCK, delay_cache_blocks=True
+        )
+        is None
+    )

@@ -1,5 +1,5 @@
-"""Offload without an engine: layers over vLLM's own CPU kernel whose blocks have left, and which blocks leave. What has
-left is overwritten with NaN, so that reading any of it shows."""
+"""Offload without an engine: layers over vLLM's own CPU kernel whose blocks have left, and which
+blocks leave. What has left is overwritten with NaN, so that reading any of it shows."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class Pages:
         self.waited: list[float] = []
         self.bounds: list[float | None] = []
 
-    def load_layer(self, layer: int, ids: Sequence[bytes], blocks: Any, timeout: float | None = None) -> Any:
+    def load_layer(
+        self, layer: int, ids: Sequence[bytes], blocks: Any, timeout: float | None = None
+    ) -> Any:
         wanted = [int.from_bytes(each, "little") for each in ids]
         self.loaded.append((layer, wanted))
         self.bounds.append(timeout)
@@ -105,7 +107,8 @@ class Pages:
 
 
 class Offloaded(Rig):
-    """A rig of which the first request's middle blocks leave with the first step. Its hot blocks are some of those."""
+    """A rig of which the first request's middle blocks leave with the first step. Its hot blocks
+    are some of those."""
 
     def __init__(self, config: Any, rows: Rows) -> None:
         self.now = 0.0
@@ -131,7 +134,9 @@ class Offloaded(Rig):
             cache[self.gone] = torch.nan
         plan = self.plan()
         keys = b"".join(map(key, LEFT))
-        plan.offloaded = [OffloadChange("r0", INIT, self.gone.numpy(), keys, self.gone[:HOT].tolist())]
+        plan.offloaded = [
+            OffloadChange("r0", INIT, self.gone.numpy(), keys, self.gone[:HOT].tolist())
+        ]
         return plan
 
     def count(self, name: str) -> float:
@@ -163,13 +168,17 @@ def test_the_same_selection_has_the_same_bits(config: Any, rows: Rows) -> None:
     for ours, all_there in zip(found, expected, strict=True):
         assert torch.equal(ours, all_there)
     kept = kept_by(config, rows)
-    assert rig.pages.loaded == [(layer, [block for block in kept[layer] if block in LEFT]) for layer in range(2)]
+    assert rig.pages.loaded == [
+        (layer, [block for block in kept[layer] if block in LEFT]) for layer in range(2)
+    ]
     assert rig.count("blocks_absent") == rig.count("blocks_without_slot") == 0
     rig.attend()
     assert len(rig.pages.loaded) == 2, "what is there is not loaded again"
 
 
-def test_blocks_that_leave_and_are_given_to_another_request_in_one_step(config: Any, rows: Rows) -> None:
+def test_blocks_that_leave_and_are_given_to_another_request_in_one_step(
+    config: Any, rows: Rows
+) -> None:
     """Their representations are put aside before they count as gone."""
     expected = Rig(config, quest(), rows).attend()
     rig = Offloaded(config, rows)
@@ -196,7 +205,9 @@ def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) 
     assert torch.allclose(rig.attend(), rows.attended([kept, None, None]), atol=1e-5)
 
 
-def test_what_was_chosen_most_often_is_wanted_most(config: Any, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_chosen_most_often_is_wanted_most(
+    config: Any, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loaded first, and the last to lose its place."""
     middle = [block for block in kept_by(config, rows)[0] if block in LEFT]
     rig = Offloaded(config, rows)
@@ -209,7 +220,9 @@ def test_what_was_chosen_most_often_is_wanted_most(config: Any, rows: Rows, monk
     assert wanted == [middle[-1], *middle[:-1]]
 
 
-def test_a_block_that_leaves_and_can_never_be_chosen_is_computed_again(config: Any, rows: Rows) -> None:
+def test_a_block_that_leaves_and_can_never_be_chosen_is_computed_again(
+    config: Any, rows: Rows
+) -> None:
     rig = Offloaded(config, rows)
     rig.quest.store.invalidate(rig.gone[3:5].numpy())
     rig.attend(rig.leaves())
@@ -239,7 +252,8 @@ def test_a_lost_block_goes_the_whole_way_to_the_scheduler_half(config: Any, rows
 
 
 def test_a_step_whose_plan_is_lost_reads_nothing_of_what_has_left(config: Any, rows: Rows) -> None:
-    """It fails: where those blocks are is not known, and the block table names blocks of other requests."""
+    """It fails: where those blocks are is not known, and the block table names blocks of other
+    requests."""
     rig = Offloaded(config, rows)
     rig.attend(rig.leaves())
     query, keys, values, _ = rows.step()
@@ -260,12 +274,14 @@ def test_a_store_that_is_closed_leaves_the_windows(config: Any, rows: Rows) -> N
     rig = Offloaded(config, rows)
     rig.offload._store = lambda: None
     found = rig.attend(rig.leaves())
-    assert torch.allclose(found, rows.attended([[0, BLOCKS - 2, BLOCKS - 1], None, None]), atol=1e-5)
+    assert torch.allclose(
+        found, rows.attended([[0, BLOCKS - 2, BLOCKS - 1], None, None]), atol=1e-5
+    )
 
 
 def test_a_step_waits_no_longer_than_its_bound(config: Any, rows: Rows) -> None:
-    """A load that hangs takes what is left of the step's time; a layer that has none left begins no load. What comes
-    later is used later, and until then its slots are given to no other block."""
+    """A load that hangs takes what is left of the step's time; a layer that has none left begins no
+    load. What comes later is used later, and until then its slots are given to no other block."""
     kept = kept_by(config, rows)
     rig = Offloaded(config, rows)
     rig.pages.hangs = True
@@ -276,7 +292,9 @@ def test_a_step_waits_no_longer_than_its_bound(config: Any, rows: Rows) -> None:
     rig.offload._deadline = rig.now  # the step goes on, and its time is over
     query, keys, values, _ = rows.step()
     assert rig.host is not None
-    rig.host.begin_step(rig.plan(), SimpleNamespace(attn_metadata=dict.fromkeys(NAMES, rig.metadata)))
+    rig.host.begin_step(
+        rig.plan(), SimpleNamespace(attn_metadata=dict.fromkeys(NAMES, rig.metadata))
+    )
     rig.now += bound
     layer, output = rig.layers[NAMES[1]], torch.zeros_like(query)
     layer.impl.forward(layer, query, keys, values, layer.kv_cache, rig.metadata, output)
@@ -287,7 +305,9 @@ def test_a_step_waits_no_longer_than_its_bound(config: Any, rows: Rows) -> None:
     assert len(rig.pages.loaded) == 1, "it was loaded by then"
 
 
-def test_a_late_load_is_waited_for_before_its_blocks_are_somebody_elses(config: Any, rows: Rows) -> None:
+def test_a_late_load_is_waited_for_before_its_blocks_are_somebody_elses(
+    config: Any, rows: Rows
+) -> None:
     rig = Offloaded(config, rows)
     rig.pages.hangs = True
     rig.attend(rig.leaves())
@@ -297,11 +317,15 @@ def test_a_late_load_is_waited_for_before_its_blocks_are_somebody_elses(config: 
     rig.offload.begin_step([], ["r0"])
     assert rig.pages.waited[waits:] == [rig.quest.settings.retrieval_ms / 1000]
     assert not rig.offload.has_any(rig.plan().rows)
-    assert len(rig.quest.store.adopt(list(LEFT))) == len(LEFT), "all rows for representations are free again"
+    assert len(rig.quest.store.adopt(list(LEFT))) == len(LEFT), (
+        "all rows for representations are free again"
+    )
 
 
 @pytest.mark.parametrize("keep_all", [False, True])
-def test_without_a_choice_what_is_there_is_attended_to(config: Any, rows: Rows, keep_all: bool) -> None:
+def test_without_a_choice_what_is_there_is_attended_to(
+    config: Any, rows: Rows, keep_all: bool
+) -> None:
     """It failed, or it is late, which elsewhere means that all blocks are kept."""
     kept = kept_by(config, rows)[0]
     rig = Offloaded(config, rows)
@@ -325,7 +349,9 @@ def test_rows_that_cannot_all_be_told_apart(config: Any, rows: Rows) -> None:
     plan = rig.leaves()
     plan.last_blocks[1] = 10_000
     found = rig.attend(plan)
-    assert torch.allclose(found, rows.attended([[0, BLOCKS - 2, BLOCKS - 1], None, None]), atol=1e-5)
+    assert torch.allclose(
+        found, rows.attended([[0, BLOCKS - 2, BLOCKS - 1], None, None]), atol=1e-5
+    )
 
 
 def test_a_store_whose_loads_have_no_bound_is_refused() -> None:
@@ -341,7 +367,8 @@ def test_a_store_whose_loads_have_no_bound_is_refused() -> None:
         LayeredStore(Unbounded({}), layout)  # type: ignore[abstract]
 
 
-# Which blocks leave -------------------------------------------------------------------------------------------------
+# Which blocks leave
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -365,7 +392,8 @@ class Planned:
 
     def __post_init__(self) -> None:
         vllm = SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=BLOCK), model_config=SimpleNamespace(model="m", max_model_len=4096)
+            cache_config=SimpleNamespace(block_size=BLOCK),
+            model_config=SimpleNamespace(model="m", max_model_len=4096),
         )
         settings = QuestConfig(ratio=RATIO, min_tokens=0, offload=True, **self.keys)
         method = Quest(vllm, UcmSparseRole.SCHEDULER, settings)
@@ -431,7 +459,9 @@ def test_a_users_method_that_fails_keeps_its_blocks_and_none_of_them_is_exact() 
         assert not planned.planner.leaving("a", TOKENS - 1, BLOCKS)
 
 
-def test_blocks_that_others_hold_too_leave_only_where_that_frees_more_than_hot_blocks_take() -> None:
+def test_blocks_that_others_hold_too_leave_only_where_that_frees_more_than_hot_blocks_take() -> (
+    None
+):
     planned = Planned()
     request = planned.begins()
     request.num_tokens, request.num_output_tokens = TOKENS, 1
@@ -496,11 +526,14 @@ def test_a_decoding_request_holds_its_bound(lag_blocks: int) -> None:
         assert held_hot >= min(math.ceil(round(RATIO * m, 9)), left), "what is chosen has a place"
     ids = b"".join(change.keys for change in told)
     assert ids == b"".join(map(key, range(INIT, INIT + left)))
-    assert np.concatenate([change.blocks for change in told]).tolist() == list(range(INIT, INIT + left))
+    assert np.concatenate([change.blocks for change in told]).tolist() == list(
+        range(INIT, INIT + left)
+    )
     assert [block for change in told for block in change.hot] == list(range(held_hot))
 
 
-# Prompts that are stored --------------------------------------------------------------------------------------------
+# Prompts that are stored
+# --------------------------------------------------------------------------------------------
 
 
 def test_the_end_of_a_stored_prompt_is_computed_over_chosen_blocks(config: Any) -> None:
@@ -547,7 +580,9 @@ def test_which_prompts_are_selected_from_without_being_read() -> None:
     request = planned.begins(TOKENS)
     assert unread(request) == whole
     assert unread(request, first=stored - 3) == range(0), "nearly all of it is on the device"
-    assert unread(request, stored - LOCAL) == range(0), "what is left to compute is more than the window"
+    assert unread(request, stored - LOCAL) == range(0), (
+        "what is left to compute is more than the window"
+    )
     request.stored = stored - 1
     assert unread(request) == range(0), "a rank lacks one"
     request.stored, request.num_preemptions = stored, 1
@@ -577,7 +612,11 @@ def test_a_request_whose_prompt_is_not_read_is_as_one_whose_blocks_have_left() -
     assert unread == range(INIT, stored + 1 - LOCAL) and not planned.planner.unread("a")
     assert planned.exact(request) == stored * BLOCK, "the end of the prompt is not exact"  # type: ignore[arg-type]
     ((change,), _) = planned.planner.take()
-    assert change.unread == b"".join(map(key, unread)) and len(change.hot) == hot and not len(change.blocks)
+    assert (
+        change.unread == b"".join(map(key, unread))
+        and len(change.hot) == hot
+        and not len(change.blocks)
+    )
     request.num_tokens, request.num_output_tokens = TOKENS + 70, 70
     assert planned.planner.leaving("a", TOKENS + 69, BLOCKS + 2).start == unread.stop
     planned.planner.gave_back("a")
@@ -586,10 +625,13 @@ def test_a_request_whose_prompt_is_not_read_is_as_one_whose_blocks_have_left() -
 
 
 def test_keys_of_what_is_approximate_are_no_other_requests(engines: Any) -> None:
-    """The last block of a prompt that is selected from is stored, and hashed, before it turns out to be approximate."""
+    """The last block of a prompt that is selected from is stored, and hashed, before it turns out
+    to be approximate."""
     del engines
     prompt = list(range(4 * BLOCK))
-    request = SimpleNamespace(num_preemptions=0, lora_request=None, _all_token_ids=prompt, num_tokens=len(prompt))
+    request = SimpleNamespace(
+        num_preemptions=0, lora_request=None, _all_token_ids=prompt, num_tokens=len(prompt)
+    )
     maker = KeyMaker("identity", BLOCK, "sha256", SimpleNamespace(of=lambda *_: None))  # type: ignore[arg-type]
     known, tracker = BlockTracker(), RequestTracker(request)  # type: ignore[arg-type]
     real = maker.first(request)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The scheduler's side of sparse attention without an engine: which tokens count as exact, and since when."""
+"""The scheduler's side of sparse attention without an engine: which tokens count as exact, and
+since when."""
 
 from __future__ import annotations
 
@@ -19,16 +20,21 @@ BLOCK = 32
 
 def scheduler(**keys: Any) -> SparseScheduler:
     vllm = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=BLOCK), model_config=SimpleNamespace(model="m", max_model_len=4096)
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        model_config=SimpleNamespace(model="m", max_model_len=4096),
     )
-    return SparseScheduler(Quest(vllm, UcmSparseRole.SCHEDULER, QuestConfig(ratio=0.3, **keys)), BLOCK)
+    return SparseScheduler(
+        Quest(vllm, UcmSparseRole.SCHEDULER, QuestConfig(ratio=0.3, **keys)), BLOCK
+    )
 
 
 def step(*names: str) -> Any:
     """A step of these requests."""
     cached = SimpleNamespace(req_ids=list(names), num_computed_tokens=[100] * len(names))
     return SimpleNamespace(
-        scheduled_cached_reqs=cached, scheduled_new_reqs=[], num_scheduled_tokens=dict.fromkeys(names, 1)
+        scheduled_cached_reqs=cached,
+        scheduled_new_reqs=[],
+        num_scheduled_tokens=dict.fromkeys(names, 1),
     )
 
 
@@ -37,7 +43,8 @@ class Request:
 
 
 def test_what_is_learnt_while_a_step_is_planned_holds_from_the_next_on() -> None:
-    """vLLM has cached the blocks of the step by then, as exact ones: the workers are to compute them so."""
+    """vLLM has cached the blocks of the step by then, as exact ones: the workers are to compute
+    them so."""
     first = scheduler()
     first.break_even.report([1000])
     remembered = first.break_even.known()
@@ -89,7 +96,9 @@ def test_ranks_that_were_not_asked_to_measure_as_a_plan_failed_are_asked_with_th
     assert sparse.measuring
 
 
-def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Slots(UcmSparseBase):
         def estimate_num_slots_sparsed(self, request: Any) -> int:
             return 3
@@ -103,7 +112,8 @@ def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(caplog: p
 
 
 def test_blocks_that_a_request_is_given_are_told_once() -> None:
-    """When it is admitted, and not again when a load of it has ended: it has filled them by then."""
+    """When it is admitted, and not again when a load of it has ended: it has filled them by
+    then."""
     sparse, request = scheduler(), Request()
     table = [SimpleNamespace(block_id=number, is_null=number == 6) for number in range(3, 9)]
     blocks: Any = SimpleNamespace(blocks=[table])

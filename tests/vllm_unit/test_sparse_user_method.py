@@ -1,6 +1,6 @@
-"""A user's method from the configuration to the end of an engine, between vLLM's own scheduler and vLLM's own glue of a
-worker: every hook of :class:`~ucm.sparse.base.UcmSparseBase` is called, in the order and with what is written there,
-and others get only what the method calls exact."""
+"""A user's method from the configuration to the end of an engine, between vLLM's own scheduler and
+vLLM's own glue of a worker: every hook of :class:`~ucm.sparse.base.UcmSparseBase` is called, in the
+order and with what is written there, and others get only what the method calls exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ from ucm.integration.vllm.connector.connector import UCMConnector
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.worker import sparse as worker_sparse
-from ucm.sparse.base import ALL_TOKENS, INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
+from ucm.sparse.base import (
+    ALL_TOKENS,
+    INVALID_SLOT,
+    UcmSparseBase,
+    UcmSparseMetadata,
+    UcmSparseRole,
+)
 from ucm.sparse.methods import Quest
 from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
 
@@ -39,8 +45,18 @@ HOOKS = tuple(
     if inspect.isfunction(member) and not name.startswith("_") and name != "overrides"
 )
 #: Calls of a worker's side in each layer, and around them.
-LAYER = ("layer_begin", "attention_begin", "attention_finished", "ffn_begin", "ffn_finished", "layer_finished")
-BEGIN, END = ("bind_sparse_metadata", "execute_begin"), ("execute_finished", "clear_sparse_metadata")
+LAYER = (
+    "layer_begin",
+    "attention_begin",
+    "attention_finished",
+    "ffn_begin",
+    "ffn_finished",
+    "layer_finished",
+)
+BEGIN, END = (
+    ("bind_sparse_metadata", "execute_begin"),
+    ("execute_finished", "clear_sparse_metadata"),
+)
 
 
 @dataclass
@@ -60,7 +76,11 @@ class Looking(UcmSparseBase):
         self.calls: list[tuple[str, dict[str, Any], UcmSparseMetadata | None]] = []
 
     def build_sparse_meta(
-        self, scheduler_output: Any, requests: Any, input_batch: Any = None, attn_metadata: Any = None
+        self,
+        scheduler_output: Any,
+        requests: Any,
+        input_batch: Any = None,
+        attn_metadata: Any = None,
     ) -> Planned:
         """The number of the step, and who is alive."""
         return Planned(self.names().count("build_sparse_meta"), list(requests))
@@ -70,7 +90,8 @@ class Looking(UcmSparseBase):
         return ALL_TOKENS
 
     def names(self) -> list[str]:
-        """Hooks in the order of their calls; how often vLLM asks for the exact tokens is vLLM's affair."""
+        """Hooks in the order of their calls; how often vLLM asks for the exact tokens is vLLM's
+        affair."""
         return [name for name, _, _ in self.calls if name != "exact_tokens"]
 
     def given(self, hook: str) -> list[dict[str, Any]]:
@@ -91,12 +112,14 @@ def recorded(kind: type[UcmSparseBase], hook: str) -> Callable[..., Any]:
     return call
 
 
-#: Named in the configuration, as this module is: it has every hook of its own, and none of another one's.
+#: Named in the configuration, as this module is: it has every hook of its own, and none of another
+#: one's.
 Recording = type("Recording", (Looking,), {hook: recorded(Looking, hook) for hook in HOOKS})
 
 
 class Slots(Quest):
-    """A user's method over one of ours, which says by itself how much of a request stays on the device."""
+    """A user's method over one of ours, which says by itself how much of a request stays on the
+    device."""
 
     answer = INVALID_SLOT
 
@@ -111,12 +134,19 @@ class Slots(Quest):
 
 
 class Writing(UcmSparseBase):
-    """A user's method that writes into what attention gave, of which the KV of the next layer is made."""
+    """A user's method that writes into what attention gave, of which the KV of the next layer is
+    made."""
 
     def attention_finished(
-        self, query: Any, key: Any, value: Any, attn_output: Any, layer_name: Any, forward_context: Any,
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_output: Any,
+        layer_name: Any,
+        forward_context: Any,
         phase: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Twice as much."""
         attn_output *= 2
 
@@ -182,7 +212,8 @@ class Unchanged:
         return WeightsReport(generation, True, None, 1)
 
 
-#: A store in the directory of the test, whatever else lies on its disk and however busy the machine is.
+#: A store in the directory of the test, whatever else lies on its disk and however busy the machine
+#: is.
 STORING = {
     "enable_prefix_cache": True,
     "identity": {"weights": "declared:none"},
@@ -193,11 +224,18 @@ STORING = {
 
 
 class Engine(SparseEngine):
-    """Our connector's halves in an engine of vLLM's that runs one request at a time; its model is attention. Without
-    keys of a store nothing is stored, and only what is of sparse attention is there."""
+    """Our connector's halves in an engine of vLLM's that runs one request at a time; its model is
+    attention. Without keys of a store nothing is stored, and only what is of sparse attention is
+    there."""
 
     def __init__(
-        self, engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, **keys: Any
+        self,
+        engines: Any,
+        tiny: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        method: str,
+        **keys: Any,
     ) -> None:
         from vllm.distributed import parallel_state
         from vllm.distributed.kv_transfer import kv_transfer_state
@@ -224,15 +262,21 @@ class Engine(SparseEngine):
             layer.get_attn_backend = lambda: self.backend
         self.config.compilation_config.static_forward_context = dict(self.layers)
         # In the order in which vLLM makes them where both are in one process.
-        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.worker_kv_cache)
+        self.worker = KVConnectorFactory.create_connector(
+            self.config, KVConnectorRole.WORKER, self.worker_kv_cache
+        )
         assert isinstance(self.worker, UCMConnector)
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.worker)
-        self.worker.register_kv_caches({name: layer.kv_cache for name, layer in self.layers.items()})
+        self.worker.register_kv_caches(
+            {name: layer.kv_cache for name, layer in self.layers.items()}
+        )
         self.config.cache_config.num_gpu_blocks = self.kv_cache.num_blocks
         unused: Any = SimpleNamespace(accept_tokens=lambda *_: True, should_advance=lambda _: False)
         self.scheduler = Scheduler(self.config, self.kv_cache, unused, BLOCK, hash_block_size=BLOCK)
         self.connector: UCMConnector = self.scheduler.connector
-        self.model = Model([Decoder(lambda layer=layer: self._attend(layer)) for layer in self.layers.values()])
+        self.model = Model(
+            [Decoder(lambda layer=layer: self._attend(layer)) for layer in self.layers.values()]
+        )
         self.outputs: list[Tensor] = []  # of the attention of each layer, of the last step
 
     @property
@@ -259,7 +303,11 @@ class Engine(SparseEngine):
             metadata = dict.fromkeys(self.layers, self.rig.metadata)
         self.outputs = []
         glue = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(sent)
-        with set_current_vllm_config(self.config), set_forward_context(metadata, self.config), glue as news:
+        with (
+            set_current_vllm_config(self.config),
+            set_forward_context(metadata, self.config),
+            glue as news,
+        ):
             if names:
                 self.model(torch.zeros(sum(self.rig.rows.counts)))
         self.ended(output, news)
@@ -277,14 +325,18 @@ class Engine(SparseEngine):
         from vllm.v1.outputs import ModelRunnerOutput
 
         names = list(output.num_scheduled_tokens)
-        made = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, [[5] for _ in names])
+        made = ModelRunnerOutput(
+            names, {name: at for at, name in enumerate(names)}, [[5] for _ in names]
+        )
         made.kv_connector_output = news
         self.scheduler.update_from_output(output, made)
 
     def _rows(self, name: str, count: int) -> Rows:
         """A request's tokens so far, of which the last ones are computed now."""
         tokens, kept = self.scheduler.requests[name].num_computed_tokens, self.kept
-        table = torch.tensor(self.scheduler.kv_cache_manager.get_block_ids(name)[0], dtype=torch.int32)
+        table = torch.tensor(
+            self.scheduler.kv_cache_manager.get_block_ids(name)[0], dtype=torch.int32
+        )
         queries = torch.randn(count, HEADS, SIZE, generator=torch.Generator().manual_seed(tokens))
         return Rows([kept.keys[0][:tokens]], [kept.values[0][:tokens]], [queries], table[None])
 
@@ -302,7 +354,9 @@ class Engine(SparseEngine):
 
 
 @pytest.fixture
-def start(engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+def start(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
     """Makes an engine with a method of this module, which ends with the test."""
     made: list[Engine] = []
 
@@ -318,8 +372,8 @@ def start(engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_hook_is_called_in_its_order(start: Callable[..., Engine]) -> None:
-    """A prompt, two tokens, the end of the request and of the engine. One hook is asked of methods that keep blocks
-    elsewhere alone: it is the next test's."""
+    """A prompt, two tokens, the end of the request and of the engine. One hook is asked of methods
+    that keep blocks elsewhere alone: it is the next test's."""
     engine = start("Recording")
     scheduler, worker = engine.methods
     assert (scheduler.role, worker.role) == (UcmSparseRole.SCHEDULER, UcmSparseRole.WORKER)
@@ -337,15 +391,25 @@ def test_every_hook_is_called_in_its_order(start: Callable[..., Engine]) -> None
     assert worker.calls == before, "hooks still hang in the model"
     planned = ["build_sparse_meta"]
     begins = ["request_begin", "update_state_after_alloc"]
-    assert scheduler.names() == [*begins, *3 * planned, "request_finished_in_scheduler", *planned, "close"]
+    assert scheduler.names() == [
+        *begins,
+        *3 * planned,
+        "request_finished_in_scheduler",
+        *planned,
+        "close",
+    ]
     step = [*BEGIN, *len(NAMES) * LAYER, *END]
     told = ["register_kv_caches", *3 * step, "request_finished_in_worker", *BEGIN, *END]
     assert worker.names()[: len(told)] == told
     assert set(worker.names()[len(told) :]) == {"close"}
     assert scheduler.given("exact_tokens")
-    assert {name for name, _, _ in scheduler.calls + worker.calls} == {*HOOKS} - {"estimate_num_slots_sparsed"}
+    assert {name for name, _, _ in scheduler.calls + worker.calls} == {*HOOKS} - {
+        "estimate_num_slots_sparsed"
+    }
     # On the scheduler's side.
-    assert [list(given["prompt_token_ids"]) for given in scheduler.given("request_begin")] == [prompt]
+    assert [list(given["prompt_token_ids"]) for given in scheduler.given("request_begin")] == [
+        prompt
+    ]
     (given,) = scheduler.given("update_state_after_alloc")
     assert given["request"] is request
     assert given["num_blocks"] == 3
@@ -369,9 +433,15 @@ def test_hooks_of_a_worker_are_handed_what_they_ask_for(start: Callable[..., Eng
         output = engine.step()
         told = Planned(number, ["a"])
         assert [given["metadata"] for given in worker.given("bind_sparse_metadata")] == [told]
-        assert all(bound == told for name, _, bound in worker.calls if name != "bind_sparse_metadata")
+        assert all(
+            bound == told for name, _, bound in worker.calls if name != "bind_sparse_metadata"
+        )
         (given,) = worker.given("execute_begin")
-        assert given["scheduler_output"].num_scheduled_tokens == output.num_scheduled_tokens == {"a": tokens}
+        assert (
+            given["scheduler_output"].num_scheduled_tokens
+            == output.num_scheduled_tokens
+            == {"a": tokens}
+        )
         assert given["scheduler_output"].total_num_scheduled_tokens == tokens
         query, keys, values, _ = engine.rig.rows.step()
         expected = engine.rig.rows.attended([None])
@@ -379,8 +449,12 @@ def test_hooks_of_a_worker_are_handed_what_they_ask_for(start: Callable[..., Eng
             assert [given["layer_name"] for given in worker.given(hook)] == list(NAMES)
             for given in worker.given(hook):
                 assert given["phase"] == phase
-                assert given["query"].shape == (tokens, HEADS, SIZE) and torch.equal(given["query"], query)
-                assert given["key"].shape == (tokens, KV_HEADS, SIZE) and torch.equal(given["key"], keys)
+                assert given["query"].shape == (tokens, HEADS, SIZE) and torch.equal(
+                    given["query"], query
+                )
+                assert given["key"].shape == (tokens, KV_HEADS, SIZE) and torch.equal(
+                    given["key"], keys
+                )
                 assert torch.equal(given["value"], values)
                 metadata = given["forward_context"].attn_metadata[given["layer_name"]]
                 assert metadata is not engine.rig.metadata
@@ -399,9 +473,12 @@ def test_hooks_of_a_worker_are_handed_what_they_ask_for(start: Callable[..., Eng
 def test_how_much_stays_on_the_device_is_asked_of_a_users_method_with_offload(
     start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, answer: int, leave: int
 ) -> None:
-    """By vLLM's manager, through the planner that our connector gives it, once its prompt is computed."""
+    """By vLLM's manager, through the planner that our connector gives it, once its prompt is
+    computed."""
     monkeypatch.setattr(Slots, "answer", answer)
-    engine = start("Slots", ucm_sparse_config={"Quest": {"ratio": 0.3, "min_tokens": 0, "offload": True}})
+    engine = start(
+        "Slots", ucm_sparse_config={"Quest": {"ratio": 0.3, "min_tokens": 0, "offload": True}}
+    )
     method, _ = engine.methods
     sparse = engine.connector._sparse_scheduler
     assert sparse is not None
@@ -424,10 +501,15 @@ def test_a_method_that_is_no_more_the_one_of_its_process_is_closed_by_its_host()
     assert method.names() == ["close"]
 
 
-@pytest.mark.parametrize(("method", "blocks"), [("Writing", 0), ("WritingAnswers", 2), ("Watching", 4)])
-def test_others_get_what_a_users_method_calls_exact(start: Callable[..., Engine], method: str, blocks: int) -> None:
-    """From the store and from vLLM's prefix cache: of one that has a hook of its own and says nothing, nothing. The
-    request has two full blocks of its prompt, and two more with its answer."""
+@pytest.mark.parametrize(
+    ("method", "blocks"), [("Writing", 0), ("WritingAnswers", 2), ("Watching", 4)]
+)
+def test_others_get_what_a_users_method_calls_exact(
+    start: Callable[..., Engine], method: str, blocks: int
+) -> None:
+    """From the store and from vLLM's prefix cache: of one that has a hook of its own and says
+    nothing, nothing. The request has two full blocks of its prompt, and two more with its
+    answer."""
     engine = start(method, **STORING)
     half = engine.connector._scheduler
     assert half is not None
@@ -437,7 +519,10 @@ def test_others_get_what_a_users_method_calls_exact(start: Callable[..., Engine]
     engine.scheduler.add_request(request)
     engine.step_until(lambda: not engine.scheduler.requests, "the request has ended")
     assert (request.num_tokens - 1) // BLOCK == 4
-    engine.step_until(lambda: not (half.has_pending_push_work or half.dumps.under_way), "what is offered is stored")
+    engine.step_until(
+        lambda: not (half.has_pending_push_work or half.dumps.under_way),
+        "what is offered is stored",
+    )
     assert half.stats()["published_blocks"] == blocks
     again = engine.request([*request.all_token_ids, 1, 2, 3], "b")
     assert engine.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == blocks * BLOCK
@@ -465,8 +550,9 @@ def test_nothing_is_tried_out_or_measured_before_vllm_has_computed_a_step(
     start: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its kernels end the process where they cannot run: those of a processor whose tiles nothing has asked for, or of
-    an instruction set that a page is not packed for. An idle engine is not kept stepping for it either."""
+    """Its kernels end the process where they cannot run: those of a processor whose tiles nothing
+    has asked for, or of an instruction set that a page is not packed for. An idle engine is not
+    kept stepping for it either."""
     calls = watched(monkeypatch, lambda *_, **__: 700)
     engine = start("Slots", ucm_sparse_config={"Quest": {"ratio": 0.3}})
     sparse = engine.connector._sparse_scheduler

@@ -1,4 +1,5 @@
-"""Versions of vLLM: which are served, what is said of others, and calls whose form differs between them."""
+"""Versions of vLLM: which are served, what is said of others, and calls whose form differs between
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from ucm.reasons import MissReason
 
 SERVED = ["0.30.0", "0.30.2rc1", "0.31.0", "0.32.0", "0.32.0+cpu", "0.33.0", "0.33.1.dev7+g0a1b2c3"]
 OLD = ["0.9.2", "0.26.0", "0.28.1", "0.29.0rc2"]
-UNTESTED = ["0.34.0", "0.100.0", "1.0.0", "dev", "0.1.dev1+g0a1b2c3", "0.1.dev11+gabc.d20261127", "0.0.0"]
+UNTESTED = [
+    "0.34.0",
+    "0.100.0",
+    "1.0.0",
+    "dev",
+    "0.1.dev1+g0a1b2c3",
+    "0.1.dev11+gabc.d20261127",
+    "0.0.0",
+]
 
 
 def test_the_installed_version_is_served() -> None:
@@ -75,7 +84,9 @@ def test_below_the_table_the_cache_is_off_with_one_sentence(
     scheduler, worker = connectors(engines, config)
     monkeypatch.setattr(logging.getLogger("ucm"), "propagate", True)
     said = [record.getMessage() for record in caplog.records if "0.28.0" in record.getMessage()]
-    assert said == ["the cache is off: ucm serves vLLM 0.30 to 0.33, and this is vLLM 0.28.0: update vLLM"]
+    assert said == [
+        "the cache is off: ucm serves vLLM 0.30 to 0.33, and this is vLLM 0.28.0: update vLLM"
+    ]
     assert scheduler._off == MissReason.UNSUPPORTED
     # vLLM 0.28 has neither field that later versions have; no call looks at one.
     request: Any = SimpleNamespace(request_id="r", num_tokens=64, num_prompt_tokens=64)
@@ -94,7 +105,11 @@ def test_below_the_table_the_cache_is_off_with_one_sentence(
 
 
 def test_above_the_table_there_is_one_warning(
-    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engines: Any,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     import vllm
 
@@ -106,7 +121,9 @@ def test_above_the_table_there_is_one_warning(
     assert "0.30 to 0.33" in said[0]
 
 
-def test_the_block_size_is_asked_for_in_the_form_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_is_asked_for_in_the_form_of_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM 0.30 and 0.31 take two arguments, later ones the specs too."""
     from vllm.v1.worker import utils
 
@@ -136,7 +153,9 @@ def test_a_manager_of_an_older_version_takes_its_own_arguments(
     def older(self: Any, request_id: str, local: int, external: int) -> None:
         seen.append((request_id, local, external))
 
-    def newer(self: Any, request_id: str, local: int, external: int, record_for_zeroing: bool = True) -> None:
+    def newer(
+        self: Any, request_id: str, local: int, external: int, record_for_zeroing: bool = True
+    ) -> None:
         seen.append((request_id, local, external, record_for_zeroing))
 
     manager = object.__new__(SparseManager)
@@ -157,7 +176,11 @@ def test_only_one_room_mentions_versions_of_vllm() -> None:
 
     package = Path(ucm.__file__).parent
     names = re.compile(r"\bv?LLM 0\.\d|vllm\.__version__|version\(.vllm.\)", re.IGNORECASE)
-    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if names.search(path.read_text())}
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if names.search(path.read_text())
+    }
     assert found == {
         "integration/vllm/compat/block_size.py",
         "integration/vllm/compat/versions.py",

@@ -1,4 +1,5 @@
-"""The digest of the weights: what it sees, what it ignores, and when it says that it does not know."""
+"""The digest of the weights: what it sees, what it ignores, and when it says that it does not
+know."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.connector import root_file
 from ucm.integration.vllm.connector.identity import file_digest, weights
 from ucm.integration.vllm.connector.identity.file_digest import MEMORY_NAME, hash_file
-from ucm.integration.vllm.connector.identity.weight_files import WeightSource, find_weight_files, weight_source
+from ucm.integration.vllm.connector.identity.weight_files import (
+    WeightSource,
+    find_weight_files,
+    weight_source,
+)
 from ucm.integration.vllm.connector.identity.weights import WeightsDigest, WeightsState
 from ucm.integration.vllm.connector.root_file import ROOT_MARKER
 
@@ -33,7 +38,9 @@ Clock = Callable[[], int]
 LONG = 60.0
 
 
-def digest_of(model: Path, mode: str = "full", root: Path | None = None, **args: Any) -> WeightsDigest:
+def digest_of(
+    model: Path, mode: str = "full", root: Path | None = None, **args: Any
+) -> WeightsDigest:
     """A finished digest of a model that an engine is about to load now."""
     args.setdefault("since_ns", 1 << 62)
     digest = WeightsDigest(WeightSource(str(model)), mode, str(root) if root else None, **args)
@@ -91,7 +98,10 @@ def test_without_a_root_digests_are_remembered_in_the_state_directory(
 ) -> None:
     monkeypatch.setenv("UCM_STATE_DIR", str(tmp_path / "deep" / "state"))
     model = engines.make_model(tmp_path / "m")
-    where, later = Path(str(root_file.state_directory())), {"now_ns": lambda: time.time_ns() + 10**11}
+    where, later = (
+        Path(str(root_file.state_directory())),
+        {"now_ns": lambda: time.time_ns() + 10**11},
+    )
     first = text_of(model, root=where, **later)
     assert hashed
     hashed.clear()
@@ -137,7 +147,13 @@ def test_names_of_the_files_count(engines: Any, tmp_path: Path, mode: str) -> No
 def test_other_files_do_not_count(engines: Any, tmp_path: Path) -> None:
     model = engines.make_model(tmp_path / "m")
     before = text_of(model)
-    for name in ("README.md", "tokenizer.json", "pytorch_model.bin", "code.py", "training_args.bin"):
+    for name in (
+        "README.md",
+        "tokenizer.json",
+        "pytorch_model.bin",
+        "code.py",
+        "training_args.bin",
+    ):
         (model / name).write_bytes(b"x")
     assert text_of(model) == before
 
@@ -197,7 +213,9 @@ def test_a_hub_name_without_a_local_copy_is_off(tmp_path: Path) -> None:
     assert "nobody/nothing" in state.reason
 
 
-def test_unreadable_weights_are_off(engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_weights_are_off(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
@@ -217,19 +235,26 @@ def test_files_written_after_the_engine_started_are_unknown(engines: Any, tmp_pa
 
 
 def test_the_start_of_the_engine_is_that_of_its_process(tmp_path: Path) -> None:
-    code = "from ucm.integration.vllm.connector.identity.weights import engine_start_ns as start; print(start())"
+    code = (
+        "from ucm.integration.vllm.connector.identity.weights import engine_start_ns as start;"
+        " print(start())"
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     marks = []
     for name in ("before", "after"):
         (tmp_path / name).write_bytes(b"")
         marks.append((tmp_path / name).stat().st_ctime_ns)
         if name == "before":
-            done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True, timeout=280)
+            done = subprocess.run(
+                [sys.executable, "-c", code], env=env, capture_output=True, check=True, timeout=280
+            )
     slack = 30_000_000  # the kernel counts a process's start in ticks of 10 ms
     assert marks[0] - slack <= int(done.stdout.split()[-1]) <= marks[1]
 
 
-def test_a_change_while_the_engine_runs_makes_them_unknown_for_good(engines: Any, tmp_path: Path) -> None:
+def test_a_change_while_the_engine_runs_makes_them_unknown_for_good(
+    engines: Any, tmp_path: Path
+) -> None:
     model = engines.make_model(tmp_path / "m")
     digest = digest_of(model)
     assert digest.recheck(LONG).kind == "known"
@@ -237,7 +262,8 @@ def test_a_change_while_the_engine_runs_makes_them_unknown_for_good(engines: Any
     content = file.read_bytes()
     replacement = tmp_path / "new"
     replacement.write_bytes(content)
-    replacement.rename(file)  # same bytes, but nobody can know what another process loaded in between
+    # same bytes, but nobody can know what another process loaded in between
+    replacement.rename(file)
     state = digest.recheck(LONG)
     assert state.kind == "unknown"
     assert file.name in state.reason
@@ -296,7 +322,9 @@ def test_no_thread_that_takes_the_interpreter_has_a_lower_priority(
     assert set(seen) == {usual}
 
 
-def test_pending_until_the_hash_is_done(engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_until_the_hash_is_done(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = threading.Event()
 
     def slow(path: str, *args: Any) -> Any:
@@ -326,7 +354,8 @@ def test_a_digest_is_remembered_while_nothing_touches_the_file(
     file = model / "model-00001-of-00002.safetensors"
     stat = file.stat()
     file.write_bytes(bytes(stat.st_size))
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # size and mtime as before; ctime and content are not
+    # size and mtime as before; ctime and content are not
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert text_of(model, root=root, now_ns=far_future) != before
     assert hashed[2:] == [file.name]
 
@@ -367,7 +396,9 @@ def test_a_damaged_memory_costs_a_hash_and_nothing_else(
     stamp = json.dumps([stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
     (root / MEMORY_NAME).write_text(memory.replace("PATH", str(file)).replace("STAMP", stamp))
     assert text_of(model, root=root, now_ns=far_future) == text_of(model)
-    assert set(json.loads((root / MEMORY_NAME).read_text())["files"]) == {str(f) for f in model.glob("*.safetensors")}
+    assert set(json.loads((root / MEMORY_NAME).read_text())["files"]) == {
+        str(f) for f in model.glob("*.safetensors")
+    }
 
 
 def test_nothing_is_written_below_a_root_without_a_marker_until_it_has_one(
@@ -414,11 +445,14 @@ def hub_copy(engines: Any, cache: Path, repo: str = "org/tiny") -> Path:
     return snapshot
 
 
-def test_the_name_of_a_hub_blob_is_believed(engines: Any, tmp_path: Path, hashed: list[str]) -> None:
+def test_the_name_of_a_hub_blob_is_believed(
+    engines: Any, tmp_path: Path, hashed: list[str]
+) -> None:
     snapshot = hub_copy(engines, tmp_path)
     source = WeightSource("org/tiny", download_dir=str(tmp_path))
     assert {os.path.dirname(file.path) for file in find_weight_files(source)} == {str(snapshot)}
-    # Downloaded by this very process: content-addressed files cannot be anything else than what was loaded.
+    # Downloaded by this very process: content-addressed files cannot be anything else than what was
+    # loaded.
     state = WeightsDigest(source, since_ns=0).wait(LONG)
     assert state.kind == "known"
     assert hashed == []
@@ -443,13 +477,20 @@ def test_files_are_found_as_vllm_finds_them(tmp_path: Path) -> None:
     assert names(WeightSource(str(tmp_path))) == ["b.bin"]
     for name in ("model-1.safetensors", "model-2.safetensors", "spare.safetensors"):
         (tmp_path / name).write_bytes(b"")
-    assert names(WeightSource(str(tmp_path))) == ["model-1.safetensors", "model-2.safetensors", "spare.safetensors"]
+    assert names(WeightSource(str(tmp_path))) == [
+        "model-1.safetensors",
+        "model-2.safetensors",
+        "spare.safetensors",
+    ]
     index = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert names(WeightSource(str(tmp_path))) == ["model-1.safetensors", "model-2.safetensors"]
     (tmp_path / "consolidated.safetensors").write_bytes(b"")
     assert names(WeightSource(str(tmp_path))) == ["consolidated.safetensors"]
-    assert names(WeightSource(str(tmp_path), "safetensors")) == ["model-1.safetensors", "model-2.safetensors"]
+    assert names(WeightSource(str(tmp_path), "safetensors")) == [
+        "model-1.safetensors",
+        "model-2.safetensors",
+    ]
     assert names(WeightSource(str(tmp_path), "pt")) == ["a.pt"]
     assert names(WeightSource(str(tmp_path / "b.bin"))) == ["b.bin"]
 
@@ -463,12 +504,21 @@ def test_further_directories_and_second_models_are_read_too(tmp_path: Path) -> N
         subdirectories=("whisper-*",),
         second_models=(("text_model_id", str(tmp_path / "text")),),
     )
-    assert names(source) == ["a.safetensors", "text_model_id/c.safetensors", "whisper-large-v3/b.safetensors"]
+    assert names(source) == [
+        "a.safetensors",
+        "text_model_id/c.safetensors",
+        "whisper-large-v3/b.safetensors",
+    ]
 
 
 def test_the_source_comes_from_the_engines_configuration(engines: Any, tiny: Path) -> None:
     source = weight_source(engines.engine_config(tiny))
-    assert (source.model, source.load_format, source.with_code, source.unknowable) == (str(tiny), "auto", False, "")
+    assert (source.model, source.load_format, source.with_code, source.unknowable) == (
+        str(tiny),
+        "auto",
+        False,
+        "",
+    )
     second = weight_source(engines.engine_config(tiny, hf_overrides={"text_model_id": "org/text"}))
     assert second.second_models == (("text_model_id", "org/text"),)
 
@@ -487,7 +537,9 @@ def test_the_files_of_a_drafting_model_count(engines: Any, tiny: Path, tmp_path:
         (tmp_path / "b", "eagle"),
     ):
         draft = engines.engine_config(path).model_config
-        config.speculative_config = SimpleNamespace(draft_model_config=draft, method=method, draft_load_config=None)
+        config.speculative_config = SimpleNamespace(
+            draft_model_config=draft, method=method, draft_load_config=None
+        )
         sources.append(weight_source(config))
     assert [source.draft is None for source in sources] == [True, True, False, False]
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -495,7 +547,9 @@ def test_the_files_of_a_drafting_model_count(engines: Any, tiny: Path, tmp_path:
     texts = {WeightsDigest(source, since_ns=1 << 62).wait(60).text for source in sources[2:]}
     assert len(texts) == 2
     assert all(texts)
-    config.speculative_config.draft_load_config = SimpleNamespace(load_format="dummy", download_dir=None)
+    config.speculative_config.draft_load_config = SimpleNamespace(
+        load_format="dummy", download_dir=None
+    )
     assert "dummy" in weight_source(config).unknowable
 
 
@@ -511,7 +565,10 @@ def test_made_up_weights_are_off_unless_declared(engines: Any, tiny: Path) -> No
     ("change", "words"),
     [
         (lambda config: setattr(config.load_config, "load_format", "tensorizer"), "tensorizer"),
-        (lambda config: setattr(config.model_config, "model_weights", "s3://bucket/model"), "s3://bucket/model"),
+        (
+            lambda config: setattr(config.model_config, "model_weights", "s3://bucket/model"),
+            "s3://bucket/model",
+        ),
     ],
 )
 def test_weights_that_are_in_no_file_are_off(
@@ -529,7 +586,9 @@ def test_the_whole_identity_follows_the_weights(engines: Any, tmp_path: Path) ->
 
     model = engines.make_model(tmp_path / "m")
     copied = shutil.copytree(model, tmp_path / "n")
-    digests = [identity_digest(engines.identity_of(path, text_of(path))) for path in (model, copied)]
+    digests = [
+        identity_digest(engines.identity_of(path, text_of(path))) for path in (model, copied)
+    ]
     engines.make_model(model, content=b"retrain" * 100)
     digests.append(identity_digest(engines.identity_of(model, text_of(model))))
     assert digests[0] == digests[1] != digests[2]

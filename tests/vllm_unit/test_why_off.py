@@ -17,15 +17,22 @@ def off(
     """Why an engine for the tiny model with this configuration is not served."""
     config = engines.engine_config(tiny)
     scheduler, _ = engines.kv_configs(config)
-    return why_off(parse({"storage_backends": "/nowhere", **settings}, environ or {}), config, scheduler)
+    return why_off(
+        parse({"storage_backends": "/nowhere", **settings}, environ or {}), config, scheduler
+    )
 
 
-def test_a_switch_is_named_with_the_place_that_it_stands_in(engines: Any, tiny: Path, tmp_path: Path) -> None:
+def test_a_switch_is_named_with_the_place_that_it_stands_in(
+    engines: Any, tiny: Path, tmp_path: Path
+) -> None:
     assert off(engines, tiny, {}) is None
     for key in ("enabled", "enable_prefix_cache"):
         assert off(engines, tiny, {key: False}) == (
             MissReason.DISABLED,
-            f'"{key}" is false in kv_connector_extra_config; write true or leave it out to use the cache',
+            (
+                f'"{key}" is false in kv_connector_extra_config; write true or leave it out to use'
+                " the cache"
+            ),
         )
     file = tmp_path / "ucm.yaml"
     file.write_text("enabled: false\n")
@@ -66,17 +73,20 @@ def served(engines: Any, tiny: Path, specs: Any, **args: Any) -> str:
     return "" if found is None else found[1]
 
 
-def test_windows_beside_full_attention_name_the_option_and_are_served_with_it(engines: Any, tiny: Path) -> None:
+def test_windows_beside_full_attention_name_the_option_and_are_served_with_it(
+    engines: Any, tiny: Path
+) -> None:
     """As Gemma 3 has them."""
 
     def mixed(config: Any) -> dict[str, Any]:
         return windowed(engines, config, 1)
 
-    assert served(engines, tiny, mixed) == (
-        "a model with 2 KV cache groups (FullAttentionSpec, SlidingWindowSpec) is not supported yet: "
-        "nothing is claimed or stored; start vLLM with --disable-hybrid-kv-cache-manager, which keeps "
-        "the KV of layers with windows whole, in one group with the others, so that it can be stored "
-        "(it takes more memory of the device)"
+    assert (
+        served(engines, tiny, mixed)
+        == "a model with 2 KV cache groups (FullAttentionSpec, SlidingWindowSpec) is not supported"
+        " yet: nothing is claimed or stored; start vLLM with --disable-hybrid-kv-cache-manager,"
+        " which keeps the KV of layers with windows whole, in one group with the others, so that"
+        " it can be stored (it takes more memory of the device)"
     )
     assert served(engines, tiny, mixed, disable_hybrid_kv_cache_manager=True) == ""
 
@@ -97,11 +107,15 @@ def test_windows_alone_and_other_state_are_not_sent_after_an_option_that_does_no
     scheduler, _ = engines.kv_configs(config)
     group = scheduler.kv_cache_groups[0]
     other = type("MambaSpec", (type(group.kv_cache_spec),), {})
-    fields = {f.name: getattr(group.kv_cache_spec, f.name) for f in dataclasses.fields(group.kv_cache_spec)}
+    fields = {
+        f.name: getattr(group.kv_cache_spec, f.name)
+        for f in dataclasses.fields(group.kv_cache_spec)
+    }
     scheduler.kv_cache_groups.append(dataclasses.replace(group, kv_cache_spec=other(**fields)))
     found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
     assert found is not None
-    assert found[1] == (
-        "a model with 2 KV cache groups (FullAttentionSpec, MambaSpec) is not supported yet: nothing is "
-        "claimed or stored"
+    assert (
+        found[1]
+        == "a model with 2 KV cache groups (FullAttentionSpec, MambaSpec) is not supported yet:"
+        " nothing is claimed or stored"
     )

@@ -1,10 +1,12 @@
-"""vLLM's own scheduler and both sides of the connector around a model of arithmetic, without an engine.
+"""vLLM's own scheduler and both sides of the connector around a model of arithmetic, without an
+engine.
 
-The KV of a token is a number made of its token id and of the KV of the token before it, which is read
-from the cache; an output token is made of the KV of all tokens of its request. So a block with foreign
-bytes changes every token after it. The store of these tests copies at the latest moment that it may: a
-load when it is found finished, a dump when it is found staged. So a load that is reported too early
-writes into blocks of other requests, and a dump that is forgotten stores bytes of others.
+The KV of a token is a number made of its token id and of the KV of the token before it, which is
+read from the cache; an output token is made of the KV of all tokens of its request. So a block with
+foreign bytes changes every token after it. The store of these tests copies at the latest moment
+that it may: a load when it is found finished, a dump when it is found staged. So a load that is
+reported too early writes into blocks of other requests, and a dump that is forgotten stores bytes
+of others.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class LateStore(UcmKVStoreBaseV1):
     def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> _Task:
         return _Task(list(zip(block_ids, addrs.tolist(), strict=True)), LOAD_POLLS)
 
-    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> _Task:
+    def dump_data(
+        self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0
+    ) -> _Task:
         task = _Task(list(zip(block_ids, addrs.tolist(), strict=True)), STAGE_POLLS)
         task.handle = "dump"
         return task
@@ -66,10 +70,14 @@ class LateStore(UcmKVStoreBaseV1):
         task.left, rows, task.rows = 0, task.rows, []
         for block, addresses in rows:
             size = (
-                self.config["tensor_size_list"][0] if "tensor_size_list" in self.config else self.config["tensor_size"]
+                self.config["tensor_size_list"][0]
+                if "tensor_size_list" in self.config
+                else self.config["tensor_size"]
             )
             if task.handle == "dump":
-                self.blocks[block] = b"".join(ctypes.string_at(address, size) for address in addresses)
+                self.blocks[block] = b"".join(
+                    ctypes.string_at(address, size) for address in addresses
+                )
             elif block in self.blocks:
                 for at, address in enumerate(addresses):
                     ctypes.memmove(address, self.blocks[block][at * size : (at + 1) * size], size)
@@ -110,7 +118,9 @@ class ToyEngine:
         from ucm.integration.vllm.connector import UCMConnector
 
         for name in ("get_pp_group", "get_tp_group"):
-            patch.setattr(parallel_state, name, lambda: SimpleNamespace(rank_in_group=0, world_size=1))
+            patch.setattr(
+                parallel_state, name, lambda: SimpleNamespace(rank_in_group=0, world_size=1)
+            )
         entry = {
             "ucm_connector_name": "LateStore",
             "ucm_connector_module_path": __name__,
@@ -146,7 +156,9 @@ class ToyEngine:
             self.worker = UCMConnector(self.config, KVConnectorRole.WORKER, worker_kv_cache)
         self.connector: Any = self.scheduler.connector
         names = worker_kv_cache.kv_cache_groups[0].layer_names
-        self.caches = {name: torch.zeros(kv_cache.num_blocks, HEADS, BLOCK, ELEMENTS) for name in names}
+        self.caches = {
+            name: torch.zeros(kv_cache.num_blocks, HEADS, BLOCK, ELEMENTS) for name in names
+        }
         self.worker.register_kv_caches(self.caches)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
@@ -199,7 +211,9 @@ class ToyEngine:
         worker, context = self.worker, SimpleNamespace(attn_metadata=None)
         worker.bind_connector_metadata(output.kv_connector_metadata)
         worker.start_load_kv(context)
-        sampled = {name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()}
+        sampled = {
+            name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()
+        }
         worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
         self.reported += sorted(results.finished_recving)
@@ -224,13 +238,22 @@ class ToyEngine:
         return int(output.total_num_scheduled_tokens)
 
     def _forward(self, name: str, count: int) -> list[int]:
-        """Computes ``count`` tokens of a request: their KV, and the next token where these are all."""
+        """Computes ``count`` tokens of a request: their KV, and the next token where these are
+        all."""
         request = self.scheduler.requests[name]
         (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-        end, tokens = request.num_computed_tokens, request.all_token_ids  # counted ahead by the scheduler
+        # counted ahead by the scheduler
+        end, tokens = (
+            request.num_computed_tokens,
+            request.all_token_ids,
+        )
         for layer, cache in enumerate(self.caches.values()):
             for at in range(end - count, end):
-                before = int(cache[table[(at - 1) // BLOCK], 0, (at - 1) % BLOCK, 0]) if at else 1 + layer
+                before = (
+                    int(cache[table[(at - 1) // BLOCK], 0, (at - 1) % BLOCK, 0])
+                    if at
+                    else 1 + layer
+                )
                 cache[table[at // BLOCK], :, at % BLOCK] = _state(before, tokens[at])
         if end < len(tokens):
             return []
@@ -241,7 +264,8 @@ class ToyEngine:
 
     @property
     def off(self) -> bool:
-        """Whether the cache is off, as it is once the scheduler side knows that either side was given up."""
+        """Whether the cache is off, as it is once the scheduler side knows that either side was
+        given up."""
         return self.connector._scheduler.readiness.phase == "off"
 
     def idle(self) -> bool:

@@ -1,4 +1,5 @@
-"""The wheel under test and a clean environment made from it: no Rust on the PATH, no vLLM, no torch."""
+"""The wheel under test and a clean environment made from it: no Rust on the PATH, no vLLM, no
+torch."""
 
 from __future__ import annotations
 
@@ -27,19 +28,33 @@ def clean_env() -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith(("CARGO", "RUST", "PYTHON", "VIRTUAL_ENV", "UCM_"))
     }
-    rustless = [part for part in os.environ["PATH"].split(os.pathsep) if not (Path(part) / "cargo").exists()]
+    rustless = [
+        part for part in os.environ["PATH"].split(os.pathsep) if not (Path(part) / "cargo").exists()
+    ]
     return {**kept, "PATH": os.pathsep.join(rustless)}
 
 
 @pytest.fixture(scope="session")
-def clean_python(wheel: Path, clean_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clean_python(
+    wheel: Path, clean_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Interpreter of a new environment into which the wheel was installed, and what it requires."""
     uv = os.environ["UCM_TEST_UV"]
     where = tmp_path_factory.mktemp("clean") / "venv"
     python = where / "bin" / "python"
     for command in (
         [uv, "venv", "--quiet", "--python", sys.executable, str(where)],
-        [uv, "pip", "install", "--quiet", "--python", str(python), "--only-binary", ":all:", str(wheel)],
+        [
+            uv,
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            str(python),
+            "--only-binary",
+            ":all:",
+            str(wheel),
+        ],
     ):
         subprocess.run(command, check=True, env=clean_env, timeout=110)
     return python

@@ -28,16 +28,19 @@ def read(wheel: Path, ending: str) -> str:
 
 
 def run(python: Path, env: dict[str, str], program: str, tmp_path: Path) -> str:
-    """Output of a program in the clean environment; warnings are errors there, as in our own tests."""
+    """Output of a program in the clean environment; warnings are errors there, as in our own
+    tests."""
     command = [str(python), "-I", "-W", "error", "-c", program]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def pythons() -> list[Path]:
-    """Interpreters of CPython 3.11 and newer on this machine, one of each version: on the PATH, and pyenv's. Builds
-    without the GIL have another ABI."""
+    """Interpreters of CPython 3.11 and newer on this machine, one of each version: on the PATH, and
+    pyenv's. Builds without the GIL have another ABI."""
     program = """
 import platform, sys, sysconfig
 free = sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -68,7 +71,8 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_wheel_serves_every_python_from_3_11_on(
     wheel: Path, names: list[str], unpacked: Path, clean_env: dict[str, str], tmp_path: Path
 ) -> None:
-    """The extension is loaded and called in every Python here, whichever the wheel was built with."""
+    """The extension is loaded and called in every Python here, whichever the wheel was built
+    with."""
     assert "-cp311-abi3-" in wheel.name
     assert [name for name in names if name.endswith(".so")] == ["ucm/_core.abi3.so"]
     program = f"""
@@ -84,11 +88,28 @@ print(len(kinds) > 0, ucm._core.part_mask(0, 1, 2).hex())
     assert answers.pop().startswith("True ")
 
 
-def test_the_extension_uses_the_stable_abi_alone(wheel: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
-    """No symbol beyond those that Python 3.11 promises to every later version: of these not all can be here."""
-    command = [os.environ["UCM_TEST_UV"], "tool", "run", "abi3audit==0.0.26", "--strict", "--report", str(wheel)]
+def test_the_extension_uses_the_stable_abi_alone(
+    wheel: Path, clean_env: dict[str, str], tmp_path: Path
+) -> None:
+    """No symbol beyond those that Python 3.11 promises to every later version: of these not all can
+    be here."""
+    command = [
+        os.environ["UCM_TEST_UV"],
+        "tool",
+        "run",
+        "abi3audit==0.0.26",
+        "--strict",
+        "--report",
+        str(wheel),
+    ]
     done = subprocess.run(
-        command, env=clean_env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        command,
+        env=clean_env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (audited,) = json.loads(done.stdout)["specs"].values()
@@ -102,13 +123,24 @@ def test_wheel_carries_types_licence_and_nothing_of_the_repository(names: list[s
     assert any(name.endswith("/LICENSE") for name in names)
     assert any(name.endswith("/THIRD-PARTY-LICENSES.txt") for name in names)
     tops = {name.split("/")[0] for name in names}
-    assert {top.rpartition(".")[2] if "-" in top else top for top in tops} <= {"ucm", "ucmtrans", "dist-info", "libs"}
+    assert {top.rpartition(".")[2] if "-" in top else top for top in tops} <= {
+        "ucm",
+        "ucmtrans",
+        "dist-info",
+        "libs",
+    }
 
 
 def test_only_small_things_are_required_and_vllm_is_an_extra(wheel: Path) -> None:
     metadata = Parser().parsestr(read(wheel, ".dist-info/METADATA"))
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert sorted(line.split(">")[0].strip() for line in required) == ["click", "numpy", "pydantic", "pyyaml", "tqdm"]
+    assert sorted(line.split(">")[0].strip() for line in required) == [
+        "click",
+        "numpy",
+        "pydantic",
+        "pyyaml",
+        "tqdm",
+    ]
     assert metadata.get_all("Provides-Extra") == ["vllm"]
 
 
@@ -117,9 +149,13 @@ def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:
     assert "ucm=ucm.integration.vllm.plugin:register" in [line.replace(" ", "") for line in lines]
 
 
-def test_the_command_line_is_installed(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+def test_the_command_line_is_installed(
+    clean_python: Path, clean_env: dict[str, str], tmp_path: Path
+) -> None:
     command = [str(clean_python.parent / "ucm"), "inspect", str(tmp_path)]
-    done = subprocess.run(command, env=clean_env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=clean_env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2
     assert "is no root of ucm" in done.stderr
 
@@ -131,12 +167,20 @@ def test_what_a_machine_with_a_gpu_runs_needs_nothing_else(
     root = Path(__file__).parents[2]
     command = [str(clean_python), str(root / script), "--quick", "--device", "host"]
     done = subprocess.run(
-        command, env=clean_env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        command,
+        env=clean_env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_environment_is_clean(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+def test_the_environment_is_clean(
+    clean_python: Path, clean_env: dict[str, str], tmp_path: Path
+) -> None:
     program = """
 import importlib.util, shutil
 found = [name for name in ("vllm", "torch") if importlib.util.find_spec(name)]
@@ -145,7 +189,9 @@ print(found, shutil.which("cargo"), shutil.which("rustc"))
     assert run(clean_python, clean_env, program, tmp_path) == "[] None None"
 
 
-def test_imports_without_vllm_and_torch(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+def test_imports_without_vllm_and_torch(
+    clean_python: Path, clean_env: dict[str, str], tmp_path: Path
+) -> None:
     program = """
 import sys
 import ucm, ucm.config, ucm.errors, ucm.logger, ucm.store, ucm.integration.vllm.plugin
@@ -173,7 +219,9 @@ trans.Device().setup(0)
     assert all(f"lib{name}.so" in said for name in libraries)
 
 
-def test_a_block_goes_to_disk_and_comes_back(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+def test_a_block_goes_to_disk_and_comes_back(
+    clean_python: Path, clean_env: dict[str, str], tmp_path: Path
+) -> None:
     program = """
 import time
 import numpy as np

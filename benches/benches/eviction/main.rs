@@ -1,9 +1,10 @@
-//! Hit rates of the eviction policies on traces that look like use: what the choice among them rests on. No time is
-//! measured; traces come from a generator with a fixed seed, so the figures are the same everywhere.
+//! Hit rates of the eviction policies on traces that look like use: what the choice among them
+//! rests on. No time is measured; traces come from a generator with a fixed seed, so the figures
+//! are the same everywhere.
 //!
-//! A request asks for the chain of blocks of its prompt. The blocks present from the first on without a gap are hits;
-//! the others are computed and stored, and all count as used, as the engine does it. What counts is blocks hit of blocks
-//! asked for: a block behind a gap is worth nothing.
+//! A request asks for the chain of blocks of its prompt. The blocks present from the first on
+//! without a gap are hits; the others are computed and stored, and all count as used, as the engine
+//! does it. What counts is blocks hit of blocks asked for: a block behind a gap is worth nothing.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
@@ -50,7 +51,8 @@ impl Dice {
     }
 }
 
-/// Conversations: each turn asks for all before it and some blocks more. `live` of them go on at the same time.
+/// Conversations: each turn asks for all before it and some blocks more. `live` of them go on at
+/// the same time.
 fn chat(dice: &mut Dice, requests: usize, live: usize, system: u32) -> Vec<Request> {
     let mut next = 1_000;
     let mut conversations: Vec<(u32, u32)> = Vec::new();
@@ -99,8 +101,8 @@ fn shared(dice: &mut Dice, requests: usize) -> Vec<Request> {
     (0..requests).map(request).collect()
 }
 
-/// Among the requests of another trace, one in eight, a long document that is asked for so many times, one after the
-/// other.
+/// Among the requests of another trace, one in eight, a long document that is asked for so many
+/// times, one after the other.
 fn with_documents(dice: &mut Dice, others: Vec<Request>, times: usize) -> Vec<Request> {
     let mut all = Vec::new();
     for (n, request) in others.into_iter().enumerate() {
@@ -116,7 +118,8 @@ fn with_documents(dice: &mut Dice, others: Vec<Request>, times: usize) -> Vec<Re
     all
 }
 
-/// The blocks of a request. Those of the second run stand behind the first, so their chain names both.
+/// The blocks of a request. Those of the second run stand behind the first, so their chain names
+/// both.
 fn blocks(request: &Request) -> Vec<BlockId> {
     let mut chain = 0u64;
     let mut ids = Vec::new();
@@ -202,7 +205,8 @@ fn main() {
     for (name, trace) in traces {
         let endless = endless(trace);
         for slots in [1000, 2000, 4000, 8000] {
-            let [lru, s3fifo] = Policy::ALL.map(|policy| hit_rate(&mut *policy.build(slots), slots, trace));
+            let [lru, s3fifo] =
+                Policy::ALL.map(|policy| hit_rate(&mut *policy.build(slots), slots, trace));
             let sieve = hit_rate(&mut Sieve::default(), slots, trace);
             println!("| {name} | {slots} | {endless:.0} | {lru:.0} | {s3fifo:.0} | {sieve:.0} |");
         }

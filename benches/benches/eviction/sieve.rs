@@ -1,5 +1,6 @@
-//! SIEVE (Zhang et al., NSDI 2024), for comparison: one queue by age, one bit a record, and a hand that goes from the
-//! oldest to the youngest, clears the bit of what was used since it last came by and stops at what was not.
+//! SIEVE (Zhang et al., NSDI 2024), for comparison: one queue by age, one bit a record, and a hand
+//! that goes from the oldest to the youngest, clears the bit of what was used since it last came by
+//! and stops at what was not.
 
 use std::collections::BTreeMap;
 
@@ -30,7 +31,11 @@ impl Eviction for Sieve {
     }
 
     fn used(&mut self, slot: u32, _ordinal: u32) {
-        if let Some(entry) = self.came.get(&slot).and_then(|came| self.queue.get_mut(came)) {
+        if let Some(entry) = self
+            .came
+            .get(&slot)
+            .and_then(|came| self.queue.get_mut(came))
+        {
             entry.1 = true;
         }
     }

@@ -16,8 +16,8 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// The rows of the times of: the loop at the slot, ours there with and without checksums, the loop at the caller's
-    /// memory, ours there. Each turn moved so many bytes.
+    /// The rows of the times of: the loop at the slot, ours there with and without checksums, the
+    /// loop at the caller's memory, ours there. Each turn moved so many bytes.
     pub(super) fn rows(&self, times: &[Times; 5], bytes: usize) -> Vec<Row> {
         let [slot, checked, unchecked, memory, engine] = times;
         let row = |side, checksums| {

@@ -48,12 +48,20 @@ pub(super) struct Times(Vec<Spent>);
 impl Times {
     /// The least disturbed turn.
     pub(super) fn fastest(&self) -> Duration {
-        self.0.iter().map(|turn| turn.wall).min().unwrap_or(Duration::MAX)
+        self.0
+            .iter()
+            .map(|turn| turn.wall)
+            .min()
+            .unwrap_or(Duration::MAX)
     }
 
     /// The least processor time of a turn.
     pub(super) fn least_cpu(&self) -> Duration {
-        self.0.iter().map(|turn| turn.cpu).min().unwrap_or(Duration::MAX)
+        self.0
+            .iter()
+            .map(|turn| turn.cpu)
+            .min()
+            .unwrap_or(Duration::MAX)
     }
 
     /// How much faster than another contender, the fastest turns compared.
@@ -74,8 +82,12 @@ impl Times {
     }
 }
 
-/// Lets everybody take a turn without counting it, then `rounds` turns each; who begins changes with every round.
-pub(super) fn hold<const N: usize>(rounds: usize, mut contenders: [Turn<'_>; N]) -> Result<[Times; N]> {
+/// Lets everybody take a turn without counting it, then `rounds` turns each; who begins changes
+/// with every round.
+pub(super) fn hold<const N: usize>(
+    rounds: usize,
+    mut contenders: [Turn<'_>; N],
+) -> Result<[Times; N]> {
     let mut times: [Times; N] = std::array::from_fn(|_| Times(Vec::with_capacity(rounds)));
     for turn in &mut contenders {
         turn()?;

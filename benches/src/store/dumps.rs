@@ -1,4 +1,5 @@
-//! Dumps until published beside the loop of open, pwrite, close and rename: from the slot, and from the caller's memory.
+//! Dumps until published beside the loop of open, pwrite, close and rename: from the slot, and from
+//! the caller's memory.
 
 use std::cell::{Cell, RefCell};
 
@@ -109,7 +110,8 @@ pub(super) fn measure(
     Ok(case.rows(&times, bytes))
 }
 
-/// The files of the loop. They lie where the store's own do: what a new file costs depends on its directory.
+/// The files of the loop. They lie where the store's own do: what a new file costs depends on its
+/// directory.
 struct Files<'a>(&'a Rig);
 
 impl Files<'_> {

@@ -36,11 +36,14 @@ impl Place {
             let (free, need) = (free >> 20, need >> 20);
             let at = dir.display();
             return Err(format!(
-                "{at} has {free} MiB free and {need} are needed: choose another --dir or a smaller --mib"
+                "{at} has {free} MiB free and {need} are needed: choose another --dir or a smaller \
+                 --mib"
             )
             .into());
         }
-        let dir = tempfile::Builder::new().prefix("ucm-bench-").tempdir_in(dir)?;
+        let dir = tempfile::Builder::new()
+            .prefix("ucm-bench-")
+            .tempdir_in(dir)?;
         let file = fs::File::open(dir.path())?;
         let probe = dir.path().join("probe");
         let flags = OFlags::DIRECT.bits() as i32;
@@ -72,8 +75,9 @@ impl Place {
         self.direct
     }
 
-    /// A new directory in it, away from those before: ext4 passes over every inode that was freed in the last minutes,
-    /// so that new files cost many times as much where others were removed just before.
+    /// A new directory in it, away from those before: ext4 passes over every inode that was freed
+    /// in the last minutes, so that new files cost many times as much where others were removed
+    /// just before.
     pub(super) fn make(&self, name: &str) -> Result<PathBuf> {
         let number = self.made.replace(self.made.get() + 1);
         let dir = self.dir().join(format!("{name}-{number}"));
@@ -86,8 +90,8 @@ impl Place {
         Ok(rustix::fs::syncfs(&self.file)?)
     }
 
-    /// Makes the page cache take so much memory and give it back: on a virtual machine the first touch of memory is
-    /// many times slower than any later one.
+    /// Makes the page cache take so much memory and give it back: on a virtual machine the first
+    /// touch of memory is many times slower than any later one.
     pub(super) fn warm(&self, bytes: usize) -> Result<()> {
         let (path, piece) = (self.dir().join("warm"), vec![1; 1 << 20]);
         for _ in 0..2 {
@@ -105,11 +109,16 @@ impl Place {
 /// Makes a file with room for so many bytes, as a segment is made: allocated, and never written.
 pub(super) fn preallocate(path: &Path, bytes: u64) -> Result<()> {
     let file = fs::File::create(path)?;
-    Ok(rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes)?)
+    Ok(rustix::fs::fallocate(
+        &file,
+        FallocateFlags::empty(),
+        0,
+        bytes,
+    )?)
 }
 
-/// Gives back the blocks of files and the memory they take in the page cache, but not their inodes: see
-/// [`Place::make`].
+/// Gives back the blocks of files and the memory they take in the page cache, but not their inodes:
+/// see [`Place::make`].
 pub(super) fn hollow(paths: &[PathBuf]) -> Result<()> {
     for path in paths {
         fs::OpenOptions::new().write(true).open(path)?.set_len(0)?;
@@ -117,7 +126,8 @@ pub(super) fn hollow(paths: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Asks the kernel to forget the clean pages of files. Whether the device behind it remembers is not known.
+/// Asks the kernel to forget the clean pages of files. Whether the device behind it remembers is
+/// not known.
 pub(super) fn evict(paths: &[PathBuf]) -> Result<()> {
     for path in paths {
         rustix::fs::fadvise(fs::File::open(path)?, 0, None, Advice::DontNeed)?;

@@ -1,4 +1,5 @@
-//! The same sizes and numbers of threads by fio, where it is installed: what one large file gives, without names.
+//! The same sizes and numbers of threads by fio, where it is installed: what one large file gives,
+//! without names.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -16,9 +17,10 @@ const RUNS: usize = 2;
 const LOOPS: usize = 16;
 /// Where fio's buffers begin: on a huge page, as slots do.
 const ALIGN: usize = 2 << 20;
-/// Makes the C library ask for huge pages. fio's memory is as malloc gives it, 16 bytes behind the start of a page, which a
-/// copy from the page cache takes for five times as long on some processors; and a direct operation of a MiB on pages
-/// of 4 KiB has more pieces than a virtual disk takes at once.
+/// Makes the C library ask for huge pages. fio's memory is as malloc gives it, 16 bytes behind the
+/// start of a page, which a copy from the page cache takes for five times as long on some
+/// processors; and a direct operation of a MiB on pages of 4 KiB has more pieces than a virtual
+/// disk takes at once.
 const HUGE_PAGES: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 
 /// The version of the fio that is installed, if there is one.
@@ -82,7 +84,8 @@ impl Pass<'_> {
         let each = self.count / self.threads * self.block;
         let mut command = command(self.file, kind);
         command
-            // Its buffers are written as they are; changing them a little each time is none of the work compared.
+            // Its buffers are written as they are; changing them a little each time is none of the
+            // work compared.
             .args(["--overwrite=0", "--scramble_buffers=0"])
             .arg("--ioengine=psync")
             .arg(format!("--numjobs={}", self.threads))
@@ -109,8 +112,9 @@ impl Pass<'_> {
     }
 }
 
-/// fio tells whole milliseconds, rounded up, and the latencies of its operations in ns: their sum, by as many as are
-/// under way, says where in the last of these milliseconds it ended, in favour of fio where it is not exact.
+/// fio tells whole milliseconds, rounded up, and the latencies of its operations in ns: their sum,
+/// by as many as are under way, says where in the last of these milliseconds it ended, in favour of
+/// fio where it is not exact.
 fn took(runtime_ms: f64, operations_ns: f64) -> Duration {
     let end = runtime_ms * 1e6;
     let ns = operations_ns.clamp((end - 1e6).max(0.0), end);
@@ -118,7 +122,12 @@ fn took(runtime_ms: f64, operations_ns: f64) -> Duration {
 }
 
 /// Writes and reads one file, through and past the page cache.
-pub(super) fn measure(place: &Place, block: usize, workers: usize, options: &Options) -> Result<Vec<Fio>> {
+pub(super) fn measure(
+    place: &Place,
+    block: usize,
+    workers: usize,
+    options: &Options,
+) -> Result<Vec<Fio>> {
     let path = place.dir().join("fio.dat");
     let each = options.turn_bytes / workers / block * block;
     let run = |direction: Direction, direct: bool| -> Result<f64> {

@@ -1,4 +1,5 @@
-//! What asking for the blocks of a prompt costs, and what memory a published block takes in the process.
+//! What asking for the blocks of a prompt costs, and what memory a published block takes in the
+//! process.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -30,8 +31,14 @@ pub(super) fn measure(place: &Place, options: &Options) -> Result<(Vec<Lookup>, 
     let present = publish(&rig, &mut stock, options.prefix)?;
     let absent = ids(u64::MAX / 2, options.prefix);
     let half = options.prefix / 2;
-    let prefix_then_gap: Vec<BlockId> = present[..half].iter().chain(&absent[half..]).copied().collect();
-    let mix = |(number, pair): (usize, (&BlockId, &BlockId))| if number % 2 == 0 { *pair.0 } else { *pair.1 };
+    let prefix_then_gap: Vec<BlockId> = present[..half]
+        .iter()
+        .chain(&absent[half..])
+        .copied()
+        .collect();
+    let mix = |(number, pair): (usize, (&BlockId, &BlockId))| {
+        if number % 2 == 0 { *pair.0 } else { *pair.1 }
+    };
     let alternating: Vec<BlockId> = present.iter().zip(&absent).enumerate().map(mix).collect();
     let rounds = options.rounds * MORE_ROUNDS;
     let mut rows = Vec::new();
@@ -41,7 +48,15 @@ pub(super) fn measure(place: &Place, options: &Options) -> Result<(Vec<Lookup>, 
         ("mixed", &prefix_then_gap, half),
     ] {
         let ours = || expect(rig.engine.lookup_on_prefix(ids)?, hits);
-        rows.push(row(&rig, "lookup_on_prefix", what, ids, true, rounds, &ours)?);
+        rows.push(row(
+            &rig,
+            "lookup_on_prefix",
+            what,
+            ids,
+            true,
+            rounds,
+            &ours,
+        )?);
     }
     for (what, ids, hits) in [
         ("hit", &present, options.prefix),
@@ -50,7 +65,11 @@ pub(super) fn measure(place: &Place, options: &Options) -> Result<(Vec<Lookup>, 
     ] {
         let ours = || {
             expect(
-                rig.engine.lookup(ids)?.into_iter().filter(|&hit| hit).count(),
+                rig.engine
+                    .lookup(ids)?
+                    .into_iter()
+                    .filter(|&hit| hit)
+                    .count(),
                 hits,
             )
         };
@@ -67,7 +86,8 @@ fn publish(rig: &Rig, stock: &mut Stock, count: usize) -> Result<Vec<BlockId>> {
     let mut published = Vec::with_capacity(count);
     while published.len() < count {
         let ids = stock.fresh_ids();
-        rig.engine.describe(ids.iter().map(|&id| (id, Hint::default())))?;
+        rig.engine
+            .describe(ids.iter().map(|&id| (id, Hint::default())))?;
         let rows: Vec<Row> = stock.rows(&ids);
         rig.dump(rows)?;
         rig.engine

@@ -38,7 +38,8 @@ impl Machine {
             .max_by_key(|(point, _)| point.len());
         Self {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            processor: model.map_or_else(|| "unknown".to_owned(), |(_, name)| name.trim().to_owned()),
+            processor: model
+                .map_or_else(|| "unknown".to_owned(), |(_, name)| name.trim().to_owned()),
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
             file_system: mount.map_or("unknown", |(_, kind)| kind).to_owned(),
             fio: with_fio.then(fio::version).flatten(),

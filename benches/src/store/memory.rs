@@ -16,8 +16,8 @@ const ALIGN: usize = 64;
 pub(super) struct Stock {
     pool: Arc<SlotPool>,
     caller: Vec<u8>,
-    /// Where the caller's memory begins in it: aligned as tensors are. Some processors copy to memory that lies a few
-    /// bytes off at a quarter of the speed.
+    /// Where the caller's memory begins in it: aligned as tensors are. Some processors copy to
+    /// memory that lies a few bytes off at a quarter of the speed.
     start: usize,
     block: usize,
     tensor: u64,
@@ -61,7 +61,8 @@ impl Stock {
         self.block * self.count
     }
 
-    /// All slots that are free, which is all of them between turns. Their bytes are whatever was left there.
+    /// All slots that are free, which is all of them between turns. Their bytes are whatever was
+    /// left there.
     pub(super) fn slots(&self) -> Vec<Slot> {
         std::iter::from_fn(|| self.pool.try_acquire()).collect()
     }
@@ -101,8 +102,8 @@ impl Stock {
 
 #[allow(unsafe_code, reason = "device addresses of the bench's own memory")]
 fn span(at: u64, len: u64) -> DeviceSpan {
-    // SAFETY: inside the caller's memory, which lives as long as the stock; a turn waits for the end of its task
-    // before anything else touches it.
+    // SAFETY: inside the caller's memory, which lives as long as the stock; a turn waits for the
+    // end of its task before anything else touches it.
     unsafe { DeviceSpan::new(at, len) }
 }
 

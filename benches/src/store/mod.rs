@@ -1,15 +1,20 @@
-//! What the store costs beside plain system calls: loads, dumps, lookups, and an engine that does nothing.
+//! What the store costs beside plain system calls: loads, dumps, lookups, and an engine that does
+//! nothing.
 //!
-//! Every figure stands beside a yardstick of the same run. The two take turns, the one that begins changes with each
-//! round, and the fastest turn of each counts: other load on the machine can only slow a turn down.
+//! Every figure stands beside a yardstick of the same run. The two take turns, the one that begins
+//! changes with each round, and the fastest turn of each counts: other load on the machine can only
+//! slow a turn down.
 //!
-//! * Load *to the slot*: a backend's reads, each record judged in its slot, beside a loop of open, pread, close.
+//! * Load *to the slot*: a backend's reads, each record judged in its slot, beside a loop of open,
+//!   pread, close.
 //! * Load *to memory*: an engine's load task beside that loop with a memcpy to the same memory.
-//! * Dump *from the slot*: sealing a filled slot and writing it by a backend, beside open, pwrite, close, rename.
+//! * Dump *from the slot*: sealing a filled slot and writing it by a backend, beside open, pwrite,
+//!   close, rename.
 //! * Dump *from memory*: an engine's dump task, until published, beside that loop after a memcpy.
 //!
-//! "Workers" is the number of threads that may work on the records of that row in both: the pool's lane, the loop's
-//! threads. The engine has one thread more that gathers from memory, as it has in production.
+//! "Workers" is the number of threads that may work on the records of that row in both: the pool's
+//! lane, the loop's threads. The engine has one thread more that gathers from memory, as it has in
+//! production.
 
 mod case;
 mod contest;
@@ -45,7 +50,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// Most bytes on disk for each MiB of a turn: the records to load, those of a dump turn, fio's file, the warm-up.
+/// Most bytes on disk for each MiB of a turn: the records to load, those of a dump turn, fio's
+/// file, the warm-up.
 const SHARES: u64 = 5;
 /// Bytes on disk that do not depend on the size of a turn: the records of lookups.
 const FIXED: u64 = 256 << 20;
@@ -53,7 +59,8 @@ const FIXED: u64 = 256 << 20;
 /// What to measure, and how long.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where the files lie while they are measured; a directory of its own is made there and removed.
+    /// Where the files lie while they are measured; a directory of its own is made there and
+    /// removed.
     pub dir: PathBuf,
     /// Sizes of blocks, bytes of KV.
     pub block_bytes: Vec<usize>,
@@ -141,7 +148,9 @@ pub fn run(options: &Options, say: &dyn Fn(&str)) -> Result<Figures> {
             let memcpy = plain::memcpy(&mut stock, workers, options.rounds);
             figures.memcpy.push((block, workers, memcpy));
             if figures.machine.fio.is_some() {
-                figures.fio.extend(fio::measure(&place, block, workers, options)?);
+                figures
+                    .fio
+                    .extend(fio::measure(&place, block, workers, options)?);
             }
             for &mode in &options.modes {
                 if mode == Mode::Direct && !place.direct() {

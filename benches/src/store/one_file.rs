@@ -1,19 +1,24 @@
-//! Records in segments beside what fio reaches on one preallocated file, with the same I/O engine, the same number of
-//! operations under way, the same bytes for each and the same bytes in all; the store with checksums and without.
+//! Records in segments beside what fio reaches on one preallocated file, with the same I/O engine,
+//! the same number of operations under way, the same bytes for each and the same bytes in all; the
+//! store with checksums and without.
 //!
-//! The contenders take turns, so that whatever disturbs the machine disturbs all of them. What each does in a turn:
+//! The contenders take turns, so that whatever disturbs the machine disturbs all of them. What each
+//! does in a turn:
 //!
-//! * *fio, new*: writes a file that was allocated just before and never written, as a segment is; one block after the
-//!   other, in as many ranges as there are threads.
-//! * *fio, again*: the same to a file that was written before. Its blocks are mapped, and through the page cache its pages
-//!   are there. The store never does this: what is published is not written again.
-//! * *store, dump*: from filled slots until published: makes and allocates the segment, appends records, closes it with its
-//!   footer and names it. Without checksums the records are written as they are in the slots.
-//! * *fio, load*, *store, load*: what the last turn wrote, to host memory; the store to the slots, judged or not. *Engine*:
-//!   the same by a load task of the engine that ends in the verified slot.
+//! * *fio, new*: writes a file that was allocated just before and never written, as a segment is;
+//!   one block after the other, in as many ranges as there are threads.
+//! * *fio, again*: the same to a file that was written before. Its blocks are mapped, and through
+//!   the page cache its pages are there. The store never does this: what is published is not
+//!   written again.
+//! * *store, dump*: from filled slots until published: makes and allocates the segment, appends
+//!   records, closes it with its footer and names it. Without checksums the records are written as
+//!   they are in the slots.
+//! * *fio, load*, *store, load*: what the last turn wrote, to host memory; the store to the slots,
+//!   judged or not. *Engine*: the same by a load task of the engine that ends in the verified slot.
 //!
-//! fio has one buffer for each operation under way, the store another slot for each record. Loads through the page cache
-//! find everything there, and everything is written back before every turn, outside of what is timed.
+//! fio has one buffer for each operation under way, the store another slot for each record. Loads
+//! through the page cache find everything there, and everything is written back before every turn,
+//! outside of what is timed.
 
 use std::cell::RefCell;
 use std::fmt::Write;
@@ -35,7 +40,8 @@ const GOALS: [f64; 2] = [0.9, 0.85];
 /// Times that fio goes over a file that was written before, in one turn.
 const LOOPS: usize = 4;
 
-/// One direction of one case. Speeds are GB/s of records, headers included, the fastest turn of each.
+/// One direction of one case. Speeds are GB/s of records, headers included, the fastest turn of
+/// each.
 #[derive(Serialize, Debug, Clone)]
 pub struct OneFileRow {
     /// Which way.
@@ -48,7 +54,8 @@ pub struct OneFileRow {
     pub block_bytes: usize,
     /// Bytes of a record, which are those of an operation of fio.
     pub record_bytes: usize,
-    /// fio on a file that is allocated and was never written (dump), or was (load); `None` without fio.
+    /// fio on a file that is allocated and was never written (dump), or was (load); `None` without
+    /// fio.
     pub fio: Option<f64>,
     /// fio on a file that was written before; dumps only.
     pub fio_again: Option<f64>,
@@ -64,7 +71,8 @@ pub struct OneFileRow {
     pub median_ratios: Option<[f64; 2]>,
 }
 
-/// Measures every case of the options: sizes of blocks, buffered and direct; `say` hears what is done.
+/// Measures every case of the options: sizes of blocks, buffered and direct; `say` hears what is
+/// done.
 pub fn one_file(options: &Options, say: &dyn Fn(&str)) -> Result<(Machine, Vec<OneFileRow>)> {
     if !options
         .modes
@@ -138,7 +146,13 @@ impl Case<'_> {
         let record = shape.layout.record_len();
         let root = self.place.make("segments")?;
         // A part of the slots is never given to anything but loads.
-        let rig = Rig::segments(&root, Shape::of(self.block)?, self.io()?, self.direct, count + 4)?;
+        let rig = Rig::segments(
+            &root,
+            Shape::of(self.block)?,
+            self.io()?,
+            self.direct,
+            count + 4,
+        )?;
         let files = [
             self.place.dir().join("new.dat"),
             self.place.dir().join("again.dat"),
@@ -152,7 +166,10 @@ impl Case<'_> {
         for file in files.iter().filter(|file| file.exists()) {
             std::fs::remove_file(file)?;
         }
-        Ok(vec![row(Direction::Dump, &dumps), row(Direction::Load, &loads)])
+        Ok(vec![
+            row(Direction::Dump, &dumps),
+            row(Direction::Load, &loads),
+        ])
     }
 
     /// fio to a new file, and to one that was written before; the store without and with checksums.
@@ -256,16 +273,25 @@ impl Case<'_> {
         })
     }
 
-    fn row(&self, direction: Direction, record: usize, count: usize, times: &[Times; 4]) -> OneFileRow {
+    fn row(
+        &self,
+        direction: Direction,
+        record: usize,
+        count: usize,
+        times: &[Times; 4],
+    ) -> OneFileRow {
         let gbps = |times: &Times| (count * record) as f64 / times.fastest().as_secs_f64() / 1e9;
         let loads = direction == Direction::Load;
-        // fio, and the store without and with checksums; what is left is fio's other way, or the engine's.
+        // fio, and the store without and with checksums; what is left is fio's other way, or the
+        // engine's.
         let (fio, other, plain, checked) = match (loads, times) {
             (true, [fio, plain, checked, other]) | (false, [fio, other, plain, checked]) => {
                 (fio, other, plain, checked)
             }
         };
-        let both = |of: fn(&Times, &Times) -> f64| self.with_fio.then(|| [of(plain, fio), of(checked, fio)]);
+        let both = |of: fn(&Times, &Times) -> f64| {
+            self.with_fio.then(|| [of(plain, fio), of(checked, fio)])
+        };
         OneFileRow {
             direction,
             threads: self.threads,
@@ -295,7 +321,8 @@ fn write_table(text: &mut String, machine: &Machine, rows: &[OneFileRow]) -> std
     let fio = machine.fio.as_deref().unwrap_or("no fio");
     writeln!(
         text,
-        "{} cores of {}, Linux {}, {}, {fio}; GB/s of records, the fastest turn of each. Ratios to fio: of the fastest \
+        "{} cores of {}, Linux {}, {}, {fio}; GB/s of records, the fastest turn of each. Ratios to \
+         fio: of the fastest \
          turns, in brackets the median round by round; goals {} without checksums, {} with them.",
         machine.cores, machine.processor, machine.kernel, machine.file_system, GOALS[0], GOALS[1]
     )?;
@@ -310,13 +337,16 @@ fn write_table(text: &mut String, machine: &Machine, rows: &[OneFileRow]) -> std
         )?;
         writeln!(text, "|---|---|---|---|---|---|---|---|---|")?;
         for row in rows.iter().filter(|row| row.direction == direction) {
-            let number =
-                |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.2}"));
+            let number = |value: Option<f64>| {
+                value.map_or_else(|| "-".to_owned(), |value| format!("{value:.2}"))
+            };
             let ratio = |which: usize| match (row.ratios, row.median_ratios) {
                 (Some(fastest), Some(median)) if fastest[which] >= GOALS[which] => {
                     format!("**{:.2}** ({:.2})", fastest[which], median[which])
                 }
-                (Some(fastest), Some(median)) => format!("{:.2} ({:.2})", fastest[which], median[which]),
+                (Some(fastest), Some(median)) => {
+                    format!("{:.2} ({:.2})", fastest[which], median[which])
+                }
                 _ => "-".to_owned(),
             };
             writeln!(

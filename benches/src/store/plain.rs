@@ -39,11 +39,15 @@ pub(super) fn write(private: &Path, target: &Path, direct: bool, bytes: &[u8]) -
 }
 
 fn with(flags: OFlags, direct: bool) -> OFlags {
-    if direct { flags | OFlags::DIRECT } else { flags }
+    if direct {
+        flags | OFlags::DIRECT
+    } else {
+        flags
+    }
 }
 
-/// Does all jobs on `threads` threads, this one among them; each thread has its own state. The clock starts when all
-/// threads are there and stops when all are done.
+/// Does all jobs on `threads` threads, this one among them; each thread has its own state. The
+/// clock starts when all threads are there and stops when all are done.
 pub(super) fn share<J: Send, S: Send>(
     jobs: impl Iterator<Item = J> + Send,
     states: impl Iterator<Item = S>,
@@ -70,7 +74,11 @@ pub(super) fn share<J: Send, S: Send>(
             .collect();
         let mut began = vec![one(own)?];
         for other in others {
-            began.push(other.join().map_err(|_| "a thread of the yardstick panicked")??);
+            began.push(
+                other
+                    .join()
+                    .map_err(|_| "a thread of the yardstick panicked")??,
+            );
         }
         // Since the first one began.
         Ok(began
@@ -94,8 +102,8 @@ pub(super) fn read_to_slots(
     })
 }
 
-/// Reads files and copies their bytes behind the header to the caller's memory. Every thread has one slot that it uses
-/// again and again, which is the best that such a loop can do.
+/// Reads files and copies their bytes behind the header to the caller's memory. Every thread has
+/// one slot that it uses again and again, which is the best that such a loop can do.
 pub(super) fn read_to_memory(
     paths: &[PathBuf],
     stock: &mut Stock,
@@ -114,16 +122,22 @@ pub(super) fn read_to_memory(
     })
 }
 
-/// Copies to and from the caller's memory: bytes per second of `threads` threads, in GB/s, the fastest of the rounds.
+/// Copies to and from the caller's memory: bytes per second of `threads` threads, in GB/s, the
+/// fastest of the rounds.
 pub(super) fn memcpy(stock: &mut Stock, threads: usize, rounds: usize) -> f64 {
     let bytes = stock.bytes();
     let mut slots = stock.slots();
     let mut once = || {
         let jobs = slots.iter_mut().zip(stock.caller());
-        share(jobs, std::iter::repeat(()), threads, |(slot, memory), ()| {
-            memory.copy_from_slice(&slot.as_slice()[..memory.len()]);
-            Ok(())
-        })
+        share(
+            jobs,
+            std::iter::repeat(()),
+            threads,
+            |(slot, memory), ()| {
+                memory.copy_from_slice(&slot.as_slice()[..memory.len()]);
+                Ok(())
+            },
+        )
     };
     let best = (0..=rounds)
         .filter_map(|_| Some(once().ok()?.wall))

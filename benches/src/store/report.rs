@@ -44,7 +44,8 @@ pub enum Side {
 pub enum Mode {
     /// Through the page cache, which holds what is read.
     Buffered,
-    /// The same with the device in it: a load after syncfs and POSIX_FADV_DONTNEED, a dump up to the end of a syncfs.
+    /// The same with the device in it: a load after syncfs and POSIX_FADV_DONTNEED, a dump up to
+    /// the end of a syncfs.
     Synced,
     /// Past the page cache (O_DIRECT).
     Direct,
@@ -87,7 +88,8 @@ pub struct Row {
     pub ratio: f64,
     /// The median of the ratios of single rounds.
     pub median_ratio: f64,
-    /// Processor time of ours, ms for a GB of KV, the least of any turn: other load on the machine hardly shows in it.
+    /// Processor time of ours, ms for a GB of KV, the least of any turn: other load on the machine
+    /// hardly shows in it.
     pub cpu_ms_per_gb: f64,
     /// The plain loop's.
     pub yardstick_cpu_ms_per_gb: f64,
@@ -170,7 +172,13 @@ pub struct Lookup {
 }
 
 impl Lookup {
-    pub(super) fn new(call: &'static str, ids_are: &'static str, ids: usize, us: f64, stat_us: f64) -> Self {
+    pub(super) fn new(
+        call: &'static str,
+        ids_are: &'static str,
+        ids: usize,
+        us: f64,
+        stat_us: f64,
+    ) -> Self {
         Self {
             call,
             ids_are,
@@ -245,12 +253,14 @@ impl Figures {
         }
     }
 
-    /// Names what bounds each row: memory where the page cache has the bytes, else the device, which gives at least
-    /// what the fastest of fio and the plain loops got past the page cache.
+    /// Names what bounds each row: memory where the page cache has the bytes, else the device,
+    /// which gives at least what the fastest of fio and the plain loops got past the page cache.
     pub(super) fn set_limits(&mut self) {
         let device = |row: &Row| {
             let fio = self.fio.iter().filter(|fio| {
-                fio.direct && fio.direction == row.direction && row.same_case(fio.block_bytes, fio.workers)
+                fio.direct
+                    && fio.direction == row.direction
+                    && row.same_case(fio.block_bytes, fio.workers)
             });
             let loops = self.rows.iter().filter(|other| {
                 other.mode == Mode::Direct
@@ -292,7 +302,8 @@ impl Figures {
         let machine = &self.machine;
         writeln!(
             text,
-            "{} cores of {}, Linux {}, {}; GB/s of KV, the fastest turn of each; ratio: ucm / plain loop",
+            "{} cores of {}, Linux {}, {}; GB/s of KV, the fastest turn of each; ratio: ucm / \
+             plain loop",
             machine.cores, machine.processor, machine.kernel, machine.file_system
         )?;
         for direction in [Direction::Load, Direction::Dump] {
@@ -302,13 +313,19 @@ impl Figures {
             };
             writeln!(
                 text,
-                "{head}  KiB  workers  mode      crc   ucm GB/s  plain GB/s  ratio  median  goal         limit GB/s  CPU ms/GB, plain"
+                "{head}  KiB  workers  mode      crc   ucm GB/s  plain GB/s  ratio  median  \
+                 goal         limit GB/s  CPU ms/GB, plain"
             )?;
             for row in self.rows.iter().filter(|row| row.direction == direction) {
                 writeln!(
                     text,
-                    "       {:<6}{:>5}  {:>7}  {:<8}  {:<3}  {:>9.2}  {:>10.2}  {:>5.2}  {:>6.2}  {:<11}  {:<6} {:>5}  {:>9.0}  {:>5.0}",
-                    if row.side == Side::Slot { "slot" } else { "memory" },
+                    "       {:<6}{:>5}  {:>7}  {:<8}  {:<3}  {:>9.2}  {:>10.2}  {:>5.2}  {:>6.2}  \
+                     {:<11}  {:<6} {:>5}  {:>9.0}  {:>5.0}",
+                    if row.side == Side::Slot {
+                        "slot"
+                    } else {
+                        "memory"
+                    },
                     row.block_bytes >> 10,
                     row.workers,
                     row.mode.name(direction),
@@ -331,10 +348,14 @@ impl Figures {
         }
         writeln!(
             text,
-            "\nmemory: memcpy of as many threads; device: the fastest of fio on one file and the plain loops, O_DIRECT"
+            "\nmemory: memcpy of as many threads; device: the fastest of fio on one file and the \
+             plain loops, O_DIRECT"
         )?;
         for fio in &self.fio {
-            let (kind, direct) = (fio.direction, if fio.direct { "O_DIRECT" } else { "buffered" });
+            let (kind, direct) = (
+                fio.direction,
+                if fio.direct { "O_DIRECT" } else { "buffered" },
+            );
             let (kib, workers, gbps) = (fio.block_bytes >> 10, fio.workers, fio.gbps);
             writeln!(
                 text,
@@ -354,10 +375,14 @@ impl Figures {
             )?;
         }
         let idle = &self.idle;
-        let goal = verdict(idle.cpu_percent < IDLE_GOAL, &format!("below {IDLE_GOAL} %"));
+        let goal = verdict(
+            idle.cpu_percent < IDLE_GOAL,
+            &format!("below {IDLE_GOAL} %"),
+        );
         writeln!(
             text,
-            "\nidle   {:.3} % of a core over {} s (goal {goal}), {} threads, {} descriptors, {:.1} MB touched",
+            "\nidle   {:.3} % of a core over {} s (goal {goal}), {} threads, {} descriptors, {:.1} \
+             MB touched",
             idle.cpu_percent,
             idle.seconds,
             idle.threads,

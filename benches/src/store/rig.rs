@@ -1,4 +1,5 @@
-//! Our side: a backend and an engine over it, set up as in production but for the number of threads.
+//! Our side: a backend and an engine over it, set up as in production but for the number of
+//! threads.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -131,8 +132,8 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// Opens a store below `root`; the pool has `threads` threads: loads may use all, dumps half of them. The engine
-    /// stages `slots` blocks.
+    /// Opens a store below `root`; the pool has `threads` threads: loads may use all, dumps half of
+    /// them. The engine stages `slots` blocks.
     pub(super) fn open(
         root: &Path,
         shape: Shape,
@@ -142,12 +143,22 @@ impl Rig {
     ) -> Result<Self> {
         let io = Io::new(direct, &IoOptions::with_workers(threads))?;
         Self::over(root, shape, io, direct, slots, |config, io, clock| {
-            Ok(Arc::new(PosixBackend::new(config, Arc::clone(&io.pool), clock)?))
+            Ok(Arc::new(PosixBackend::new(
+                config,
+                Arc::clone(&io.pool),
+                clock,
+            )?))
         })
     }
 
     /// The same with segments, over an I/O engine.
-    pub(super) fn segments(root: &Path, shape: Shape, io: Io, direct: bool, slots: usize) -> Result<Self> {
+    pub(super) fn segments(
+        root: &Path,
+        shape: Shape,
+        io: Io,
+        direct: bool,
+        slots: usize,
+    ) -> Result<Self> {
         Self::over(root, shape, io, direct, slots, |config, io, clock| {
             let segments = SegmentConfig::default();
             Ok(Arc::new(SegmentBackend::new(
@@ -159,7 +170,14 @@ impl Rig {
         })
     }
 
-    fn over(root: &Path, shape: Shape, io: Io, direct: bool, slots: usize, make: Make) -> Result<Self> {
+    fn over(
+        root: &Path,
+        shape: Shape,
+        io: Io,
+        direct: bool,
+        slots: usize,
+        make: Make,
+    ) -> Result<Self> {
         let clock = SystemClock::shared();
         let posix = PosixConfig {
             root: root.to_owned(),
@@ -232,19 +250,27 @@ impl Rig {
         self.files.record(id)
     }
 
-    /// Ends the store and removes it. If the rig was `direct`, with the number of records that it moved: an error if as
-    /// many went through the page cache. The documents of the collector always do, but are fewer.
+    /// Ends the store and removes it. If the rig was `direct`, with the number of records that it
+    /// moved: an error if as many went through the page cache. The documents of the collector
+    /// always do, but are fewer.
     pub(super) fn retire(&self, root: &Path, direct: Option<usize>) -> Result<()> {
         let buffered = self.io.engine.direct_fallbacks() - self.documents;
         if direct.is_some_and(|records| buffered >= records as u64) {
-            return Err("the store fell back to the page cache where the yardstick used O_DIRECT".into());
+            return Err(
+                "the store fell back to the page cache where the yardstick used O_DIRECT".into(),
+            );
         }
         self.engine.close();
         Ok(std::fs::remove_dir_all(root)?)
     }
 
     /// Reads records into slots, verifying each where it arrived, or not. Gives the slots back.
-    pub(super) fn read(&self, ids: &[BlockId], slots: Vec<Slot>, judge: bool) -> Result<(Spent, Vec<Slot>)> {
+    pub(super) fn read(
+        &self,
+        ids: &[BlockId],
+        slots: Vec<Slot>,
+        judge: bool,
+    ) -> Result<(Spent, Vec<Slot>)> {
         let batch = Batch::new(ids.len());
         let (watch, deadline) = (Watch::start(), self.deadline());
         let mut reads = Vec::with_capacity(ids.len());

@@ -1,7 +1,7 @@
 //! CRC-32C (Castagnoli), by the CPU's instructions: the checksum of record headers and layers.
 //!
-//! It detects every error burst of up to 32 bits, hence every flipped byte. [`Crc32c`] takes its input in pieces of
-//! any size, so that bytes can be checked while a copy still has them in cache.
+//! It detects every error burst of up to 32 bits, hence every flipped byte. [`Crc32c`] takes its
+//! input in pieces of any size, so that bytes can be checked while a copy still has them in cache.
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
 
@@ -39,9 +39,9 @@ impl Crc32c {
         self.0.update(bytes);
     }
 
-    /// Copies `from` over the first bytes of `to` and takes them in, piece by piece, each while it is in cache.
-    /// What is taken in is what arrived in `to`. Bytes of `from` beyond the length of `to` are neither copied nor
-    /// taken in; the number of bytes copied is returned.
+    /// Copies `from` over the first bytes of `to` and takes them in, piece by piece, each while it
+    /// is in cache. What is taken in is what arrived in `to`. Bytes of `from` beyond the length of
+    /// `to` are neither copied nor taken in; the number of bytes copied is returned.
     pub fn copy(&mut self, from: &[u8], to: &mut [u8]) -> usize {
         for (from, to) in from.chunks(CRC_PIECE).zip(to.chunks_mut(CRC_PIECE)) {
             let len = from.len().min(to.len());
@@ -97,7 +97,11 @@ mod tests {
     fn every_length_agrees_with_the_definition() {
         let bytes = noise(700);
         for len in 0..bytes.len() {
-            assert_eq!(crc32c(&bytes[..len]), by_definition(&bytes[..len]), "{len} bytes");
+            assert_eq!(
+                crc32c(&bytes[..len]),
+                by_definition(&bytes[..len]),
+                "{len} bytes"
+            );
         }
     }
 

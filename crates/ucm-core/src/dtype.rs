@@ -62,8 +62,8 @@ impl DType {
         }
     }
 
-    /// From a name as frameworks write it (`torch.bfloat16`, `float16`, `fp8_e4m3`, `half`); a name of a type that
-    /// has no code of its own is `Other`.
+    /// From a name as frameworks write it (`torch.bfloat16`, `float16`, `fp8_e4m3`, `half`); a name
+    /// of a type that has no code of its own is `Other`.
     pub fn from_name(name: &str) -> Self {
         match name.strip_prefix("torch.").unwrap_or(name) {
             "f16" | "float16" | "half" => Self::F16,

@@ -1,7 +1,7 @@
 //! One error for the whole core: what kind, what was wrong and where, and what caused it.
 //!
-//! `Display` is one line fit for a log; `Debug` adds the chain of causes. The numeric code is the one that
-//! users of the original UCM know from the text of its exceptions.
+//! `Display` is one line fit for a log; `Debug` adds the chain of causes. The numeric code is the
+//! one that users of the original UCM know from the text of its exceptions.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -93,8 +93,8 @@ impl ErrorKind {
     }
 }
 
-/// An error: kind, message, context pairs (where), and the cause. Cheap to clone, so that one failure can be
-/// reported for many blocks.
+/// An error: kind, message, context pairs (where), and the cause. Cheap to clone, so that one
+/// failure can be reported for many blocks.
 ///
 /// ```
 /// use ucm_core::{Error, ErrorKind};
@@ -138,7 +138,9 @@ impl Error {
 
     /// Adds where or with what it happened.
     pub fn with(mut self, key: &'static str, value: impl fmt::Display) -> Self {
-        Arc::make_mut(&mut self.0).context.push((key, value.to_string()));
+        Arc::make_mut(&mut self.0)
+            .context
+            .push((key, value.to_string()));
         self
     }
 
@@ -148,8 +150,8 @@ impl Error {
         self
     }
 
-    /// An operating-system failure, its kind chosen by the error number (ENOENT and ESTALE are `NotFound`,
-    /// ENOSPC and EDQUOT `NoSpace`, ETIMEDOUT `Timeout`, anything else `Io`).
+    /// An operating-system failure, its kind chosen by the error number (ENOENT and ESTALE are
+    /// `NotFound`, ENOSPC and EDQUOT `NoSpace`, ETIMEDOUT `Timeout`, anything else `Io`).
     pub fn from_io(error: std::io::Error, what: impl Into<Cow<'static, str>>) -> Self {
         use std::io::ErrorKind as K;
         let kind = match error.kind() {
@@ -229,8 +231,11 @@ mod tests {
 
     #[test]
     fn one_line_says_what_where_and_why() {
-        let error = Error::from_io(std::io::Error::from_raw_os_error(28), "cannot write the block")
-            .with("path", "/x/y.bin");
+        let error = Error::from_io(
+            std::io::Error::from_raw_os_error(28),
+            "cannot write the block",
+        )
+        .with("path", "/x/y.bin");
         assert_eq!(error.kind(), ErrorKind::NoSpace);
         assert_eq!(error.os_code(), Some(28));
         assert!(error.retryable());

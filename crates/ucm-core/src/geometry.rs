@@ -1,9 +1,10 @@
 //! Sizes: tensor, layer, shard, block. They divide each other, and that is checked once, here.
 //!
-//! *tensor*: one contiguous piece on the device (K of one layer, or K and V of one layer where they lie together).
-//! *layer*: the tensors of one layer of one block; the unit of the record's shard table, so that the bytes on disk
-//! do not depend on how they were dumped. *shard*: what one row of a load or dump names: one layer, or all layers
-//! where the caller does not split. *block*: all shards of one token block of one part.
+//! *tensor*: one contiguous piece on the device (K of one layer, or K and V of one layer where they
+//! lie together). *layer*: the tensors of one layer of one block; the unit of the record's shard
+//! table, so that the bytes on disk do not depend on how they were dumped. *shard*: what one row of
+//! a load or dump names: one layer, or all layers where the caller does not split. *block*: all
+//! shards of one token block of one part.
 
 use crate::error::{Error, Result};
 use crate::limits;
@@ -36,10 +37,13 @@ pub const fn round_up(n: u64, to: u64) -> u64 {
 }
 
 impl Geometry {
-    /// Sizes of one layer's tensors (bytes, in order), number of layers in a block, and how many of them one
-    /// shard holds (1 = layerwise, `layers` = direct). Errors name the size that does not fit.
+    /// Sizes of one layer's tensors (bytes, in order), number of layers in a block, and how many of
+    /// them one shard holds (1 = layerwise, `layers` = direct). Errors name the size that does not
+    /// fit.
     pub fn new(tensors: Vec<u64>, layers: u32, layers_per_shard: u32) -> Result<Self> {
-        let bad = |what: &str, value: u64| Error::invalid(format!("geometry: {what}")).with("value", value);
+        let bad = |what: &str, value: u64| {
+            Error::invalid(format!("geometry: {what}")).with("value", value)
+        };
         if tensors.is_empty() || tensors.len() as u64 * u64::from(layers) > limits::MAX_TENSORS {
             return Err(bad(
                 "a block needs between 1 and 65536 tensors",
@@ -53,7 +57,10 @@ impl Geometry {
             return Err(bad("a tensor has between 1 byte and 1 GiB", size));
         }
         if layers == 0 || layers > limits::MAX_LAYERS {
-            return Err(bad("a block has between 1 and 4096 layers", u64::from(layers)));
+            return Err(bad(
+                "a block has between 1 and 4096 layers",
+                u64::from(layers),
+            ));
         }
         if layers_per_shard == 0 || !layers.is_multiple_of(layers_per_shard) {
             return Err(bad(
@@ -72,35 +79,40 @@ impl Geometry {
         Ok(geometry)
     }
 
-    /// From the sizes of the public store API, in bytes: the tensors of one layer, `shard_size`, `block_size`.
-    /// Each must divide the next.
+    /// From the sizes of the public store API, in bytes: the tensors of one layer, `shard_size`,
+    /// `block_size`. Each must divide the next.
     pub fn from_sizes(tensors: Vec<u64>, shard_size: u64, block_size: u64) -> Result<Self> {
         let layer: u64 = tensors.iter().sum();
         let divides = |small: (&str, u64), big: (&str, u64)| {
             if small.1 == 0 || big.1 == 0 || !big.1.is_multiple_of(small.1) {
-                return Err(
-                    Error::invalid(format!("{} must be a positive multiple of {}", big.0, small.0))
-                        .with(
-                            if big.0 == "shard_size" {
-                                "shard_size"
-                            } else {
-                                "block_size"
-                            },
-                            big.1,
-                        )
-                        .with(
-                            if small.0 == "shard_size" {
-                                "shard_size"
-                            } else {
-                                "tensor_sizes"
-                            },
-                            small.1,
-                        ),
-                );
+                return Err(Error::invalid(format!(
+                    "{} must be a positive multiple of {}",
+                    big.0, small.0
+                ))
+                .with(
+                    if big.0 == "shard_size" {
+                        "shard_size"
+                    } else {
+                        "block_size"
+                    },
+                    big.1,
+                )
+                .with(
+                    if small.0 == "shard_size" {
+                        "shard_size"
+                    } else {
+                        "tensor_sizes"
+                    },
+                    small.1,
+                ));
             }
-            u32::try_from(big.1 / small.1).map_err(|_| Error::invalid("geometry: too many pieces in a block"))
+            u32::try_from(big.1 / small.1)
+                .map_err(|_| Error::invalid("geometry: too many pieces in a block"))
         };
-        let layers_per_shard = divides(("the sum of the tensor sizes", layer), ("shard_size", shard_size))?;
+        let layers_per_shard = divides(
+            ("the sum of the tensor sizes", layer),
+            ("shard_size", shard_size),
+        )?;
         let shards = divides(("shard_size", shard_size), ("block_size", block_size))?;
         let layers = layers_per_shard.saturating_mul(shards);
         Self::new(tensors, layers, layers_per_shard)

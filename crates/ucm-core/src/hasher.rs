@@ -1,11 +1,13 @@
 //! Block keys: a hash chain over the full blocks of a token list.
 //!
-//! `key(i) = first 16 bytes of H(key(i - 1) | tokens of block i as u32 LE | frames of block i)`, and the key before
-//! the first block is the *seed*, `first 16 bytes of H("UCMHASHSEED" | identity)`. A frame carries what shapes KV
-//! bytes beside the tokens (adapter, salt, media): `u8 tag | u32 LE length | bytes`.
+//! `key(i) = first 16 bytes of H(key(i - 1) | tokens of block i as u32 LE | frames of block i)`,
+//! and the key before the first block is the *seed*,
+//! `first 16 bytes of H("UCMHASHSEED" | identity)`. A frame carries what shapes KV bytes beside the
+//! tokens (adapter, salt, media): `u8 tag | u32 LE length | bytes`.
 //!
-//! The message of a block without frames has the same length for every block, so its padding is laid out once and
-//! the compression function runs straight over one buffer: the cost is that of the raw compressions.
+//! The message of a block without frames has the same length for every block, so its padding is
+//! laid out once and the compression function runs straight over one buffer: the cost is that of
+//! the raw compressions.
 
 use std::fmt;
 use std::str::FromStr;
@@ -30,7 +32,8 @@ pub enum HashMethod {
     Sha256,
     /// BLAKE3, cut to 16 bytes: for machines without SHA instructions.
     Blake3,
-    /// MD5: the seed's chain, byte for byte. Collisions can be constructed; not for mutually distrusting tenants.
+    /// MD5: the seed's chain, byte for byte. Collisions can be constructed; not for mutually
+    /// distrusting tenants.
     Md5,
 }
 
@@ -69,13 +72,18 @@ impl FromStr for HashMethod {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|m| m.name() == text).ok_or_else(|| {
-            Error::invalid("hash_method is one of sha256, blake3, md5").with("hash_method", text)
-        })
+        Self::ALL
+            .into_iter()
+            .find(|m| m.name() == text)
+            .ok_or_else(|| {
+                Error::invalid("hash_method is one of sha256, blake3, md5")
+                    .with("hash_method", text)
+            })
     }
 }
 
-/// Something beside the tokens that shapes the KV bytes of one block, framed into that block's message.
+/// Something beside the tokens that shapes the KV bytes of one block, framed into that block's
+/// message.
 ///
 /// Frames of a block are ordered by tag, then by bytes, whatever order they are given in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -109,16 +117,17 @@ pub struct BlockHasher {
 
 impl BlockHasher {
     /// A hasher for blocks of `block_size` tokens, its chain seeded with the bytes of an identity.
-    /// Fails when the block size is not between 1 and [`limits::MAX_BLOCK_TOKENS`] or the identity is longer than
-    /// [`limits::MAX_IDENTITY_BYTES`].
+    /// Fails when the block size is not between 1 and [`limits::MAX_BLOCK_TOKENS`] or the identity
+    /// is longer than [`limits::MAX_IDENTITY_BYTES`].
     pub fn new(identity: &[u8], block_size: usize, method: HashMethod) -> Result<Self> {
         if block_size == 0 || block_size > limits::MAX_BLOCK_TOKENS {
-            return Err(
-                Error::invalid("block_size is between 1 and 65536 tokens").with("block_size", block_size)
-            );
+            return Err(Error::invalid("block_size is between 1 and 65536 tokens")
+                .with("block_size", block_size));
         }
         if identity.len() > limits::MAX_IDENTITY_BYTES {
-            return Err(Error::invalid("an identity has at most 1 MiB").with("bytes", identity.len()));
+            return Err(
+                Error::invalid("an identity has at most 1 MiB").with("bytes", identity.len())
+            );
         }
         let seed = method.digest(&[SEED_PREFIX, identity].concat());
         Ok(Self {
@@ -143,10 +152,11 @@ impl BlockHasher {
         self.method
     }
 
-    /// Keys of the full blocks of `tokens` (the whole list) from block `start` on. `parent` is the key of block
-    /// `start - 1` and must be given exactly when `start > 0`. Extra keys of blocks before `start` or of the partial
-    /// tail are ignored, so a caller can pass those of the whole request each time.
-    /// Fails on a parent that is missing or too many, a start behind the last full block, or a limit exceeded.
+    /// Keys of the full blocks of `tokens` (the whole list) from block `start` on. `parent` is the
+    /// key of block `start - 1` and must be given exactly when `start > 0`. Extra keys of blocks
+    /// before `start` or of the partial tail are ignored, so a caller can pass those of the whole
+    /// request each time. Fails on a parent that is missing or too many, a start behind the last
+    /// full block, or a limit exceeded.
     pub fn hash_blocks(
         &self,
         tokens: &[u32],
@@ -154,7 +164,9 @@ impl BlockHasher {
         start: usize,
         extra: &[ExtraKey<'_>],
     ) -> Result<Vec<BlockId>> {
-        let tail = start.checked_mul(self.block_size).and_then(|at| tokens.get(at..));
+        let tail = start
+            .checked_mul(self.block_size)
+            .and_then(|at| tokens.get(at..));
         let tail = tail.ok_or_else(|| {
             Error::invalid("start lies behind the last full block of the tokens")
                 .with("start", start)
@@ -164,8 +176,9 @@ impl BlockHasher {
         self.hash_tail(tail, parent, start, extra)
     }
 
-    /// As [`BlockHasher::hash_blocks`], but `tail` begins at block `start`: for a caller that converts only what is
-    /// new. Block indices of `extra` still count from the start of the whole list.
+    /// As [`BlockHasher::hash_blocks`], but `tail` begins at block `start`: for a caller that
+    /// converts only what is new. Block indices of `extra` still count from the start of the whole
+    /// list.
     pub fn hash_tail(
         &self,
         tail: &[u32],
@@ -182,7 +195,9 @@ impl BlockHasher {
                 ));
             }
             (1.., None) => {
-                return Err(Error::invalid("the key of block start - 1 is missing").with("start", start));
+                return Err(
+                    Error::invalid("the key of block start - 1 is missing").with("start", start)
+                );
             }
         };
         if tail.len() > limits::MAX_TOKENS_PER_CALL {
@@ -223,7 +238,12 @@ impl BlockHasher {
     }
 
     /// The frames of the blocks in `first..end`, checked and in the order they are hashed.
-    fn frames<'a>(&self, extra: &[ExtraKey<'a>], first: usize, end: usize) -> Result<Vec<ExtraKey<'a>>> {
+    fn frames<'a>(
+        &self,
+        extra: &[ExtraKey<'a>],
+        first: usize,
+        end: usize,
+    ) -> Result<Vec<ExtraKey<'a>>> {
         if extra.len() > limits::MAX_EXTRA_KEYS {
             return Err(Error::invalid("too many extra keys in one call")
                 .with("extra", extra.len())
@@ -258,7 +278,10 @@ impl BlockHasher {
     ) {
         let mut framed = Vec::new();
         for (i, tokens) in tail.chunks_exact(self.block_size).enumerate() {
-            let mine = frames.iter().take_while(|frame| frame.block == start + i).count();
+            let mine = frames
+                .iter()
+                .take_while(|frame| frame.block == start + i)
+                .count();
             parent = if mine == 0 {
                 plain.key(parent, tokens)
             } else {
@@ -275,7 +298,10 @@ impl BlockHasher {
 
 /// Writes a block's message with its frames.
 fn message(out: &mut Vec<u8>, parent: BlockId, tokens: &[u32], frames: &[ExtraKey<'_>]) {
-    let framed: usize = frames.iter().map(|frame| FRAME_HEAD + frame.bytes.len()).sum();
+    let framed: usize = frames
+        .iter()
+        .map(|frame| FRAME_HEAD + frame.bytes.len())
+        .sum();
     out.reserve(BlockId::LEN + 4 * tokens.len() + framed);
     out.extend_from_slice(&parent.0);
     out.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));

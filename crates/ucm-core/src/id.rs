@@ -1,4 +1,5 @@
-//! Names of blocks: the 16-byte id that every store sees, and how a part's record id is made from a block key.
+//! Names of blocks: the 16-byte id that every store sees, and how a part's record id is made from a
+//! block key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,8 +8,8 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
 
-/// Sixteen bytes that name a block: a *block key* (the hash chain over tokens) or a *record id* (the key of one
-/// part of it). Stores see record ids only.
+/// Sixteen bytes that name a block: a *block key* (the hash chain over tokens) or a *record id*
+/// (the key of one part of it). Stores see record ids only.
 ///
 /// ```
 /// use ucm_core::BlockId;
@@ -41,8 +42,8 @@ impl BlockId {
         self.to_string()
     }
 
-    /// XOR with a mask: with a part's, block key to record id and back; with that of a side shard, the record id of a
-    /// block to that of the record in which the side shard lies alone, and back.
+    /// XOR with a mask: with a part's, block key to record id and back; with that of a side shard,
+    /// the record id of a block to that of the record in which the side shard lies alone, and back.
     #[must_use]
     pub fn xor(self, mask: IdMask) -> Self {
         Self((u128::from_ne_bytes(self.0) ^ u128::from_ne_bytes(mask.0)).to_ne_bytes())
@@ -75,7 +76,8 @@ impl FromStr for BlockId {
 
     /// From 32 lower-case hex digits (the exact pattern of our file names).
     fn from_str(text: &str) -> Result<Self> {
-        let bad = || Error::invalid("a block id in text is 32 lower-case hex digits").with("text", text);
+        let bad =
+            || Error::invalid("a block id in text is 32 lower-case hex digits").with("text", text);
         let digit = |c: u8| match c {
             b'0'..=b'9' => Ok(c - b'0'),
             b'a'..=b'f' => Ok(c - b'a' + 10),
@@ -118,8 +120,9 @@ impl IdMask {
         Self(mask)
     }
 
-    /// The mask of the records in which a side shard lies alone: the first 16 bytes of SHA-256("UCMSIDE" ‖ its name,
-    /// padded with zeros to 16 bytes ‖ the version of its content as u32 LE).
+    /// The mask of the records in which a side shard lies alone: the first 16 bytes of
+    /// SHA-256("UCMSIDE" ‖ its name, padded with zeros to 16 bytes ‖ the version of its content as
+    /// u32 LE).
     pub fn of_side(name: &str, version: u32) -> Self {
         let mut padded = [0; 16];
         let len = name.len().min(padded.len());
@@ -129,8 +132,8 @@ impl IdMask {
 }
 
 impl Part {
-    /// The mask of this part, one hash per part and none per block: the first 16 bytes of SHA-256("UCMPART" ‖ group ‖
-    /// pipeline rank ‖ tensor rank), numbers as u32 LE.
+    /// The mask of this part, one hash per part and none per block: the first 16 bytes of
+    /// SHA-256("UCMPART" ‖ group ‖ pipeline rank ‖ tensor rank), numbers as u32 LE.
     pub fn mask(self) -> IdMask {
         IdMask::of(&[b"UCMPART", &self.to_bytes()])
     }
@@ -147,7 +150,11 @@ impl Part {
 
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "g{}p{}t{}", self.group, self.pipeline_rank, self.tensor_rank)
+        write!(
+            f,
+            "g{}p{}t{}",
+            self.group, self.pipeline_rank, self.tensor_rank
+        )
     }
 }
 
@@ -166,7 +173,9 @@ impl FromStr for Part {
             })
         };
         let bad = || Error::invalid("a part in text is g0p0t0").with("text", text);
-        numbers().filter(|part| part.to_string() == text).ok_or_else(bad)
+        numbers()
+            .filter(|part| part.to_string() == text)
+            .ok_or_else(bad)
     }
 }
 
@@ -191,7 +200,13 @@ mod tests {
     fn hex_round_trip_and_exact_pattern() {
         let id = BlockId([0xab; 16]);
         assert_eq!(id.to_hex().parse::<BlockId>().unwrap(), id);
-        for bad in ["", "ab", &"AB".repeat(16), &"zz".repeat(16), &"a".repeat(33)] {
+        for bad in [
+            "",
+            "ab",
+            &"AB".repeat(16),
+            &"zz".repeat(16),
+            &"a".repeat(33),
+        ] {
             assert!(bad.parse::<BlockId>().is_err(), "{bad}");
         }
         assert!(BlockId::from_slice(&[0; 15]).is_err());
@@ -217,7 +232,8 @@ mod tests {
     #[test]
     fn side_shards_mask_by_name_and_version() {
         let hex = |name, version| BlockId(IdMask::of_side(name, version).0).to_hex();
-        // hashlib.sha256(b"UCMSIDE" + name.ljust(16, b"\0") + version.to_bytes(4, "little")).hexdigest()[:32]
+        // hashlib.sha256(b"UCMSIDE" + name.ljust(16, b"\0") + version.to_bytes(4,
+        // "little")).hexdigest()[:32]
         assert_eq!(hex("mean-k", 3), "44b758b0cd51aaddb9007f5f71670773");
         assert_eq!(hex("mean-k", 0), "0887bff16beda62a662b4fa1aca0f092");
         assert_ne!(hex("mean-q", 3), hex("mean-k", 3));

@@ -1,12 +1,16 @@
-//! The identity of KV bytes: a JSON text that spells out everything that shapes them, and its SHA-256.
+//! The identity of KV bytes: a JSON text that spells out everything that shapes them, and its
+//! SHA-256.
 //!
-//! Two engines share blocks exactly when their texts are equal byte for byte. So the text is canonical: written by
-//! `json.dumps(obj, separators=(",", ":"), ensure_ascii=True)`, top-level keys in the order of [`IDENTITY_KEYS`],
-//! nested objects sorted by key. Anything else is refused here, where it would otherwise be a silent miss.
+//! Two engines share blocks exactly when their texts are equal byte for byte. So the text is
+//! canonical: written by `json.dumps(obj, separators=(",", ":"), ensure_ascii=True)`, top-level
+//! keys in the order of [`IDENTITY_KEYS`], nested objects sorted by key. Anything else is refused
+//! here, where it would otherwise be a silent miss.
 
 use std::fmt;
 
-use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{
+    Deserialize, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor,
+};
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -48,7 +52,8 @@ pub struct Identity {
 
 impl Identity {
     /// Checks that `json` is canonical (see the module's first paragraph) and takes its digest.
-    /// Fails with kind `Config` and the reason otherwise, or when it is longer than [`limits::MAX_IDENTITY_BYTES`].
+    /// Fails with kind `Config` and the reason otherwise, or when it is longer than
+    /// [`limits::MAX_IDENTITY_BYTES`].
     pub fn parse(json: &str) -> Result<Self> {
         let bad = |why: &str| Error::new(ErrorKind::Config, format!("identity: {why}"));
         if json.len() > limits::MAX_IDENTITY_BYTES {
@@ -71,7 +76,8 @@ impl Identity {
         &self.json
     }
 
-    /// SHA-256 of the text: the namespace digest of record headers and the identity bytes of the hasher.
+    /// SHA-256 of the text: the namespace digest of record headers and the identity bytes of the
+    /// hasher.
     pub fn digest(&self) -> &[u8; 32] {
         &self.digest
     }
@@ -95,7 +101,10 @@ impl fmt::Debug for Identity {
 
 /// Name of a namespace's directory: the first 32 hex digits of the identity's digest.
 pub fn namespace_of(digest: &[u8; 32]) -> String {
-    digest[..16].iter().map(|byte| format!("{byte:02x}")).collect()
+    digest[..16]
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 /// ASCII only, and no white space outside strings.
@@ -103,7 +112,9 @@ fn check_spelling(json: &str) -> Result<(), &'static str> {
     let (mut in_string, mut escaped) = (false, false);
     for byte in json.bytes() {
         match byte {
-            _ if !byte.is_ascii() => return Err("text beyond ASCII must be escaped (ensure_ascii=True)"),
+            _ if !byte.is_ascii() => {
+                return Err("text beyond ASCII must be escaped (ensure_ascii=True)");
+            }
             _ if escaped => escaped = false,
             b'\\' if in_string => escaped = true,
             b'"' => in_string = !in_string,
@@ -158,7 +169,9 @@ impl<'de> Visitor<'de> for TopVisitor {
             } else if COUNTS.contains(&expected) {
                 let count = map.next_value::<u32>()?;
                 if count == 0 {
-                    return Err(A::Error::custom(format!("\"{expected}\" is a number above zero")));
+                    return Err(A::Error::custom(format!(
+                        "\"{expected}\" is a number above zero"
+                    )));
                 }
                 if expected == "block_tokens" {
                     block_tokens = count;
@@ -252,7 +265,8 @@ impl<'de> Visitor<'de> for Sorted {
 mod tests {
     use super::*;
 
-    /// Written by Python's json, its SHA-256 by hashlib; the same text is in tests/unit/test_format.py.
+    /// Written by Python's json, its SHA-256 by hashlib; the same text is in
+    /// tests/unit/test_format.py.
     const TEXT: &str = concat!(
         r#"{"format_version":1,"architecture":"LlamaForCausalLM","world_size":2,"dtype":"bfloat16","#,
         r#""weights":"sha256:00","model_config":{"head_dim":64,"name":"caf\u00e9","rope":{"base":1e-05,"type":"x y"}},"#,
@@ -264,7 +278,11 @@ mod tests {
     #[test]
     fn the_digest_is_that_of_hashlib() {
         let identity = Identity::parse(TEXT).unwrap();
-        let hex: String = identity.digest().iter().map(|b| format!("{b:02x}")).collect();
+        let hex: String = identity
+            .digest()
+            .iter()
+            .map(|b| format!("{b:02x}"))
+            .collect();
         assert_eq!(
             hex,
             "345a51b41e3fd0f6ad66d55bddbb3600711c8850ca44734d1795c81ac8f0d860"
@@ -279,7 +297,10 @@ mod tests {
         let cases = [
             (TEXT.replacen(',', ", ", 1), "white space"),
             (TEXT.replace(r"\u00e9", "é"), "ASCII"),
-            (TEXT.replace("\"dtype\"", "\"Dtype\""), "where \"dtype\" belongs"),
+            (
+                TEXT.replace("\"dtype\"", "\"Dtype\""),
+                "where \"dtype\" belongs",
+            ),
             (
                 TEXT.replace("format_version\":1", "format_version\":2"),
                 "format_version is 2",
@@ -294,13 +315,19 @@ mod tests {
             ),
             (TEXT.replace("\"head_dim\"", "\"zz\""), "sorted"),
             (TEXT.replace("\"type\"", "\"base\""), "sorted and unique"),
-            (TEXT.replace(",\"decode_context_parallel\":1", ""), "is missing"),
+            (
+                TEXT.replace(",\"decode_context_parallel\":1", ""),
+                "is missing",
+            ),
             (
                 TEXT.replace("parallel\":1}", "parallel\":1,\"more\":1}"),
                 "does not belong",
             ),
             (
-                TEXT.replace("\"rope\",", &format!("{}{},", "[".repeat(70), "]".repeat(70))),
+                TEXT.replace(
+                    "\"rope\",",
+                    &format!("{}{},", "[".repeat(70), "]".repeat(70)),
+                ),
                 "too deep",
             ),
             (format!("{TEXT}1"), "trailing"),

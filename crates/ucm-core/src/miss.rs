@@ -48,8 +48,8 @@ pub enum MissReason {
     TooShort,
     /// The lookup did not answer in time.
     LookupLate,
-    /// Another block of the same load failed, or a load failed earlier in this request: nothing at or past that block
-    /// is used or claimed again.
+    /// Another block of the same load failed, or a load failed earlier in this request: nothing at
+    /// or past that block is used or claimed again.
     LoadFailed,
     /// The cache is switched off.
     Disabled,
@@ -159,8 +159,9 @@ impl MissReason {
         self as usize
     }
 
-    /// Whether the reason speaks about the stored bytes: such a record is refused (no hit in this process) until
-    /// the next dump replaces it. A newer version is left alone, and so is what another key has encrypted.
+    /// Whether the reason speaks about the stored bytes: such a record is refused (no hit in this
+    /// process) until the next dump replaces it. A newer version is left alone, and so is what
+    /// another key has encrypted.
     pub fn refuses(self) -> bool {
         matches!(
             self,
@@ -178,7 +179,8 @@ impl MissReason {
         )
     }
 
-    /// Whether the stored bytes are another's who knows what they are: no hit here, and never replaced.
+    /// Whether the stored bytes are another's who knows what they are: no hit here, and never
+    /// replaced.
     pub fn leaves_alone(self) -> bool {
         matches!(self, Self::NewerVersion | Self::WrongKey)
     }

@@ -1,8 +1,9 @@
-//! One mapping of host memory that all staging slots are cut from: page aligned (direct I/O needs it), on huge pages
-//! where they can be had (fewer TLB misses in copies and checksums), kept out of core dumps and of forked children.
+//! One mapping of host memory that all staging slots are cut from: page aligned (direct I/O needs
+//! it), on huge pages where they can be had (fewer TLB misses in copies and checksums), kept out of
+//! core dumps and of forked children.
 //!
-//! Children must not share it: a fork while direct I/O is in flight into a private mapping may deliver the bytes to
-//! the wrong side (open(2), O_DIRECT), so the mapping is marked MADV_DONTFORK.
+//! Children must not share it: a fork while direct I/O is in flight into a private mapping may
+//! deliver the bytes to the wrong side (open(2), O_DIRECT), so the mapping is marked MADV_DONTFORK.
 #![allow(
     unsafe_code,
     reason = "maps, advises and unmaps memory; hands out disjoint ranges of it"
@@ -63,7 +64,8 @@ impl Paging {
 pub struct ArenaOptions {
     /// Huge pages.
     pub huge: HugePages,
-    /// Touch every page now, so that the first load does not pay for it and a shortage shows as an error here.
+    /// Touch every page now, so that the first load does not pay for it and a shortage shows as an
+    /// error here.
     pub prefault: bool,
     /// The node whose memory is preferred, of machines with several.
     pub node: Option<u32>,
@@ -78,7 +80,12 @@ struct Mapping {
 }
 
 impl Mapping {
-    fn new(len: usize, flags: MapFlags, node: Option<u32>, origin: Origin) -> std::io::Result<Self> {
+    fn new(
+        len: usize,
+        flags: MapFlags,
+        node: Option<u32>,
+        origin: Origin,
+    ) -> std::io::Result<Self> {
         // SAFETY: an anonymous mapping at an address the kernel chooses touches no memory in use.
         let start = unsafe {
             mmap_anonymous(
@@ -99,8 +106,8 @@ impl Mapping {
     /// Advises the range from `offset` to the end.
     fn advise(&self, offset: usize, len: usize, advice: Advice) -> std::io::Result<()> {
         debug_assert!(offset + len <= self.len);
-        // SAFETY: the range is inside our mapping, and none of the advices used here (populate, huge page, no dump,
-        // no fork) changes a byte that was written.
+        // SAFETY: the range is inside our mapping, and none of the advices used here (populate,
+        // huge page, no dump, no fork) changes a byte that was written.
         unsafe { madvise(self.start.as_ptr().add(offset).cast(), len, advice) }?;
         Ok(())
     }
@@ -109,9 +116,9 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.origin.here() {
-            // SAFETY: the mapping is ours, and a view that holds a range of it holds the arena, so no one is left. In a
-            // forked child it is not mapped, and something else may be there. An error is not possible for an existing
-            // mapping, and there would be no one to tell.
+            // SAFETY: the mapping is ours, and a view that holds a range of it holds the arena, so
+            // no one is left. In a forked child it is not mapped, and something else may be there.
+            // An error is not possible for an existing mapping, and there would be no one to tell.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         }
     }
@@ -119,7 +126,8 @@ impl Drop for Mapping {
 
 /// What knows of an arena's memory.
 pub(crate) trait LetGo: Send + Sync {
-    /// Uses the memory no more from now on; false where it may, for ever: then the memory is never unmapped.
+    /// Uses the memory no more from now on; false where it may, for ever: then the memory is never
+    /// unmapped.
     fn let_go(&self) -> bool;
 }
 
@@ -139,7 +147,8 @@ pub struct HostArena {
     /// What a device knows of the mapping.
     kept: Kept,
     mapping: ManuallyDrop<Mapping>,
-    /// Where the usable bytes start in the mapping; page aligned, and huge-page aligned where they are huge.
+    /// Where the usable bytes start in the mapping; page aligned, and huge-page aligned where they
+    /// are huge.
     offset: usize,
     /// Usable bytes, a multiple of 4096.
     len: usize,
@@ -148,15 +157,15 @@ pub struct HostArena {
     claimed: Mutex<usize>,
 }
 
-// SAFETY: the arena owns its mapping; its bytes are reached only through ranges that `claim` hands out once, whose
-// owners (slots) keep Rust's rules for them.
+// SAFETY: the arena owns its mapping; its bytes are reached only through ranges that `claim` hands
+// out once, whose owners (slots) keep Rust's rules for them.
 unsafe impl Send for HostArena {}
 // SAFETY: as above; `claimed` is behind a lock and everything else is immutable.
 unsafe impl Sync for HostArena {}
 
 impl HostArena {
-    /// At least `bytes` of zeroed memory (rounded up to 4096), on huge pages where allowed, not touched yet.
-    /// `InvalidInput` for an impossible size, `Io` when the system refuses the memory.
+    /// At least `bytes` of zeroed memory (rounded up to 4096), on huge pages where allowed, not
+    /// touched yet. `InvalidInput` for an impossible size, `Io` when the system refuses the memory.
     pub fn new(bytes: usize) -> Result<Arc<Self>> {
         Self::with(bytes, ArenaOptions::default())
     }
@@ -165,12 +174,17 @@ impl HostArena {
     pub fn with(bytes: usize, options: ArenaOptions) -> Result<Arc<Self>> {
         if bytes == 0 || bytes > isize::MAX as usize - 2 * HUGE {
             return Err(
-                Error::invalid("a host arena has between 1 byte and the address space").with("bytes", bytes),
+                Error::invalid("a host arena has between 1 byte and the address space")
+                    .with("bytes", bytes),
             );
         }
         let len = round_up(bytes as u64, PAGE) as usize;
         let refused = |e: std::io::Error| {
-            Error::from_io(e, "the system refuses memory for the host arena; give it less").with("bytes", len)
+            Error::from_io(
+                e,
+                "the system refuses memory for the host arena; give it less",
+            )
+            .with("bytes", len)
         };
         let origin = Origin::this()?;
         let arena = match Self::reserved(len, options, origin) {
@@ -178,8 +192,12 @@ impl HostArena {
             None => Self::ordinary(len, options, origin).map_err(refused)?,
         };
         // Advice only: an old kernel that knows neither still gives a working arena.
-        let _ = arena.mapping.advise(0, arena.mapping.len, Advice::LinuxDontFork);
-        let _ = arena.mapping.advise(0, arena.mapping.len, Advice::LinuxDontDump);
+        let _ = arena
+            .mapping
+            .advise(0, arena.mapping.len, Advice::LinuxDontFork);
+        let _ = arena
+            .mapping
+            .advise(0, arena.mapping.len, Advice::LinuxDontDump);
         if options.prefault {
             arena.prefault().map_err(refused)?;
         }
@@ -194,7 +212,8 @@ impl HostArena {
         let mapped = round_up(len as u64, HUGE as u64) as usize;
         let flags = MapFlags::HUGETLB | MapFlags::HUGE_2MB;
         let mapping = Mapping::new(mapped, flags, options.node, origin).ok()?;
-        // A cgroup may refuse reserved pages at the first touch, with SIGBUS; touched here it is an error instead.
+        // A cgroup may refuse reserved pages at the first touch, with SIGBUS; touched here it is an
+        // error instead.
         mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
         Some(Self {
             kept: Kept::default(),
@@ -259,7 +278,8 @@ impl HostArena {
         self.len == 0
     }
 
-    /// Address of the first usable byte, for a library that has to know of the memory before it moves bytes of slots.
+    /// Address of the first usable byte, for a library that has to know of the memory before it
+    /// moves bytes of slots.
     pub fn address(&self) -> u64 {
         self.at(0) as u64
     }
@@ -274,7 +294,8 @@ impl HostArena {
         self.len - *self.claimed.lock()
     }
 
-    /// Gives `bytes` (a multiple of 4096) to the caller for the life of the arena; `None` when that much is not left.
+    /// Gives `bytes` (a multiple of 4096) to the caller for the life of the arena; `None` when that
+    /// much is not left.
     pub(crate) fn claim(&self, bytes: usize) -> Option<Range<usize>> {
         debug_assert!((bytes as u64).is_multiple_of(PAGE));
         let mut claimed = self.claimed.lock();
@@ -282,11 +303,12 @@ impl HostArena {
         Some(std::mem::replace(&mut *claimed, end)..end)
     }
 
-    /// Address of the byte at `offset` of the usable part. Reading or writing there is allowed only to the owner of a
-    /// claimed range around it.
+    /// Address of the byte at `offset` of the usable part. Reading or writing there is allowed only
+    /// to the owner of a claimed range around it.
     pub(crate) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset <= self.len);
-        // SAFETY: `offset` is inside the usable part (or one past it), which lies inside the mapping.
+        // SAFETY: `offset` is inside the usable part (or one past it), which lies inside the
+        // mapping.
         unsafe { self.mapping.start.as_ptr().add(self.offset + offset) }
     }
 }
@@ -356,7 +378,8 @@ mod tests {
         let (start, len) = (arena.mapping.start.as_ptr(), arena.mapping.len);
         let status = in_child(move || {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-            // SAFETY: maps memory where there is none; an access of memory that is not mapped any more ends the child.
+            // SAFETY: maps memory where there is none; an access of memory that is not mapped any
+            // more ends the child.
             unsafe {
                 let own = libc::mmap(
                     start.cast(),

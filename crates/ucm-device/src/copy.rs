@@ -54,10 +54,12 @@ pub(crate) fn check_host_pairs(pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
             return checked.map_err(|e| e.with("pair", i));
         }
         if device.len() != host.len() {
-            return Err(Error::invalid("the sides of device and host differ in length")
-                .with("pair", i)
-                .with("device", device.len())
-                .with("host", host.len()));
+            return Err(
+                Error::invalid("the sides of device and host differ in length")
+                    .with("pair", i)
+                    .with("device", device.len())
+                    .with("host", host.len()),
+            );
         }
     }
     Ok(())
@@ -75,8 +77,8 @@ pub(crate) fn check_registered(host: HostSpan) -> Result<()> {
 pub(crate) fn batch(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
     check_pairs(pairs)?;
     for (src, dst) in pairs {
-        // SAFETY: the maker of each span promised that its memory can be read or written until this operation ends
-        // and that no one interferes; the lengths are equal; `copy` allows overlap.
+        // SAFETY: the maker of each span promised that its memory can be read or written until this
+        // operation ends and that no one interferes; the lengths are equal; `copy` allows overlap.
         unsafe {
             std::ptr::copy(
                 with_exposed_provenance::<u8>(src.addr() as usize),
@@ -93,8 +95,9 @@ pub(crate) fn gather(src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> 
     check_pieces(src, dst.len())?;
     for (piece, count) in src.iter().zip(1..) {
         let to = &mut dst[piece.at..piece.at + piece.span.len() as usize];
-        // SAFETY: the maker of the span promised that it can be read until this operation ends; `to` is a slice of
-        // exactly that length; `copy` allows overlap, should the span name memory of the same arena.
+        // SAFETY: the maker of the span promised that it can be read until this operation ends;
+        // `to` is a slice of exactly that length; `copy` allows overlap, should the span name
+        // memory of the same arena.
         unsafe {
             std::ptr::copy(
                 with_exposed_provenance::<u8>(piece.span.addr() as usize),
@@ -112,8 +115,8 @@ pub(crate) fn scatter(src: &[u8], dst: &[Piece]) -> Result<()> {
     check_pieces(dst, src.len())?;
     for piece in dst {
         let from = &src[piece.at..piece.at + piece.span.len() as usize];
-        // SAFETY: the maker of the span promised that it can be written until this operation ends and that no
-        // reference to it is in use; `from` has exactly its length.
+        // SAFETY: the maker of the span promised that it can be written until this operation ends
+        // and that no reference to it is in use; `from` has exactly its length.
         unsafe {
             std::ptr::copy(
                 from.as_ptr(),
@@ -133,8 +136,9 @@ pub(crate) fn transfer(direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -
             Direction::ToDevice => (host.addr(), device.addr()),
             Direction::ToHost => (device.addr(), host.addr()),
         };
-        // SAFETY: the makers of both spans promised that they can be read and written until this operation ends and
-        // that no one interferes; the lengths are equal; `copy` allows overlap, should both lie in one buffer.
+        // SAFETY: the makers of both spans promised that they can be read and written until this
+        // operation ends and that no one interferes; the lengths are equal; `copy` allows overlap,
+        // should both lie in one buffer.
         unsafe {
             std::ptr::copy(
                 with_exposed_provenance::<u8>(from as usize),

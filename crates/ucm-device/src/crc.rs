@@ -1,10 +1,11 @@
 //! CRC-32C of host memory with every unit the processor has for it.
 //!
-//! The library behind [`ucm_core::crc32c`] has kernels for AVX-512 and for the 128-bit carry-less multiplier, and none
-//! for processors between the two (AVX2 with VPCLMULQDQ: Zen 3, Alder Lake). There the checksum is half of what a load
-//! from the page cache costs, so they have a kernel here: a stretch is cut in four, the first part folded 128 bytes at
-//! a step by the wide multiplier, the other three taken in by the CRC instruction, all at the same time; then the four
-//! results are moved to their places and added. The values are the same on every processor.
+//! The library behind [`ucm_core::crc32c`] has kernels for AVX-512 and for the 128-bit carry-less
+//! multiplier, and none for processors between the two (AVX2 with VPCLMULQDQ: Zen 3, Alder Lake).
+//! There the checksum is half of what a load from the page cache costs, so they have a kernel here:
+//! a stretch is cut in four, the first part folded 128 bytes at a step by the wide multiplier, the
+//! other three taken in by the CRC instruction, all at the same time; then the four results are
+//! moved to their places and added. The values are the same on every processor.
 
 /// CRC-32C of `bytes`, as [`ucm_core::crc32c`] gives it.
 pub fn crc32c(bytes: &[u8]) -> u32 {
@@ -27,12 +28,14 @@ mod wide {
     const POLYNOMIAL: u32 = 0x82f6_3b78;
     /// Bytes that the multiplier takes in at a step: four registers.
     const FOLDED: usize = 128;
-    /// Bytes that each of the three chains of CRC instructions takes in meanwhile. The multiplier starts one product
-    /// every second cycle, and a step needs eight; the CRC instruction takes 8 bytes a cycle: 120 in 15 of these 16.
+    /// Bytes that each of the three chains of CRC instructions takes in meanwhile. The multiplier
+    /// starts one product every second cycle, and a step needs eight; the CRC instruction takes 8
+    /// bytes a cycle: 120 in 15 of these 16.
     const CHAINED: usize = 40;
     /// Bytes of a step.
     const STEP: usize = FOLDED + 3 * CHAINED;
-    /// Steps of the longest, the middle and the shortest stretch. Long ones cost less to put together.
+    /// Steps of the longest, the middle and the shortest stretch. Long ones cost less to put
+    /// together.
     const STEPS: [usize; 3] = [128, 32, 4];
     /// Fewest bytes for which this is used at all.
     pub(super) const SHORTEST: usize = STEPS[2] * STEP;
@@ -109,7 +112,9 @@ mod wide {
         let near = const { factors(32) };
         let near = _mm256_set_epi64x(near.1, near.0, near.1, near.0);
         let [first, others @ ..] = fold;
-        let sum = others.into_iter().fold(first, |sum, next| moved(sum, near, next));
+        let sum = others
+            .into_iter()
+            .fold(first, |sum, next| moved(sum, near, next));
         let halves = const { factors(16) };
         let halves = _mm256_set_epi64x(0, 0, halves.1, halves.0);
         let upper = _mm256_castsi128_si256(_mm256_extracti128_si256(sum, 1));
@@ -156,9 +161,9 @@ mod wide {
     #[inline]
     #[target_feature(enable = "sse4.2")]
     fn chain(crc: u64, words: &[[u8; 8]]) -> u64 {
-        words
-            .iter()
-            .fold(crc, |crc, &word| _mm_crc32_u64(crc, u64::from_le_bytes(word)))
+        words.iter().fold(crc, |crc, &word| {
+            _mm_crc32_u64(crc, u64::from_le_bytes(word))
+        })
     }
 
     /// What the two halves of 128 bits are multiplied with to stand so many bytes further on.
@@ -206,11 +211,16 @@ mod tests {
         for len in (0..5_000).chain([8_192, 32_768, 65_536, 131_072, 199_000]) {
             let start = len % 97;
             let bytes = &bytes[start..start + len];
-            assert_eq!(crc32c(bytes), ucm_core::crc32c(bytes), "{len} bytes from {start}");
+            assert_eq!(
+                crc32c(bytes),
+                ucm_core::crc32c(bytes),
+                "{len} bytes from {start}"
+            );
         }
     }
 
-    /// Also where the processor has something better, so that this is tested on every machine that can run it.
+    /// Also where the processor has something better, so that this is tested on every machine that
+    /// can run it.
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn the_wide_kernel_agrees_around_every_cut() {
@@ -232,7 +242,11 @@ mod tests {
                 );
             }
         }
-        assert_eq!(wide::crc32c(b"123456789"), 0xe306_9283, "too short for a stretch");
+        assert_eq!(
+            wide::crc32c(b"123456789"),
+            0xe306_9283,
+            "too short for a stretch"
+        );
     }
 
     #[test]

@@ -23,8 +23,12 @@ const DEVICES: &[(&str, Open)] = &[
     ("simu", host),
     ("cuda", Accelerator::cuda),
     ("hip", |at, how, on| Accelerator::vendor(&HIP, at, how, on)),
-    ("musa", |at, how, on| Accelerator::vendor(&MUSA, at, how, on)),
-    ("maca", |at, how, on| Accelerator::vendor(&MACA, at, how, on)),
+    ("musa", |at, how, on| {
+        Accelerator::vendor(&MUSA, at, how, on)
+    }),
+    ("maca", |at, how, on| {
+        Accelerator::vendor(&MACA, at, how, on)
+    }),
     ("ascend", Accelerator::ascend),
 ];
 
@@ -33,10 +37,15 @@ fn host(_number: u32, _transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<
     Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?))
 }
 
-/// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of the caller that uses it: their deadlines are
-/// points on it. It belongs to the process that opens it, not to its children. `Config` for a device that this build or
-/// machine does not have, `Unsupported` where the library of its vendor is not there or lacks what is needed.
-pub fn open_device(name: &str, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
+/// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of the caller that uses it:
+/// their deadlines are points on it. It belongs to the process that opens it, not to its children.
+/// `Config` for a device that this build or machine does not have, `Unsupported` where the library
+/// of its vendor is not there or lacks what is needed.
+pub fn open_device(
+    name: &str,
+    transfer: Transfer,
+    clock: Arc<dyn Clock>,
+) -> Result<Arc<dyn Device>> {
     let (kind, number) = name.split_once(':').unwrap_or((name, "0"));
     let number = number.parse().map_err(|_| {
         let wrong = "a device is named by its kind and, behind a colon, its number";

@@ -1,18 +1,21 @@
 //! What a fork does: the child has no region, no arena and no device of its parent's.
 //!
-//! Their memory is not mapped in a child, where something else may lie at its addresses, a lock of theirs may be held
-//! by a thread that the child does not have, and a vendor's library does not work there. So a fork handler raises a
-//! number by which whatever keeps an [`Origin`] sees that it belongs to another process.
+//! Their memory is not mapped in a child, where something else may lie at its addresses, a lock of
+//! theirs may be held by a thread that the child does not have, and a vendor's library does not
+//! work there. So a fork handler raises a number by which whatever keeps an [`Origin`] sees that it
+//! belongs to another process.
 //!
-//! A child would also inherit the descriptor that holds the lock of a registry file, and keep the lock after its parent
-//! was killed. So the handler closes the descriptors registered here. Files that are kept open are closed in the same
-//! way: a child that lives on would hold their space when they are removed.
+//! A child would also inherit the descriptor that holds the lock of a registry file, and keep the
+//! lock after its parent was killed. So the handler closes the descriptors registered here. Files
+//! that are kept open are closed in the same way: a child that lives on would hold their space when
+//! they are removed.
 //!
-//! Between the making of a descriptor or a mapping and the moment at which the handler knows of it, or the kernel that
-//! no child is to have it, a fork would slip through. So forks of this process wait while something is made or closed
-//! ([`hold_forks`]); where that takes calls on a file system, which may hang, it is asked afterwards whether there was
-//! a fork ([`forks`]), and made anew. Files that are kept open hold up no fork: their closing may hang, and what slips
-//! through costs a child one descriptor.
+//! Between the making of a descriptor or a mapping and the moment at which the handler knows of it,
+//! or the kernel that no child is to have it, a fork would slip through. So forks of this process
+//! wait while something is made or closed ([`hold_forks`]); where that takes calls on a file
+//! system, which may hang, it is asked afterwards whether there was a fork ([`forks`]), and made
+//! anew. Files that are kept open hold up no fork: their closing may hang, and what slips through
+//! costs a child one descriptor.
 #![allow(
     unsafe_code,
     reason = "a fork handler, which may only call what is safe after a fork"
@@ -40,7 +43,8 @@ static HANDLER: OnceLock<i32> = OnceLock::new();
 static GATE: AtomicBool = AtomicBool::new(false);
 /// Forks that this process began.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
-/// Looks at the gate, and the time between two of them: a second in all, after which the rare leak is preferred.
+/// Looks at the gate, and the time between two of them: a second in all, after which the rare leak
+/// is preferred.
 const LOOKS: u32 = 10_000;
 const BETWEEN: libc::timespec = libc::timespec {
     tv_sec: 0,
@@ -67,8 +71,8 @@ fn close_gate() -> bool {
 /// Forks of this process wait until it is dropped.
 pub(crate) struct NoForks(bool);
 
-/// Holds forks up: for a few short system calls on memory, never on a file system, and never twice on one thread. Gives
-/// up after a second: then a fork may come in between.
+/// Holds forks up: for a few short system calls on memory, never on a file system, and never twice
+/// on one thread. Gives up after a second: then a fork may come in between.
 pub(crate) fn hold_forks() -> Result<NoForks> {
     Origin::this()?;
     Ok(NoForks(close_gate()))
@@ -82,7 +86,8 @@ impl Drop for NoForks {
     }
 }
 
-/// How many forks this process began, none of them being under way. Two equal answers: none came in between.
+/// How many forks this process began, none of them being under way. Two equal answers: none came in
+/// between.
 pub(crate) fn forks() -> Result<u64> {
     let _still = hold_forks()?;
     Ok(BEGUN.load(Ordering::Relaxed))
@@ -110,8 +115,9 @@ extern "C" fn in_child() {
     for entry in &CLOSED_IN_CHILDREN {
         let fd = entry.swap(FREE, Ordering::Relaxed);
         if fd != FREE {
-            // SAFETY: the descriptor was open in the parent (it is taken off this list before it is closed there), so
-            // it is open in the child, where nothing else uses it: its owner asks `Origin::here` first.
+            // SAFETY: the descriptor was open in the parent (it is taken off this list before it is
+            // closed there), so it is open in the child, where nothing else uses it: its owner asks
+            // `Origin::here` first.
             unsafe { libc::close(fd) };
         }
     }
@@ -125,16 +131,17 @@ impl Origin {
     /// This process. Installs the fork handlers. `Io` when the system refuses them.
     pub(crate) fn this() -> Result<Self> {
         let install = || {
-            // SAFETY: the handlers only touch atomics and a thread-local byte, sleep, and close descriptors; and they
-            // are never unloaded: this code is part of the program or of an extension module, which Python does not
-            // unload.
+            // SAFETY: the handlers only touch atomics and a thread-local byte, sleep, and close
+            // descriptors; and they are never unloaded: this code is part of the program or of an
+            // extension module, which Python does not unload.
             unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) }
         };
         match *HANDLER.get_or_init(install) {
             0 => Ok(Self(FORKS.load(Ordering::Relaxed))),
             code => Err(Error::from_io(
                 std::io::Error::from_raw_os_error(code),
-                "the system refuses a fork handler, without which a child could harm its parent's memory",
+                "the system refuses a fork handler, without which a child could harm its parent's \
+                 memory",
             )),
         }
     }
@@ -165,14 +172,14 @@ pub struct OwnFd {
 }
 
 impl OwnFd {
-    /// Puts the descriptor of a file that is kept open on the list. `Busy` when the process has too many on it, `Io`
-    /// when the system refuses the handlers; it is closed then.
+    /// Puts the descriptor of a file that is kept open on the list. `Busy` when the process has too
+    /// many on it, `Io` when the system refuses the handlers; it is closed then.
     pub fn of_file(fd: OwnedFd) -> Result<Self> {
         Self::listed(fd, false)
     }
 
-    /// Puts an open descriptor on the list; forks are to be held up since it was opened. Errors as of
-    /// [`OwnFd::of_file`].
+    /// Puts an open descriptor on the list; forks are to be held up since it was opened. Errors as
+    /// of [`OwnFd::of_file`].
     pub(crate) fn new(fd: OwnedFd) -> Result<Self> {
         Self::listed(fd, true)
     }
@@ -221,8 +228,8 @@ impl Drop for OwnFd {
 pub(crate) mod tests {
     use super::*;
 
-    /// Runs this in a forked child; 0 where it was true, otherwise what waitpid(2) says. It may use memory, and no
-    /// thread.
+    /// Runs this in a forked child; 0 where it was true, otherwise what waitpid(2) says. It may use
+    /// memory, and no thread.
     pub(crate) fn in_child(test: impl FnOnce() -> bool) -> i32 {
         // SAFETY: the child runs the test, and ends without what a process does at its end.
         let child = unsafe { libc::fork() };

@@ -1,7 +1,9 @@
-//! Where the KV of a model lies: told once, so that a block is named by its number and not by its addresses.
+//! Where the KV of a model lies: told once, so that a block is named by its number and not by its
+//! addresses.
 #![allow(
     unsafe_code,
-    reason = "the constructor is where a caller vouches for the addresses; everything after it is safe"
+    reason = "the constructor is where a caller vouches for the addresses; everything after it is \
+              safe"
 )]
 
 use std::ops::Range;
@@ -21,7 +23,8 @@ pub struct KvPiece {
     pub len: u64,
 }
 
-/// The pieces of a block, layer by layer and in the order of a layer's tensors, and how many blocks there are.
+/// The pieces of a block, layer by layer and in the order of a layer's tensors, and how many blocks
+/// there are.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KvLayout {
     pieces: Vec<KvPiece>,
@@ -32,25 +35,25 @@ impl KvLayout {
     /// Checks that every piece of every block has an address.
     ///
     /// # Errors
-    /// `InvalidInput` for a null address, a piece past the end of the address space, and pieces of neighbours that
-    /// overlap.
+    /// `InvalidInput` for a null address, a piece past the end of the address space, and pieces of
+    /// neighbours that overlap.
     ///
     /// # Safety
-    /// What [`DeviceSpan::new`] asks holds for every piece of a block from when a task names that block until the task
-    /// has ended.
+    /// What [`DeviceSpan::new`] asks holds for every piece of a block from when a task names that
+    /// block until the task has ended.
     pub unsafe fn new(pieces: Vec<KvPiece>, blocks: u64) -> Result<Self> {
         for (number, piece) in pieces.iter().enumerate() {
             let last = piece.stride.checked_mul(blocks.saturating_sub(1));
             let end = last.and_then(|last| piece.first.checked_add(last)?.checked_add(piece.len));
             if piece.first == 0 || end.is_none() || blocks > 1 && piece.stride < piece.len {
-                return Err(
-                    Error::invalid("a piece of the KV has no address of its own in every block")
-                        .with("piece", number)
-                        .with("first", format_args!("{:#x}", piece.first))
-                        .with("stride", piece.stride)
-                        .with("len", piece.len)
-                        .with("blocks", blocks),
-                );
+                return Err(Error::invalid(
+                    "a piece of the KV has no address of its own in every block",
+                )
+                .with("piece", number)
+                .with("first", format_args!("{:#x}", piece.first))
+                .with("stride", piece.stride)
+                .with("len", piece.len)
+                .with("blocks", blocks));
             }
         }
         Ok(Self { pieces, blocks })
@@ -70,7 +73,8 @@ impl KvLayout {
     pub fn spans(&self, block: u64, pieces: Range<usize>) -> impl Iterator<Item = DeviceSpan> {
         let some = self.pieces.get(pieces).filter(|_| block < self.blocks);
         some.unwrap_or_default().iter().map(move |piece| {
-            // SAFETY: the constructor's caller vouches for every piece of every block, and this block is one of them.
+            // SAFETY: the constructor's caller vouches for every piece of every block, and this
+            // block is one of them.
             unsafe { DeviceSpan::new(piece.first + block * piece.stride, piece.len) }
         })
     }

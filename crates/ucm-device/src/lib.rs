@@ -1,8 +1,8 @@
 //! Where KV lives: devices, streams, the host arena and its slots.
 //!
-//! `Device` hands out streams and arenas; a `Stream` moves bytes between device pieces ([`DeviceSpan`]) and slots of
-//! host memory. A [`SharedRegion`] is memory that other processes read. [`HostDevice`] is the platform of vLLM on a
-//! CPU, a real one and not a mock.
+//! `Device` hands out streams and arenas; a `Stream` moves bytes between device pieces
+//! ([`DeviceSpan`]) and slots of host memory. A [`SharedRegion`] is memory that other processes
+//! read. [`HostDevice`] is the platform of vLLM on a CPU, a real one and not a mock.
 
 mod accelerator;
 mod arena;
@@ -33,7 +33,9 @@ pub use kv::{KvLayout, KvPiece};
 pub use machine::MachineMemory;
 pub use memory::DeviceMemory;
 pub use queued::QueueOptions;
-pub use region::{Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease};
+pub use region::{
+    Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease,
+};
 pub use slots::{HostBuf, Slot, SlotPool};
 pub use span::{DeviceSpan, HostSpan, Piece};
 pub use transfer::{Direction, Transfer};

@@ -1,8 +1,10 @@
-//! How much memory machine and container really have: what a cache of a given size is checked against at start.
+//! How much memory machine and container really have: what a cache of a given size is checked
+//! against at start.
 //!
-//! The machine says it in `/proc/meminfo`. A container says it in its control groups, version 2 (`memory.max`) or 1
-//! (`memory.limit_in_bytes`): every group from the process's own up to the root of the mount may set a limit. What a
-//! group uses for files no one touched of late can be taken back, so it counts as free.
+//! The machine says it in `/proc/meminfo`. A container says it in its control groups, version 2
+//! (`memory.max`) or 1 (`memory.limit_in_bytes`): every group from the process's own up to the root
+//! of the mount may set a limit. What a group uses for files no one touched of late can be taken
+//! back, so it counts as free.
 
 use std::path::{Path, PathBuf};
 
@@ -40,8 +42,11 @@ impl MachineMemory {
                 .and_then(|kib| kib.checked_mul(1024))
         };
         let total = field("MemTotal").ok_or_else(|| {
-            Error::new(ErrorKind::Io, "the system does not say how much memory it has")
-                .with("path", path.display())
+            Error::new(
+                ErrorKind::Io,
+                "the system does not say how much memory it has",
+            )
+            .with("path", path.display())
         })?;
         let mut memory = Self {
             total,
@@ -69,7 +74,8 @@ impl MachineMemory {
         if bytes <= self.available {
             return Ok(());
         }
-        let text = format!("{key} is more than the memory that can be had now; lower it or free some");
+        let text =
+            format!("{key} is more than the memory that can be had now; lower it or free some");
         Err(Error::new(ErrorKind::Config, text)
             .with(key, bytes)
             .with("available", self.available)
@@ -113,9 +119,12 @@ impl Group {
             .and_then(|text| text.trim().parse::<u64>().ok())
             .unwrap_or(0);
         let stat = read("memory.stat").unwrap_or_default();
-        let idle = stat
-            .lines()
-            .find_map(|line| line.strip_prefix(idle)?.strip_prefix(' ')?.parse::<u64>().ok());
+        let idle = stat.lines().find_map(|line| {
+            line.strip_prefix(idle)?
+                .strip_prefix(' ')?
+                .parse::<u64>()
+                .ok()
+        });
         Some((
             limit,
             limit.saturating_sub(used.saturating_sub(idle.unwrap_or(0))),
@@ -123,8 +132,9 @@ impl Group {
     }
 }
 
-/// Every group that this process is in, with its ancestors. In a container the path may be the host's, of which only
-/// the end, or nothing, is mounted: what is not there sets no limit, and the root of the mount is always looked at.
+/// Every group that this process is in, with its ancestors. In a container the path may be the
+/// host's, of which only the end, or nothing, is mounted: what is not there sets no limit, and the
+/// root of the mount is always looked at.
 fn groups(root: &Path) -> Vec<Group> {
     let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mount = root.join("sys/fs/cgroup");
@@ -137,7 +147,10 @@ fn groups(root: &Path) -> Vec<Group> {
         let (version, mounts) = if controllers.is_empty() {
             (Version::Two, vec![mount.clone(), mount.join("unified")])
         } else if controllers.split(',').any(|name| name == "memory") {
-            (Version::One, vec![mount.join("memory"), mount.join(controllers)])
+            (
+                Version::One,
+                vec![mount.join("memory"), mount.join(controllers)],
+            )
         } else {
             continue;
         };
@@ -154,7 +167,10 @@ fn groups(root: &Path) -> Vec<Group> {
                 version,
             }));
             if !plain {
-                groups.push(Group { dir: mount, version });
+                groups.push(Group {
+                    dir: mount,
+                    version,
+                });
             }
         }
     }
@@ -170,7 +186,8 @@ mod tests {
     /// A tree of files as below `/`: a machine of 64 GiB, 48 of them available.
     fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
-        let meminfo = "MemTotal:       67108864 kB\nMemFree:  1048576 kB\nMemAvailable:   50331648 kB\n";
+        let meminfo =
+            "MemTotal:       67108864 kB\nMemFree:  1048576 kB\nMemAvailable:   50331648 kB\n";
         for (name, text) in [("proc/meminfo", meminfo)].iter().chain(files) {
             let path = dir.path().join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -223,23 +240,43 @@ mod tests {
             ("sys/fs/cgroup/memory.max", "8589934592"),
             ("sys/fs/cgroup/memory.current", "1073741824"),
         ];
-        for line in ["0::/\n", "0::/system.slice/docker-abc.scope\n", "0::/../other\n"] {
-            let files: Vec<_> = [("proc/self/cgroup", line)].into_iter().chain(limit).collect();
+        for line in [
+            "0::/\n",
+            "0::/system.slice/docker-abc.scope\n",
+            "0::/../other\n",
+        ] {
+            let files: Vec<_> = [("proc/self/cgroup", line)]
+                .into_iter()
+                .chain(limit)
+                .collect();
             let memory = read(&files);
-            assert_eq!((memory.total, memory.available), (8 * GIB, 7 * GIB), "{line}");
+            assert_eq!(
+                (memory.total, memory.available),
+                (8 * GIB, 7 * GIB),
+                "{line}"
+            );
         }
     }
 
     #[test]
     fn version_1_and_both_at_once() {
         let memory = read(&[
-            ("proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/box\n0::/\n"),
+            (
+                "proc/self/cgroup",
+                "9:name=systemd:/\n4:cpu,memory:/box\n0::/\n",
+            ),
             (
                 "sys/fs/cgroup/memory/memory.limit_in_bytes",
                 "9223372036854771712",
             ),
-            ("sys/fs/cgroup/memory/box/memory.limit_in_bytes", "4294967296"),
-            ("sys/fs/cgroup/memory/box/memory.usage_in_bytes", "3221225472"),
+            (
+                "sys/fs/cgroup/memory/box/memory.limit_in_bytes",
+                "4294967296",
+            ),
+            (
+                "sys/fs/cgroup/memory/box/memory.usage_in_bytes",
+                "3221225472",
+            ),
             (
                 "sys/fs/cgroup/memory/box/memory.stat",
                 "inactive_file 7\ntotal_inactive_file 1073741824\n",

@@ -1,4 +1,5 @@
-//! Memory near a device: on a machine of several nodes a device reaches the memory of its own node faster.
+//! Memory near a device: on a machine of several nodes a device reaches the memory of its own node
+//! faster.
 #![allow(unsafe_code, reason = "a system call that has no safe form")]
 
 use std::ffi::c_void;
@@ -12,8 +13,8 @@ const SYSFS: &str = "/sys";
 /// Words of a set of nodes: as many nodes as Linux can have.
 const WORDS: usize = 1024 / 64;
 
-/// The node of the device at this address of the PCI bus (`0000:3B:00.0`). `None` where the machine has one node only,
-/// or does not say.
+/// The node of the device at this address of the PCI bus (`0000:3B:00.0`). `None` where the machine
+/// has one node only, or does not say.
 pub(crate) fn node_of(pci: &str) -> Option<u32> {
     node_in(Path::new(SYSFS), pci)
 }
@@ -31,7 +32,8 @@ fn node_in(sysfs: &Path, pci: &str) -> Option<u32> {
     (node < 64 * WORDS as u32).then_some(node)
 }
 
-/// Lets pages of a mapping that are first touched from now on come from this node as long as it has any.
+/// Lets pages of a mapping that are first touched from now on come from this node as long as it has
+/// any.
 ///
 /// # Safety
 /// The range is whole pages of one mapping of this process.
@@ -56,7 +58,8 @@ pub(crate) unsafe fn prefer(start: *mut c_void, len: usize, node: u32) {
     };
     if answer != 0 {
         // A container may forbid it: then memory comes from where the thread runs.
-        debug!(node, error = %std::io::Error::last_os_error(), "memory near the device cannot be asked for");
+        debug!(node, error = %std::io::Error::last_os_error(), "memory near the device cannot be \
+        asked for");
     }
 }
 
@@ -77,7 +80,11 @@ mod tests {
             write(device.join("numa_node"), of_device).unwrap();
             node_in(sysfs.path(), "0000:3B:00.0")
         };
-        assert_eq!(node_in(sysfs.path(), "0000:3B:00.0"), None, "nothing is there");
+        assert_eq!(
+            node_in(sysfs.path(), "0000:3B:00.0"),
+            None,
+            "nothing is there"
+        );
         create_dir_all(&nodes).unwrap();
         create_dir_all(&device).unwrap();
         assert_eq!(node("0-1\n", "1\n"), Some(1));
@@ -88,7 +95,11 @@ mod tests {
         assert_eq!(node("0-1\n", "none"), None);
         assert_eq!(node("0\n", "0\n"), None, "one node");
         write(nodes.join("online"), "0-1").unwrap();
-        assert_eq!(node_in(sysfs.path(), "0000:af:00.0"), None, "another device");
+        assert_eq!(
+            node_in(sysfs.path(), "0000:af:00.0"),
+            None,
+            "another device"
+        );
     }
 
     /// Whether or not the machine has the node, and lets us ask for it.

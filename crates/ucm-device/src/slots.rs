@@ -1,10 +1,11 @@
-//! Fixed-size leases of arena memory. A slot goes back to its pool when it is dropped, whichever thread holds it: so a
-//! slot that lives inside a system call that never returns is quarantined by that alone, and comes back if the call
-//! does.
+//! Fixed-size leases of arena memory. A slot goes back to its pool when it is dropped, whichever
+//! thread holds it: so a slot that lives inside a system call that never returns is quarantined by
+//! that alone, and comes back if the call does.
 //!
-//! A lease is a promise at first: which memory it has is decided when its bytes are first asked for, and then it is the
-//! memory that came back last. So a batch that leases all its slots at once and fills one after the other goes through
-//! the few that a processor's caches hold, and not once through all there are.
+//! A lease is a promise at first: which memory it has is decided when its bytes are first asked
+//! for, and then it is the memory that came back last. So a batch that leases all its slots at once
+//! and fills one after the other goes through the few that a processor's caches hold, and not once
+//! through all there are.
 #![allow(
     unsafe_code,
     reason = "turns a leased range of the arena into a slice; the lease is unique"
@@ -62,15 +63,16 @@ impl Free {
 }
 
 impl SlotPool {
-    /// Cuts all that is left of `arena` into slots of `slot_len` bytes (rounded up to 4096, so that each is fit for
-    /// direct I/O). `InvalidInput` when not even one fits.
+    /// Cuts all that is left of `arena` into slots of `slot_len` bytes (rounded up to 4096, so that
+    /// each is fit for direct I/O). `InvalidInput` when not even one fits.
     pub fn new(arena: Arc<HostArena>, slot_len: usize) -> Result<Arc<Self>> {
         let stride = Self::stride(slot_len)?;
         let slots = arena.unclaimed() / stride;
         Self::with_slots(arena, slot_len, slots)
     }
 
-    /// Cuts `slots` slots from what is left of `arena`. `InvalidInput` when they do not fit or there would be none.
+    /// Cuts `slots` slots from what is left of `arena`. `InvalidInput` when they do not fit or
+    /// there would be none.
     pub fn with_slots(arena: Arc<HostArena>, slot_len: usize, slots: usize) -> Result<Arc<Self>> {
         let stride = Self::stride(slot_len)?;
         let no_room = || {
@@ -79,7 +81,10 @@ impl SlotPool {
                 .with("slots", slots)
                 .with("unclaimed", arena.unclaimed())
         };
-        let count = u32::try_from(slots).ok().filter(|&n| n > 0).ok_or_else(no_room)?;
+        let count = u32::try_from(slots)
+            .ok()
+            .filter(|&n| n > 0)
+            .ok_or_else(no_room)?;
         let bytes = stride.checked_mul(slots).ok_or_else(no_room)?;
         let range = arena.claim(bytes).ok_or_else(no_room)?;
         Ok(Arc::new(Self {
@@ -108,8 +113,8 @@ impl SlotPool {
         self.try_acquire_above(0)
     }
 
-    /// A free slot, but only if at least `reserved` stay free after it was taken: how the part of the slots that is
-    /// never given to dumps is kept.
+    /// A free slot, but only if at least `reserved` stay free after it was taken: how the part of
+    /// the slots that is never given to dumps is kept.
     pub fn try_acquire_above(self: &Arc<Self>, reserved: usize) -> Option<Slot> {
         let mut free = self.free.lock();
         if free.unpromised() <= reserved {
@@ -147,8 +152,8 @@ impl SlotPool {
         &self.arena
     }
 
-    /// Sets, once, what is called after a slot came back, on the thread that dropped it and with no lock held; it must
-    /// not block. `false` when there is one already.
+    /// Sets, once, what is called after a slot came back, on the thread that dropped it and with no
+    /// lock held; it must not block. `false` when there is one already.
     pub fn on_release(&self, hook: impl Fn() + Send + Sync + 'static) -> bool {
         self.on_release.set(Box::new(hook)).is_ok()
     }
@@ -176,7 +181,8 @@ impl fmt::Debug for SlotPool {
     }
 }
 
-/// The lease of one slot. It keeps its pool and the memory alive and gives the slot back when dropped.
+/// The lease of one slot. It keeps its pool and the memory alive and gives the slot back when
+/// dropped.
 pub struct Slot {
     pool: Arc<SlotPool>,
     /// Its number in the pool, once its bytes were asked for.
@@ -192,15 +198,18 @@ impl Slot {
 
     /// The bytes, for reading.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the range belongs to this pool (claimed once) and to this lease (its place left the free list for it
-        // alone and returns only in drop); mapped zeroed, so always initialised; borrowed with `self`.
+        // SAFETY: the range belongs to this pool (claimed once) and to this lease (its place left
+        // the free list for it alone and returns only in drop); mapped zeroed, so always
+        // initialised; borrowed with `self`.
         unsafe { std::slice::from_raw_parts(self.pool.address(self.place()), self.pool.slot_len) }
     }
 
     /// The bytes, for writing.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_slice`, and `&mut self` makes this the only borrow of the lease.
-        unsafe { std::slice::from_raw_parts_mut(self.pool.address(self.place()), self.pool.slot_len) }
+        unsafe {
+            std::slice::from_raw_parts_mut(self.pool.address(self.place()), self.pool.slot_len)
+        }
     }
 
     /// The pool it belongs to.
@@ -235,12 +244,17 @@ impl Drop for Slot {
 
 impl fmt::Debug for Slot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Slot({:?} of {} bytes)", self.place.get(), self.pool.slot_len)
+        write!(
+            f,
+            "Slot({:?} of {} bytes)",
+            self.place.get(),
+            self.pool.slot_len
+        )
     }
 }
 
-/// Host memory owned by one operation until that operation has really ended: a slot of the arena, or ordinary memory
-/// for small things (documents, headers).
+/// Host memory owned by one operation until that operation has really ended: a slot of the arena,
+/// or ordinary memory for small things (documents, headers).
 #[derive(Debug)]
 pub enum HostBuf {
     /// A slot, aligned to 4096 and so fit for direct I/O.
@@ -251,7 +265,10 @@ pub enum HostBuf {
 
 impl HostBuf {
     /// Its length in bytes. Of a slot nothing else is asked, so it may still have no memory.
-    #[allow(clippy::len_without_is_empty, reason = "nothing asks whether it is empty")]
+    #[allow(
+        clippy::len_without_is_empty,
+        reason = "nothing asks whether it is empty"
+    )]
     pub fn len(&self) -> usize {
         match self {
             Self::Slot(slot) => slot.len(),
@@ -327,7 +344,10 @@ mod tests {
         let mut a = [first.try_acquire().unwrap(), first.try_acquire().unwrap()];
         let b = [second.try_acquire().unwrap(), second.try_acquire().unwrap()];
         a.iter_mut().for_each(|slot| slot.as_mut_slice().fill(1));
-        assert!(b.iter().all(|slot| slot.as_slice().iter().all(|&byte| byte == 0)));
+        assert!(
+            b.iter()
+                .all(|slot| slot.as_slice().iter().all(|&byte| byte == 0))
+        );
     }
 
     #[test]

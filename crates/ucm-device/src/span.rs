@@ -1,4 +1,5 @@
-//! The name of a piece of device memory: an address and a length, vouched for once by the caller that makes it.
+//! The name of a piece of device memory: an address and a length, vouched for once by the caller
+//! that makes it.
 #![allow(
     unsafe_code,
     reason = "the constructor is where a caller vouches for an address; everything after it is safe"
@@ -8,7 +9,8 @@ use ucm_core::{Error, Result};
 
 /// `len` bytes at `addr` in the memory of a device (on `host`: of this process).
 ///
-/// Copying the span copies the name, not the promise: the promise of [`DeviceSpan::new`] covers every copy.
+/// Copying the span copies the name, not the promise: the promise of [`DeviceSpan::new`] covers
+/// every copy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct DeviceSpan {
     addr: u64,
@@ -19,9 +21,10 @@ impl DeviceSpan {
     /// Names `len` bytes at `addr`.
     ///
     /// # Safety
-    /// Until every task and stream operation that names this span (or a part or copy of it) has ended, the memory
-    /// must stay mapped, readable and (when it is the target of a scatter or copy) writable, no one may write to it
-    /// while it is read or touch it while it is written, and no Rust reference to it may be in use meanwhile.
+    /// Until every task and stream operation that names this span (or a part or copy of it) has
+    /// ended, the memory must stay mapped, readable and (when it is the target of a scatter or
+    /// copy) writable, no one may write to it while it is read or touch it while it is written, and
+    /// no Rust reference to it may be in use meanwhile.
     pub const unsafe fn new(addr: u64, len: u64) -> Self {
         Self { addr, len }
     }
@@ -55,7 +58,8 @@ impl DeviceSpan {
         }
     }
 
-    /// Whether the span can be used at all: no null address unless empty, no end past the address space.
+    /// Whether the span can be used at all: no null address unless empty, no end past the address
+    /// space.
     pub(crate) const fn is_sound(self) -> bool {
         self.is_empty() || (self.addr != 0 && self.addr.checked_add(self.len).is_some())
     }
@@ -65,9 +69,11 @@ impl DeviceSpan {
         if self.is_sound() {
             return Ok(());
         }
-        Err(Error::invalid("an address is null, or its range wraps around")
-            .with("addr", format_args!("{:#x}", self.addr))
-            .with("len", self.len))
+        Err(
+            Error::invalid("an address is null, or its range wraps around")
+                .with("addr", format_args!("{:#x}", self.addr))
+                .with("len", self.len),
+        )
     }
 }
 
@@ -88,8 +94,8 @@ impl HostSpan {
     /// Names `len` bytes at `addr`.
     ///
     /// # Safety
-    /// What [`DeviceSpan::new`] asks, of this process's memory; and where the span is registered with a device, the
-    /// memory stays mapped until that has ended.
+    /// What [`DeviceSpan::new`] asks, of this process's memory; and where the span is registered
+    /// with a device, the memory stays mapped until that has ended.
     pub const unsafe fn new(addr: u64, len: u64) -> Self {
         Self(DeviceSpan { addr, len })
     }

@@ -1,15 +1,23 @@
-//! Devices of CUDA over the software driver: right bytes by every method, order, failures, what is left behind.
+//! Devices of CUDA over the software driver: right bytes by every method, order, failures, what is
+//! left behind.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
 
 use std::sync::Arc;
 
-use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, gather, open, slot, wait_late};
+use common::{
+    ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, gather, open, slot, wait_late,
+};
 use ucm_core::ErrorKind;
 use ucm_device::{Piece, Transfer};
 
-const TRANSFERS: [Transfer; 4] = [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging];
+const TRANSFERS: [Transfer; 4] = [
+    Transfer::Auto,
+    Transfer::Dma,
+    Transfer::Sm,
+    Transfer::Staging,
+];
 
 /// Pieces of random lengths and alignments that do not overlap, in an order of its own.
 fn pieces(random: &mut Random, memory: &Memory, host: usize) -> Vec<Piece> {
@@ -91,7 +99,8 @@ fn every_way_moves_the_bytes_it_should_and_no_others() {
     }
 }
 
-/// A buffer that the device did not make is not pinned: kernels cannot reach it, and the driver stages its copies.
+/// A buffer that the device did not make is not pinned: kernels cannot reach it, and the driver
+/// stages its copies.
 #[test]
 fn ordinary_memory_is_copied_too() {
     let driver = Driver::load();
@@ -163,11 +172,14 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     }];
     gather(&mut *stream, &whole, &mut host).unwrap();
     assert_eq!(host, [0x5a; 4096]);
-    assert_eq!(device.event_of(0).err().unwrap().kind(), ErrorKind::InvalidInput);
+    assert_eq!(
+        device.event_of(0).err().unwrap().kind(),
+        ErrorKind::InvalidInput
+    );
 }
 
-/// Each call that a copy makes fails once, the first and later ones: the copy fails or is right, the next one is right,
-/// and nothing is left behind.
+/// Each call that a copy makes fails once, the first and later ones: the copy fails or is right,
+/// the next one is right, and nothing is left behind.
 #[test]
 fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     const FAILING: [&str; 11] = [
@@ -186,7 +198,8 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     const LEN: usize = 256 << 10;
     let driver = Driver::load();
     let memory = driver.memory(LEN);
-    let left = |driver: &Driver| [ALLOCATIONS, REGISTRATIONS, STREAMS].map(|kind| driver.live(kind));
+    let left =
+        |driver: &Driver| [ALLOCATIONS, REGISTRATIONS, STREAMS].map(|kind| driver.live(kind));
     let before = left(&driver);
     let mut calls = [0; FAILING.len()];
     for transfer in TRANSFERS {
@@ -246,8 +259,9 @@ fn a_device_is_opened_with_one_set_of_buffers() {
     let before = count();
     let device = open(Transfer::Auto);
     let opened = count();
-    let since =
-        |before: [u64; 4], after: [u64; 4]| -> [u64; 4] { std::array::from_fn(|i| after[i] - before[i]) };
+    let since = |before: [u64; 4], after: [u64; 4]| -> [u64; 4] {
+        std::array::from_fn(|i| after[i] - before[i])
+    };
     // Those of the first lane are kept for it.
     assert_eq!(since(before, opened), [3, 1, 2, 1]);
     let memory = driver.memory(1 << 20);

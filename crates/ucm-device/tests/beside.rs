@@ -1,5 +1,5 @@
-//! What else the process does with its devices: it captures graphs, and its threads have devices and contexts of their
-//! own.
+//! What else the process does with its devices: it captures graphs, and its threads have devices
+//! and contexts of their own.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
@@ -18,7 +18,12 @@ const DEVICES: [&str; 5] = ["cuda", "hip", "musa", "maca", "ascend"];
 fn everything(memory: &Memory, name: &str, event: u64) {
     let content = Random::new(5).bytes(memory.len);
     memory.fill(&content);
-    for transfer in [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging] {
+    for transfer in [
+        Transfer::Auto,
+        Transfer::Dma,
+        Transfer::Sm,
+        Transfer::Staging,
+    ] {
         let device = open_named(name, transfer);
         device.event_of(event).unwrap().wait(None).unwrap();
         let mut stream = device.make_stream().unwrap();
@@ -70,7 +75,8 @@ fn a_graph_that_a_thread_captures_is_not_disturbed_and_disturbs_nothing() {
     }
 }
 
-/// What a thread had current, it has current again, also nothing: torch takes the device of what is current.
+/// What a thread had current, it has current again, also nothing: torch takes the device of what is
+/// current.
 #[test]
 fn a_thread_keeps_the_context_that_it_had() {
     let driver = Driver::load();
@@ -92,8 +98,8 @@ fn use_device(name: &str) {
     copy_on(&*device);
 }
 
-/// A thread of the caller's keeps its device. One of ours does not go back to the first device, which no one asked for:
-/// on some runtimes that takes memory there.
+/// A thread of the caller's keeps its device. One of ours does not go back to the first device,
+/// which no one asked for: on some runtimes that takes memory there.
 #[test]
 fn threads_of_the_caller_keep_their_device_and_ours_take_no_other() {
     type Get = (&'static CStr, &'static CStr, &'static str);
@@ -118,7 +124,10 @@ fn threads_of_the_caller_keep_their_device_and_ours_take_no_other() {
         let sets = driver.calls(set.to_str().unwrap());
         let device = open_named(name, Transfer::Auto); // on a thread of ours
         let opened = driver.calls(set.to_str().unwrap()) - sets;
-        assert_eq!(opened, 1, "{name}: by the thread that opened it, and never back");
+        assert_eq!(
+            opened, 1,
+            "{name}: by the thread that opened it, and never back"
+        );
         begin_thread("ours", move || copy_on(&*device))
             .unwrap()
             .join()
@@ -128,12 +137,23 @@ fn threads_of_the_caller_keep_their_device_and_ours_take_no_other() {
     assert!([0, 100_002].contains(&driver.call(c"aclInit", null::<u8>(), ())));
     let current = || {
         let mut context = 0_usize;
-        assert_eq!(driver.call(c"aclrtGetCurrentContext", &raw mut context, ()), 0);
+        assert_eq!(
+            driver.call(c"aclrtGetCurrentContext", &raw mut context, ()),
+            0
+        );
         context
     };
-    for (own, name) in [(0, "ascend"), (0, "ascend:1"), (1, "ascend"), (1, "ascend:1")] {
+    for (own, name) in [
+        (0, "ascend"),
+        (0, "ascend:1"),
+        (1, "ascend"),
+        (1, "ascend:1"),
+    ] {
         let mut made = 0_usize;
-        assert_eq!(driver.call(c"aclrtCreateContext", &raw mut made, own as c_int), 0);
+        assert_eq!(
+            driver.call(c"aclrtCreateContext", &raw mut made, own as c_int),
+            0
+        );
         assert_eq!(current(), made);
         use_device(name);
         assert_eq!(current(), made, "{name}");

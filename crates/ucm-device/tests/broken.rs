@@ -1,5 +1,5 @@
-//! A context that is broken for good: every later call is an error at once, and everything can be closed. In a process
-//! of its own, whose contexts stay broken.
+//! A context that is broken for good: every later call is an error at once, and everything can be
+//! closed. In a process of its own, whose contexts stay broken.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory that is not there")]
 
@@ -15,7 +15,13 @@ use ucm_infra::SystemClock;
 const LEN: usize = 1 << 16;
 
 /// Everything that a broken device is asked for fails, and none of it hangs.
-fn all_fail(name: &str, device: &Arc<dyn Device>, stream: &mut dyn Stream, page: DeviceSpan, answer: &str) {
+fn all_fail(
+    name: &str,
+    device: &Arc<dyn Device>,
+    stream: &mut dyn Stream,
+    page: DeviceSpan,
+    answer: &str,
+) {
     let mut slot = slot(&**device, LEN);
     let piece = [Piece { at: 0, span: page }];
     let mut failures: Vec<Option<Error>> = vec![
@@ -66,9 +72,12 @@ fn broken_meanwhile(
 #[test]
 fn a_broken_context_fails_every_call_at_once_and_closes() {
     let driver = Driver::load();
-    for (number, (name, waits)) in [("cuda", "cuStreamSynchronize"), ("hip:1", "hipStreamSynchronize")]
-        .into_iter()
-        .enumerate()
+    for (number, (name, waits)) in [
+        ("cuda", "cuStreamSynchronize"),
+        ("hip:1", "hipStreamSynchronize"),
+    ]
+    .into_iter()
+    .enumerate()
     {
         let device = open_named(name, Transfer::Sm);
         let memory = device.allocate(LEN).unwrap();
@@ -76,7 +85,12 @@ fn a_broken_context_fails_every_call_at_once_and_closes() {
         let page = unsafe { DeviceSpan::new(memory.address(), LEN as u64) };
         let mut stream = device.make_stream().unwrap();
         let mut host = slot(&*device, LEN);
-        gather(&mut *stream, &[Piece { at: 0, span: page }], host.as_mut_slice()).unwrap();
+        gather(
+            &mut *stream,
+            &[Piece { at: 0, span: page }],
+            host.as_mut_slice(),
+        )
+        .unwrap();
         let answer = if number == 0 {
             // By a kernel of ours that leaves its memory.
             // SAFETY: no one's memory is there: that is what it is for.

@@ -1,5 +1,6 @@
-//! Ways of copying that give wrong bytes: each is found out when the device is opened, said and not used; the next one
-//! is taken, down to plain copies, and where those are wrong too there is no device.
+//! Ways of copying that give wrong bytes: each is found out when the device is opened, said and not
+//! used; the next one is taken, down to plain copies, and where those are wrong too there is no
+//! device.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -11,7 +12,12 @@ use ucm_core::{ErrorKind, Result};
 use ucm_device::{ArenaOptions, Piece, SlotPool, Transfer, open_device};
 use ucm_infra::{SystemClock, log};
 
-const TRANSFERS: [Transfer; 4] = [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging];
+const TRANSFERS: [Transfer; 4] = [
+    Transfer::Auto,
+    Transfer::Dma,
+    Transfer::Sm,
+    Transfer::Staging,
+];
 
 const TO_DEVICE: &CStr = c"cuMemcpyHtoDAsync_v2";
 const TO_HOST: &CStr = c"cuMemcpyDtoHAsync_v2";
@@ -24,7 +30,14 @@ fn said() -> Vec<String> {
     let mut said: Vec<String> = wrong
         .map(|it| {
             assert_eq!(it.level, log::Level::ERROR);
-            let field = |name| it.fields.iter().find(|(key, _)| *key == name).unwrap().1.clone();
+            let field = |name| {
+                it.fields
+                    .iter()
+                    .find(|(key, _)| *key == name)
+                    .unwrap()
+                    .1
+                    .clone()
+            };
             format!("{} {}", field("method"), field("direction"))
         })
         .collect();
@@ -32,8 +45,8 @@ fn said() -> Vec<String> {
     said
 }
 
-/// Moves small and large pieces there and back by a device on which these are wrong; how many plain copies were made
-/// each way.
+/// Moves small and large pieces there and back by a device on which these are wrong; how many plain
+/// copies were made each way.
 fn moves(driver: &Driver, transfer: Transfer, wrong: &[&CStr]) -> [u64; 2] {
     let memory = driver.memory(3 << 20);
     wrong.iter().for_each(|name| driver.corrupt(name));
@@ -41,7 +54,10 @@ fn moves(driver: &Driver, transfer: Transfer, wrong: &[&CStr]) -> [u64; 2] {
     let before = PLAIN.map(|call| driver.calls(call));
     let mut stream = device.make_stream().unwrap();
     let arena = device.make_arena(1 << 20, ArenaOptions::default()).unwrap();
-    let mut slot = SlotPool::new(arena, 1 << 20).unwrap().try_acquire().unwrap();
+    let mut slot = SlotPool::new(arena, 1 << 20)
+        .unwrap()
+        .try_acquire()
+        .unwrap();
     let mut pieces: Vec<Piece> = (0..100)
         .map(|i| Piece {
             at: i * 1000,
@@ -52,7 +68,10 @@ fn moves(driver: &Driver, transfer: Transfer, wrong: &[&CStr]) -> [u64; 2] {
         at: 200_000,
         span: memory.span(1 << 20, 800_000),
     });
-    let (bytes, content) = (Random::new(1).bytes(memory.len), Random::new(2).bytes(slot.len()));
+    let (bytes, content) = (
+        Random::new(1).bytes(memory.len),
+        Random::new(2).bytes(slot.len()),
+    );
     memory.fill(&bytes);
     slot.as_mut_slice().copy_from_slice(&content);
     stream.scatter(slot.as_slice(), &pieces).unwrap();
@@ -105,7 +124,8 @@ fn a_method_that_is_wrong_is_said_and_the_next_one_taken() {
             run(&[c"ucm_gather", c"ucm_scatter", c"ucm_batch"], &kernels),
             [0, 0]
         );
-        // Copies of streams to the host: kernels that write there are left, and plain copies for what they do not take.
+        // Copies of streams to the host: kernels that write there are left, and plain copies for
+        // what they do not take.
         let plain = run(&[TO_HOST], &["dma ToHost", "staging ToHost"]);
         let alone = transfer == Transfer::Dma; // every piece goes alone
         assert_eq!((plain[0], plain[1] > 0), (0, alone), "{transfer:?}");
@@ -146,7 +166,9 @@ fn runtimes_of_other_vendors_have_plain_copies_too() {
     ];
     for (name, calls) in names {
         // What is wrong is so for every vendor: the copies below their names are the same.
-        [TO_DEVICE, TO_HOST].iter().for_each(|name| driver.corrupt(name));
+        [TO_DEVICE, TO_HOST]
+            .iter()
+            .for_each(|name| driver.corrupt(name));
         let device = open_device(name, Transfer::Auto, SystemClock::shared()).unwrap();
         let before = calls.map(|call| driver.calls(call));
         let mut stream = device.make_stream().unwrap();
@@ -162,7 +184,11 @@ fn runtimes_of_other_vendors_have_plain_copies_too() {
         stream.gather(&pieces, &mut back, &mut |_, _| {}).unwrap();
         assert!(back == content, "{name}");
         let made: Vec<u64> = (0..2).map(|i| driver.calls(calls[i]) - before[i]).collect();
-        assert_eq!(made, [14, 0], "{name}: a plain copy for each piece each way");
+        assert_eq!(
+            made,
+            [14, 0],
+            "{name}: a plain copy for each piece each way"
+        );
         driver.corrupt(c"cuMemcpyHtoD_v2");
         let refused = open_device(name, Transfer::Auto, SystemClock::shared());
         driver.sound();

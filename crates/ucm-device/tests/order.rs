@@ -1,5 +1,6 @@
-//! Order, over streams that are held or lag. Memory that queued work needs stays as it is, transfers
-//! stay within the memory that they may use, and a copy begins after all events that it waits for.
+//! Order, over streams that are held or lag. Memory that queued work needs stays as it is,
+//! transfers stay within the memory that they may use, and a copy begins after all events that it
+//! waits for.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -7,7 +8,8 @@ mod common;
 use std::sync::mpsc;
 
 use common::{
-    Caller, Driver, Memory, REGISTRATIONS, Random, eventually, gather, open, open_named, slot, while_held,
+    Caller, Driver, Memory, REGISTRATIONS, Random, eventually, gather, open, open_named, slot,
+    while_held,
 };
 use ucm_device::{HostBuf, Piece, Transfer};
 use ucm_infra::MonotonicTime;
@@ -29,8 +31,8 @@ const DEVICES: [(&str, &str); 5] = [
     ("ascend", "aclrtQueryEventStatus"),
 ];
 
-/// Pieces of these lengths, from `at` on in the host buffer; `gaps` are the bytes between two of them
-/// there and on the device.
+/// Pieces of these lengths, from `at` on in the host buffer; `gaps` are the bytes between two of
+/// them there and on the device.
 fn pieces(memory: &Memory, at: usize, lens: &[usize], gaps: [usize; 2]) -> Vec<Piece> {
     let (mut at, mut address) = (at, 0);
     let mut pieces = Vec::new();
@@ -45,7 +47,14 @@ fn pieces(memory: &Memory, at: usize, lens: &[usize], gaps: [usize; 2]) -> Vec<P
 
 /// Copies pieces from their places in `from` to their places in `into`: from the device to the host
 /// if `to_host`. Of the host buffer the bytes from `first` on are given.
-fn moved(pieces: &[Piece], memory: &Memory, first: usize, to_host: bool, from: &[u8], into: &mut [u8]) {
+fn moved(
+    pieces: &[Piece],
+    memory: &Memory,
+    first: usize,
+    to_host: bool,
+    from: &[u8],
+    into: &mut [u8],
+) {
     for piece in pieces {
         let (device, len) = (
             (piece.span.addr() - memory.address) as usize,
@@ -60,8 +69,8 @@ fn moved(pieces: &[Piece], memory: &Memory, first: usize, to_host: bool, from: &
     }
 }
 
-/// Gathers and scatters pieces of a slot, which lie behind its byte `first`. The streams are held at
-/// first and lag then.
+/// Gathers and scatters pieces of a slot, which lie behind its byte `first`. The streams are held
+/// at first and lag then.
 fn move_held(
     driver: &Driver,
     name: &str,
@@ -83,7 +92,10 @@ fn move_held(
         slot.as_mut_slice()[first..].copy_from_slice(&on_host);
         let mut right = on_host.clone();
         moved(pieces, memory, first, true, &on_device, &mut right);
-        while_held(driver, name, || gather(&mut *stream, pieces, slot.as_mut_slice())).unwrap();
+        while_held(driver, name, || {
+            gather(&mut *stream, pieces, slot.as_mut_slice())
+        })
+        .unwrap();
         assert!(slot.as_slice()[first..] == right, "{what}: gathered");
 
         slot.as_mut_slice()[first..].copy_from_slice(&on_host);
@@ -161,15 +173,32 @@ fn transfers_respect_the_parts_that_host_memory_is_pinned_in() {
     let memory = driver.memory(MIB);
     for (name, _) in DEVICES {
         let transfers = match name {
-            "cuda" => &[Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging][..],
+            "cuda" => &[
+                Transfer::Auto,
+                Transfer::Dma,
+                Transfer::Sm,
+                Transfer::Staging,
+            ][..],
             _ => &[Transfer::Auto][..],
         };
         for &transfer in transfers {
             for from in [PART - 2000, PART - 2500] {
                 let all = pieces(&memory, from, &[1000; 8], [0, 24]);
                 let registered = driver.live(REGISTRATIONS);
-                move_held(&driver, name, transfer, PART + MIB, &memory, &all, PART - MIB);
-                assert_eq!(driver.live(REGISTRATIONS), registered, "{name}: all is let go");
+                move_held(
+                    &driver,
+                    name,
+                    transfer,
+                    PART + MIB,
+                    &memory,
+                    &all,
+                    PART - MIB,
+                );
+                assert_eq!(
+                    driver.live(REGISTRATIONS),
+                    registered,
+                    "{name}: all is let go"
+                );
             }
         }
     }
@@ -218,12 +247,14 @@ fn a_stream_waits_for_every_event_that_it_was_given() {
             }
             let whole = pieces(&memory, 0, &[LEN], [0, 0]);
             let (done, told) = mpsc::channel();
-            let tell = Box::new(move |buffer: HostBuf, result| done.send((buffer, result)).unwrap());
+            let tell =
+                Box::new(move |buffer: HostBuf, result| done.send((buffer, result)).unwrap());
             stream.gather_async(whole, HostBuf::Slot(slot(&*device, LEN)), tell);
             driver.jitter(first as u64 + 1, 300);
             callers[first].go();
             callers[first].synchronize();
-            // One query may still be of the event that is done. Further ones are of the other event.
+            // One query may still be of the event that is done. Further ones are of the other
+            // event.
             let before = driver.calls(asked);
             let mut early = None;
             eventually("the other event is asked about", || {

@@ -1,5 +1,5 @@
-//! When work is over: nothing that the device may still read or write is given back before, whatever the driver
-//! answers, and no wait that has a deadline is longer.
+//! When work is over: nothing that the device may still read or write is given back before,
+//! whatever the driver answers, and no wait that has a deadline is longer.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -8,7 +8,8 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use common::{
-    ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, eventually, gather, open, open_named, slot,
+    ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, eventually, gather, open,
+    open_named, slot,
 };
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{Piece, Transfer, open_device};
@@ -18,14 +19,24 @@ use ucm_infra::{Clock, ManualClock};
 const CALLS: [(&str, [&str; 3]); 5] = [
     (
         "cuda",
-        ["cuStreamSynchronize", "cuStreamQuery", "cuCtxPushCurrent_v2"],
+        [
+            "cuStreamSynchronize",
+            "cuStreamQuery",
+            "cuCtxPushCurrent_v2",
+        ],
     ),
-    ("hip", ["hipStreamSynchronize", "hipStreamQuery", "hipGetDevice"]),
+    (
+        "hip",
+        ["hipStreamSynchronize", "hipStreamQuery", "hipGetDevice"],
+    ),
     (
         "musa",
         ["musaStreamSynchronize", "musaStreamQuery", "musaGetDevice"],
     ),
-    ("maca", ["mcStreamSynchronize", "mcStreamQuery", "mcGetDevice"]),
+    (
+        "maca",
+        ["mcStreamSynchronize", "mcStreamQuery", "mcGetDevice"],
+    ),
     (
         "ascend",
         [
@@ -43,8 +54,8 @@ fn whole(memory: &Memory) -> [Piece; 1] {
     }]
 }
 
-/// Gathers while no stream goes on, with the calls that fail; lets them go on once `asked` was called often. The gather
-/// has not returned before, and what it gave is told.
+/// Gathers while no stream goes on, with the calls that fail; lets them go on once `asked` was
+/// called often. The gather has not returned before, and what it gave is told.
 fn gather_held(driver: &Driver, name: &str, asked: &str, fails: impl FnOnce()) -> Result<()> {
     let memory = driver.memory(4096);
     memory.fill(&[1; 4096]);
@@ -67,10 +78,16 @@ fn gather_held(driver: &Driver, name: &str, asked: &str, fails: impl FnOnce()) -
         });
         let returned = || told.try_recv().ok();
         eventually("it is asked whether it is over", || {
-            assert!(returned().is_none(), "{name}: while the device could still write");
+            assert!(
+                returned().is_none(),
+                "{name}: while the device could still write"
+            );
             driver.calls(asked) >= before + 6
         });
-        assert!(returned().is_none(), "{name}: while the device could still write");
+        assert!(
+            returned().is_none(),
+            "{name}: while the device could still write"
+        );
         driver.release();
     });
     driver.mend();
@@ -96,7 +113,8 @@ fn a_wait_that_fails_says_nothing_of_the_work() {
         let error = gather_held(&driver, name, ask, waits_fail).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io, "{error}");
         // The first is of the copy; then it cannot even be asked.
-        let error = gather_held(&driver, name, ask, || driver.fail_times(bind, 2, 5, 999)).unwrap_err();
+        let error =
+            gather_held(&driver, name, ask, || driver.fail_times(bind, 2, 5, 999)).unwrap_err();
         assert!(error.to_string().contains(bind), "{error}");
     }
 }
@@ -156,7 +174,10 @@ fn a_device_that_does_not_answer_is_not_waited_for() {
         });
         let late = opening.join().unwrap().unwrap_err();
         assert_eq!(late.kind(), ErrorKind::Timeout);
-        assert!(late.to_string().contains(&format!("device={name}:0")), "{late}");
+        assert!(
+            late.to_string().contains(&format!("device={name}:0")),
+            "{late}"
+        );
         driver.release();
         eventually("nothing is left of it", || left() == before);
         open_named(name, Transfer::Auto);
@@ -181,10 +202,16 @@ fn a_callers_event_is_not_asked_about_at_its_deadline() {
     eventually("it is asked", || driver.calls("cuEventQuery") > asked);
     clock.advance(Duration::from_millis(9990));
     eventually("the wait ends", || waiting.is_finished());
-    assert_eq!(waiting.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+    assert_eq!(
+        waiting.join().unwrap().unwrap_err().kind(),
+        ErrorKind::Timeout
+    );
     let asked = driver.calls("cuEventQuery");
     clock.advance(Duration::from_secs(1));
-    assert_eq!(event.wait(Some(deadline)).unwrap_err().kind(), ErrorKind::Timeout);
+    assert_eq!(
+        event.wait(Some(deadline)).unwrap_err().kind(),
+        ErrorKind::Timeout
+    );
     assert_eq!(driver.calls("cuEventQuery"), asked);
     driver.release();
     event.wait(None).unwrap();
@@ -222,7 +249,9 @@ fn transfers_at_once_take_little_memory_of_the_device() {
             }
             // One lane was there before.
             let lanes = 2 * (THREADS as u64 - 1);
-            eventually("all are under way", || driver.live(STREAMS) >= before[1] + lanes);
+            eventually("all are under way", || {
+                driver.live(STREAMS) >= before[1] + lanes
+            });
             driver.release();
         });
         assert_eq!(driver.live(ALLOCATIONS), before[0] + 2 * 7);

@@ -1,4 +1,5 @@
-//! Host memory that is pinned: until its owner ends, and not longer; where the driver refuses, it is used as it is.
+//! Host memory that is pinned: until its owner ends, and not longer; where the driver refuses, it
+//! is used as it is.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
@@ -14,7 +15,10 @@ const PAGE: usize = 4096;
 /// Pages of ordinary memory, and a span of some of them.
 fn pages(len: usize, from: usize) -> (Vec<u8>, HostSpan) {
     let mut bytes = vec![0_u8; len + PAGE];
-    let first = bytes.as_mut_ptr().expose_provenance().next_multiple_of(PAGE);
+    let first = bytes
+        .as_mut_ptr()
+        .expose_provenance()
+        .next_multiple_of(PAGE);
     // SAFETY: inside the vector, which the tests keep until nothing uses it any more.
     let span = unsafe { HostSpan::new((first + from) as u64, (len - from) as u64) };
     (bytes, span)
@@ -33,7 +37,12 @@ fn the_driver_has_let_go_when_the_owner_has_ended() {
         at: 0,
         span: memory.span(0, 1 << 16),
     }];
-    gather(&mut *device.make_stream().unwrap(), &whole, ended.as_mut_slice()).unwrap();
+    gather(
+        &mut *device.make_stream().unwrap(),
+        &whole,
+        ended.as_mut_slice(),
+    )
+    .unwrap();
     let mut other = slot(&*device, 1 << 16);
     // SAFETY: the slot is there until the copy below is over.
     let to = unsafe {

@@ -1,5 +1,6 @@
-//! The choice of a method, measured by the software driver's clock, which follows costs of an H100 and no real time:
-//! `auto` beside each method forced, over fragments of 256 B to 4 MiB. What is said here holds of that model.
+//! The choice of a method, measured by the software driver's clock, which follows costs of an H100
+//! and no real time: `auto` beside each method forced, over fragments of 256 B to 4 MiB. What is
+//! said here holds of that model.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -15,10 +16,14 @@ const WHOLE: usize = 32 << 20;
 /// Bytes of a descriptor of the kernels.
 const DESCRIPTOR: u64 = 24;
 
-const CALLS: [&str; 3] = ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuLaunchKernel"];
+const CALLS: [&str; 3] = [
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuLaunchKernel",
+];
 
-/// What a transfer took: nanoseconds of the model, calls by [`CALLS`], bytes that crossed the bus by DMA to the device
-/// and to the host.
+/// What a transfer took: nanoseconds of the model, calls by [`CALLS`], bytes that crossed the bus
+/// by DMA to the device and to the host.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     ns: f64,
@@ -133,12 +138,16 @@ fn auto_is_as_fast_as_the_cheapest_method() {
         for (len, count) in grid() {
             let spans = apart(&memory, len, count);
             let took = auto.run(&driver, &spans, direction);
-            let others = forced.each_mut().map(|it| it.run(&driver, &spans, direction).ns);
+            let others = forced
+                .each_mut()
+                .map(|it| it.run(&driver, &spans, direction).ns);
             let least = others.into_iter().fold(f64::INFINITY, f64::min);
             let of_large = one.ns / took.ns;
-            let what =
-                format!("{count} of {len} bytes, {direction}: {took:?}, {of_large:.2}, others {others:?}");
-            // The costs know no second chunk of a round, and no more than bytes of what a kernel does on the device.
+            let what = format!(
+                "{count} of {len} bytes, {direction}: {took:?}, {of_large:.2}, others {others:?}"
+            );
+            // The costs know no second chunk of a round, and no more than bytes of what a kernel
+            // does on the device.
             let most = if count <= 16 << 10 { 1.05 } else { 1.2 };
             assert!(took.ns <= most * least, "{what}");
             if len * count < WHOLE - len {
@@ -147,12 +156,16 @@ fn auto_is_as_fast_as_the_cheapest_method() {
             let (n, bytes) = (count as u64, (len * count) as u64);
             if len <= 1 << 20 {
                 let rounds = n.div_ceil(16 << 10);
-                // Kernels over the bus, and nothing by DMA but a round's descriptors; or one copy for each 8 MiB and
-                // 16384 descriptors, a kernel for each copy, and the descriptors' own copies.
+                // Kernels over the bus, and nothing by DMA but a round's descriptors; or one copy
+                // for each 8 MiB and 16384 descriptors, a kernel for each copy, and the
+                // descriptors' own copies.
                 let is_mapped = took.bytes == [n * DESCRIPTOR, 0];
                 let (moved, kernels) = match is_mapped {
                     true => (0, rounds),
-                    false => (bytes, rounds * (bytes / rounds).div_ceil((8 << 20) - len as u64)),
+                    false => (
+                        bytes,
+                        rounds * (bytes / rounds).div_ceil((8 << 20) - len as u64),
+                    ),
                 };
                 let mut expected = [0; 2];
                 expected[way] = moved;
@@ -185,7 +198,8 @@ fn large_and_small_fragments_of_a_transfer_are_moved_apart() {
         let one = auto.run(&driver, &[memory.span(0, WHOLE)], direction);
         let took = auto.run(&driver, &spans, direction);
         assert!(one.ns / took.ns >= 0.9, "{took:?} beside {one:?}");
-        assert_eq!(took.calls[0] + took.calls[1], 3 + 2, "{took:?}"); // the large ones, the staged ones, descriptors
+        // the large ones, the staged ones, descriptors
+        assert_eq!(took.calls[0] + took.calls[1], 3 + 2, "{took:?}");
         assert_eq!(took.calls[2], 1, "{took:?}");
     }
 }

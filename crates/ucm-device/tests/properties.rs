@@ -1,5 +1,6 @@
-//! Random transfers over the software driver, whose work comes late and whose calls fail: what was reported as good is
-//! right, nothing outside of the destinations is written, the stream works afterwards, and nothing is left behind.
+//! Random transfers over the software driver, whose work comes late and whose calls fail: what was
+//! reported as good is right, nothing outside of the destinations is written, the stream works
+//! afterwards, and nothing is left behind.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -17,7 +18,12 @@ use ucm_core::Result;
 use ucm_device::{ArenaOptions, Device, DeviceSpan, HostBuf, Piece, SlotPool, Stream, Transfer};
 use ucm_infra::SystemClock;
 
-const TRANSFERS: [Transfer; 4] = [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging];
+const TRANSFERS: [Transfer; 4] = [
+    Transfer::Auto,
+    Transfer::Dma,
+    Transfer::Sm,
+    Transfer::Staging,
+];
 
 /// Calls of which one fails now and then, or a few in a row.
 const FAILING: [&str; 18] = [
@@ -44,8 +50,8 @@ const FAILING: [&str; 18] = [
 /// What a failing call answers: out of memory, not while a graph is captured, something unknown.
 const ANSWERS: [i32; 3] = [2, 900, 999];
 
-/// Of calls that say nothing of whether work is over, an illegal address too. Of those that do it would be a lie: with
-/// it all work of a context has ended.
+/// Of calls that say nothing of whether work is over, an illegal address too. Of those that do it
+/// would be a lie: with it all work of a context has ended.
 const ILLEGAL_ADDRESS: i32 = 700;
 const SAY_WHAT_IS_OVER: [&str; 3] = [
     "cuCtxPushCurrent_v2",
@@ -57,8 +63,8 @@ const SAY_WHAT_IS_OVER: [&str; 3] = [
 const DEVICE: usize = 3 << 19;
 const SLOT: usize = 1 << 20;
 
-/// Lengths of pieces, up to the largest of some size, and where each begins: behind the one before it or some bytes
-/// later, on the host and on the device, where their order may be another one.
+/// Lengths of pieces, up to the largest of some size, and where each begins: behind the one before
+/// it or some bytes later, on the host and on the device, where their order may be another one.
 fn pieces(random: &mut Random, memory: &Memory, host: usize) -> Vec<Piece> {
     let most = [1, 3, 20, 300][random.below(4)];
     let longest = [16, 300, 5000, 70_000, 600_000][random.below(5)];
@@ -239,20 +245,29 @@ fn check_memory(
             Err(_) => expected[to.clone()].copy_from_slice(&after[to.clone()]),
         }
     }
-    assert!(after == expected, "copies to the device that gave {result:?}");
+    assert!(
+        after == expected,
+        "copies to the device that gave {result:?}"
+    );
 }
 
 /// One device, opened, used and closed, with calls that fail. How many transfers failed.
 fn round(driver: &Driver, memory: &Memory, event: u64, random: &mut Random) -> u64 {
     let transfer = TRANSFERS[random.below(4)];
-    driver.jitter(random.below(1 << 30) as u64, [0, 0, 30, 300][random.below(4)]);
+    driver.jitter(
+        random.below(1 << 30) as u64,
+        [0, 0, 30, 300][random.below(4)],
+    );
     let fail = |random: &mut Random, within: usize| {
         let call = FAILING[random.below(FAILING.len())];
         let mut answer = ANSWERS[random.below(3)];
         if !SAY_WHAT_IS_OVER.contains(&call) && random.below(3) == 0 {
             answer = ILLEGAL_ADDRESS;
         }
-        let (nth, times) = (1 + random.below(within) as u64, [1, 1, 2, 4][random.below(4)]);
+        let (nth, times) = (
+            1 + random.below(within) as u64,
+            [1, 1, 2, 4][random.below(4)],
+        );
         driver.fail_times(call, nth, times, answer);
     };
     let ends_early = random.below(8) == 0;
@@ -282,13 +297,15 @@ fn round(driver: &Driver, memory: &Memory, event: u64, random: &mut Random) -> u
     failed
 }
 
-/// `UCM_TEST_LONG`: a thousand rounds. `UCM_TEST_SEED`: those from this seed on; a failure names its own.
+/// `UCM_TEST_LONG`: a thousand rounds. `UCM_TEST_SEED`: those from this seed on; a failure names
+/// its own.
 #[test]
 fn random_transfers_with_delays_and_failures_give_right_bytes_or_an_error() {
     let driver = Driver::load();
     let memory = driver.memory(DEVICE);
     let event = driver.recorded_event(&memory);
-    let left = || [ALLOCATIONS, REGISTRATIONS, STREAMS, EVENTS, MODULES].map(|kind| driver.live(kind));
+    let left =
+        || [ALLOCATIONS, REGISTRATIONS, STREAMS, EVENTS, MODULES].map(|kind| driver.live(kind));
     let before = left();
     let rounds = if std::env::var_os("UCM_TEST_LONG").is_some() {
         1000
@@ -299,7 +316,9 @@ fn random_transfers_with_delays_and_failures_give_right_bytes_or_an_error() {
     let mut failed = 0;
     for seed in first..first + rounds {
         let mut random = Random::new(seed);
-        match catch_unwind(AssertUnwindSafe(|| round(&driver, &memory, event, &mut random))) {
+        match catch_unwind(AssertUnwindSafe(|| {
+            round(&driver, &memory, event, &mut random)
+        })) {
             Ok(some) => failed += some,
             Err(panic) => {
                 eprintln!("UCM_TEST_SEED={seed} shows it");

@@ -1,7 +1,7 @@
 //! Regions between processes: writers that are killed at bad moments, children that outlive them.
 //!
-//! The other process is this test binary again, running `other_process` with its role in the environment; both speak in
-//! lines.
+//! The other process is this test binary again, running `other_process` with its role in the
+//! environment; both speak in lines.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use std::io::{BufRead, BufReader, Lines, Read, Write};
@@ -46,7 +46,8 @@ fn other_process() {
     match std::env::var(ROLE).unwrap().as_str() {
         "half" => {
             drop(region.remove(id(1), None).unwrap());
-            let mut blank = region.reserve().unwrap(); // the slot of that record, its generation odd
+            // the slot of that record, its generation odd
+            let mut blank = region.reserve().unwrap();
             blank.fill(&vec![0xff; LEN]).unwrap();
             say("half written");
             listen();
@@ -201,7 +202,12 @@ fn a_writer_killed_at_any_moment_never_leaves_a_wrong_byte() {
 fn a_child_that_outlives_the_writer_keeps_neither_lock_nor_memory() {
     let dir = tempfile::tempdir().unwrap();
     let mut other = Other::start("forks", dir.path());
-    let child = other.hear().strip_prefix("child ").unwrap().parse().unwrap();
+    let child = other
+        .hear()
+        .strip_prefix("child ")
+        .unwrap()
+        .parse()
+        .unwrap();
     let child = Pid::from_raw(child).unwrap();
     assert_eq!(look(dir.path(), &[]).views.len(), 1);
     let open = |pid: Pid| {
@@ -275,8 +281,10 @@ fn a_child_forked_at_any_moment_has_nothing_of_a_region() {
                 let entry = entry.unwrap().file_name().into_string().unwrap();
                 let link = std::fs::read_link(format!("/proc/{child}/fd/{entry}")).unwrap();
                 has.push(link.to_string_lossy().into_owned());
-                // A file may be there that was given up for that; what counts is whether it is locked.
-                let info = std::fs::read_to_string(format!("/proc/{child}/fdinfo/{entry}")).unwrap();
+                // A file may be there that was given up for that; what counts is whether it is
+                // locked.
+                let info =
+                    std::fs::read_to_string(format!("/proc/{child}/fdinfo/{entry}")).unwrap();
                 let locked = info.lines().find(|line| line.starts_with("lock:"));
                 has.extend(locked.map(|line| format!("{line} of {}", link.display())));
             }

@@ -1,4 +1,5 @@
-//! Copies between devices and addresses that callers name, over the host and over the software driver.
+//! Copies between devices and addresses that callers name, over the host and over the software
+//! driver.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
@@ -33,9 +34,18 @@ fn poison(buffer: &Buffer) {
     unsafe { first.write_bytes(0xee, buffer.len()) }
 }
 
-/// Pieces of `size` bytes, `stride` apart on the device, in turns in one and the other buffer of the host.
-fn in_turns(memory: &Memory, host: [&Buffer; 2], size: usize, stride: usize, count: usize) -> Pairs {
-    let device: Vec<u64> = (0..count).map(|i| memory.address + (i * stride) as u64).collect();
+/// Pieces of `size` bytes, `stride` apart on the device, in turns in one and the other buffer of
+/// the host.
+fn in_turns(
+    memory: &Memory,
+    host: [&Buffer; 2],
+    size: usize,
+    stride: usize,
+    count: usize,
+) -> Pairs {
+    let device: Vec<u64> = (0..count)
+        .map(|i| memory.address + (i * stride) as u64)
+        .collect();
     let sides: Vec<u64> = (0..count)
         .map(|i| host[i % 2].address() + (i / 2 * (size + 5)) as u64)
         .collect();
@@ -46,7 +56,12 @@ fn in_turns(memory: &Memory, host: [&Buffer; 2], size: usize, stride: usize, cou
 #[test]
 fn neighbours_in_allocations_of_their_own_are_not_copied_as_one() {
     let (_alone, driver) = (alone(), Driver::load());
-    for transfer in [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging] {
+    for transfer in [
+        Transfer::Auto,
+        Transfer::Dma,
+        Transfer::Sm,
+        Transfer::Staging,
+    ] {
         let device = open(transfer);
         let pools = Pools::new(Arc::clone(&device), SystemClock::shared());
         let mut copies = Copies::new(device.make_stream().unwrap());
@@ -80,9 +95,14 @@ fn neighbours_in_allocations_of_their_own_are_not_copied_as_one() {
 fn pieces_in_several_arenas_and_in_none_are_one_transfer() {
     let (_alone, driver) = (alone(), Driver::load());
     let memory = driver.memory(1 << 20);
-    for (number, transfer) in [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging]
-        .into_iter()
-        .enumerate()
+    for (number, transfer) in [
+        Transfer::Auto,
+        Transfer::Dma,
+        Transfer::Sm,
+        Transfer::Staging,
+    ]
+    .into_iter()
+    .enumerate()
     {
         let device = open(transfer);
         let pools = Pools::new(Arc::clone(&device), SystemClock::shared());
@@ -92,9 +112,11 @@ fn pieces_in_several_arenas_and_in_none_are_one_transfer() {
             let pinned = pools.make(Place::Host, 400_000).unwrap();
             let mut plain = random.bytes(400_000);
             // SAFETY: the vector is not touched while copies go on.
-            let raw = unsafe { HostSpan::new(plain.as_mut_ptr().expose_provenance() as u64, 400_000) };
+            let raw =
+                unsafe { HostSpan::new(plain.as_mut_ptr().expose_provenance() as u64, 400_000) };
             let host = Pools::new(common::open(transfer), SystemClock::shared());
-            let other = host.make(Place::Host, 400_000).unwrap(); // of another device: not pinned for this one
+            // of another device: not pinned for this one
+            let other = host.make(Place::Host, 400_000).unwrap();
             let stride = size + 13;
             let pairs = in_turns(&memory, [&pinned, &other], size, stride, 20);
             let before = random.bytes(memory.len);
@@ -142,7 +164,8 @@ fn a_stream_of_kernels_makes_no_plain_copy_of_what_is_registered() {
     let pools = Pools::new(Arc::clone(&device), SystemClock::shared());
     let memory = driver.memory(12 << 20);
     let mut host = vec![1_u8; 12 << 20];
-    // SAFETY: registered until the pools end, which is before the vector does, and touched only between copies.
+    // SAFETY: registered until the pools end, which is before the vector does, and touched only
+    // between copies.
     let span = unsafe { HostSpan::new(host.as_mut_ptr().expose_provenance() as u64, 12 << 20) };
     let registrations = driver.live(REGISTRATIONS);
     pools.register(span).unwrap();
@@ -153,7 +176,10 @@ fn a_stream_of_kernels_makes_no_plain_copy_of_what_is_registered() {
     copies.transfer(Direction::ToHost, &pair).unwrap();
     assert_eq!(driver.calls("cuMemcpyDtoHAsync_v2"), copied);
     assert!(host == memory.bytes());
-    assert_eq!(pools.register(span).unwrap_err().kind(), ErrorKind::InvalidInput);
+    assert_eq!(
+        pools.register(span).unwrap_err().kind(),
+        ErrorKind::InvalidInput
+    );
     let registrations = driver.live(REGISTRATIONS);
     pools.unregister(span.addr()).unwrap();
     assert_eq!(driver.live(REGISTRATIONS), registrations - 1);
@@ -186,7 +212,9 @@ fn a_failed_copy_is_told_at_the_next_wait_and_once() {
             .transfer_async(Direction::ToDevice, pair.clone(), Arc::clone(&host))
             .unwrap();
         let told = told.clone();
-        copies.callback(move |well| told.send(well).unwrap()).unwrap();
+        copies
+            .callback(move |well| told.send(well).unwrap())
+            .unwrap();
     };
     driver.fail("cuMemcpyHtoDAsync_v2", 1, 719);
     submit(&mut copies);
@@ -196,7 +224,11 @@ fn a_failed_copy_is_told_at_the_next_wait_and_once() {
     submit(&mut copies);
     assert!(tell.recv().unwrap());
     copies.synchronize(None).unwrap();
-    assert_eq!(Arc::strong_count(&host), 1, "copies that are over keep nothing");
+    assert_eq!(
+        Arc::strong_count(&host),
+        1,
+        "copies that are over keep nothing"
+    );
     driver.mend();
 }
 

@@ -1,5 +1,5 @@
-//! Devices of every vendor over the software driver, which has their functions too: right bytes, order, failures,
-//! threads.
+//! Devices of every vendor over the software driver, which has their functions too: right bytes,
+//! order, failures, threads.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -7,8 +7,8 @@ mod common;
 use std::sync::Arc;
 
 use common::{
-    ALLOCATIONS, Driver, FIRST_STREAMS, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST, gather,
-    open_named as open, slot, wait_late,
+    ALLOCATIONS, Driver, FIRST_STREAMS, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST,
+    gather, open_named as open, slot, wait_late,
 };
 use ucm_core::ErrorKind;
 use ucm_device::{Device, Piece, Transfer, open_device};
@@ -77,11 +77,17 @@ fn every_vendor_moves_the_bytes_it_should_and_no_others() {
                 slot.as_mut_slice().copy_from_slice(&on_host);
                 gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
                 let right = moved(&pieces, &memory, TO_HOST, &on_device, &on_host);
-                assert!(slot.as_slice() == right, "{name}, {transfer:?}, round {round}");
+                assert!(
+                    slot.as_slice() == right,
+                    "{name}, {transfer:?}, round {round}"
+                );
                 slot.as_mut_slice().copy_from_slice(&on_host);
                 stream.scatter(slot.as_slice(), &pieces).unwrap();
                 let right = moved(&pieces, &memory, TO_DEVICE, &on_host, &on_device);
-                assert!(memory.bytes() == right, "{name}, {transfer:?}, round {round}");
+                assert!(
+                    memory.bytes() == right,
+                    "{name}, {transfer:?}, round {round}"
+                );
             }
             // Memory that the device does not pin.
             let mut random = Random::new(7);
@@ -95,7 +101,8 @@ fn every_vendor_moves_the_bytes_it_should_and_no_others() {
     }
 }
 
-/// Else copies of ours would wait for the default stream, torch's own, and stand behind whatever the model computes.
+/// Else copies of ours would wait for the default stream, torch's own, and stand behind whatever
+/// the model computes.
 #[test]
 fn streams_have_the_highest_priority_and_wait_for_no_default_stream() {
     let driver = Driver::load();
@@ -139,7 +146,8 @@ fn copies_on_the_device_are_by_its_rules() {
     }
 }
 
-/// What the caller's stream writes is gathered when its event is done, whatever the vendor calls done.
+/// What the caller's stream writes is gathered when its event is done, whatever the vendor calls
+/// done.
 #[test]
 fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     let driver = Driver::load();
@@ -173,8 +181,8 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     }
 }
 
-/// Each call that a copy makes fails once: the copy fails or is right, the next one is right, and nothing is left
-/// behind.
+/// Each call that a copy makes fails once: the copy fails or is right, the next one is right, and
+/// nothing is left behind.
 #[test]
 fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     let driver = Driver::load();
@@ -235,7 +243,8 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
         let functions = functions.map(|function| format!("{prefix}{function}"));
         for function in &functions {
             for nth in 1..5 {
-                // Each on a thread of its own: one whose device could not be given back has another one from then on.
+                // Each on a thread of its own: one whose device could not be given back has another
+                // one from then on.
                 std::thread::scope(|scope| {
                     scope.spawn(|| fails_once(&*device, &functions[WAIT], function, nth));
                 });
@@ -277,7 +286,8 @@ fn a_device_that_is_not_there_is_refused_by_its_name() {
     }
 }
 
-/// A call that fails while a device is opened is an error that names it, and the device can be opened afterwards.
+/// A call that fails while a device is opened is an error that names it, and the device can be
+/// opened afterwards.
 #[test]
 fn a_device_that_does_not_answer_is_not_opened() {
     let driver = Driver::load();

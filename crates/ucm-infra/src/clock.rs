@@ -1,7 +1,8 @@
 //! Time as a dependency: the real clock, and one that tests move by hand.
 //!
-//! Deadlines are points on the clock's monotonic axis ([`MonotonicTime`]). Nothing in ucm sleeps except through
-//! [`Clock::sleep`], so a test with a [`ManualClock`] waits for nothing and decides every timeout itself.
+//! Deadlines are points on the clock's monotonic axis ([`MonotonicTime`]). Nothing in ucm sleeps
+//! except through [`Clock::sleep`], so a test with a [`ManualClock`] waits for nothing and decides
+//! every timeout itself.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -10,8 +11,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use crate::notify::Notify;
 use crate::sync::{Condvar, Mutex};
 
-/// A point in time: nanoseconds on a clock's monotonic axis. Only points of the same clock compare; all
-/// [`SystemClock`]s of a process are the same clock.
+/// A point in time: nanoseconds on a clock's monotonic axis. Only points of the same clock compare;
+/// all [`SystemClock`]s of a process are the same clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct MonotonicTime(pub u64);
 
@@ -40,8 +41,8 @@ pub trait Clock: Send + Sync + fmt::Debug {
     /// Now as unix time in nanoseconds, for what is written to media. May jump.
     fn wall_ns(&self) -> u64;
 
-    /// Sleeps until `notify` was rung after its count `seen` was read, or until this clock reaches `until`
-    /// (`None`: news only). May return early; callers look again and sleep again.
+    /// Sleeps until `notify` was rung after its count `seen` was read, or until this clock reaches
+    /// `until` (`None`: news only). May return early; callers look again and sleep again.
     fn sleep(&self, notify: &Notify, seen: u64, until: Option<MonotonicTime>);
 }
 
@@ -137,8 +138,8 @@ impl ManualClock {
         self.state.lock().wall_ns = wall_ns;
     }
 
-    /// Waits until at least `count` threads sleep on this clock with a deadline or without: when this returns,
-    /// they have looked at what they wait for and found nothing.
+    /// Waits until at least `count` threads sleep on this clock with a deadline or without: when
+    /// this returns, they have looked at what they wait for and found nothing.
     pub fn await_sleepers(&self, count: usize) {
         let mut state = self.state.lock();
         // A sleeper whose notify was rung is on its way out, even if it has not woken up yet.
@@ -153,7 +154,8 @@ impl ManualClock {
         }
     }
 
-    /// The earliest deadline anyone sleeps for, if anyone does; [`MonotonicTime::NEVER`] for sleepers without one.
+    /// The earliest deadline anyone sleeps for, if anyone does; [`MonotonicTime::NEVER`] for
+    /// sleepers without one.
     pub fn next_deadline(&self) -> Option<MonotonicTime> {
         self.state
             .lock()
@@ -180,7 +182,8 @@ impl Clock for ManualClock {
             if until <= state.now {
                 return;
             }
-            // Registered under the lock that `advance` takes: it either sees us, or we saw its time.
+            // Registered under the lock that `advance` takes: it either sees us, or we saw its
+            // time.
             state.sleepers.push(Sleeper {
                 notify: notify.clone(),
                 seen,
@@ -190,8 +193,9 @@ impl Clock for ManualClock {
         self.arrived.notify_all();
         notify.wait(seen);
         let mut state = self.state.lock();
-        let mine =
-            |sleeper: &Sleeper| sleeper.notify.is(notify) && sleeper.seen == seen && sleeper.until == until;
+        let mine = |sleeper: &Sleeper| {
+            sleeper.notify.is(notify) && sleeper.seen == seen && sleeper.until == until
+        };
         if let Some(index) = state.sleepers.iter().position(mine) {
             state.sleepers.swap_remove(index);
         }
@@ -210,10 +214,16 @@ mod tests {
 
     #[test]
     fn points_saturate() {
-        assert_eq!(MonotonicTime(5).after(Duration::from_nanos(7)), MonotonicTime(12));
+        assert_eq!(
+            MonotonicTime(5).after(Duration::from_nanos(7)),
+            MonotonicTime(12)
+        );
         assert_eq!(MonotonicTime(5).after(Duration::MAX), MonotonicTime::NEVER);
         assert_eq!(MonotonicTime(5).since(MonotonicTime(7)), Duration::ZERO);
-        assert_eq!(MonotonicTime(7).since(MonotonicTime(5)), Duration::from_nanos(2));
+        assert_eq!(
+            MonotonicTime(7).since(MonotonicTime(5)),
+            Duration::from_nanos(2)
+        );
     }
 
     #[test]
@@ -254,7 +264,10 @@ mod tests {
         clock.advance(Duration::from_secs(1));
         assert_eq!(clock.wall_ns(), before + 1_000_000_000);
         clock.set_wall_ns(7);
-        assert_eq!((clock.wall_ns(), clock.now()), (7, MonotonicTime(1_000_000_000)));
+        assert_eq!(
+            (clock.wall_ns(), clock.now()),
+            (7, MonotonicTime(1_000_000_000))
+        );
     }
 
     #[test]

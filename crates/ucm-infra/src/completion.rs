@@ -10,8 +10,8 @@ use crate::sync::Mutex;
 
 type Callback<T> = Box<dyn FnOnce(&T) + Send>;
 
-/// A value that arrives once. The first [`complete`](Self::complete) wins; every waiter and every callback sees
-/// that value, each exactly once.
+/// A value that arrives once. The first [`complete`](Self::complete) wins; every waiter and every
+/// callback sees that value, each exactly once.
 pub struct Completion<T> {
     state: Mutex<State<T>>,
     notify: Notify,
@@ -31,10 +31,11 @@ impl<T: Clone> Completion<T> {
         })
     }
 
-    /// Sets the value, wakes the waiters and runs the callbacks on this thread, in no promised order. `false` if
-    /// there was a value already: then nothing changes and `value` is dropped.
+    /// Sets the value, wakes the waiters and runs the callbacks on this thread, in no promised
+    /// order. `false` if there was a value already: then nothing changes and `value` is dropped.
     ///
-    /// Callbacks must not block. If one panics the others still run, then the first panic goes on here.
+    /// Callbacks must not block. If one panics the others still run, then the first panic goes on
+    /// here.
     pub fn complete(&self, value: T) -> bool {
         let callbacks = {
             let mut state = self.state.lock();
@@ -57,8 +58,9 @@ impl<T: Clone> Completion<T> {
         true
     }
 
-    /// Waits for the value until `deadline` on `clock` (`None`: for ever). `None` if it did not arrive in time;
-    /// it may still arrive, and waiting again is allowed. A value that is there wins over a deadline that passed.
+    /// Waits for the value until `deadline` on `clock` (`None`: for ever). `None` if it did not
+    /// arrive in time; it may still arrive, and waiting again is allowed. A value that is there
+    /// wins over a deadline that passed.
     pub fn wait(&self, clock: &dyn Clock, deadline: Option<MonotonicTime>) -> Option<T> {
         loop {
             let seen = self.notify.seen();
@@ -80,8 +82,8 @@ impl<T: Clone> Completion<T> {
         }
     }
 
-    /// Runs `callback` with the value: at once on this thread if it is there, else on the thread that completes.
-    /// Dropped without a call if the completion is dropped before a value arrived.
+    /// Runs `callback` with the value: at once on this thread if it is there, else on the thread
+    /// that completes. Dropped without a call if the completion is dropped before a value arrived.
     pub fn on_complete(&self, callback: impl FnOnce(&T) + Send + 'static) {
         let value = match &mut *self.state.lock() {
             State::Open(callbacks) => {
@@ -116,7 +118,10 @@ mod tests {
         assert!(done.complete(1));
         assert!(!done.complete(2));
         assert_eq!(done.peek(), Some(1));
-        assert_eq!(done.wait(&*ManualClock::new(), Some(MonotonicTime(0))), Some(1));
+        assert_eq!(
+            done.wait(&*ManualClock::new(), Some(MonotonicTime(0))),
+            Some(1)
+        );
     }
 
     #[test]
@@ -147,7 +152,9 @@ mod tests {
             });
         }
         std::thread::scope(|scope| {
-            let waiters: Vec<_> = (0..3).map(|_| scope.spawn(|| done.wait(&*clock, None))).collect();
+            let waiters: Vec<_> = (0..3)
+                .map(|_| scope.spawn(|| done.wait(&*clock, None)))
+                .collect();
             clock.await_sleepers(3);
             done.complete(5);
             for waiter in waiters {

@@ -1,15 +1,15 @@
 //! A concurrent set by our own name.
 //!
-//! Behind it is papaya's, which no reader ever waits for (MIT, two small dependencies); what is removed is freed once no
-//! thread looks at it any more.
+//! Behind it is papaya's, which no reader ever waits for (MIT, two small dependencies); what is
+//! removed is freed once no thread looks at it any more.
 
 use std::fmt;
 use std::hash::Hash;
 
 use papaya::HashSet;
 
-/// A set that many threads use at once. Each call is atomic by itself; [`len`](Self::len), [`clear`](Self::clear)
-/// and [`extend`](Self::extend) look at one part of the set after the other.
+/// A set that many threads use at once. Each call is atomic by itself; [`len`](Self::len),
+/// [`clear`](Self::clear) and [`extend`](Self::extend) look at one part of the set after the other.
 pub struct IdSet<K: Eq + Hash>(HashSet<K>);
 
 impl<K: Eq + Hash> IdSet<K> {
@@ -23,7 +23,8 @@ impl<K: Eq + Hash> IdSet<K> {
         self.0.pin().insert(key)
     }
 
-    /// Removes `key`; `false` if it was not there. Of threads that remove the same key at once, one gets `true`.
+    /// Removes `key`; `false` if it was not there. Of threads that remove the same key at once, one
+    /// gets `true`.
     pub fn remove(&self, key: &K) -> bool {
         self.0.pin().remove(key)
     }
@@ -104,7 +105,10 @@ mod tests {
             let threads: Vec<_> = (0..4)
                 .map(|_| scope.spawn(|| (0..1000).filter(|key| set.remove(key)).count()))
                 .collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .sum()
         });
         assert_eq!(won, 1000);
     }

@@ -1,11 +1,13 @@
-//! The state of one load: which of its blocks may touch device memory, and when the load is over. What is a block here
-//! is what is copied by itself: where blocks are split into shards, each shard.
+//! The state of one load: which of its blocks may touch device memory, and when the load is over.
+//! What is a block here is what is copied by itself: where blocks are split into shards, each
+//! shard.
 //!
-//! A load reads its blocks into slots and then scatters them to device memory. Once it was reported, nothing of it
-//! may touch that memory again, because its owner uses it for something else. So each block leaves *reading* by one
-//! compare-and-swap, to *scattering* or to *cancelled*; only the winner of scattering touches device memory; and a
-//! counter of the blocks that are reading or scattering tells exactly one caller that the load is over. A block whose
-//! read failed is held open the same way until its failure is recorded, so the report knows every reason.
+//! A load reads its blocks into slots and then scatters them to device memory. Once it was
+//! reported, nothing of it may touch that memory again, because its owner uses it for something
+//! else. So each block leaves *reading* by one compare-and-swap, to *scattering* or to *cancelled*;
+//! only the winner of scattering touches device memory; and a counter of the blocks that are
+//! reading or scattering tells exactly one caller that the load is over. A block whose read failed
+//! is held open the same way until its failure is recorded, so the report knows every reason.
 
 use crate::sync::{AtomicU8, AtomicUsize, Ordering};
 
@@ -35,8 +37,9 @@ pub struct Cancelled {
 
 /// The states of a load's blocks and the count of those reading or scattering.
 ///
-/// A caller that is told that the load is over (`true` from [`finish`](Self::finish), [`Cancelled::last`]) sees every
-/// write that the scattering of any block made, and no block can begin to scatter any more.
+/// A caller that is told that the load is over (`true` from [`finish`](Self::finish),
+/// [`Cancelled::last`]) sees every write that the scattering of any block made, and no block can
+/// begin to scatter any more.
 pub struct LoadState {
     states: Box<[AtomicU8]>,
     /// Blocks that are reading or scattering.
@@ -49,7 +52,8 @@ const CANCELLED: u8 = BlockState::Cancelled as u8;
 const DONE: u8 = BlockState::Done as u8;
 
 impl LoadState {
-    /// The state of `blocks` blocks, all reading. A load of no blocks is over from the start, and no caller is told so.
+    /// The state of `blocks` blocks, all reading. A load of no blocks is over from the start, and
+    /// no caller is told so.
     pub fn new(blocks: usize) -> Self {
         Self {
             states: (0..blocks).map(|_| AtomicU8::new(READING)).collect(),
@@ -57,35 +61,40 @@ impl LoadState {
         }
     }
 
-    /// Takes a block from reading to scattering. `true` for one caller at most, who alone may now touch the
-    /// block's device memory and must call [`finish`](Self::finish) afterwards, whatever happens. `false` if it is
-    /// cancelled, already scattering or done, or not of this load: then that memory must not be touched.
+    /// Takes a block from reading to scattering. `true` for one caller at most, who alone may now
+    /// touch the block's device memory and must call [`finish`](Self::finish) afterwards, whatever
+    /// happens. `false` if it is cancelled, already scattering or done, or not of this load: then
+    /// that memory must not be touched.
     #[must_use = "device memory may be touched only if this is true"]
     pub fn begin_scatter(&self, block: usize) -> bool {
         self.step(block, READING, SCATTERING)
     }
 
-    /// The same for a block whose read failed: the caller, who alone is told `true`, records why and must call
-    /// [`finish`](Self::finish) afterwards. Until then the load is not over, so its report misses no reason.
+    /// The same for a block whose read failed: the caller, who alone is told `true`, records why
+    /// and must call [`finish`](Self::finish) afterwards. Until then the load is not over, so its
+    /// report misses no reason.
     #[must_use = "only if this is true the failure is this block's own"]
     pub fn begin_fail(&self, block: usize) -> bool {
         self.step(block, READING, SCATTERING)
     }
 
-    /// Takes a block from scattering to done: its device memory is not touched any more. `true` if this ended the
-    /// load: the caller must report it. For a block that is not scattering nothing changes (`false`).
+    /// Takes a block from scattering to done: its device memory is not touched any more. `true` if
+    /// this ended the load: the caller must report it. For a block that is not scattering nothing
+    /// changes (`false`).
     #[must_use = "who is told `true` must report the load"]
     pub fn finish(&self, block: usize) -> bool {
         self.step(block, SCATTERING, DONE) && self.close(1)
     }
 
-    /// Cancels every block from `first` on that is still reading: after a failure those behind it, after an
-    /// abort or a deadline all (`0`). Those scattering go on and end the load with their [`finish`](Self::finish).
+    /// Cancels every block from `first` on that is still reading: after a failure those behind it,
+    /// after an abort or a deadline all (`0`). Those scattering go on and end the load with their
+    /// [`finish`](Self::finish).
     pub fn cancel_from(&self, first: usize) -> Cancelled {
         let count = (first..self.states.len())
             .filter(|&block| self.step(block, READING, CANCELLED))
             .count();
-        // In one step at the end: while this call is on its way the count cannot reach zero without it.
+        // In one step at the end: while this call is on its way the count cannot reach zero without
+        // it.
         Cancelled {
             count,
             last: self.close(count),
@@ -121,8 +130,9 @@ impl LoadState {
         })
     }
 
-    /// Takes `count` blocks from the open ones; `true` if they were the last. Each decrement releases what its
-    /// caller wrote and acquires what all before it wrote, so the last one sees every scatter.
+    /// Takes `count` blocks from the open ones; `true` if they were the last. Each decrement
+    /// releases what its caller wrote and acquires what all before it wrote, so the last one sees
+    /// every scatter.
     fn close(&self, count: usize) -> bool {
         count > 0 && self.open.fetch_sub(count, Ordering::AcqRel) == count
     }
@@ -185,7 +195,10 @@ mod tests {
     fn a_failure_kills_those_behind_it_and_those_before_it_end_the_load() {
         let load = LoadState::new(4);
         assert!(load.begin_fail(2));
-        assert!(!load.begin_fail(2) && !load.begin_scatter(2), "it has failed");
+        assert!(
+            !load.begin_fail(2) && !load.begin_scatter(2),
+            "it has failed"
+        );
         assert_eq!(load.cancel_from(3), cancelled(1, false));
         assert!(!load.finish(2));
         assert!(load.begin_scatter(0));

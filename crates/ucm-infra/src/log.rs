@@ -1,10 +1,12 @@
-//! Where what the core logs waits for the log: a subscriber of [`tracing`] with a bounded list for each store.
+//! Where what the core logs waits for the log: a subscriber of [`tracing`] with a bounded list for
+//! each store.
 //!
-//! Python writes the log, and no thread of the core ever takes the GIL. So a thread that logs only puts a [`Record`]
-//! into the list of its store, which the event names in its field `store`; the process that uses that store takes them
-//! out ([`take`]). What is said for no store (of a device, which many may use) waits for the one that takes first. Of
-//! one part of the code so many records a minute are kept, so that a medium full of damage does not fill the log too;
-//! those dropped are counted, and said.
+//! Python writes the log, and no thread of the core ever takes the GIL. So a thread that logs only
+//! puts a [`Record`] into the list of its store, which the event names in its field `store`; the
+//! process that uses that store takes them out ([`take`]). What is said for no store (of a device,
+//! which many may use) waits for the one that takes first. Of one part of the code so many records
+//! a minute are kept, so that a medium full of damage does not fill the log too; those dropped are
+//! counted, and said.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -37,7 +39,8 @@ pub struct Record {
     pub level: Level,
     /// The line.
     pub message: String,
-    /// What the line is about, as its code named it: `tier`, `block`, `reason`, `error`, `path` and the like.
+    /// What the line is about, as its code named it: `tier`, `block`, `reason`, `error`, `path` and
+    /// the like.
     pub fields: Vec<(&'static str, String)>,
 }
 
@@ -97,8 +100,8 @@ pub fn keep() {
     });
 }
 
-/// What was logged for a store since the last call, oldest first, behind what was logged for none; a last record of each
-/// tells how many were dropped.
+/// What was logged for a store since the last call, oldest first, behind what was logged for none;
+/// a last record of each tells how many were dropped.
 pub fn take(store: u64) -> Vec<Record> {
     let mut stores = lists().lock();
     let said = [NOBODY, store].map(|of| stores.get_mut(&of).map(Said::take).unwrap_or_default());
@@ -115,7 +118,9 @@ struct Collector;
 
 impl Subscriber for Collector {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_event() && *metadata.level() <= Level::INFO && metadata.target().starts_with("ucm_")
+        metadata.is_event()
+            && *metadata.level() <= Level::INFO
+            && metadata.target().starts_with("ucm_")
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
@@ -193,7 +198,8 @@ mod tests {
     #[test]
     fn bounded_and_honest_about_it() {
         let mut said = Said::default();
-        let push = |said: &mut Said, n: usize, now| (0..n).for_each(|_| said.push("a", record("x"), now));
+        let push =
+            |said: &mut Said, n: usize, now| (0..n).for_each(|_| said.push("a", record("x"), now));
         push(&mut said, LIMIT + 3, MonotonicTime(0));
         let taken = said.take();
         assert_eq!(taken.len(), LIMIT + 1);
@@ -217,7 +223,8 @@ mod tests {
         keep(); // as often as anybody likes
         let (one, two) = (crate::random_u64(), crate::random_u64());
         let said = std::thread::spawn(move || {
-            tracing::warn!(store = one, tier = "posix", left = 3, path = %"/a b", "{} of it", "most");
+            tracing::warn!(store = one, tier = "posix", left = 3, path = %"/a b", "{} of \
+            it", "most");
             tracing::info!(store = two, "the other's");
             tracing::info!("for no store");
             tracing::debug!(store = one, "not kept");

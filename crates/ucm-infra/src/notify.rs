@@ -1,7 +1,8 @@
 //! How a thread sleeps until there is news, without ever missing any.
 //!
-//! A notify counts how often it was rung. A waiter reads the count, looks at whatever it waits for, and sleeps only
-//! if the count is still the same: news that came between looking and sleeping is in the count.
+//! A notify counts how often it was rung. A waiter reads the count, looks at whatever it waits for,
+//! and sleeps only if the count is still the same: news that came between looking and sleeping is
+//! in the count.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,9 +12,9 @@ use crate::sync::{Condvar, Mutex};
 
 /// A counter that threads sleep on. Clones are the same notify.
 ///
-/// Use it in this order, or news can be missed: [`seen`](Self::seen), look at the condition, then sleep with the
-/// count that was seen, normally through [`Clock::sleep`](crate::Clock::sleep). Who changes the condition rings
-/// *after* the change.
+/// Use it in this order, or news can be missed: [`seen`](Self::seen), look at the condition, then
+/// sleep with the count that was seen, normally through [`Clock::sleep`](crate::Clock::sleep). Who
+/// changes the condition rings *after* the change.
 #[derive(Clone)]
 pub struct Notify(Arc<Inner>);
 
@@ -42,7 +43,8 @@ impl Notify {
         self.0.news.notify_all();
     }
 
-    /// Sleeps until the notify was rung after the count `seen` was read; returns at once if it was already.
+    /// Sleeps until the notify was rung after the count `seen` was read; returns at once if it was
+    /// already.
     pub fn wait(&self, seen: u64) {
         let mut rung = self.0.rung.lock();
         while *rung == seen {

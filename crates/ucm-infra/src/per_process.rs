@@ -1,5 +1,5 @@
-//! What each process has one of: a forked child has its own, for a thread that it does not have may hold the lock of its
-//! parent's for ever.
+//! What each process has one of: a forked child has its own, for a thread that it does not have may
+//! hold the lock of its parent's for ever.
 
 use std::sync::OnceLock;
 

@@ -5,8 +5,9 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// Sixty-four random bits from the operating system, asked for each time. What a process keeps of its own to draw from
-/// (as the standard library keeps the keys of its hashers) its forked children have too: they would draw the same.
+/// Sixty-four random bits from the operating system, asked for each time. What a process keeps of
+/// its own to draw from (as the standard library keeps the keys of its hashers) its forked children
+/// have too: they would draw the same.
 pub fn random_u64() -> u64 {
     let mut bytes = [0; 8];
     loop {

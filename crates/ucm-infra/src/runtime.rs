@@ -1,9 +1,10 @@
 //! The one tokio runtime of the process, on which the clients of network media run.
 //!
-//! Nothing of ours lives in it but the connections of clients: a thread that wants an answer drives its question itself and
-//! sleeps meanwhile, with the deadline of its job ([`Runtime::wait`]). What is late is dropped. The runtime begins with the
-//! first store that wants one and ends with the last; a forked child has none of its parent's threads, so it gets one of
-//! its own, and what was opened before the fork says so.
+//! Nothing of ours lives in it but the connections of clients: a thread that wants an answer drives
+//! its question itself and sleeps meanwhile, with the deadline of its job ([`Runtime::wait`]). What
+//! is late is dropped. The runtime begins with the first store that wants one and ends with the
+//! last; a forked child has none of its parent's threads, so it gets one of its own, and what was
+//! opened before the fork says so.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,7 +22,8 @@ use crate::notify::Notify;
 use crate::per_process::PerProcess;
 use crate::threads::start_thread;
 
-/// Threads that drive clients, whatever the number of stores: sockets and checksums of TLS are all they do.
+/// Threads that drive clients, whatever the number of stores: sockets and checksums of TLS are all
+/// they do.
 const THREADS: usize = 2;
 /// Threads for what clients do that blocks, such as looking up a host's name.
 const BLOCKING: usize = 2;
@@ -52,7 +54,9 @@ impl Runtime {
             .on_thread_start(start_thread)
             .enable_all()
             .build()
-            .map_err(|error| Error::from_io(error, "the threads for network media cannot be started"))?;
+            .map_err(|error| {
+                Error::from_io(error, "the threads for network media cannot be started")
+            })?;
         let runtime = Arc::new(Self {
             pid: std::process::id(),
             tokio: Some(tokio),
@@ -63,16 +67,21 @@ impl Runtime {
 
     /// `Forked` in a child of the process that it belongs to.
     fn handle(&self) -> Result<&Handle> {
-        let here = self.tokio.as_ref().filter(|_| self.pid == std::process::id());
+        let here = self
+            .tokio
+            .as_ref()
+            .filter(|_| self.pid == std::process::id());
         here.map(tokio::runtime::Runtime::handle).ok_or_else(|| {
             let text =
-                "this store was opened before a fork, and the child has none of its threads; open it there";
+                "this store was opened before a fork, and the child has none of its threads; open \
+                 it there";
             Error::new(ErrorKind::Forked, text)
         })
     }
 
-    /// Does `work` on the thread that calls, as a future of this runtime, and waits for its end, on this clock until then.
-    /// What is late is dropped, with all that it owns, and is `Timeout`; what panics is `Internal`.
+    /// Does `work` on the thread that calls, as a future of this runtime, and waits for its end, on
+    /// this clock until then. What is late is dropped, with all that it owns, and is `Timeout`;
+    /// what panics is `Internal`.
     pub fn wait<T>(
         &self,
         clock: &dyn Clock,
@@ -105,11 +114,15 @@ impl Runtime {
 
 impl Drop for Runtime {
     fn drop(&mut self) {
-        let Some(tokio) = self.tokio.take() else { return };
+        let Some(tokio) = self.tokio.take() else {
+            return;
+        };
         if self.pid != std::process::id() {
-            Box::leak(Box::new(tokio)); // its threads are the parent's: a thread that joined them would wait for ever
+            // its threads are the parent's: a thread that joined them would wait for ever
+            Box::leak(Box::new(tokio));
         } else if Handle::try_current().is_ok() {
-            tokio.shutdown_background(); // a client's own thread let go of it last, and cannot wait for itself
+            // a client's own thread let go of it last, and cannot wait for itself
+            tokio.shutdown_background();
         } else {
             tokio.shutdown_timeout(SHUTDOWN);
         }
@@ -164,7 +177,10 @@ mod tests {
             clock.await_sleepers(1);
             assert!(!dropped.load(Ordering::Acquire));
             clock.advance(Duration::from_nanos(10));
-            assert_eq!(waits.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+            assert_eq!(
+                waits.join().unwrap().unwrap_err().kind(),
+                ErrorKind::Timeout
+            );
         });
         assert!(dropped.load(Ordering::Acquire));
     }

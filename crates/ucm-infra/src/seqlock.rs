@@ -1,13 +1,16 @@
-//! Bytes that one thread or process writes while others read them, without a lock: a generation before and after.
+//! Bytes that one thread or process writes while others read them, without a lock: a generation
+//! before and after.
 //!
-//! The writer makes the generation odd ([`begin`]), writes the bytes ([`fill`]) and makes it even again ([`publish`]).
-//! A reader notes an even generation ([`enter`]), copies ([`copy`]) and asks whether the generation is still the same
-//! ([`unchanged`]); otherwise what it copied is rubbish and must not be looked at. Bytes are written and read as words
-//! by relaxed atomic operations, so a race is a copy to be thrown away and never undefined behaviour.
+//! The writer makes the generation odd ([`begin`]), writes the bytes ([`fill`]) and makes it even
+//! again ([`publish`]). A reader notes an even generation ([`enter`]), copies ([`copy`]) and asks
+//! whether the generation is still the same ([`unchanged`]); otherwise what it copied is rubbish
+//! and must not be looked at. Bytes are written and read as words by relaxed atomic operations, so
+//! a race is a copy to be thrown away and never undefined behaviour.
 //!
-//! Why it holds: a reader that saw one word of a later write has, by the fence of [`begin`] and its own in
-//! [`unchanged`], also seen that write's odd generation, so the generations differ. A reader that noted the even
-//! generation of a write sees all its words, by release and acquire. One writer at a time is the caller's business.
+//! Why it holds: a reader that saw one word of a later write has, by the fence of [`begin`] and its
+//! own in [`unchanged`], also seen that write's odd generation, so the generations differ. A reader
+//! that noted the even generation of a write sees all its words, by release and acquire. One writer
+//! at a time is the caller's business.
 
 use crate::sync::{Ordering, fence};
 
@@ -22,7 +25,8 @@ pub fn begin(generation: &AtomicU64) {
     fence(Ordering::Release);
 }
 
-/// Writes `bytes` from the first word on; the rest of the last word they reach is zeroed. What does not fit is left out.
+/// Writes `bytes` from the first word on; the rest of the last word they reach is zeroed. What does
+/// not fit is left out.
 pub fn fill(words: &[AtomicU64], bytes: &[u8]) {
     let (whole, rest) = bytes.as_chunks::<8>();
     for (word, bytes) in words.iter().zip(whole) {
@@ -41,13 +45,15 @@ pub fn publish(generation: &AtomicU64) {
     generation.store(odd.wrapping_add(1), Ordering::Release);
 }
 
-/// The generation to compare with afterwards; `None` while the bytes are being written, or never were.
+/// The generation to compare with afterwards; `None` while the bytes are being written, or never
+/// were.
 pub fn enter(generation: &AtomicU64) -> Option<u64> {
     let seen = generation.load(Ordering::Acquire);
     (seen != 0 && seen.is_multiple_of(2)).then_some(seen)
 }
 
-/// Copies from the first word on until `out` is full or the words end. Worth something only if [`unchanged`] says so.
+/// Copies from the first word on until `out` is full or the words end. Worth something only if
+/// [`unchanged`] says so.
 pub fn copy(words: &[AtomicU64], out: &mut [u8]) {
     let (whole, rest) = out.as_chunks_mut::<8>();
     let copied = whole.len();
@@ -56,7 +62,9 @@ pub fn copy(words: &[AtomicU64], out: &mut [u8]) {
     }
     if let Some(word) = words.get(copied) {
         let last = word.load(Ordering::Relaxed).to_ne_bytes();
-        rest.iter_mut().zip(last).for_each(|(byte, last)| *byte = last);
+        rest.iter_mut()
+            .zip(last)
+            .for_each(|(byte, last)| *byte = last);
     }
 }
 

@@ -77,7 +77,8 @@ mod modelled {
         }
     }
 
-    /// loom's condition variable without poisoning. loom knows no time: a timed wait ends by news only.
+    /// loom's condition variable without poisoning. loom knows no time: a timed wait ends by news
+    /// only.
     pub(crate) struct Condvar(loom::sync::Condvar);
 
     impl Condvar {

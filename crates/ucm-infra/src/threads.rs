@@ -9,13 +9,16 @@ use parking_lot::Mutex;
 use rustix::thread::CpuSet;
 use ucm_core::{Error, Result};
 
-/// Processors for the threads that begin from now on; `None` leaves them to those of the thread that begins them.
+/// Processors for the threads that begin from now on; `None` leaves them to those of the thread
+/// that begins them.
 static PROCESSORS: Mutex<Option<CpuSet>> = Mutex::new(None);
 
-/// Lets the threads that ucm begins from now on run on these processors of the machine, in the whole process.
+/// Lets the threads that ucm begins from now on run on these processors of the machine, in the
+/// whole process.
 ///
-/// A thread is born with the processors of the one that begins it. Where that one is bound, to compute on a processor of
-/// its own, the threads that copy and write would take that very processor from it.
+/// A thread is born with the processors of the one that begins it. Where that one is bound, to
+/// compute on a processor of its own, the threads that copy and write would take that very
+/// processor from it.
 ///
 /// # Errors
 ///
@@ -31,7 +34,9 @@ pub fn run_threads_on(processors: &[usize]) -> Result<()> {
         set.set(processor);
     }
     if processors.is_empty() {
-        return Err(Error::invalid("no processor is named for the threads of ucm"));
+        return Err(Error::invalid(
+            "no processor is named for the threads of ucm",
+        ));
     }
     *PROCESSORS.lock() = Some(set);
     Ok(())
@@ -49,8 +54,8 @@ pub fn is_own_thread() -> bool {
 /// What a thread of ucm does before its work.
 static FIRST: OnceLock<fn()> = OnceLock::new();
 
-/// Lets the threads that ucm begins from now on call `first` before their work, in the whole process. What was told first
-/// stays.
+/// Lets the threads that ucm begins from now on call `first` before their work, in the whole
+/// process. What was told first stays.
 pub fn threads_begin_with(first: fn()) {
     FIRST.get_or_init(|| first);
 }
@@ -64,10 +69,12 @@ pub fn begin_thread<T: Send + 'static>(
     name: impl Into<String>,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    std::thread::Builder::new().name(name.into()).spawn(move || {
-        start_thread();
-        body()
-    })
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(move || {
+            start_thread();
+            body()
+        })
 }
 
 /// What every thread of ucm begins with.
@@ -109,7 +116,11 @@ mod tests {
             rustix::thread::sched_setaffinity(None, &one).unwrap();
             let born = begin_thread("ucm-test", here).unwrap().join().unwrap();
             run_threads_on(&numbers).unwrap();
-            (one, born, begin_thread("ucm-test", here).unwrap().join().unwrap())
+            (
+                one,
+                born,
+                begin_thread("ucm-test", here).unwrap().join().unwrap(),
+            )
         });
         let (one, born, told) = bound.join().unwrap();
         assert_eq!(born, one);
@@ -121,7 +132,12 @@ mod tests {
         thread_local!(static DONE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
         threads_begin_with(|| DONE.set(true));
         threads_begin_with(|| DONE.set(false));
-        assert!(begin_thread("ucm-test", || DONE.get()).unwrap().join().unwrap());
+        assert!(
+            begin_thread("ucm-test", || DONE.get())
+                .unwrap()
+                .join()
+                .unwrap()
+        );
         assert!(!DONE.get());
     }
 }

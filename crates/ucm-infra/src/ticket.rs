@@ -9,8 +9,8 @@ use ucm_core::{Error, ErrorKind, Result};
 /// Hears that what was begun did not end in time.
 type Late = Box<dyn FnOnce(Error) + Send>;
 
-/// One job of a pool, as the thread that keeps its time and the one that runs it see it: the first writes it off, the
-/// second asks before every effect whether that happened.
+/// One job of a pool, as the thread that keeps its time and the one that runs it see it: the first
+/// writes it off, the second asks before every effect whether that happened.
 #[derive(Default)]
 pub struct Ticket {
     over: AtomicBool,
@@ -47,8 +47,8 @@ impl Ticket {
         late.into_iter().rev().for_each(|late| late(error.clone()));
     }
 
-    /// Does `work` on this thread. `ended` hears once how that ended, from here or from [`Ticket::write_off`]; what comes
-    /// after that is dropped.
+    /// Does `work` on this thread. `ended` hears once how that ended, from here or from
+    /// [`Ticket::write_off`]; what comes after that is dropped.
     pub fn run<T: 'static>(
         &self,
         work: impl FnOnce() -> Result<T>,
@@ -75,7 +75,8 @@ impl Ticket {
         }
     }
 
-    /// Until [`Ticket::unwatch`], `late` hears when the job is written off; given back where it was before.
+    /// Until [`Ticket::unwatch`], `late` hears when the job is written off; given back where it was
+    /// before.
     pub fn watch(&self, late: Late) -> Result<(), Late> {
         let mut doing = self.doing.lock();
         if doing.written_off {
@@ -119,7 +120,10 @@ mod tests {
                     Ok(1)
                 },
                 move |result| {
-                    assert_eq!(result.map_err(|error| error.kind()), Err(ErrorKind::Timeout));
+                    assert_eq!(
+                        result.map_err(|error| error.kind()),
+                        Err(ErrorKind::Timeout)
+                    );
                     assert_eq!(
                         inner.fetch_add(1, Ordering::AcqRel),
                         0,

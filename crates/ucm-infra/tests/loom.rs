@@ -1,6 +1,6 @@
-//! Every interleaving of small models of what ucm-infra writes by hand: the notify, the completion, the park protocol
-//! of the ring, the state of a load and the generations of shared bytes. The command stands in the crate's
-//! documentation.
+//! Every interleaving of small models of what ucm-infra writes by hand: the notify, the completion,
+//! the park protocol of the ring, the state of a load and the generations of shared bytes. The
+//! command stands in the crate's documentation.
 #![cfg(loom)]
 
 use std::sync::Arc;
@@ -10,11 +10,12 @@ use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
 use ucm_infra::seqlock::{self, AtomicU64};
 use ucm_infra::{
-    BlockState, Clock, Completion, LoadState, ManualClock, MonotonicTime, Notify, PopError, PushError,
-    SpscRing,
+    BlockState, Clock, Completion, LoadState, ManualClock, MonotonicTime, Notify, PopError,
+    PushError, SpscRing,
 };
 
-/// A clock on which nothing ever times out. A sleep that is never rung is a deadlock, which loom reports.
+/// A clock on which nothing ever times out. A sleep that is never rung is a deadlock, which loom
+/// reports.
 #[derive(Debug)]
 struct Still;
 
@@ -32,7 +33,8 @@ impl Clock for Still {
     }
 }
 
-/// A model too long for every interleaving: those with at most two involuntary switches between threads.
+/// A model too long for every interleaving: those with at most two involuntary switches between
+/// threads.
 fn few_preemptions(model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
@@ -215,7 +217,10 @@ fn ring_a_parked_producer_sees_the_consumer_go() {
         let closer = thread::spawn(move || drop(consumer));
         // Item 2 is refused, or its push overlaps with the closing and it goes down with the ring.
         let pushed = producer.push(2, &Still, None);
-        assert!(matches!(pushed, Ok(()) | Err(PushError::Closed(2))), "{pushed:?}");
+        assert!(
+            matches!(pushed, Ok(()) | Err(PushError::Closed(2))),
+            "{pushed:?}"
+        );
         closer.join().unwrap();
         assert_eq!(producer.try_push(3), Err(PushError::Closed(3)));
     });
@@ -234,7 +239,10 @@ fn ring_a_deadline_and_an_item_do_not_lose_each_other() {
             }
         });
         let first = consumer.recv(&*clock, Some(MonotonicTime(1)));
-        assert!(matches!(first, Ok(1) | Err(PopError::TimedOut)), "{first:?}");
+        assert!(
+            matches!(first, Ok(1) | Err(PopError::TimedOut)),
+            "{first:?}"
+        );
         if first.is_err() {
             assert_eq!(consumer.recv(&*clock, None), Ok(1));
         }
@@ -265,7 +273,11 @@ impl Model {
         }
         // Relaxed on purpose: only the load state may order these writes before the report.
         self.device[block].store(1, Ordering::Relaxed);
-        assert_eq!(self.reports.load(Ordering::Relaxed), 0, "bytes after the report");
+        assert_eq!(
+            self.reports.load(Ordering::Relaxed),
+            0,
+            "bytes after the report"
+        );
         if self.state.finish(block) {
             self.report();
         }
@@ -303,11 +315,19 @@ impl Model {
             let expected = usize::from(state == Some(BlockState::Done));
             assert_eq!(bytes.load(Ordering::Relaxed), expected);
         }
-        assert_eq!(self.reports.fetch_add(1, Ordering::Relaxed), 0, "reported twice");
+        assert_eq!(
+            self.reports.fetch_add(1, Ordering::Relaxed),
+            0,
+            "reported twice"
+        );
     }
 
     fn check(&self) {
-        assert_eq!(self.reports.load(Ordering::Relaxed), 1, "reported exactly once");
+        assert_eq!(
+            self.reports.load(Ordering::Relaxed),
+            1,
+            "reported exactly once"
+        );
     }
 }
 

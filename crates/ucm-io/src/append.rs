@@ -1,7 +1,9 @@
-//! Files that are written in pieces: created under a private name, filled at offsets, finished and named.
+//! Files that are written in pieces: created under a private name, filled at offsets, finished and
+//! named.
 //!
-//! Every operation opens the file by its name and closes it again with the error of the close seen: that is where a
-//! network file system tells of writes that failed, and a private file that somebody took away is noticed at once.
+//! Every operation opens the file by its name and closes it again with the error of the close seen:
+//! that is where a network file system tells of writes that failed, and a private file that
+//! somebody took away is noticed at once.
 
 use std::path::Path;
 
@@ -17,8 +19,8 @@ use crate::op::{FileMeta, Finish};
 use crate::probe::stated_align;
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 
-/// How a file is opened for writing: never creates one, and never waits for the other end of a pipe in
-/// the place of a file.
+/// How a file is opened for writing: never creates one, and never waits for the other end of a pipe
+/// in the place of a file.
 const WRITE_FLAGS: OFlags = OFlags::WRONLY
     .union(OFlags::CLOEXEC)
     .union(OFlags::NOFOLLOW)
@@ -33,8 +35,11 @@ impl Files {
         // If this fails, whatever has that name is not ours and stays.
         let fd = at.create(mode).map_err(fail)?;
         let mut file = File::new(fd, false);
-        // Without it the file grows as it is written. What was set aside before the medium was full is given back.
-        if room > 0 && retry(|| rustix::fs::fallocate(file.fd(), FallocateFlags::empty(), 0, room)).is_err() {
+        // Without it the file grows as it is written. What was set aside before the medium was full
+        // is given back.
+        if room > 0
+            && retry(|| rustix::fs::fallocate(file.fd(), FallocateFlags::empty(), 0, room)).is_err()
+        {
             let _ = retry(|| rustix::fs::ftruncate(file.fd(), 0));
         }
         let filled = write_full(&mut file, head, 0)
@@ -50,7 +55,13 @@ impl Files {
     }
 
     /// Writes into a file that is there. `keep`: by a root that stays open for the next such write.
-    pub(crate) fn write_at(&self, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()> {
+    pub(crate) fn write_at(
+        &self,
+        path: &Path,
+        offset: u64,
+        bytes: &[u8],
+        keep: bool,
+    ) -> Result<()> {
         let len = bytes.len();
         let end = offset
             .checked_add(len as u64)
@@ -82,7 +93,8 @@ impl Files {
         };
         written.map_err(fail)?;
         if through_cache && self.dirty.write(len as u64) {
-            // Starts writing back what is dirty there; best effort, the kernel does it some time anyway.
+            // Starts writing back what is dirty there; best effort, the kernel does it some time
+            // anyway.
             let _ = rustix::fs::fadvise(
                 file.fd(),
                 offset,
@@ -167,7 +179,8 @@ fn is_finished(roots: &Roots, job: &Finish<'_>) -> bool {
 }
 
 fn look(at: &At<'_>) -> Result<FileMeta> {
-    stat_one(at, AtFlags::SYMLINK_NOFOLLOW).map_err(|e| failed(e, "cannot look at the written file", at.path))
+    stat_one(at, AtFlags::SYMLINK_NOFOLLOW)
+        .map_err(|e| failed(e, "cannot look at the written file", at.path))
 }
 
 #[cfg(test)]
@@ -211,7 +224,8 @@ mod tests {
             };
             let at = Roots::default();
             let at = at.walk().at(&private).unwrap();
-            let early = || look(&at).unwrap().mtime_ns > job.mtime_ns; // by which others tell that its writer lives
+            // by which others tell that its writer lives
+            let early = || look(&at).unwrap().mtime_ns > job.mtime_ns;
             self.files.finish(&job, &|| wanted && early())
         }
     }
@@ -250,9 +264,18 @@ mod tests {
     #[test]
     fn only_what_was_created_is_written() {
         let place = Place::new();
-        let error = place.files.create(&place.private(), b"", 0, 0o600).unwrap_err();
+        let error = place
+            .files
+            .create(&place.private(), b"", 0, 0o600)
+            .unwrap_err();
         assert_eq!(error.os_code(), Some(17));
-        let write = |path: &Path, at| place.files.write_at(path, at, b"data", false).unwrap_err().kind();
+        let write = |path: &Path, at| {
+            place
+                .files
+                .write_at(path, at, b"data", false)
+                .unwrap_err()
+                .kind()
+        };
         assert_eq!(write(&place.target(), 0), ErrorKind::NotFound);
         assert_eq!(write(&place.private(), u64::MAX), ErrorKind::InvalidInput);
         let error = place

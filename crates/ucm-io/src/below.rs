@@ -1,16 +1,18 @@
 //! Names below a root, resolved without following a symbolic link.
 //!
-//! A root is where its user says, and may be reached by links. Below it everything is ours: a link there would lead our
-//! reads, writes and removals to files of others. So every operation opens the root, walks from that descriptor to the
-//! directory of each name, and works relative to that directory. The walk is one `openat2`, or, where the kernel, a seccomp
-//! filter or the file system refuses that call, one `openat` for each directory.
+//! A root is where its user says, and may be reached by links. Below it everything is ours: a link
+//! there would lead our reads, writes and removals to files of others. So every operation opens the
+//! root, walks from that descriptor to the directory of each name, and works relative to that
+//! directory. The walk is one `openat2`, or, where the kernel, a seccomp filter or the file system
+//! refuses that call, one `openat` for each directory.
 //!
-//! The descriptor of a root lives as long as one operation: one that is kept keeps a share from being
-//! unmounted, and leads to the old share after another one is mounted in its place. Only appends to
-//! segments (one for each record) and reads of segments use a kept one, because only segments have
-//! unused descriptors closed. A copy between roots opens its root anew for each piece. It is closed when it was not
-//! used for a while, as descriptors of segments are, and as soon as any other operation finds another
-//! directory or another mount at the root's path: the marker is read about once a second.
+//! The descriptor of a root lives as long as one operation: one that is kept keeps a share from
+//! being unmounted, and leads to the old share after another one is mounted in its place. Only
+//! appends to segments (one for each record) and reads of segments use a kept one, because only
+//! segments have unused descriptors closed. A copy between roots opens its root anew for each
+//! piece. It is closed when it was not used for a while, as descriptors of segments are, and as
+//! soon as any other operation finds another directory or another mount at the root's path: the
+//! marker is read about once a second.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -118,7 +120,11 @@ impl Roots {
     /// Takes the kept root out; with `unused` only if it was not used since the last such call.
     pub(crate) fn take_kept(&self, unused: bool) -> Option<Arc<KeptFile>> {
         let mut kept = self.kept.lock();
-        if unused && kept.as_mut().is_some_and(|kept| std::mem::take(&mut kept.used)) {
+        if unused
+            && kept
+                .as_mut()
+                .is_some_and(|kept| std::mem::take(&mut kept.used))
+        {
             return None;
         }
         kept.take().map(|kept| kept.root)
@@ -137,7 +143,9 @@ impl Roots {
             return;
         }
         let mut kept = self.kept.lock();
-        let same = kept.as_ref().is_some_and(|kept| Arc::ptr_eq(&kept.root, &known));
+        let same = kept
+            .as_ref()
+            .is_some_and(|kept| Arc::ptr_eq(&kept.root, &known));
         let taken = if same { kept.take() } else { None };
         drop(kept);
         drop(taken);
@@ -151,7 +159,8 @@ impl Roots {
         found.min_by_key(|(_, rest)| rest.as_os_str().len())
     }
 
-    /// Opens a name from a descriptor of its root; no link on the way is followed, and none at its end.
+    /// Opens a name from a descriptor of its root; no link on the way is followed, and none at its
+    /// end.
     fn open_from(
         &self,
         root: BorrowedFd<'_>,
@@ -228,7 +237,12 @@ fn place_of(dir: BorrowedFd<'_>) -> Option<(u32, u32, u64, u64)> {
 }
 
 /// Opens a name in a directory unless it is a link (LOOP).
-fn open_here(dir: BorrowedFd<'_>, name: &OsStr, flags: OFlags, mode: Mode) -> rustix::io::Result<OwnedFd> {
+fn open_here(
+    dir: BorrowedFd<'_>,
+    name: &OsStr,
+    flags: OFlags,
+    mode: Mode,
+) -> rustix::io::Result<OwnedFd> {
     match retry(|| rustix::fs::openat(dir, name, flags | OFlags::NOFOLLOW, mode)) {
         // Where a directory is wanted the kernel says no more of a link.
         Err(Errno::NOTDIR) if is_link(dir, name.as_ref()) => Err(Errno::LOOP),
@@ -277,7 +291,8 @@ pub(crate) struct At<'p> {
 }
 
 impl Walk<'_> {
-    /// The directory of a name and the name in it. An error if there is no such directory, or a link on the way (LOOP).
+    /// The directory of a name and the name in it. An error if there is no such directory, or a
+    /// link on the way (LOOP).
     pub(crate) fn at<'p>(&mut self, path: &'p Path) -> rustix::io::Result<At<'p>> {
         let Some((root, rest)) = self.roots.split(path) else {
             return Ok(At {
@@ -309,7 +324,8 @@ impl Walk<'_> {
             return retry(|| rustix::fs::open(path, flags, Mode::empty()));
         };
         let root = self.root(&root)?;
-        self.roots.open_from(root.as_fd(), rest, flags, Mode::empty())
+        self.roots
+            .open_from(root.as_fd(), rest, flags, Mode::empty())
     }
 
     fn root(&mut self, path: &Arc<Path>) -> rustix::io::Result<Arc<OwnedFd>> {
@@ -325,7 +341,12 @@ impl Walk<'_> {
     }
 
     /// The directory that a path lies in; `parent` from the root.
-    fn dir(&mut self, root: &OwnedFd, path: &Path, parent: &Path) -> rustix::io::Result<Arc<OwnedFd>> {
+    fn dir(
+        &mut self,
+        root: &OwnedFd,
+        path: &Path,
+        parent: &Path,
+    ) -> rustix::io::Result<Arc<OwnedFd>> {
         let whole = path.parent().unwrap_or(path);
         if let Some((known, dir)) = &self.dir
             && known.as_os_str() == whole.as_os_str()
@@ -361,7 +382,8 @@ impl At<'_> {
 
     /// Creates the file; one that is there, or a link, is an error (EXIST).
     pub(crate) fn create(&self, mode: u32) -> rustix::io::Result<OwnedFd> {
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         retry(|| rustix::fs::openat(self.dir(), self.name, flags, Mode::from_raw_mode(mode)))
     }
 
@@ -422,11 +444,15 @@ mod tests {
             assert_eq!(open("../outside").unwrap_err(), Errno::XDEV, "{walks}");
             assert_eq!(open("a/../../outside").unwrap_err(), Errno::XDEV, "{walks}");
             assert!(open("a").is_ok() && open("./a").is_ok(), "{walks}");
-            assert_eq!(roots.walk().at(&root.join("a/..")).err(), Some(Errno::INVAL));
+            assert_eq!(
+                roots.walk().at(&root.join("a/..")).err(),
+                Some(Errno::INVAL)
+            );
         }
     }
 
-    /// Has the kernel answer `openat2` with EPERM on this thread, as seccomp filters of containers do.
+    /// Has the kernel answer `openat2` with EPERM on this thread, as seccomp filters of containers
+    /// do.
     #[allow(unsafe_code, reason = "a filter of system calls")]
     fn refuse_openat2() {
         let jump = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
@@ -445,11 +471,16 @@ mod tests {
             len: steps.len() as u16,
             filter: steps.as_mut_ptr(),
         };
-        // SAFETY: the calls change this thread alone, and the kernel copies the filter before it returns.
+        // SAFETY: the calls change this thread alone, and the kernel copies the filter before it
+        // returns.
         let done = unsafe {
             [
                 libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-                libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter),
+                libc::prctl(
+                    libc::PR_SET_SECCOMP,
+                    libc::SECCOMP_MODE_FILTER,
+                    &raw const filter,
+                ),
             ]
         };
         assert_eq!(done, [0; 2], "{}", std::io::Error::last_os_error());

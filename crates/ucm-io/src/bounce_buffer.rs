@@ -1,4 +1,5 @@
-//! Page-aligned memory for direct I/O that a caller's buffer or offset does not fit. Rare: probes and second opinions.
+//! Page-aligned memory for direct I/O that a caller's buffer or offset does not fit. Rare: probes
+//! and second opinions.
 
 use ucm_core::{Error, PAGE, Result, round_up};
 use ucm_device::{ArenaOptions, HostArena, HugePages, Slot, SlotPool};

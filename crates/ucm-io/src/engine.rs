@@ -20,7 +20,8 @@ pub struct Caller<'a> {
     pub wanted: StillWanted<'a>,
 }
 
-/// Which of the descriptors that are kept ([`IoJob::read_into`](crate::IoJob::read_into)) are closed.
+/// Which of the descriptors that are kept ([`IoJob::read_into`](crate::IoJob::read_into)) are
+/// closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Close<'a> {
     /// Those of these files, which are gone.
@@ -35,8 +36,9 @@ pub enum Close<'a> {
 #[derive(Default)]
 pub struct Closed(pub(crate) Vec<Arc<KeptFile>>);
 
-/// Does operations on files, each to its end on the thread that calls. What is no longer wanted gets no name and is removed
-/// nowhere: it fails with `Timeout`. The methods of [`IoJob`](crate::IoJob) say what each does and answers.
+/// Does operations on files, each to its end on the thread that calls. What is no longer wanted
+/// gets no name and is removed nowhere: it fails with `Timeout`. The methods of
+/// [`IoJob`](crate::IoJob) say what each does and answers.
 #[allow(missing_docs, reason = "the methods of the same names of IoJob say it")]
 pub trait IoEngine: Send + Sync {
     /// From now on no symbolic link below this directory is followed, on the way to a name or at
@@ -75,9 +77,17 @@ pub trait IoEngine: Send + Sync {
 
     fn publish(&self, by: &Caller<'_>, publish: &Publish<'_>) -> Result<Option<FileMeta>>;
 
-    fn create(&self, by: &Caller<'_>, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()>;
+    fn create(&self, by: &Caller<'_>, path: &Path, head: &[u8], room: u64, mode: u32)
+    -> Result<()>;
 
-    fn write_at(&self, by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()>;
+    fn write_at(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        bytes: &[u8],
+        keep: bool,
+    ) -> Result<()>;
 
     fn finish(&self, by: &Caller<'_>, finish: &Finish<'_>) -> Result<FileMeta>;
 

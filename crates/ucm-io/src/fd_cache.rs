@@ -1,9 +1,11 @@
-//! Descriptors of files that never change under their names, kept open between reads: the most recently used ones.
+//! Descriptors of files that never change under their names, kept open between reads: the most
+//! recently used ones.
 //!
-//! Opening a file by its path costs more than reading a small record from it. A kept descriptor must not outlive its
-//! file, whose space it would hold: every read looks whether the file still has a name, the one that removes it here or
-//! finds it gone says so, and what no one uses for a while is closed. No lock is held over a system call, children of a
-//! fork have none of them, and a process that runs out of descriptors gives them up.
+//! Opening a file by its path costs more than reading a small record from it. A kept descriptor
+//! must not outlive its file, whose space it would hold: every read looks whether the file still
+//! has a name, the one that removes it here or finds it gone says so, and what no one uses for a
+//! while is closed. No lock is held over a system call, children of a fork have none of them, and a
+//! process that runs out of descriptors gives them up.
 
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,7 +27,8 @@ const MOST_IN_ALL: usize = 512;
 /// How many are open in this process.
 static IN_ALL: AtomicUsize = AtomicUsize::new(0);
 
-/// An open file that is only read, shared by the threads that read it; closed when the last lets it go.
+/// An open file that is only read, shared by the threads that read it; closed when the last lets it
+/// go.
 #[derive(Debug)]
 pub(crate) struct KeptFile {
     /// What is read through rings; before the descriptor, for it ends first.
@@ -114,8 +117,8 @@ impl FdCache {
         drop((oldest, before)); // closed with no lock held
     }
 
-    /// Takes the files of these names out, and with `unused` those that were not used since the last such call. They
-    /// are closed when the answer is dropped.
+    /// Takes the files of these names out, and with `unused` those that were not used since the
+    /// last such call. They are closed when the answer is dropped.
     pub(crate) fn take(&self, gone: &[PathBuf], unused: bool) -> Vec<Arc<KeptFile>> {
         let mut files = self.files.lock();
         if files.is_empty() {
@@ -166,7 +169,12 @@ mod tests {
     use super::*;
 
     fn open() -> Arc<KeptFile> {
-        KeptFile::new(None, std::fs::File::open("/dev/null").unwrap().into(), false).unwrap()
+        KeptFile::new(
+            None,
+            std::fs::File::open("/dev/null").unwrap().into(),
+            false,
+        )
+        .unwrap()
     }
 
     fn name(n: usize) -> PathBuf {

@@ -62,7 +62,10 @@ impl Files {
 
     /// An open file, through rings where they can be used.
     pub(crate) fn with_ring(&self, file: File) -> File {
-        let ring = self.rings.as_ref().and_then(|rings| rings.register(file.fd()));
+        let ring = self
+            .rings
+            .as_ref()
+            .and_then(|rings| rings.register(file.fd()));
         file.through(ring)
     }
 
@@ -97,7 +100,8 @@ impl Files {
             file.set_direct(false);
         }
         let read = if file.is_direct() && !fits {
-            // Direct I/O into memory or from an offset that it does not take goes through a window of whole pages.
+            // Direct I/O into memory or from an offset that it does not take goes through a window
+            // of whole pages.
             let mut window = BounceBuffer::new(offset, len)?;
             let bytes = window.read(&mut file).map_err(fail)?;
             buf[..bytes.len()].copy_from_slice(bytes);
@@ -118,7 +122,11 @@ impl Files {
         })
     }
 
-    pub(crate) fn publish(&self, job: &Publish<'_>, wanted: StillWanted<'_>) -> Result<Option<FileMeta>> {
+    pub(crate) fn publish(
+        &self,
+        job: &Publish<'_>,
+        wanted: StillWanted<'_>,
+    ) -> Result<Option<FileMeta>> {
         let mut walk = self.roots.walk();
         let private = walk
             .at(job.private)
@@ -145,7 +153,8 @@ impl Files {
         let mut through_cache = true;
         if self.direct {
             let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(written)?).dev;
-            // Turned on after the open: an open with O_DIRECT may create the file and fail all the same.
+            // Turned on after the open: an open with O_DIRECT may create the file and fail all the
+            // same.
             if fits_direct_write(job.bytes) && self.usable(dev, || stated_align(file.fd())) {
                 file.set_direct(true);
                 through_cache = false;
@@ -158,18 +167,25 @@ impl Files {
         }
         .map_err(written)?;
         if through_cache && self.dirty.write(job.bytes.len() as u64) {
-            // Starts writing back what is dirty of this file; best effort, the kernel does it some time anyway.
+            // Starts writing back what is dirty of this file; best effort, the kernel does it some
+            // time anyway.
             let _ = rustix::fs::fadvise(file.fd(), 0, None, Advice::DontNeed);
         }
         if job.durable {
             retry(|| rustix::fs::fsync(file.fd())).map_err(written)?;
         }
-        file.close().map_err(|e| failed(e, CANNOT_CLOSE, job.private))
+        file.close()
+            .map_err(|e| failed(e, CANNOT_CLOSE, job.private))
     }
 
-    /// Opens for reading, past the page cache if wanted and known to the file system. Never waits for
-    /// the other end of a pipe in the place of a file. `often`: by a root that is kept open.
-    pub(crate) fn open_for_read(&self, path: &Path, direct: bool, often: bool) -> rustix::io::Result<File> {
+    /// Opens for reading, past the page cache if wanted and known to the file system. Never waits
+    /// for the other end of a pipe in the place of a file. `often`: by a root that is kept open.
+    pub(crate) fn open_for_read(
+        &self,
+        path: &Path,
+        direct: bool,
+        often: bool,
+    ) -> rustix::io::Result<File> {
         let base = READ_FLAGS;
         let mut direct = direct;
         let mut wait = OFlags::NONBLOCK;
@@ -182,14 +198,16 @@ impl Files {
             match opened {
                 Ok(fd) => return Ok(File::new(fd, direct)),
                 Err(Errno::INVAL) if direct => direct = false,
-                // A lease on the file is being taken back; that is worth the wait, until our deadline.
+                // A lease on the file is being taken back; that is worth the wait, until our
+                // deadline.
                 Err(Errno::AGAIN) if !wait.is_empty() => wait = OFlags::empty(),
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Whether direct I/O may be tried on an open file of this device, of which the kernel says this.
+    /// Whether direct I/O may be tried on an open file of this device, of which the kernel says
+    /// this.
     pub(crate) fn usable(&self, dev: u64, stated: impl FnOnce() -> Stated) -> bool {
         if self.refusing.lock().contains(&dev) {
             return false;
@@ -208,7 +226,8 @@ impl Files {
         }
     }
 
-    /// Counts where direct I/O was wanted and not used, and remembers a file system that refused it.
+    /// Counts where direct I/O was wanted and not used, and remembers a file system that refused
+    /// it.
     pub(crate) fn note(&self, file: &File, dev: u64, wanted: bool) {
         self.count_fallback(wanted && !file.is_direct());
         if file.refused() {
@@ -220,8 +239,8 @@ impl Files {
     }
 }
 
-/// Gives the closed file its name and then its time; none if the name is taken. Under its private name it keeps the time
-/// of its last byte: by that others tell whether its writer lives.
+/// Gives the closed file its name and then its time; none if the name is taken. Under its private
+/// name it keeps the time of its last byte: by that others tell whether its writer lives.
 fn name(
     job: &Publish<'_>,
     private: &At<'_>,
@@ -285,7 +304,8 @@ pub(crate) fn on_a_page(bytes: &[u8]) -> bool {
     bytes.as_ptr().addr().is_multiple_of(PAGE as usize)
 }
 
-/// Whether direct I/O can read so many bytes from this offset into this memory as it is: with room for whole sectors.
+/// Whether direct I/O can read so many bytes from this offset into this memory as it is: with room
+/// for whole sectors.
 pub(crate) fn fits_direct_read(buf: &[u8], len: usize, offset: u64) -> bool {
     let room = len
         .checked_next_multiple_of(SECTOR)
@@ -303,8 +323,8 @@ pub(crate) fn not_regular(path: &Path) -> Error {
     Error::new(ErrorKind::Foreign, "not a regular file").with("path", path.display())
 }
 
-/// Gives a file a name that no one has (EXIST otherwise). A local file system renames; others make a second name,
-/// which is as exclusive on a server, and drop the first.
+/// Gives a file a name that no one has (EXIST otherwise). A local file system renames; others make
+/// a second name, which is as exclusive on a server, and drop the first.
 pub(crate) fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result<()> {
     match retry(|| {
         rustix::fs::renameat_with(
@@ -343,8 +363,9 @@ pub(crate) fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result
     }
 }
 
-/// Whether the private file with this metadata has its name now. A network file system may repeat a call whose answer was
-/// lost, and then finds the private name gone or the target there: it is done all the same if the target is our file.
+/// Whether the private file with this metadata has its name now. A network file system may repeat a
+/// call whose answer was lost, and then finds the private name gone or the target there: it is done
+/// all the same if the target is our file.
 pub(crate) fn is_named(
     renamed: rustix::io::Result<()>,
     private: &At<'_>,
@@ -387,10 +408,14 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::Timeout);
         assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
         publish(place.path(), true).unwrap();
-        assert_eq!(std::fs::read(place.path().join("target")).unwrap(), [1, 2, 3]);
+        assert_eq!(
+            std::fs::read(place.path().join("target")).unwrap(),
+            [1, 2, 3]
+        );
     }
 
-    /// Its writer's clock may be an hour behind: by such a time others would take the private file for a dead one's.
+    /// Its writer's clock may be an hour behind: by such a time others would take the private file
+    /// for a dead one's.
     #[test]
     fn a_private_file_keeps_the_time_of_its_last_byte() {
         let place = tempfile::tempdir().unwrap();
@@ -405,14 +430,18 @@ mod tests {
             durable: false,
         };
         let roots = Roots::default();
-        let look = |path| stat_one(&roots.walk().at(path).unwrap(), AtFlags::SYMLINK_NOFOLLOW).unwrap();
+        let look =
+            |path| stat_one(&roots.walk().at(path).unwrap(), AtFlags::SYMLINK_NOFOLLOW).unwrap();
         let time = |path| look(path).mtime_ns;
         let before_its_name = || time(&private) > 5_000_000_000;
         let meta = Files::new(false)
             .publish(&job, &before_its_name)
             .unwrap()
             .unwrap();
-        assert_eq!((meta.mtime_ns, time(&target)), (5_000_000_000, 5_000_000_000));
+        assert_eq!(
+            (meta.mtime_ns, time(&target)),
+            (5_000_000_000, 5_000_000_000)
+        );
     }
 
     #[test]
@@ -439,7 +468,11 @@ mod tests {
         std::fs::write(&private, b"another").unwrap();
         assert!(!named(Err(Errno::EXIST), &target, &other) && private.exists());
         assert!(!named(Err(Errno::NOENT), &target, &other));
-        assert!(!named(Err(Errno::NOENT), &place.path().join("absent"), &ours));
+        assert!(!named(
+            Err(Errno::NOENT),
+            &place.path().join("absent"),
+            &ours
+        ));
         assert!(!named(Err(Errno::ACCESS), &target, &ours));
         assert!(named(Ok(()), &target, &ours));
     }
@@ -453,7 +486,10 @@ mod tests {
         let file = files.open_for_read(&path, false, false).unwrap();
         let dev = to_meta(&rustix::fs::fstat(file.fd()).unwrap()).dev;
         let said = stated_align(file.fd());
-        assert_eq!(files.usable(dev, || stated_align(file.fd())), said != Stated::Not);
+        assert_eq!(
+            files.usable(dev, || stated_align(file.fd())),
+            said != Stated::Not
+        );
         let mut refused = files.open_for_read(&path, false, false).unwrap();
         refused.note_refusal();
         files.note(&refused, dev, true);

@@ -1,10 +1,12 @@
-//! How bytes reach files: the engine that does operations, the threads that it works on, its fault-injecting twin.
+//! How bytes reach files: the engine that does operations, the threads that it works on, its
+//! fault-injecting twin.
 //!
-//! [`IoEngine`] does one operation on the thread that calls; [`PsyncEngine`] with plain system calls, or what
-//! moves slots through the rings of 3FS. [`IoPool`]
-//! has the threads, and bounds how long anybody waits for them: a job is straight-line code there, which does to files what
-//! its [`IoJob`] has a method for. With the feature `test-utils` there is a `FaultyEngine` too, which stands
-//! before an engine in tests and makes it fail, stall, tear and lie by script.
+//! [`IoEngine`] does one operation on the thread that calls; [`PsyncEngine`] with plain system
+//! calls, or what moves slots through the rings of 3FS. [`IoPool`]
+//! has the threads, and bounds how long anybody waits for them: a job is straight-line code there,
+//! which does to files what its [`IoJob`] has a method for. With the feature `test-utils` there is
+//! a `FaultyEngine` too, which stands before an engine in tests and makes it fail, stall, tear and
+//! lie by script.
 
 mod append;
 mod below;

@@ -14,7 +14,8 @@ use crate::op::StillWanted;
 use crate::op::{FileMeta, MAX_LIST, SpaceInfo};
 use crate::sys::retry;
 
-/// Stats between two looks whether anybody still waits; they change nothing, and a look costs a twentieth of one.
+/// Stats between two looks whether anybody still waits; they change nothing, and a look costs a
+/// twentieth of one.
 const STATS_BETWEEN_LOOKS: usize = 16;
 
 /// An error of the operating system, with the name it is about. It names a link that was not
@@ -25,7 +26,8 @@ pub(crate) fn failed(errno: Errno, what: &'static str, path: &Path) -> Error {
         return Error::from_io(errno.into(), what).with("path", path.display());
     };
     let text = format!(
-        "{what}: {} is a symbolic link, and below a root none is followed; remove the link, or give \
+        "{what}: {} is a symbolic link, and below a root none is followed; remove the link, or \
+         give \
          storage_backends the directory that holds the blocks",
         link.display()
     );
@@ -44,13 +46,22 @@ pub(crate) fn to_meta(stat: &Stat) -> FileMeta {
     FileMeta {
         len: u64::try_from(stat.st_size).unwrap_or(0),
         // The types differ between architectures.
-        #[allow(clippy::unnecessary_cast, reason = "the types differ between architectures")]
+        #[allow(
+            clippy::unnecessary_cast,
+            reason = "the types differ between architectures"
+        )]
         mtime_ns: (stat.st_mtime as i64)
             .saturating_mul(1_000_000_000)
             .saturating_add(stat.st_mtime_nsec as i64),
-        #[allow(clippy::unnecessary_cast, reason = "the types differ between architectures")]
+        #[allow(
+            clippy::unnecessary_cast,
+            reason = "the types differ between architectures"
+        )]
         ino: stat.st_ino as u64,
-        #[allow(clippy::unnecessary_cast, reason = "the types differ between architectures")]
+        #[allow(
+            clippy::unnecessary_cast,
+            reason = "the types differ between architectures"
+        )]
         dev: stat.st_dev as u64,
         is_dir: FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
     }
@@ -76,8 +87,9 @@ fn stat_found(at: &At<'_>) -> rustix::io::Result<FileMeta> {
     }
 }
 
-/// Between two names of a long operation: whether anybody still waits. One whose deadline passed (a call in it hung)
-/// must not go on to change files behind the back of those who were told that it failed.
+/// Between two names of a long operation: whether anybody still waits. One whose deadline passed (a
+/// call in it hung) must not go on to change files behind the back of those who were told that it
+/// failed.
 fn go_on(wanted: StillWanted<'_>) -> Result<()> {
     if wanted() {
         return Ok(());
@@ -90,7 +102,9 @@ fn go_on(wanted: StillWanted<'_>) -> Result<()> {
 
 /// The numbers of these paths, ordered by directory, so that a walk opens each directory once.
 fn by_directory<'p>(paths: impl Iterator<Item = &'p Path>) -> Vec<usize> {
-    let numbered = paths.map(|path| path.parent().map(Path::as_os_str)).zip(0..);
+    let numbered = paths
+        .map(|path| path.parent().map(Path::as_os_str))
+        .zip(0..);
     let mut order: Vec<(Option<&OsStr>, usize)> = numbered.collect();
     order.sort_unstable();
     order.into_iter().map(|(_, number)| number).collect()
@@ -135,7 +149,11 @@ fn was_there(done: rustix::io::Result<()>, what: &'static str, path: &Path) -> R
     }
 }
 
-pub(crate) fn touch(roots: &Roots, files: &[(PathBuf, i64)], wanted: StillWanted<'_>) -> Vec<Result<bool>> {
+pub(crate) fn touch(
+    roots: &Roots,
+    files: &[(PathBuf, i64)],
+    wanted: StillWanted<'_>,
+) -> Vec<Result<bool>> {
     let mut walk = roots.walk();
     let mut one = |(path, mtime_ns): &(PathBuf, i64)| {
         go_on(wanted)?;
@@ -151,7 +169,8 @@ pub(crate) fn touch(roots: &Roots, files: &[(PathBuf, i64)], wanted: StillWanted
     done.into_iter().map(|(_, set)| set).collect()
 }
 
-/// Gives a named file its time, best effort: it is whole and has its name, and only its age would be wrong.
+/// Gives a named file its time, best effort: it is whole and has its name, and only its age would
+/// be wrong.
 pub(crate) fn dated(at: &At<'_>, meta: FileMeta, mtime_ns: i64) -> FileMeta {
     match set_mtime(at, mtime_ns) {
         Ok(()) => FileMeta { mtime_ns, ..meta },
@@ -174,7 +193,11 @@ fn set_mtime(at: &At<'_>, mtime_ns: i64) -> rustix::io::Result<()> {
     retry(|| rustix::fs::utimensat(at.dir(), at.name(), &times, AtFlags::SYMLINK_NOFOLLOW))
 }
 
-pub(crate) fn remove(roots: &Roots, paths: &[PathBuf], wanted: StillWanted<'_>) -> Vec<Result<bool>> {
+pub(crate) fn remove(
+    roots: &Roots,
+    paths: &[PathBuf],
+    wanted: StillWanted<'_>,
+) -> Vec<Result<bool>> {
     let mut walk = roots.walk();
     let one = |path: &PathBuf| {
         go_on(wanted)?;
@@ -184,8 +207,9 @@ pub(crate) fn remove(roots: &Roots, paths: &[PathBuf], wanted: StillWanted<'_>) 
     paths.iter().map(one).collect()
 }
 
-/// Renames `from`, which must be the file with this inode. Between the look and the rename another process may still
-/// put another file there: callers keep their own away, and must be able to do without that one too.
+/// Renames `from`, which must be the file with this inode. Between the look and the rename another
+/// process may still put another file there: callers keep their own away, and must be able to do
+/// without that one too.
 pub(crate) fn rename(
     roots: &Roots,
     from: &Path,
@@ -199,7 +223,9 @@ pub(crate) fn rename(
         Err(e) if is_absent(e) => return Ok(false),
         Err(e) => return Err(failed(e, "cannot look at the file", from)),
     };
-    let new = walk.at(to).map_err(|e| failed(e, "cannot rename the file", to))?;
+    let new = walk
+        .at(to)
+        .map_err(|e| failed(e, "cannot rename the file", to))?;
     match stat_one(&old, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(meta) if meta.ino == ino && !meta.is_dir => {}
         Ok(_) => return Ok(false),
@@ -213,7 +239,11 @@ pub(crate) fn rename(
     }
 }
 
-pub(crate) fn list(roots: &Roots, dir: &Path, wanted: StillWanted<'_>) -> Result<Vec<(OsString, FileMeta)>> {
+pub(crate) fn list(
+    roots: &Roots,
+    dir: &Path,
+    wanted: StillWanted<'_>,
+) -> Result<Vec<(OsString, FileMeta)>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fail = |e| failed(e, "cannot list the directory", dir);
     let fd = roots.walk().open(dir, flags).map_err(fail)?;
@@ -274,7 +304,8 @@ pub(crate) fn space(roots: &Roots, path: &Path) -> Result<SpaceInfo> {
 
 /// Number of the mount that shows a directory, where the kernel says it.
 fn mount_of(dir: &OwnedFd) -> Option<u64> {
-    let said = retry(|| rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)).ok()?;
+    let said =
+        retry(|| rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)).ok()?;
     (said.stx_mask & StatxFlags::MNT_ID.bits() != 0).then_some(said.stx_mnt_id)
 }
 
@@ -323,7 +354,11 @@ mod tests {
             "not even their directories are there"
         );
         assert_eq!(look(&paths, true), [None]);
-        for (number, path) in paths.iter().enumerate().filter(|(number, _)| number % 5 != 4) {
+        for (number, path) in paths
+            .iter()
+            .enumerate()
+            .filter(|(number, _)| number % 5 != 4)
+        {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, vec![0; number]).unwrap();
         }
@@ -344,7 +379,11 @@ mod tests {
         roots.add(place.path());
         // Neighbours lie in different directories, as records do.
         let paths: Vec<PathBuf> = (0..64)
-            .map(|number| place.path().join(format!("ns/d{}/f{number}", number * 5 % 8)))
+            .map(|number| {
+                place
+                    .path()
+                    .join(format!("ns/d{}/f{number}", number * 5 % 8))
+            })
             .collect();
         for (number, path) in paths.iter().enumerate() {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -361,7 +400,10 @@ mod tests {
         std::fs::remove_file(&paths[40]).unwrap();
         let touched = touch(&roots, &files, &|| true);
         let there: Vec<_> = touched.into_iter().map(Result::unwrap).collect();
-        assert_eq!(there, (0..64).map(|number| number != 40).collect::<Vec<_>>());
+        assert_eq!(
+            there,
+            (0..64).map(|number| number != 40).collect::<Vec<_>>()
+        );
         assert_eq!(opened(), 8);
         for (path, time) in files.iter().filter(|(path, _)| path.exists()) {
             assert_eq!(to_meta(&rustix::fs::stat(path).unwrap()).mtime_ns, *time);
@@ -373,7 +415,9 @@ mod tests {
         let dir = paths[21].parent().unwrap();
         std::fs::rename(dir, place.path().join("ns/moved")).unwrap();
         std::os::unix::fs::symlink("moved", dir).unwrap();
-        let first = (0..64).find(|number| paths[*number].starts_with(dir)).unwrap();
+        let first = (0..64)
+            .find(|number| paths[*number].starts_with(dir))
+            .unwrap();
         for stop in [false, true] {
             let error = stat(&roots, &paths, stop, &|| true).unwrap_err();
             let said = format!("path={}", paths[first].display());

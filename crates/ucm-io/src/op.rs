@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-/// Whether the result of an operation is still wanted; asked between its steps and before what cannot be undone.
+/// Whether the result of an operation is still wanted; asked between its steps and before what
+/// cannot be undone.
 pub type StillWanted<'a> = &'a dyn Fn() -> bool;
 
 /// Most entries one `List` returns; the rest shows on a later call, after some were removed.
@@ -38,37 +39,41 @@ pub enum ReadMode {
     /// As the engine is set up.
     #[default]
     Default,
-    /// Past the page cache (O_DIRECT on a fresh open), buffered only where the file system knows no such thing: a
-    /// second opinion on bytes that failed verification.
+    /// Past the page cache (O_DIRECT on a fresh open), buffered only where the file system knows no
+    /// such thing: a second opinion on bytes that failed verification.
     FreshDirect,
 }
 
-/// Makes a file appear whole: creates `private` (which must not exist), writes `bytes`, closes it with the error of the
-/// close seen, renames it. When anything fails `private` is removed and `target` is as before.
+/// Makes a file appear whole: creates `private` (which must not exist), writes `bytes`, closes it
+/// with the error of the close seen, renames it. When anything fails `private` is removed and
+/// `target` is as before.
 #[derive(Clone, Copy, Debug)]
 pub struct Publish<'a> {
     /// A name on the same file system that only this writer uses.
     pub private: &'a Path,
     /// The name under which others find it.
     pub target: &'a Path,
-    /// Whether a file of that name is replaced. If not, of several that publish one name at the same time exactly one
-    /// does, on network file systems too; only a file system that knows neither hard links nor a rename without
-    /// replacing leaves a gap between the look and the rename.
+    /// Whether a file of that name is replaced. If not, of several that publish one name at the
+    /// same time exactly one does, on network file systems too; only a file system that knows
+    /// neither hard links nor a rename without replacing leaves a gap between the look and the
+    /// rename.
     pub replace: bool,
     /// The bytes.
     pub bytes: &'a [u8],
     /// Permission bits of the new file (0600), before the umask.
     pub mode: u32,
-    /// Modification time it gets before it has its name (ns since 1970); `None` leaves the time of writing.
+    /// Modification time it gets before it has its name (ns since 1970); `None` leaves the time of
+    /// writing.
     pub mtime_ns: Option<i64>,
-    /// Whether its bytes reach the medium before it has its name (`fsync`). Without, a power cut may leave the name and
-    /// no bytes, which is enough for what carries a checksum and can be made again.
+    /// Whether its bytes reach the medium before it has its name (`fsync`). Without, a power cut
+    /// may leave the name and no bytes, which is enough for what carries a checksum and can be made
+    /// again.
     pub durable: bool,
 }
 
-/// Makes `target` of a filled private file: writes `footer` at `offset`, cuts the file off behind it, closes it with the
-/// error of the close seen, and renames it, never over another file. When anything fails the private file is removed.
-/// Done already (a repeated call) is done.
+/// Makes `target` of a filled private file: writes `footer` at `offset`, cuts the file off behind
+/// it, closes it with the error of the close seen, and renames it, never over another file. When
+/// anything fails the private file is removed. Done already (a repeated call) is done.
 #[derive(Clone, Copy, Debug)]
 pub struct Finish<'a> {
     /// The private file.
@@ -92,7 +97,7 @@ pub struct SpaceInfo {
     pub free: u64,
     /// Device number of the name asked for.
     pub dev: u64,
-    /// Number of the mount that shows it there, by which two mounts of one file system differ; `None` where the kernel
-    /// (before 5.8) does not say.
+    /// Number of the mount that shows it there, by which two mounts of one file system differ;
+    /// `None` where the kernel (before 5.8) does not say.
     pub mount: Option<u64>,
 }

@@ -1,6 +1,7 @@
-//! The threads that work on files. A job is straight-line code on one of them: every call on a file system, open and close
-//! and rename too, is made there, by the [`IoJob`] that the code is given. A thread whose job does not end by its deadline
-//! is written off with whatever its job holds, and another takes its place.
+//! The threads that work on files. A job is straight-line code on one of them: every call on a file
+//! system, open and close and rename too, is made there, by the [`IoJob`] that the code is given. A
+//! thread whose job does not end by its deadline is written off with whatever its job holds, and
+//! another takes its place.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{
-    Clock, Completion, LANE_LOAD, LANE_SPACE, Lane, MonotonicTime, PoolStats, SystemClock, Ticket, WorkerPool,
+    Clock, Completion, LANE_LOAD, LANE_SPACE, Lane, MonotonicTime, PoolStats, SystemClock, Ticket,
+    WorkerPool,
 };
 
 use crate::engine::{Close, IoEngine};
@@ -18,7 +20,8 @@ use crate::fd_cache::KeptFile;
 use crate::job::IoJob;
 use crate::psync::PsyncEngine;
 
-/// Fewest threads: a write that waits for a record to be moved aside must leave one to the thread that moves it.
+/// Fewest threads: a write that waits for a record to be moved aside must leave one to the thread
+/// that moves it.
 const FEWEST: usize = 2;
 /// How long after its deadline a job that is waited for has to say so.
 const GRACE: Duration = Duration::from_millis(100);
@@ -34,15 +37,16 @@ pub struct IoOptions {
     pub workers: usize,
     /// Most workers started in the place of stuck ones.
     pub max_replacements: usize,
-    /// The lanes, most urgent first: [`LANE_LOAD`], [`LANE_LOOKUP`](ucm_infra::LANE_LOOKUP), [`LANE_DUMP`](ucm_infra::LANE_DUMP),
-    /// [`LANE_SPACE`].
+    /// The lanes, most urgent first: [`LANE_LOAD`], [`LANE_LOOKUP`](ucm_infra::LANE_LOOKUP),
+    /// [`LANE_DUMP`](ucm_infra::LANE_DUMP), [`LANE_SPACE`].
     pub lanes: Vec<Lane>,
     /// What deadlines are measured on.
     pub clock: Arc<dyn Clock>,
 }
 
 impl IoOptions {
-    /// The usual lanes for a number of workers: loads and lookups may use all, dumps half, space a quarter.
+    /// The usual lanes for a number of workers: loads and lookups may use all, dumps half, space a
+    /// quarter.
     pub fn with_workers(workers: usize) -> Self {
         let lane = |name, capacity, max_running: usize| Lane {
             name,
@@ -84,7 +88,8 @@ pub struct IoPool {
 }
 
 impl IoPool {
-    /// Threads over an engine, started when they are first wanted. Errors as of `WorkerPool`: wrong numbers.
+    /// Threads over an engine, started when they are first wanted. Errors as of `WorkerPool`: wrong
+    /// numbers.
     pub fn new(engine: Arc<dyn IoEngine>, options: &IoOptions) -> Result<Arc<Self>> {
         let workers = WorkerPool::builder(options.name)
             .on_demand()
@@ -107,7 +112,8 @@ impl IoPool {
         }))
     }
 
-    /// Threads that make plain system calls; with `direct` past the page cache where the file system can.
+    /// Threads that make plain system calls; with `direct` past the page cache where the file
+    /// system can.
     pub fn psync(direct: bool, options: &IoOptions) -> Result<Arc<Self>> {
         Self::new(PsyncEngine::new(direct), options)
     }
@@ -117,10 +123,11 @@ impl IoPool {
         self.engine.keep_below(root);
     }
 
-    /// Runs `work` on a thread of that lane. `done` is called exactly once, on any thread, possibly before this returns:
-    /// with what `work` returned; with `Busy` when the lane is full (nothing was started); with `Timeout` when `deadline`
-    /// passed first; with `Closed` after shutdown. What `work` holds is dropped before `done` hears, or, where it is stuck,
-    /// when its call returns.
+    /// Runs `work` on a thread of that lane. `done` is called exactly once, on any thread, possibly
+    /// before this returns: with what `work` returned; with `Busy` when the lane is full (nothing
+    /// was started); with `Timeout` when `deadline` passed first; with `Closed` after shutdown.
+    /// What `work` holds is dropped before `done` hears, or, where it is stuck, when its call
+    /// returns.
     pub fn job<T: Send + 'static>(
         &self,
         lane: usize,
@@ -164,7 +171,8 @@ impl IoPool {
         }
     }
 
-    /// [`IoPool::begin`], and waits: how a caller that has a thread of its own keeps it, whatever the file system does.
+    /// [`IoPool::begin`], and waits: how a caller that has a thread of its own keeps it, whatever
+    /// the file system does.
     pub fn call<T: Send + 'static>(
         &self,
         lane: usize,
@@ -180,7 +188,8 @@ impl IoPool {
         IoJob::new(Arc::clone(&self.engine), lane, Some(until))
     }
 
-    /// Runs `work` on the thread that calls, which is another pool's: that one keeps the time, by `ticket`.
+    /// Runs `work` on the thread that calls, which is another pool's: that one keeps the time, by
+    /// `ticket`.
     pub fn lend<T>(
         &self,
         lane: usize,
@@ -208,8 +217,8 @@ impl IoPool {
         self.widths.get(lane).copied().unwrap_or(1)
     }
 
-    /// Closes descriptors that are kept ([`IoJob::read_into`]), on a thread. Never blocks, but where there is no thread any
-    /// more.
+    /// Closes descriptors that are kept ([`IoJob::read_into`]), on a thread. Never blocks, but
+    /// where there is no thread any more.
     pub fn close_kept(&self, which: Close<'_>) {
         self.close(LANE_SPACE, which);
     }
@@ -242,8 +251,8 @@ impl IoPool {
         self.engine.kept()
     }
 
-    /// Threads whose job has timed out and has not returned yet; each still owns what its job holds. Those of others
-    /// count too ([`IoPool::lent_stuck`]).
+    /// Threads whose job has timed out and has not returned yet; each still owns what its job
+    /// holds. Those of others count too ([`IoPool::lent_stuck`]).
     pub fn stuck(&self) -> usize {
         self.workers.stuck() + self.lent_stuck()
     }
@@ -259,7 +268,8 @@ impl IoPool {
         self.workers.stats()
     }
 
-    /// Finishes what is queued for at most `drain`, then fails the rest with `Closed`. Never waits for a stuck call.
+    /// Finishes what is queued for at most `drain`, then fails the rest with `Closed`. Never waits
+    /// for a stuck call.
     pub fn shutdown(&self, drain: Duration) {
         self.close(LANE_LOAD, Close::All);
         self.workers.shutdown(drain);
@@ -286,7 +296,10 @@ impl<T> Pending<T> {
     pub fn wait_for(self, grace: Duration) -> Result<T> {
         let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
         let until = self.deadline.after(grace);
-        let result = self.ended.wait(&*self.clock, Some(until)).ok_or_else(late)?;
+        let result = self
+            .ended
+            .wait(&*self.clock, Some(until))
+            .ok_or_else(late)?;
         let result = result.lock().take();
         result.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
     }

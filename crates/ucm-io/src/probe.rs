@@ -1,5 +1,5 @@
-//! What a file system is and what it can do, asked once per root: its type, and whether files can be read and written
-//! past the page cache and with which alignment.
+//! What a file system is and what it can do, asked once per root: its type, and whether files can
+//! be read and written past the page cache and with which alignment.
 
 use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
@@ -89,8 +89,8 @@ pub struct Probe {
     pub dev: u64,
     /// Alignment of direct I/O; `None` where it does not work.
     pub direct: Option<DirectAlign>,
-    /// Whether slots go through the rings of 3FS, with the most memory that these have (bytes), or why not, where that was
-    /// asked for.
+    /// Whether slots go through the rings of 3FS, with the most memory that these have (bytes), or
+    /// why not, where that was asked for.
     pub rings: Option<Result<usize, String>>,
 }
 
@@ -124,8 +124,8 @@ pub(crate) fn stated(x: &Statx) -> Stated {
     }
 }
 
-/// Looks at the file system of `dir`: writes one page to a private file there, past the page cache where possible,
-/// reads it back and removes it. Errors say that the directory cannot be written.
+/// Looks at the file system of `dir`: writes one page to a private file there, past the page cache
+/// where possible, reads it back and removes it. Errors say that the directory cannot be written.
 pub(crate) fn probe(roots: &Roots, dir: &Path, rings: Option<&Arc<Rings>>) -> Result<Probe> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let name = format!(
@@ -137,8 +137,8 @@ pub(crate) fn probe(roots: &Roots, dir: &Path, rings: Option<&Arc<Rings>>) -> Re
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let no_file = |e| failed(e, "cannot create a file in the directory", dir);
     let at = roots.walk().at(&path).map_err(no_file)?;
-    let fd =
-        retry(|| rustix::fs::openat(at.dir(), at.name(), flags, Mode::RUSR | Mode::WUSR)).map_err(no_file)?;
+    let fd = retry(|| rustix::fs::openat(at.dir(), at.name(), flags, Mode::RUSR | Mode::WUSR))
+        .map_err(no_file)?;
     // Nameless from here on: a crash leaves nothing behind.
     at.unlink()
         .map_err(|e| failed(e, "cannot remove the probe's file", &path))?;
@@ -163,7 +163,8 @@ pub(crate) fn probe(roots: &Roots, dir: &Path, rings: Option<&Arc<Rings>>) -> Re
     })
 }
 
-/// Whether rings can be used on the file system of an open file of this directory: they have to bring back what they wrote.
+/// Whether rings can be used on the file system of an open file of this directory: they have to
+/// bring back what they wrote.
 fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<usize, String>, File) {
     let (_, fd) = file.into_parts();
     let memory = match rings.look(dir, &fd) {
@@ -182,7 +183,9 @@ fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<usize, Strin
     };
     let works = match tried {
         Some(Ok(_)) if back == written => Ok(memory),
-        Some(Err(errno)) => Err(format!("a page could not be written and read by a ring: {errno}")),
+        Some(Err(errno)) => Err(format!(
+            "a page could not be written and read by a ring: {errno}"
+        )),
         Some(Ok(_)) | None => Err("a page that a ring wrote did not come back".to_owned()),
     };
     if works.is_err() {
@@ -191,8 +194,8 @@ fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<usize, Strin
     (works, File::new(fd, false).through(Some(ring)))
 }
 
-/// Writes and reads one page, direct if the file system takes it. The outer error is ours (memory), the inner one the
-/// file system's.
+/// Writes and reads one page, direct if the file system takes it. The outer error is ours (memory),
+/// the inner one the file system's.
 fn trial(file: &mut File) -> Result<rustix::io::Result<Option<DirectAlign>>> {
     let [mut page, mut back] = page_slots(SECTOR)?;
     page.as_mut_slice().fill(0xA5);
@@ -200,8 +203,8 @@ fn trial(file: &mut File) -> Result<rustix::io::Result<Option<DirectAlign>>> {
     if stated != Stated::Not {
         file.set_direct(true);
     }
-    let io =
-        write_full(file, page.as_slice(), 0).and_then(|()| read_full(file, back.as_mut_slice(), 0, SECTOR));
+    let io = write_full(file, page.as_slice(), 0)
+        .and_then(|()| read_full(file, back.as_mut_slice(), 0, SECTOR));
     Ok(io.and_then(|_| {
         if back.as_slice() != page.as_slice() {
             return Err(Errno::IO);

@@ -26,7 +26,8 @@ impl Process {
         }
     }
 
-    /// Whether it is gone for sure: it was on this host, and no such process is left. Of another host nothing is known.
+    /// Whether it is gone for sure: it was on this host, and no such process is left. Of another
+    /// host nothing is known.
     pub fn is_gone(&self) -> bool {
         if self.host.is_empty() || self.host != this_host() {
             return false;
@@ -39,7 +40,8 @@ impl Process {
         }
         // There is one of that number; one we may not look at is taken for the same.
         seen(self.pid).is_some_and(|seen| {
-            (self.started != 0 && seen.started != self.started) || (seen.dead && threads(self.pid) <= 1)
+            (self.started != 0 && seen.started != self.started)
+                || (seen.dead && threads(self.pid) <= 1)
         })
     }
 }

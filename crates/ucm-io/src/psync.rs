@@ -1,4 +1,5 @@
-//! The engine of plain system calls: right for every file system, the only sane one for network mounts.
+//! The engine of plain system calls: right for every file system, the only sane one for network
+//! mounts.
 
 use std::ffi::OsString;
 use std::ops::Range;
@@ -20,14 +21,16 @@ pub struct PsyncEngine {
 }
 
 impl PsyncEngine {
-    /// One engine; with `direct` slots are read and written past the page cache where the file system can.
+    /// One engine; with `direct` slots are read and written past the page cache where the file
+    /// system can.
     pub fn new(direct: bool) -> Arc<Self> {
         Arc::new(Self {
             files: Files::new(direct),
         })
     }
 
-    /// The same with slots through the rings of 3FS, where a probe finds that the directory lies there.
+    /// The same with slots through the rings of 3FS, where a probe finds that the directory lies
+    /// there.
     pub fn over_3fs(direct: bool, options: UsrbioOptions) -> Arc<Self> {
         let mut files = Files::new(direct);
         files.rings = Some(Rings::new(options));
@@ -92,11 +95,25 @@ impl IoEngine for PsyncEngine {
         self.files.publish(publish, by.wanted)
     }
 
-    fn create(&self, _by: &Caller<'_>, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
+    fn create(
+        &self,
+        _by: &Caller<'_>,
+        path: &Path,
+        head: &[u8],
+        room: u64,
+        mode: u32,
+    ) -> Result<()> {
         self.files.create(path, head, room, mode)
     }
 
-    fn write_at(&self, _by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()> {
+    fn write_at(
+        &self,
+        _by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        bytes: &[u8],
+        keep: bool,
+    ) -> Result<()> {
         self.files.write_at(path, offset, bytes, keep)
     }
 

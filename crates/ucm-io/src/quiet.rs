@@ -1,7 +1,7 @@
 //! SHA-256 of files, computed by threads that work only when nothing else wants the processor.
 //!
-//! Such a thread must hold nothing that others wait for, and no lock of an interpreter: it may not run for a second while
-//! it does. It gets a piece of a file, and the caller waits for it.
+//! Such a thread must hold nothing that others wait for, and no lock of an interpreter: it may not
+//! run for a second while it does. It gets a piece of a file, and the caller waits for it.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -30,7 +30,8 @@ const NICE: i32 = 19;
 pub struct QuietSha256(Sha256);
 
 impl QuietSha256 {
-    /// Adds so many bytes of a file from `offset` on; how many there were, fewer where it ends. Waits.
+    /// Adds so many bytes of a file from `offset` on; how many there were, fewer where it ends.
+    /// Waits.
     pub fn update(&mut self, file: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<u64> {
         let hash = || self.add(file, offset, length);
         std::thread::scope(|scope| {
@@ -43,13 +44,16 @@ impl QuietSha256 {
     }
 
     fn add(&mut self, file: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<u64> {
-        // On Linux this is for the calling thread. At full priority hashing is slower for others, never wrong.
+        // On Linux this is for the calling thread. At full priority hashing is slower for others,
+        // never wrong.
         #[cfg(target_os = "linux")]
         let _ = rustix::process::setpriority_process(None, NICE);
         let mut piece = vec![0; PIECE.min(usize::try_from(length).unwrap_or(PIECE))];
         let mut done = 0;
         while done < length {
-            let want = piece.len().min(usize::try_from(length - done).unwrap_or(PIECE));
+            let want = piece
+                .len()
+                .min(usize::try_from(length - done).unwrap_or(PIECE));
             let got = match rustix::io::pread(file, &mut piece[..want], offset + done) {
                 Ok(0) => break,
                 Ok(got) => got,

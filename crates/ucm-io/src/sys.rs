@@ -1,4 +1,5 @@
-//! System calls made whole: interrupted calls repeated, short reads and writes carried on, the error of a close seen.
+//! System calls made whole: interrupted calls repeated, short reads and writes carried on, the
+//! error of a close seen.
 
 use std::io::IoSliceMut;
 use std::os::fd::{IntoRawFd, OwnedFd};
@@ -9,7 +10,8 @@ use ucm_core::PAGE;
 
 use crate::usrbio::RingFile;
 
-/// Unit of offsets and lengths of direct I/O; a file system that asks for more is read and written buffered.
+/// Unit of offsets and lengths of direct I/O; a file system that asks for more is read and written
+/// buffered.
 pub(crate) const SECTOR: usize = PAGE as usize;
 
 /// Repeats a call that a signal interrupted.
@@ -86,8 +88,9 @@ pub(crate) fn read_into_full(
     Ok(got)
 }
 
-/// Fills `buf` from `offset` until at least `need` bytes are there or the file ends; returns how many are. A read may
-/// go further than `need`, up to the end of `buf` (direct I/O reads whole sectors).
+/// Fills `buf` from `offset` until at least `need` bytes are there or the file ends; returns how
+/// many are. A read may go further than `need`, up to the end of `buf` (direct I/O reads whole
+/// sectors).
 pub(crate) fn read_full(
     port: &mut impl Port,
     buf: &mut [u8],
@@ -112,7 +115,8 @@ pub(crate) fn read_full(
     Ok(got)
 }
 
-/// Writes all of `buf` at `offset`. A call that writes nothing is an error (EIO), not a loop for ever.
+/// Writes all of `buf` at `offset`. A call that writes nothing is an error (EIO), not a loop for
+/// ever.
 pub(crate) fn write_full(port: &mut impl Port, buf: &[u8], offset: u64) -> rustix::io::Result<()> {
     let mut put = 0;
     while put < buf.len() {
@@ -132,7 +136,8 @@ pub(crate) fn write_full(port: &mut impl Port, buf: &[u8], offset: u64) -> rusti
     Ok(())
 }
 
-/// An open file, read and written past the page cache where that was turned on and until it is refused.
+/// An open file, read and written past the page cache where that was turned on and until it is
+/// refused.
 pub(crate) struct File {
     /// What goes through rings instead of system calls; before the descriptor, for it ends first.
     ring: Option<RingFile>,
@@ -207,8 +212,9 @@ impl File {
         (self.ring, self.fd)
     }
 
-    /// Closes and tells what close said: network file systems report failed writes there. An interrupted close has
-    /// released the descriptor all the same on Linux, but no one knows what became of the data: that is an error too.
+    /// Closes and tells what close said: network file systems report failed writes there. An
+    /// interrupted close has released the descriptor all the same on Linux, but no one knows what
+    /// became of the data: that is an error too.
     pub(crate) fn close(self) -> rustix::io::Result<()> {
         // What a ring wrote is known to the file's length when it was synced.
         let settled = match self.unsettled {
@@ -266,7 +272,8 @@ impl PortInto for File {
 
 #[allow(unsafe_code, reason = "the only way to see the error of close")]
 fn close(fd: OwnedFd) -> rustix::io::Result<()> {
-    // SAFETY: `into_raw_fd` gave up ownership, so this is the one and only close of that descriptor.
+    // SAFETY: `into_raw_fd` gave up ownership, so this is the one and only close of that
+    // descriptor.
     if unsafe { libc::close(fd.into_raw_fd()) } == 0 {
         return Ok(());
     }
@@ -327,7 +334,10 @@ mod tests {
     fn interrupted_and_short_reads_are_carried_on() {
         let mut port = Script::new(false, &[Err(Errno::INTR), Ok(3), Err(Errno::INTR), Ok(2)]);
         assert_eq!(read_full(&mut port, &mut [0; 10], 100, 10), Ok(10));
-        assert_eq!(port.calls, [(100, 10), (100, 10), (103, 7), (103, 7), (105, 5)]);
+        assert_eq!(
+            port.calls,
+            [(100, 10), (100, 10), (103, 7), (103, 7), (105, 5)]
+        );
     }
 
     impl PortInto for Script {
@@ -354,9 +364,18 @@ mod tests {
         assert_eq!(into(&mut port, &[4, 0, 4, 4], 12), Ok(12));
         assert_eq!(
             port.pieces,
-            [vec![4, 4, 4], vec![1, 4, 4], vec![1, 4, 4], vec![4, 4], vec![2]]
+            [
+                vec![4, 4, 4],
+                vec![1, 4, 4],
+                vec![1, 4, 4],
+                vec![4, 4],
+                vec![2]
+            ]
         );
-        assert_eq!(port.calls, [(100, 12), (103, 9), (103, 9), (104, 8), (110, 2)]);
+        assert_eq!(
+            port.calls,
+            [(100, 12), (103, 9), (103, 9), (104, 8), (110, 2)]
+        );
         let mut port = Script::new(false, &[Ok(5), Ok(0)]);
         assert_eq!(into(&mut port, &[4, 4], 8), Ok(5), "the file ends");
         let mut port = Script::new(false, &[Ok(5), Err(Errno::IO)]);
@@ -442,7 +461,10 @@ mod tests {
 
     #[test]
     fn a_full_medium_is_seen() {
-        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let full = std::fs::File::options()
+            .write(true)
+            .open("/dev/full")
+            .unwrap();
         let mut file = File::new(full.into(), false);
         assert_eq!(write_full(&mut file, b"x", 0), Err(Errno::NOSPC));
         assert_eq!(file.close(), Ok(()));

@@ -1,5 +1,5 @@
-//! Reading one stretch of a file into several buffers, or parts of it into one, over a kept descriptor where the file
-//! never changes.
+//! Reading one stretch of a file into several buffers, or parts of it into one, over a kept
+//! descriptor where the file never changes.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -115,7 +115,9 @@ impl Files {
             file.set_direct(false);
         }
         let direct = file.is_direct();
-        let read = stretch.read(&mut file, direct).map_err(|e| stretch.failed(e))?;
+        let read = stretch
+            .read(&mut file, direct)
+            .map_err(|e| stretch.failed(e))?;
         self.note(&file, dev, self.direct);
         // One that tells of no names would look like one that is gone.
         if keep && stat.st_nlink > 0 {
@@ -161,7 +163,12 @@ fn check_into(path: &Path, offset: u64, into: &[(&mut [u8], usize)]) -> Result<(
 }
 
 /// The same of parts of one buffer.
-fn check_parts(path: &Path, offset: u64, parts: &[Range<usize>], buf: &[u8]) -> Result<(usize, bool)> {
+fn check_parts(
+    path: &Path,
+    offset: u64,
+    parts: &[Range<usize>],
+    buf: &[u8],
+) -> Result<(usize, bool)> {
     let (mut need, mut fits, mut end) = (
         0,
         fits_direct_read(buf, parts.last().map_or(0, |part| part.end), offset),
@@ -169,7 +176,9 @@ fn check_parts(path: &Path, offset: u64, parts: &[Range<usize>], buf: &[u8]) -> 
     );
     for part in parts {
         if part.start < end || part.end < part.start {
-            return Err(Error::invalid("parts of a read come in order").with("path", path.display()));
+            return Err(
+                Error::invalid("parts of a read come in order").with("path", path.display())
+            );
         }
         check_read(path, offset, part.end, buf.len())?;
         fits &= part.start.is_multiple_of(SECTOR) && part.end.is_multiple_of(SECTOR);
@@ -338,7 +347,11 @@ mod tests {
         assert_eq!(place.read(true).unwrap_err().kind(), ErrorKind::NotFound);
         assert_eq!((open_on(&place.path), place.files.kept.count()), (0, 0));
         std::fs::write(&place.path, &place.bytes).unwrap();
-        assert_eq!(place.read(true).unwrap(), 3 * PIECE, "another one of that name");
+        assert_eq!(
+            place.read(true).unwrap(),
+            3 * PIECE,
+            "another one of that name"
+        );
     }
 
     #[test]
@@ -346,9 +359,16 @@ mod tests {
         for (direct, keep) in [(false, false), (false, true), (true, false), (true, true)] {
             let place = Place::new(direct);
             for len in [3 * PIECE + 100, 2 * PIECE, PIECE] {
-                let file = std::fs::File::options().write(true).open(&place.path).unwrap();
+                let file = std::fs::File::options()
+                    .write(true)
+                    .open(&place.path)
+                    .unwrap();
                 file.set_len(len as u64).unwrap();
-                assert_eq!(place.read(keep).unwrap(), len - PIECE, "{direct} {keep} {len}");
+                assert_eq!(
+                    place.read(keep).unwrap(),
+                    len - PIECE,
+                    "{direct} {keep} {len}"
+                );
             }
         }
     }
@@ -370,7 +390,10 @@ mod tests {
                 .unwrap();
             let at = offset as usize;
             assert_eq!(got, lens[0] + lens[1]);
-            assert_eq!(slots[0].as_slice()[..lens[0]], place.bytes[at..at + lens[0]]);
+            assert_eq!(
+                slots[0].as_slice()[..lens[0]],
+                place.bytes[at..at + lens[0]]
+            );
             assert_eq!(
                 slots[1].as_slice()[..lens[1]],
                 place.bytes[at + lens[0]..at + got]
@@ -382,12 +405,17 @@ mod tests {
     fn parts_go_to_their_places_and_nothing_else_is_touched() {
         for (direct, keep) in [(false, true), (true, true), (true, false)] {
             let place = Place::new(direct);
-            for parts in [vec![0..4096, 8192..12288], vec![100..200, 300..4000], vec![]] {
+            for parts in [
+                vec![0..4096, 8192..12288],
+                vec![100..200, 300..4000],
+                vec![],
+            ] {
                 let [mut slot] = page_slots(2 * PIECE).unwrap();
                 slot.as_mut_slice().fill(0xee);
-                let read = place
-                    .files
-                    .read_parts(&place.path, 4096, &parts, slot.as_mut_slice(), keep);
+                let read =
+                    place
+                        .files
+                        .read_parts(&place.path, 4096, &parts, slot.as_mut_slice(), keep);
                 assert_eq!(read.unwrap(), parts.iter().map(Range::len).sum::<usize>());
                 let mut expected = vec![0xee; 2 * PIECE];
                 for part in &parts {

@@ -1,10 +1,11 @@
-//! Written pages that no disk has yet: so many that the kernel would slow every writer of the machine down are not left
-//! behind.
+//! Written pages that no disk has yet: so many that the kernel would slow every writer of the
+//! machine down are not left behind.
 //!
-//! A buffered write ends when the page cache has the bytes. Dumps that outrun the disk for long would fill the memory
-//! with dirty pages, until the kernel makes every process wait that writes anything. So, above a twentieth of the
-//! memory that is available (half of where the kernel itself begins to write back), each file is sent on its way to
-//! the disk before it is closed, which brings its writer down to the disk's pace and no one else.
+//! A buffered write ends when the page cache has the bytes. Dumps that outrun the disk for long
+//! would fill the memory with dirty pages, until the kernel makes every process wait that writes
+//! anything. So, above a twentieth of the memory that is available (half of where the kernel itself
+//! begins to write back), each file is sent on its way to the disk before it is closed, which
+//! brings its writer down to the disk's pace and no one else.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -49,7 +50,8 @@ impl WritebackThrottle {
     }
 }
 
-/// Whether more than the share of the memory is dirty or on its way to a disk; `memory` is as in `/proc/meminfo`.
+/// Whether more than the share of the memory is dirty or on its way to a disk; `memory` is as in
+/// `/proc/meminfo`.
 fn is_pressing(memory: &str) -> bool {
     let kib = |key: &str| {
         let line = memory.lines().find_map(|line| line.strip_prefix(key))?;
@@ -67,18 +69,22 @@ mod tests {
 
     fn memory(dirty: u64, writeback: u64) -> Option<String> {
         Some(format!(
-            "MemTotal:  4000 kB\nMemAvailable:    2000 kB\nDirty:   {dirty} kB\nWriteback: {writeback} kB\n"
+            "MemTotal:  4000 kB\nMemAvailable:    2000 kB\nDirty:   {dirty} kB\nWriteback: \
+             {writeback} kB\n"
         ))
     }
 
     #[test]
     fn a_twentieth_of_what_is_available_may_be_dirty() {
-        let pressing = |dirty, writeback| is_pressing(&memory(dirty, writeback).unwrap_or_default());
+        let pressing =
+            |dirty, writeback| is_pressing(&memory(dirty, writeback).unwrap_or_default());
         assert!(!pressing(60, 40));
         assert!(pressing(60, 41));
         assert!(pressing(101, 0));
         assert!(!is_pressing(""), "nothing is known");
-        assert!(!is_pressing("MemAvailable: much\nDirty: 1 kB\nWriteback: 1 kB"));
+        assert!(!is_pressing(
+            "MemAvailable: much\nDirty: 1 kB\nWriteback: 1 kB"
+        ));
     }
 
     #[test]

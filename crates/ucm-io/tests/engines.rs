@@ -71,7 +71,11 @@ fn reads_are_short_only_at_the_end_of_the_file() {
                     let to = (offset as usize + len).min(bytes.len());
                     for buf in [&mut vec![0; len][..], slot.as_mut_slice()] {
                         let read = io.read(&path, offset, len, buf, mode).unwrap();
-                        assert_eq!(buf[..read.bytes], bytes[from..to], "{mode:?} {offset} {len}");
+                        assert_eq!(
+                            buf[..read.bytes],
+                            bytes[from..to],
+                            "{mode:?} {offset} {len}"
+                        );
                         assert_eq!(read.file_len, 10_000);
                     }
                 }
@@ -143,7 +147,10 @@ fn publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one(
     publish(&io, place.path(), "block", &[1; 3000]);
     let mut reader = std::fs::File::open(place.path().join("block")).unwrap();
     publish(&io, place.path(), "block", &[2; 2000]);
-    assert_eq!(std::fs::read(place.path().join("block")).unwrap(), [2; 2000]);
+    assert_eq!(
+        std::fs::read(place.path().join("block")).unwrap(),
+        [2; 2000]
+    );
     let mut old = Vec::new();
     reader.read_to_end(&mut old).unwrap();
     assert_eq!(old, [1; 3000]);
@@ -184,12 +191,23 @@ fn direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted() {
     assert_eq!(counted.direct_fallbacks(), 1);
     let mut slot = slots(1, 4096).try_acquire().unwrap();
     let off_the_page = &mut slot.as_mut_slice()[1..=100];
-    io.read(&place.path().join("odd"), 0, 100, off_the_page, ReadMode::Default)
-        .unwrap();
+    io.read(
+        &place.path().join("odd"),
+        0,
+        100,
+        off_the_page,
+        ReadMode::Default,
+    )
+    .unwrap();
     assert_eq!(*off_the_page, [1; 100]);
     assert_eq!(counted.direct_fallbacks(), 2);
     let counted = PsyncEngine::new(false);
-    publish(&IoJob::alone(counted.clone()), place.path(), "odd", &[1; 100]);
+    publish(
+        &IoJob::alone(counted.clone()),
+        place.path(),
+        "odd",
+        &[1; 100],
+    );
     assert_eq!(counted.direct_fallbacks(), 0);
 }
 
@@ -330,7 +348,9 @@ fn a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one() {
     };
     let won: Vec<u8> = std::thread::scope(|scope| {
         let all: Vec<_> = (0..8).map(|n| scope.spawn(move || publish(n))).collect();
-        all.into_iter().filter_map(|one| one.join().unwrap()).collect()
+        all.into_iter()
+            .filter_map(|one| one.join().unwrap())
+            .collect()
     });
     assert_eq!(won.len(), 1, "exactly one");
     assert_eq!(std::fs::read(&target).unwrap(), [won[0]; 10]);

@@ -1,4 +1,5 @@
-//! The fault-injecting engine: each fault does what it says, and its operations still end exactly once.
+//! The fault-injecting engine: each fault does what it says, and its operations still end exactly
+//! once.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -11,7 +12,8 @@ use common::*;
 use ucm_core::{ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{
-    Fault, FaultyEngine, FileMeta, Gate, IoJob, OpKind, PsyncEngine, ReadMode, Rule, RuleId, Tail, errno,
+    Fault, FaultyEngine, FileMeta, Gate, IoJob, OpKind, PsyncEngine, ReadMode, Rule, RuleId, Tail,
+    errno,
 };
 
 struct Bench {
@@ -176,7 +178,8 @@ fn a_killed_writer_leaves_its_private_file() {
 
 #[test]
 fn flips_change_exactly_what_they_name() {
-    let differences = |a: &[u8], b: &[u8]| -> Vec<usize> { (0..a.len()).filter(|&i| a[i] != b[i]).collect() };
+    let differences =
+        |a: &[u8], b: &[u8]| -> Vec<usize> { (0..a.len()).filter(|&i| a[i] != b[i]).collect() };
     let bench = Bench::new();
     // On the way in.
     let (bytes, _) = bench.publish();
@@ -211,7 +214,12 @@ fn the_same_seed_gives_the_same_faults() {
                 (published, bench.read().map_err(|e| e.kind()))
             })
             .collect();
-        let faults: Vec<_> = bench.engine.log().into_iter().map(|seen| seen.fault).collect();
+        let faults: Vec<_> = bench
+            .engine
+            .log()
+            .into_iter()
+            .map(|seen| seen.fault)
+            .collect();
         (outcomes, faults)
     };
     let first = story(11);
@@ -303,7 +311,10 @@ fn a_gate_opened_in_time_only_delays() {
     let bench = Bench::new();
     let (pool, _) = clocked(Arc::clone(&bench.engine) as _, 4);
     let slots = slots(1, 4096);
-    for (fault, salt) in [(Fault::HangBefore as fn(Gate) -> Fault, 1), (Fault::HangAfter, 2)] {
+    for (fault, salt) in [
+        (Fault::HangBefore as fn(Gate) -> Fault, 1),
+        (Fault::HangAfter, 2),
+    ] {
         let gate = Gate::new();
         bench.rule(OpKind::Publish, fault(gate.clone()));
         let answer = start_publish(
@@ -385,12 +396,19 @@ fn a_job_that_no_one_waits_for_any_more_does_nothing_more() {
     let gate = Gate::new();
     bench.rule(OpKind::Space, Fault::HangAfter(gate.clone()));
     let (pool, clock) = clocked(Arc::clone(&bench.engine) as _, 2);
-    let (dir, deadline) = (bench.dir().to_owned(), clock.now().after(Duration::from_secs(5)));
+    let (dir, deadline) = (
+        bench.dir().to_owned(),
+        clock.now().after(Duration::from_secs(5)),
+    );
     let (send, late) = std::sync::mpsc::channel();
     let hung = start(&pool, 2, deadline, move |io| {
         let space = io.space(&dir).is_ok();
-        send.send((space, fails(try_publish(io, &dir, "block", &[1])), io.is_wanted()))
-            .unwrap();
+        send.send((
+            space,
+            fails(try_publish(io, &dir, "block", &[1])),
+            io.is_wanted(),
+        ))
+        .unwrap();
         Ok(())
     });
     gate.await_waiting(1);

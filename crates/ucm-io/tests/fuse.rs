@@ -1,5 +1,5 @@
-//! The engines on a file system that gives short counts, fails closes and stalls: what network mounts do,
-//! by real system calls. Needs root and /dev/fuse.
+//! The engines on a file system that gives short counts, fails closes and stalls: what network
+//! mounts do, by real system calls. Needs root and /dev/fuse.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -47,7 +47,10 @@ fn a_close_that_fails_fails_the_publish() {
         flush_error: libc::EDQUOT,
         ..Behaviour::default()
     };
-    let Some(place) = or_skip("a_close_that_fails_fails_the_publish", Fuse::mount(behaviour)) else {
+    let Some(place) = or_skip(
+        "a_close_that_fails_fails_the_publish",
+        Fuse::mount(behaviour),
+    ) else {
         return;
     };
     let error = try_publish(&plain(), place.dir(), "block", &[1; 100]).unwrap_err();
@@ -93,7 +96,8 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
         other.recv().unwrap().unwrap();
         place.release();
         eventually(|| slots.out() == 0 && pool.stuck() == 0);
-        // Too late is not published, unless it was the naming itself that hung: then it is there, and whole.
+        // Too late is not published, unless it was the naming itself that hung: then it is there,
+        // and whole.
         let files = place.files();
         match stall {
             op::RENAME => assert_eq!(files["block"].len(), 4096),
@@ -116,9 +120,12 @@ fn a_read_that_hangs_gives_its_slot_back_when_it_returns() {
     publish(&plain(), place.dir(), "block", &[7; 4096]);
     let slots = slots(1, 4096);
     let (path, mut slot) = (place.dir().join("block"), slots.try_acquire().unwrap());
-    let hung = start(&pool, 0, clock.now().after(Duration::from_nanos(1)), move |io| {
-        io.read(&path, 0, 4096, slot.as_mut_slice(), ReadMode::Default)
-    });
+    let hung = start(
+        &pool,
+        0,
+        clock.now().after(Duration::from_nanos(1)),
+        move |io| io.read(&path, 0, 4096, slot.as_mut_slice(), ReadMode::Default),
+    );
     place.await_stalled();
     clock.advance(Duration::from_nanos(1));
     assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Timeout);

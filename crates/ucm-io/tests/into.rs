@@ -12,7 +12,8 @@ use ucm_core::{ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{
-    Close, Fault, FaultyEngine, Gate, IoEngine, IoJob, IoOptions, IoPool, OpKind, PsyncEngine, Rule, errno,
+    Close, Fault, FaultyEngine, Gate, IoEngine, IoJob, IoOptions, IoPool, OpKind, PsyncEngine,
+    Rule, errno,
 };
 
 const PIECE: usize = 8192;
@@ -49,7 +50,10 @@ fn read_pieces(io: &IoJob, path: &Path, slots: &mut [Slot], keep: bool) -> Resul
 fn three(io: &IoJob, path: &Path, keep: bool) -> Result<Vec<u8>> {
     let mut slots = all(&slots(3, PIECE));
     let read = read_pieces(io, path, &mut slots, keep)?;
-    let mut bytes: Vec<u8> = slots.iter().flat_map(|slot| slot.as_slice().to_vec()).collect();
+    let mut bytes: Vec<u8> = slots
+        .iter()
+        .flat_map(|slot| slot.as_slice().to_vec())
+        .collect();
     bytes.truncate(read);
     Ok(bytes)
 }
@@ -134,7 +138,11 @@ fn a_descriptor_is_kept_and_let_go() {
         eventually(|| open_on(&path) == 0);
         three(&io, &path, true).unwrap();
         io.remove(std::slice::from_ref(&path)).unwrap();
-        assert_eq!((pool.kept(), open_on(&path)), (0, 0), "who removes it closes it");
+        assert_eq!(
+            (pool.kept(), open_on(&path)),
+            (0, 0),
+            "who removes it closes it"
+        );
     }
 }
 
@@ -210,7 +218,8 @@ fn threads_share_a_kept_descriptor() {
     assert!(engine.kept() <= 1);
 }
 
-/// What a child finds of a descriptor that its parent kept: looked at from outside, while it stands still.
+/// What a child finds of a descriptor that its parent kept: looked at from outside, while it stands
+/// still.
 #[test]
 fn children_have_no_kept_descriptor() {
     let place = tempfile::tempdir().unwrap();
@@ -307,13 +316,20 @@ fn faults_change_what_several_got() {
         faults.add(Rule::on(OpKind::Read, fault).times(1));
         three(&io, &path, true).unwrap()
     };
-    assert_eq!(read(Fault::ShortRead(PIECE + 5)), bytes[PIECE..2 * PIECE + 5]);
+    assert_eq!(
+        read(Fault::ShortRead(PIECE + 5)),
+        bytes[PIECE..2 * PIECE + 5]
+    );
     let mut flipped = bytes[PIECE..].to_vec();
     flipped[10] ^= 0xff;
     flipped[PIECE + 20] ^= 0xff;
     assert_eq!(read(Fault::Flip(vec![10, PIECE + 20, 9 * PIECE])), flipped);
     let random = read(Fault::FlipRandom(7));
-    let differ = random.iter().zip(&bytes[PIECE..]).filter(|(a, b)| a != b).count();
+    let differ = random
+        .iter()
+        .zip(&bytes[PIECE..])
+        .filter(|(a, b)| a != b)
+        .count();
     assert_eq!(differ, 7);
     assert_eq!(read(Fault::Replay), bytes[PIECE..]);
     assert_eq!(

@@ -1,5 +1,6 @@
-//! Symbolic links below a root: no operation follows one, wherever it stands on the way to a name, with `openat2` and
-//! without it. What a link leads to is neither read nor changed, and the error names the link.
+//! Symbolic links below a root: no operation follows one, wherever it stands on the way to a name,
+//! with `openat2` and without it. What a link leads to is neither read nor changed, and the error
+//! names the link.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -76,7 +77,10 @@ fn jobs(root: &Path) -> Vec<(&'static str, IoJob)> {
         ("openat2", PsyncEngine::new(false)),
         ("openat2, direct", PsyncEngine::new(true)),
         ("openat", PsyncEngine::without_openat2(false)),
-        ("the twin over openat", twin(PsyncEngine::without_openat2(false))),
+        (
+            "the twin over openat",
+            twin(PsyncEngine::without_openat2(false)),
+        ),
     ];
     let keep = |(name, engine): (_, Arc<dyn IoEngine>)| {
         engine.keep_below(root);
@@ -116,11 +120,15 @@ fn every_operation(io: &IoJob, root: &Path) -> Vec<(&'static str, Option<Error>)
         ),
         (
             "read_into",
-            err(io.read_into(&file, 0, vec![(&mut into, 4096)], false).map(drop)),
+            err(io
+                .read_into(&file, 0, vec![(&mut into, 4096)], false)
+                .map(drop)),
         ),
         (
             "read_into, kept",
-            err(io.read_into(&file, 0, vec![(&mut buf, 4096)], true).map(drop)),
+            err(io
+                .read_into(&file, 0, vec![(&mut buf, 4096)], true)
+                .map(drop)),
         ),
         (
             "read_parts",
@@ -141,9 +149,15 @@ fn every_operation(io: &IoJob, root: &Path) -> Vec<(&'static str, Option<Error>)
             err(io.create(&root.join("ns/tmp/created"), b"head", 0, 0o600)),
         ),
         ("write_at", err(io.write_at(&private, 0, b"data", false))),
-        ("write_at, kept", err(io.write_at(&private, 0, b"data", true))),
+        (
+            "write_at, kept",
+            err(io.write_at(&private, 0, b"data", true)),
+        ),
         ("finish", err(io.finish(finish).map(drop))),
-        ("stat", err(io.stat(std::slice::from_ref(&file), false).map(drop))),
+        (
+            "stat",
+            err(io.stat(std::slice::from_ref(&file), false).map(drop)),
+        ),
         ("touch", one(io.touch(&[(file.clone(), 5)]))),
         ("remove", one(io.remove(std::slice::from_ref(&file)))),
         ("rename", err(io.rename(&file, &target, ino).map(drop))),
@@ -176,7 +190,10 @@ fn no_operation_goes_through_a_link() {
                     "{engine}, {linked}, {operation}: {text}"
                 );
                 let names = format!("{} is a symbolic link", link.display());
-                assert!(text.contains(&names), "{engine}, {linked}, {operation}: {text}");
+                assert!(
+                    text.contains(&names),
+                    "{engine}, {linked}, {operation}: {text}"
+                );
                 assert!(
                     text.contains("remove the link"),
                     "{engine}, {linked}, {operation}: {text}"
@@ -188,7 +205,10 @@ fn no_operation_goes_through_a_link() {
                 "ns/blocks" => 14,
                 _ => 7,
             };
-            assert!(refused >= least, "{engine}, {linked}: {refused} were refused");
+            assert!(
+                refused >= least,
+                "{engine}, {linked}: {refused} were refused"
+            );
             assert_eq!(all_below(&roots.outside()), before, "{engine}, {linked}");
         }
     }
@@ -204,14 +224,21 @@ fn a_link_in_the_place_of_a_file_is_no_file_and_makes_way() {
         let file = std::slice::from_ref(&link);
         assert_eq!(io.stat(file, false).unwrap(), [None], "{engine}: absent");
         let error = read(&io, &link, 0, 10).unwrap_err();
-        assert!(error.to_string().contains("symbolic link"), "{engine}: {error}");
+        assert!(
+            error.to_string().contains("symbolic link"),
+            "{engine}: {error}"
+        );
         assert_eq!(
             fails(io.write_at(&link, 0, b"data", false)),
             ErrorKind::Foreign,
             "{engine}"
         );
         assert_eq!(fails(io.list(&link)), ErrorKind::Foreign, "{engine}");
-        assert_eq!(fails(io.make_dir(&link, 0o700)), ErrorKind::Foreign, "{engine}");
+        assert_eq!(
+            fails(io.make_dir(&link, 0o700)),
+            ErrorKind::Foreign,
+            "{engine}"
+        );
         assert_eq!(fails(io.space(&link)), ErrorKind::Foreign, "{engine}");
         let target = std::fs::metadata(&link).unwrap().ino();
         assert!(
@@ -227,7 +254,11 @@ fn a_link_in_the_place_of_a_file_is_no_file_and_makes_way() {
         io.publish(to_publish(&private, &link, b"bytes"))
             .unwrap()
             .unwrap();
-        assert_eq!(std::fs::symlink_metadata(&link).unwrap().len(), 5, "{engine}");
+        assert_eq!(
+            std::fs::symlink_metadata(&link).unwrap().len(),
+            5,
+            "{engine}"
+        );
         std::fs::remove_file(&link).unwrap();
         symlink(roots.outside().join("ns/blocks/file"), &link).unwrap();
         assert!(
@@ -250,7 +281,11 @@ fn a_root_may_be_reached_by_a_link_and_is_opened_anew_by_every_operation() {
         }
         // Another directory is mounted in its place, as it were.
         std::fs::write(roots.outside().join("ns/blocks/only here"), b"x").unwrap();
-        let only_here = || io.look(by_link.join("ns/blocks/only here")).unwrap().is_some();
+        let only_here = || {
+            io.look(by_link.join("ns/blocks/only here"))
+                .unwrap()
+                .is_some()
+        };
         assert!(!only_here(), "{engine}");
         std::fs::remove_file(&by_link).unwrap();
         symlink(roots.outside(), &by_link).unwrap();

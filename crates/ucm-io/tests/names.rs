@@ -21,7 +21,10 @@ fn stat_tells_what_is_there_and_stops_where_asked() {
         .map(|name| dir.join(name))
         .into();
     let found = io.stat(&paths, false).unwrap();
-    let seen: Vec<_> = found.iter().map(|meta| meta.map(|m| (m.len, m.is_dir))).collect();
+    let seen: Vec<_> = found
+        .iter()
+        .map(|meta| meta.map(|m| (m.len, m.is_dir)))
+        .collect();
     assert_eq!(seen[..3], [Some((11, false)), None, None]);
     assert!(seen[3].unwrap().1);
     assert_eq!(seen[4], Some((11, false)));
@@ -48,7 +51,10 @@ fn touch_and_remove_answer_for_each_name() {
     let done = io.touch(&files).unwrap();
     assert!(*done[0].as_ref().unwrap() && !*done[1].as_ref().unwrap() && done[2].is_err());
     let meta = std::fs::metadata(dir.join("a")).unwrap();
-    assert_eq!((meta.mtime(), meta.mtime_nsec()), (1_600_000_000, 123_456_789));
+    assert_eq!(
+        (meta.mtime(), meta.mtime_nsec()),
+        (1_600_000_000, 123_456_789)
+    );
     assert_eq!(meta.atime_nsec(), accessed);
     // Never a directory; and an error stops none of the others.
     let paths = [dir.join("d"), dir.join("absent"), dir.join("a")];
@@ -65,7 +71,10 @@ fn directories_are_made_and_listed() {
     let make = |name: &str| io.make_dir(&dir.join(name), 0o700);
     assert!(make("d").unwrap());
     assert!(!make("d").unwrap());
-    let mode = std::fs::metadata(dir.join("d")).unwrap().permissions().mode();
+    let mode = std::fs::metadata(dir.join("d"))
+        .unwrap()
+        .permissions()
+        .mode();
     assert_eq!(mode & 0o777, 0o700);
     assert_eq!(fails(make("no/d")), ErrorKind::NotFound);
     std::fs::write(dir.join("f"), b"four").unwrap();

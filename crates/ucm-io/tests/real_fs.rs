@@ -1,4 +1,5 @@
-//! The engines on small file systems of its own: full ones, and one that hangs in the kernel. Needs root.
+//! The engines on small file systems of its own: full ones, and one that hangs in the kernel. Needs
+//! root.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -18,7 +19,8 @@ fn left(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Fills a file system until it refuses; then nothing half-written is left, and after a removal it goes on.
+/// Fills a file system until it refuses; then nothing half-written is left, and after a removal it
+/// goes on.
 fn fill_up(io: &IoJob, dir: &Path) {
     let slots = slots(1, 256 << 10);
     let mut published = Vec::new();
@@ -75,13 +77,18 @@ fn hangs_in_the_kernel() -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     tasks.flatten().any(|task| {
         let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('D'))
+        stat.rsplit(") ")
+            .next()
+            .is_some_and(|rest| rest.starts_with('D'))
     })
 }
 
 #[test]
 fn a_publish_that_hangs_in_the_kernel() {
-    let Some(place) = or_skip("a_publish_that_hangs_in_the_kernel", Mounted::ext4(16 << 20)) else {
+    let Some(place) = or_skip(
+        "a_publish_that_hangs_in_the_kernel",
+        Mounted::ext4(16 << 20),
+    ) else {
         return;
     };
     let (pool, clock) = clocked(PsyncEngine::new(false), 1);

@@ -1,5 +1,5 @@
-//! Slots through the rings of 3FS, over its client library in software (`tests/soft3fs`): right bytes, batches, errors, and
-//! plain calls where rings cannot be had.
+//! Slots through the rings of 3FS, over its client library in software (`tests/soft3fs`): right
+//! bytes, batches, errors, and plain calls where rings cannot be had.
 #![allow(
     clippy::unwrap_used,
     unsafe_code,
@@ -28,7 +28,8 @@ struct Soft3fs {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Where cargo puts the library, which it builds with the tests: beside or one above the test's own program.
+/// Where cargo puts the library, which it builds with the tests: beside or one above the test's own
+/// program.
 fn library() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let dirs = program.ancestors().skip(1).take(2);
@@ -39,7 +40,9 @@ fn library() -> PathBuf {
 impl Soft3fs {
     fn alone() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
-        Self { _alone: ALONE.lock() }
+        Self {
+            _alone: ALONE.lock(),
+        }
     }
 
     fn control<T: Copy>(&self, name: &CStr) -> T {
@@ -63,7 +66,13 @@ impl Soft3fs {
     }
 
     /// Reads four pieces; `together`: none begins before all are there.
-    fn read(&self, io: &IoJob, path: &Path, len: usize, together: bool) -> ucm_core::Result<Vec<u8>> {
+    fn read(
+        &self,
+        io: &IoJob,
+        path: &Path,
+        len: usize,
+        together: bool,
+    ) -> ucm_core::Result<Vec<u8>> {
         self.hold(together);
         std::thread::scope(|scope| {
             let reading = scope.spawn(|| common::read(io, path, 0, len));
@@ -130,12 +139,21 @@ fn files_are_written_and_read_in_batches() {
     let bytes = pattern(3 * MIB + 4096, 7);
     let before = soft.calls(c"write");
     publish(&io, dir.path(), "block", &bytes);
-    assert_eq!(soft.calls(c"write") - before, 13, "pieces of a quarter of a MiB");
+    assert_eq!(
+        soft.calls(c"write") - before,
+        13,
+        "pieces of a quarter of a MiB"
+    );
     let path = dir.path().join("block");
     assert_eq!(std::fs::read(&path).unwrap(), bytes);
     let (before, mut back) = (soft.calls(c"read"), vec![0; 4 * MIB]);
-    let read = io.read(&path, 0, 4 * MIB, &mut back, ReadMode::Default).unwrap();
-    assert_eq!((read.bytes, read.file_len), (bytes.len(), bytes.len() as u64));
+    let read = io
+        .read(&path, 0, 4 * MIB, &mut back, ReadMode::Default)
+        .unwrap();
+    assert_eq!(
+        (read.bytes, read.file_len),
+        (bytes.len(), bytes.len() as u64)
+    );
     assert_eq!(back[..bytes.len()], bytes);
     assert!(soft.calls(c"read") - before >= 13);
     assert_eq!(soft.read(&io, &path, bytes.len(), true).unwrap(), bytes);
@@ -171,7 +189,10 @@ fn files_are_written_and_read_in_batches() {
         mtime_ns: 5,
     };
     assert_eq!(io.finish(finish).unwrap().len, MIB as u64 + 4100);
-    assert_eq!(std::fs::read(&target).unwrap()[4096..4096 + MIB], bytes[..MIB]);
+    assert_eq!(
+        std::fs::read(&target).unwrap()[4096..4096 + MIB],
+        bytes[..MIB]
+    );
     drop((io, engine));
     assert_eq!(soft.live(), at_first, "nothing is left over");
 }
@@ -182,7 +203,12 @@ fn a_depth_is_never_a_batch_that_is_waited_for() {
     for depth in [32, -32, 0, 2] {
         let (_, io, found) = over(dir.path(), UsrbioOptions { depth, ..options() });
         assert_eq!(found, Ok(256 << 20));
-        publish(&io, dir.path(), &format!("block{depth}"), &pattern(PIECE * 3, 1)); // no multiple of the depth
+        publish(
+            &io,
+            dir.path(),
+            &format!("block{depth}"),
+            &pattern(PIECE * 3, 1),
+        ); // no multiple of the depth
     }
     assert_eq!(soft.live()[3], 0);
 }
@@ -241,7 +267,11 @@ fn the_memory_of_rings_is_bounded_and_who_finds_none_makes_plain_calls() {
             std::thread::yield_now();
         }
         read(); // all rings for reads are held: this one does not wait for them
-        assert_eq!(soft.live()[0] - at_first[0], 3, "two for reads, one for writes");
+        assert_eq!(
+            soft.live()[0] - at_first[0],
+            3,
+            "two for reads, one for writes"
+        );
         soft.hold(false);
     });
 }
@@ -254,18 +284,22 @@ fn errors_are_those_of_the_operation_and_leave_nothing_under_way() {
     let bytes = pattern(4 * PIECE, 5);
     publish(&io, dir.path(), "block", &bytes);
     let path = dir.path().join("block");
-    // Of operations that wait together the last is done first: the fourth is that of the first piece.
+    // Of operations that wait together the last is done first: the fourth is that of the first
+    // piece.
     for (name, nth, errno, seen) in [
         (c"read", 4, 5, 5),
         (c"hf3fs_prep_io", 1, 11, 11),
         (c"read", 4, 7000, 5),
     ] {
         soft.fail(name, nth, errno);
-        let error = soft.read(&io, &path, bytes.len(), name == c"read").unwrap_err();
+        let error = soft
+            .read(&io, &path, bytes.len(), name == c"read")
+            .unwrap_err();
         assert_eq!(error.os_code(), Some(seen), "{name:?}");
         assert_eq!(soft.live()[3], 0);
     }
-    // A piece in the middle, or one that is not taken: what came before it counts, and the rest is asked for again.
+    // A piece in the middle, or one that is not taken: what came before it counts, and the rest is
+    // asked for again.
     for (name, nth) in [(c"read", 2), (c"hf3fs_prep_io", 3)] {
         soft.fail(name, nth, 5);
         let back = soft.read(&io, &path, bytes.len(), name == c"read").unwrap();
@@ -296,8 +330,12 @@ fn a_ring_that_does_not_say_what_became_of_its_operations_is_not_used_again() {
     let (path, mut back) = (dir.path().join("block"), vec![0; PIECE]);
     let destroyed = soft.calls(c"hf3fs_iovdestroy");
     soft.fail(c"hf3fs_wait_for_ios", 1, 5);
-    assert!(io.read(&path, 0, PIECE, &mut back, ReadMode::Default).is_err());
-    io.read(&path, 0, PIECE, &mut back, ReadMode::Default).unwrap();
+    assert!(
+        io.read(&path, 0, PIECE, &mut back, ReadMode::Default)
+            .is_err()
+    );
+    io.read(&path, 0, PIECE, &mut back, ReadMode::Default)
+        .unwrap();
     assert_eq!(back, bytes);
     assert_eq!(
         soft.calls(c"hf3fs_iovdestroy"),
@@ -312,7 +350,9 @@ fn a_daemon_that_hangs_costs_the_deadline_and_no_late_byte() {
     let engine = PsyncEngine::over_3fs(false, options());
     let (pool, clock) = clocked(engine, 2);
     let at = dir.path().to_owned();
-    let probed = start(&pool, LANE_LOAD, MonotonicTime::NEVER, move |io| io.probe(&at));
+    let probed = start(&pool, LANE_LOAD, MonotonicTime::NEVER, move |io| {
+        io.probe(&at)
+    });
     assert_eq!(probed.recv().unwrap().unwrap().rings, Some(Ok(256 << 20)));
     let path = dir.path().join("block");
     std::fs::write(&path, pattern(PIECE, 4)).unwrap();

@@ -1,7 +1,8 @@
 //! Python values to words of the core and back: errors, ids, tokens.
 #![allow(
     unsafe_code,
-    reason = "reads the items of a Python list without a reference count each, and bytes where they lie"
+    reason = "reads the items of a Python list without a reference count each, and bytes where \
+              they lie"
 )]
 
 use numpy::{PyReadonlyArray1, PyUntypedArrayMethods};
@@ -59,7 +60,8 @@ pub(crate) fn id(value: &Bound<'_, PyAny>) -> PyResult<BlockId> {
                 .name()
                 .map(|name| name.to_string())
                 .unwrap_or_default();
-            let error = Error::invalid("a block id is 16 raw bytes (type bytes)").with("type", kind);
+            let error =
+                Error::invalid("a block id is 16 raw bytes (type bytes)").with("type", kind);
             Err(raise(value.py(), &error))
         }
     }
@@ -92,7 +94,8 @@ pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<u32> {
         return Ok(ucm_core::crc32c(&[]));
     }
     // SAFETY: the buffer is held, lies in one piece of this length, and no one may write to it.
-    let bytes = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) };
+    let bytes =
+        unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) };
     Ok(ucm_core::crc32c(bytes))
 }
 
@@ -101,7 +104,8 @@ pub(crate) fn id_list<'py>(py: Python<'py>, ids: &[BlockId]) -> PyResult<Bound<'
     PyList::new(py, ids.iter().map(|id| PyBytes::new(py, &id.0)))
 }
 
-/// Token ids from index `skip` on, of a list, a NumPy array of `uint32`, or any buffer or sequence of integers.
+/// Token ids from index `skip` on, of a list, a NumPy array of `uint32`, or any buffer or sequence
+/// of integers.
 pub(crate) enum Tokens<'py> {
     /// Copied out of Python objects.
     Owned(Vec<u32>),
@@ -163,7 +167,11 @@ fn not_a_token(py: Python<'_>, index: usize) -> PyErr {
     )
 }
 
-fn checked<'py>(py: Python<'_>, values: impl Iterator<Item = i64>, skip: usize) -> PyResult<Tokens<'py>> {
+fn checked<'py>(
+    py: Python<'_>,
+    values: impl Iterator<Item = i64>,
+    skip: usize,
+) -> PyResult<Tokens<'py>> {
     let token = |(index, value)| u32::try_from(value).map_err(|_| not_a_token(py, index));
     values
         .enumerate()
@@ -177,9 +185,9 @@ fn from_list(list: &Bound<'_, PyList>, skip: usize) -> PyResult<Vec<u32>> {
     let object = list.as_ptr();
     let mut tokens = vec![0; list.len().saturating_sub(skip)];
     for (index, token) in (skip..).zip(&mut tokens) {
-        // SAFETY: the GIL is held. PyList_GetItem lends a live object, or answers null for an index that is out of
-        // range by now; PyLong_AsUnsignedLong runs no Python code and answers all ones for null and for any object
-        // that it refuses.
+        // SAFETY: the GIL is held. PyList_GetItem lends a live object, or answers null for an index
+        // that is out of range by now; PyLong_AsUnsignedLong runs no Python code and answers all
+        // ones for null and for any object that it refuses.
         let value = unsafe {
             let item = ffi::PyList_GetItem(object, index as ffi::Py_ssize_t);
             ffi::PyLong_AsUnsignedLong(item)

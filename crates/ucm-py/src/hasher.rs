@@ -1,4 +1,5 @@
-//! Block keys and record ids for Python: one call per prompt, the GIL released while much is hashed.
+//! Block keys and record ids for Python: one call per prompt, the GIL released while much is
+//! hashed.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -17,7 +18,12 @@ pub(crate) struct BlockHasher(ucm_core::BlockHasher);
 impl BlockHasher {
     #[new]
     #[pyo3(signature = (identity, block_size, hash_method = "sha256"))]
-    fn new(py: Python<'_>, identity: &[u8], block_size: usize, hash_method: &str) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        identity: &[u8],
+        block_size: usize,
+        hash_method: &str,
+    ) -> PyResult<Self> {
         let method = HashMethod::ALL
             .into_iter()
             .find(|method| method.name() == hash_method)
@@ -41,7 +47,8 @@ impl BlockHasher {
         let parent = parent.map(id).transpose()?;
         let skip = start.saturating_mul(self.0.block_size());
         if tokens.len().is_ok_and(|len| skip > len) {
-            let error = ucm_core::Error::invalid("start lies behind the last full block of the tokens");
+            let error =
+                ucm_core::Error::invalid("start lies behind the last full block of the tokens");
             return Err(raise(py, &error.with("start", start)));
         }
         let tokens = Tokens::read(tokens, skip)?;
@@ -111,7 +118,8 @@ pub(crate) fn part_mask(
     )
 }
 
-/// Record ids of block keys (or the other way round) under a part's mask. The keys may lie end to end in one `bytes`.
+/// Record ids of block keys (or the other way round) under a part's mask. The keys may lie end to
+/// end in one `bytes`.
 #[pyfunction]
 pub(crate) fn record_ids<'py>(
     py: Python<'py>,
@@ -122,7 +130,11 @@ pub(crate) fn record_ids<'py>(
     let keys = match keys.cast::<PyBytes>() {
         Ok(joined) => to_py(
             py,
-            joined.as_bytes().chunks(16).map(BlockId::from_slice).collect(),
+            joined
+                .as_bytes()
+                .chunks(16)
+                .map(BlockId::from_slice)
+                .collect(),
         )?,
         Err(_) => ids(keys)?,
     };

@@ -1,9 +1,10 @@
 //! `ucm._core`: conversions between Python and the Rust core, no logic.
 //!
-//! Every call that can wait releases the GIL; no thread of the core ever takes it, but that of a stream of
-//! `ucm.trans` for the callbacks that a user appended, and that of a Mooncake tier, whose client is a Python library. Short calls keep it: on a machine where every processor is
-//! busy, getting it back can take far longer than the call. Ids are 16 `bytes`, addresses NumPy `uint64` arrays,
-//! errors the tree of `ucm.errors`.
+//! Every call that can wait releases the GIL; no thread of the core ever takes it, but that of a
+//! stream of `ucm.trans` for the callbacks that a user appended, and that of a Mooncake tier, whose
+//! client is a Python library. Short calls keep it: on a machine where every processor is busy,
+//! getting it back can take far longer than the call. Ids are 16 `bytes`, addresses NumPy `uint64`
+//! arrays, errors the tree of `ucm.errors`.
 
 mod convert;
 mod ffi;
@@ -54,7 +55,10 @@ mod _core {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         ucm_infra::log::keep();
         super::mooncake::register();
-        module.add("__commit_id__", option_env!("UCM_COMMIT_ID").unwrap_or("unknown"))?;
+        module.add(
+            "__commit_id__",
+            option_env!("UCM_COMMIT_ID").unwrap_or("unknown"),
+        )?;
         module.add(
             "__build_type__",
             if cfg!(debug_assertions) {

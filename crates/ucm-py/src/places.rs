@@ -40,8 +40,8 @@ impl Place {
         Ok((room.limit, room.used, room.words))
     }
 
-    /// Everything that lies there: where it would lie below a root (empty: not ours), its name on the server, length, time of
-    /// its last use in ns since 1970, version.
+    /// Everything that lies there: where it would lie below a root (empty: not ours), its name on
+    /// the server, length, time of its last use in ns since 1970, version.
     fn list(&self, py: Python<'_>) -> PyResult<Vec<Listed>> {
         let items = self.ask(py, |seen| seen.list())?;
         let listed = |item: Item| (item.path, item.name, item.len, item.used_ns, item.version);
@@ -60,7 +60,8 @@ impl Place {
         Ok(bytes.map(|bytes| PyBytes::new(py, &bytes)))
     }
 
-    /// Removes something of ours, as it was listed; false where it is gone, or was used or replaced since.
+    /// Removes something of ours, as it was listed; false where it is gone, or was used or replaced
+    /// since.
     fn remove(&self, py: Python<'_>, item: Listed) -> PyResult<bool> {
         let (path, name, len, used_ns, version) = item;
         let item = Item {

@@ -10,8 +10,8 @@ use ucm_core::Error;
 
 use crate::convert::raise;
 
-/// SHA-256 of pieces of files, read and hashed by threads of the lowest priority, which never take the GIL: one that holds
-/// it and gets no processor would hold up the engine.
+/// SHA-256 of pieces of files, read and hashed by threads of the lowest priority, which never take
+/// the GIL: one that holds it and gets no processor would hold up the engine.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct QuietSha256(Mutex<Option<ucm_io::QuietSha256>>);
 

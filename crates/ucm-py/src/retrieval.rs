@@ -1,4 +1,5 @@
-//! Sparse retrieval on tensors of the host for Python. The face that users see is `ucm.sparse.retrieval`.
+//! Sparse retrieval on tensors of the host for Python. The face that users see is
+//! `ucm.sparse.retrieval`.
 //!
 //! The GIL is released while anything is computed.
 #![allow(unsafe_code, reason = "tensors come from Python as addresses")]
@@ -66,7 +67,8 @@ unsafe fn rows_of<'a>(table: &Tensor, tokens: Ints<'a>, block_size: usize) -> Re
     let (ids, stride) = unsafe { table.ints("table")? };
     let [count, _] = table.sizes("table")?;
     if count != tokens.len() {
-        let error = Error::invalid("the block table has another number of rows than there are lengths");
+        let error =
+            Error::invalid("the block table has another number of rows than there are lengths");
         return Err(error.with("table", count).with("lengths", tokens.len()));
     }
     Rows::new(ids, stride, tokens, block_size)
@@ -88,7 +90,8 @@ pub(crate) fn retrieval_openmp() -> bool {
     ucm_retrieval::has_openmp()
 }
 
-/// Scores of blocks from products of queries and representations; see `ucm.sparse.retrieval.dot_scores`.
+/// Scores of blocks from products of queries and representations; see
+/// `ucm.sparse.retrieval.dot_scores`.
 #[pyfunction]
 #[allow(
     clippy::too_many_arguments,
@@ -133,9 +136,10 @@ pub(crate) fn dot_scores(
                 scales.is("scales", "torch.float32")?;
                 let [scaled, scaled_reps, scaled_heads] = scales.sizes("scales")?;
                 if (scaled, scaled_reps, scaled_heads) != (reps.shape[0], count, heads) {
-                    return Err(
-                        scales.wrong("scales", "there is one scale for each representation of a head")
-                    );
+                    return Err(scales.wrong(
+                        "scales",
+                        "there is one scale for each representation of a head",
+                    ));
                 }
                 // SAFETY: as above.
                 Some(unsafe { scales.blocks("scales", size_of::<f32>(), 1, count * heads)? })
@@ -186,7 +190,10 @@ unsafe fn mean_queries(query: &Tensor, rows: usize, heads: usize, dim: usize) ->
     // SAFETY: as the caller vouches.
     let queries = unsafe { query.vectors("query")? };
     if queries.tokens() != rows || queries.dim() != dim {
-        let error = query.wrong("query", "the queries do not fit the rows or the representations");
+        let error = query.wrong(
+            "query",
+            "the queries do not fit the rows or the representations",
+        );
         return Err(error.with("rows", rows).with("dim", dim));
     }
     ucm_retrieval::group_mean(&queries, heads)
@@ -219,7 +226,8 @@ fn over_heads(word: &str) -> Result<Heads> {
     }
 }
 
-/// Hash codes of vectors, into pages by slot or one behind the other; see `ucm.sparse.retrieval.hash_encode`.
+/// Hash codes of vectors, into pages by slot or one behind the other; see
+/// `ucm.sparse.retrieval.hash_encode`.
 #[pyfunction]
 pub(crate) fn hash_encode(
     py: Python<'_>,
@@ -243,7 +251,10 @@ pub(crate) fn hash_encode(
         codes.is("codes", "torch.uint8")?;
         codes.packed("codes", 2)?;
         if (code_heads, code_len) != (vectors.heads(), encoder.code_len()) {
-            return Err(codes.wrong("codes", "the places for codes have another shape than the codes"));
+            return Err(codes.wrong(
+                "codes",
+                "the places for codes have another shape than the codes",
+            ));
         }
         let (base, strides) = (codes.at("codes")?, [codes.strides[0], codes.strides[1]]);
         let slots = slots.map(|(slots, _)| slots);
@@ -267,7 +278,8 @@ fn encoder<'a>(weights: &Tensor) -> Result<Encoder<'a>> {
     Encoder::new(unsafe { weights.slice("weights")? }, heads, dim, bits)
 }
 
-/// Hash codes `[row, heads, bytes]` of queries, one for each KV head; see `ucm.sparse.retrieval.hash_encode_query`.
+/// Hash codes `[row, heads, bytes]` of queries, one for each KV head; see
+/// `ucm.sparse.retrieval.hash_encode_query`.
 #[pyfunction]
 pub(crate) fn hash_encode_query(
     py: Python<'_>,
@@ -279,7 +291,8 @@ pub(crate) fn hash_encode_query(
     let work = || -> Result<()> {
         let shape = codes.sizes("codes")?;
         codes.is("codes", "torch.uint8")?;
-        // SAFETY: Python says that these tensors may be read, and that the codes are its own to write.
+        // SAFETY: Python says that these tensors may be read, and that the codes are its own to
+        // write.
         unsafe {
             let made = query_codes(&query, &weights, shape, run.how()?)?;
             codes.slice_mut::<u8>("codes")?.copy_from_slice(&made);
@@ -311,7 +324,12 @@ unsafe fn query_codes(
     // SAFETY: so many means are here, for as long as they are needed.
     let vectors = unsafe {
         let shape = [rows, heads, dim];
-        Vectors::from_raw(means.as_ptr().cast(), Element::F32, shape, [heads * dim, dim])
+        Vectors::from_raw(
+            means.as_ptr().cast(),
+            Element::F32,
+            shape,
+            [heads * dim, dim],
+        )
     };
     let mut made = vec![0; rows * heads * code_len];
     if !made.is_empty() {
@@ -321,7 +339,8 @@ unsafe fn query_codes(
     Ok(made)
 }
 
-/// Scores of blocks from queries and the hash codes of keys; see `ucm.sparse.retrieval.hash_scores`.
+/// Scores of blocks from queries and the hash codes of keys; see
+/// `ucm.sparse.retrieval.hash_scores`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, reason = "each is a tensor of the caller")]
 pub(crate) fn hash_scores(
@@ -399,8 +418,8 @@ pub(crate) fn hamming_scores(
     to_py(py, done)
 }
 
-/// Scores of blocks from codes of queries `[row, head, queries_per_head, bytes]` and of keys, `stride` for each row and
-/// head that has its own.
+/// Scores of blocks from codes of queries `[row, head, queries_per_head, bytes]` and of keys,
+/// `stride` for each row and head that has its own.
 ///
 /// # Safety
 /// The codes may be read.
@@ -447,7 +466,8 @@ unsafe fn room_for_scores<'a>(out: &Tensor) -> Result<(&'a mut [i32], usize)> {
     Ok((unsafe { out.slice_mut::<i32>("out")? }, stride))
 }
 
-/// The blocks that rows keep by the hash codes of their queries and of keys; see `ucm.sparse.retrieval.hash_select`.
+/// The blocks that rows keep by the hash codes of their queries and of keys; see
+/// `ucm.sparse.retrieval.hash_select`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, reason = "each is a tensor of the caller")]
 pub(crate) fn hash_select(
@@ -468,7 +488,8 @@ pub(crate) fn hash_select(
         let [count, stride] = code_table.sizes("code_table")?;
         let apart = if heads_apart { heads } else { 1 };
         let mut scores = vec![0; count * apart * stride];
-        // SAFETY: Python says that these tensors may be read, and that the places for what is kept are its own.
+        // SAFETY: Python says that these tensors may be read, and that the places for what is kept
+        // are its own.
         unsafe {
             let queries = query_codes(&query, &weights, [count, heads, code_len], run.how()?)?;
             let scored = rows(&code_table, &tokens, block_size)?;
@@ -529,7 +550,16 @@ impl KeptTensors {
                 width,
             }
         };
-        ucm_retrieval::select(scores, stride, heads, rows, budgets, run.windows(), kept, team)
+        ucm_retrieval::select(
+            scores,
+            stride,
+            heads,
+            rows,
+            budgets,
+            run.windows(),
+            kept,
+            team,
+        )
     }
 }
 
@@ -551,7 +581,8 @@ pub(crate) fn select_blocks(
 ) -> PyResult<()> {
     let work = || -> Result<()> {
         let [_, heads, stride] = scores.sizes("scores")?;
-        // SAFETY: Python says that the first three may be read, and that the places for what is kept are its own.
+        // SAFETY: Python says that the first three may be read, and that the places for what is
+        // kept are its own.
         unsafe {
             let rows = rows(&table, &tokens, block_size)?;
             let scores = match scores.dtype.as_str() {

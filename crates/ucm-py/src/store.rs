@@ -34,9 +34,12 @@ pub(crate) struct Asked {
 
 #[pymethods]
 impl Asked {
-    /// What `locate_on_prefix` says, with "absent" where all ids are stored, and the seconds until that was known; `None`
-    /// while it is not. Never waits.
-    fn answer<'py>(&self, py: Python<'py>) -> PyResult<Option<(Bound<'py, PyBytes>, &'static str, f64)>> {
+    /// What `locate_on_prefix` says, with "absent" where all ids are stored, and the seconds until
+    /// that was known; `None` while it is not. Never waits.
+    fn answer<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Option<(Bound<'py, PyBytes>, &'static str, f64)>> {
         same_process(py, self.pid)?;
         let Some((located, took)) = self.asked.answer() else {
             return Ok(None);
@@ -85,7 +88,8 @@ impl Store {
         to_py(py, explained).map(|(run, reason)| (run, reason.map(MissReason::name)))
     }
 
-    /// The tier that each id from the first on would be read from, a byte each, and the reason why the next is no hit.
+    /// The tier that each id from the first on would be read from, a byte each, and the reason why
+    /// the next is no hit.
     fn locate_on_prefix<'py>(
         &self,
         py: Python<'py>,
@@ -102,7 +106,11 @@ impl Store {
     }
 
     /// The same on a thread of the store.
-    fn begin_locate_on_prefix(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<Asked> {
+    fn begin_locate_on_prefix(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+    ) -> PyResult<Asked> {
         let asked = to_py(py, self.0.begin_locate_on_prefix(ids(block_ids)?))?;
         let pid = std::process::id();
         Ok(Asked { asked, pid })
@@ -128,7 +136,8 @@ impl Store {
         self.begin(py, rows, |rows| self.0.load(rows, deadline))
     }
 
-    /// Learns where the KV lies: piece `j` of block `n` at `first[j] + n * stride[j]`, for `blocks` blocks.
+    /// Learns where the KV lies: piece `j` of block `n` at `first[j] + n * stride[j]`, for `blocks`
+    /// blocks.
     fn register_kv(
         &self,
         py: Python<'_>,
@@ -139,14 +148,17 @@ impl Store {
         let (first, stride) = (first.as_array(), stride.as_array());
         if first.len() != stride.len() {
             let error = Error::invalid("first and stride must be equally long");
-            let error = error.with("first", first.len()).with("stride", stride.len());
+            let error = error
+                .with("first", first.len())
+                .with("stride", stride.len());
             return Err(raise(py, &error));
         }
         let lengths = self.0.geometry().tensors().iter().cycle();
         let pieces = first.iter().zip(stride).zip(lengths);
         let pieces = pieces.map(|((&first, &stride), &len)| KvPiece { first, stride, len });
-        // SAFETY: the caller of the store vouches that each piece of each block is that many bytes of device memory, valid
-        // until the tasks ended that name the block; that is the contract of register_kv, load_blocks and dump_blocks.
+        // SAFETY: the caller of the store vouches that each piece of each block is that many bytes
+        // of device memory, valid until the tasks ended that name the block; that is the contract
+        // of register_kv, load_blocks and dump_blocks.
         let layout = unsafe { KvLayout::new(pieces.collect(), blocks) };
         to_py(py, layout.and_then(|layout| self.0.register_kv(layout)))
     }
@@ -165,7 +177,8 @@ impl Store {
         self.begin(py, rows, |rows| self.0.load(rows, deadline))
     }
 
-    /// Starts a dump of whole device blocks by number, or refuses it at once; `event` and `sides` as of `dump`.
+    /// Starts a dump of whole device blocks by number, or refuses it at once; `event` and `sides`
+    /// as of `dump`.
     #[pyo3(signature = (block_ids, blocks, event = 0, sides = None))]
     fn dump_blocks(
         &self,
@@ -198,8 +211,8 @@ impl Store {
         Sides::new(py, task, sides, shape)
     }
 
-    /// Starts writing side shards of blocks that are stored without them, or refuses at once: by name the bytes of
-    /// each, a row for each block.
+    /// Starts writing side shards of blocks that are stored without them, or refuses at once: by
+    /// name the bytes of each, a row for each block.
     fn dump_sides(
         &self,
         py: Python<'_>,
@@ -213,7 +226,10 @@ impl Store {
         };
         let sides: Vec<_> = sides.iter().map(bytes).collect();
         let task = py.detach(|| {
-            let sides: Vec<_> = sides.iter().map(|(name, bytes)| (&**name, &bytes[..])).collect();
+            let sides: Vec<_> = sides
+                .iter()
+                .map(|(name, bytes)| (&**name, &bytes[..]))
+                .collect();
             self.0.dump_sides(&ids, &sides)
         });
         to_py(py, task).map(|task| self.task(task))
@@ -229,15 +245,21 @@ impl Store {
 
     /// Starts reading and verifying whole blocks as a load does, without a place to copy them to.
     #[pyo3(signature = (block_ids, timeout = None))]
-    fn verify(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Task> {
+    fn verify(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<Task> {
         let deadline = limit(py, timeout)?;
         let ids = ids(block_ids)?;
         let task = py.detach(|| self.0.verify(&ids, deadline));
         to_py(py, task).map(|task| self.task(task))
     }
 
-    /// Starts a dump, or refuses it at once. The source is read once the device's event of this handle is done (0: at once).
-    /// `sides`: for each row its share of every side shard, in their order; copied here.
+    /// Starts a dump, or refuses it at once. The source is read once the device's event of this
+    /// handle is done (0: at once). `sides`: for each row its share of every side shard, in their
+    /// order; copied here.
     #[pyo3(signature = (block_ids, shard_index, addrs, event = 0, sides = None))]
     fn dump(
         &self,
@@ -253,8 +275,8 @@ impl Store {
         self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
     }
 
-    /// Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the tag of the tenant whose
-    /// blocks they are, 32 bytes.
+    /// Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the tag
+    /// of the tenant whose blocks they are, 32 bytes.
     #[pyo3(signature = (block_ids, parents, ordinals, tokens, tenant = None))]
     fn describe(
         &self,
@@ -289,18 +311,22 @@ impl Store {
             })?,
         };
         let at = |list: &Option<Vec<u32>>, i: usize| list.as_ref().map_or(0, |list| list[i]);
-        let told = self.0.describe(blocks.iter().enumerate().map(|(i, &block)| {
-            let parent = parents.as_ref().map_or(BlockId::default(), |parents| parents[i]);
-            (
-                block,
-                Hint {
-                    parent,
-                    ordinal: at(&ordinals, i),
-                    tokens: at(&tokens, i),
-                    tenant,
-                },
-            )
-        }));
+        let told = self
+            .0
+            .describe(blocks.iter().enumerate().map(|(i, &block)| {
+                let parent = parents
+                    .as_ref()
+                    .map_or(BlockId::default(), |parents| parents[i]);
+                (
+                    block,
+                    Hint {
+                        parent,
+                        ordinal: at(&ordinals, i),
+                        tokens: at(&tokens, i),
+                        tenant,
+                    },
+                )
+            }));
         to_py(py, told)
     }
 
@@ -341,9 +367,17 @@ impl Store {
     }
 
     /// Brings blocks into the upper tiers; counts those taken on.
-    fn prefetch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, priority: &str) -> PyResult<usize> {
+    fn prefetch(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        priority: &str,
+    ) -> PyResult<usize> {
         let ids = ids(block_ids)?;
-        let Some(priority) = Priority::ALL.into_iter().find(|known| known.name() == priority) else {
+        let Some(priority) = Priority::ALL
+            .into_iter()
+            .find(|known| known.name() == priority)
+        else {
             let known = Priority::ALL.map(Priority::name).join(", ");
             let error = Error::invalid("there is no such priority").with("priority", priority);
             return Err(raise(py, &error.with("known", known)));
@@ -389,12 +423,14 @@ impl Store {
         Ok(py.detach(|| self.0.stats().to_string()))
     }
 
-    /// What the core logged for this store since the last call: (level of `logging`, message, fields).
+    /// What the core logged for this store since the last call: (level of `logging`, message,
+    /// fields).
     fn take_log(&self) -> Vec<Line> {
         lines_of(self.0.writer())
     }
 
-    /// Address of the store's C table (`ucm_store.h`): the same every time, refused to further calls once it is closed.
+    /// Address of the store's C table (`ucm_store.h`): the same every time, refused to further
+    /// calls once it is closed.
     fn cc_store(&self, py: Python<'_>) -> PyResult<usize> {
         if let Some(table) = self.1.get() {
             return Ok(table.address());
@@ -481,7 +517,9 @@ impl Store {
         let (ids, blocks) = (ids(block_ids)?, blocks.as_array());
         if ids.len() != blocks.len() {
             let error = Error::invalid("block_ids and blocks must be equally many");
-            let error = error.with("block_ids", ids.len()).with("blocks", blocks.len());
+            let error = error
+                .with("block_ids", ids.len())
+                .with("blocks", blocks.len());
             return Err(raise(py, &error));
         }
         // A negative number is beyond every layout's last block as well.
@@ -512,7 +550,8 @@ impl Store {
         let (rows, pieces) = (addrs.shape()[0], addrs.shape()[1]);
         let invalid = |error: Error| Err(raise(py, &error));
         if ids.len() != rows || shard_index.len() != rows {
-            let error = Error::invalid("block_ids, shard_index and the rows of addrs must be equally many");
+            let error =
+                Error::invalid("block_ids, shard_index and the rows of addrs must be equally many");
             let error = error
                 .with("block_ids", ids.len())
                 .with("shard_index", shard_index.len());
@@ -541,9 +580,12 @@ impl Store {
                             .with("shards", geometry.shards()),
                     )
                 })?;
-                // SAFETY: the caller of the store vouches that each address names that many bytes of device memory,
-                // valid until the task ended; that is the contract of load_data and dump_data.
-                let spans = to_py(py, unsafe { spans(geometry, number, addrs.iter().copied()) })?;
+                // SAFETY: the caller of the store vouches that each address names that many bytes
+                // of device memory, valid until the task ended; that is the contract of load_data
+                // and dump_data.
+                let spans = to_py(py, unsafe {
+                    spans(geometry, number, addrs.iter().copied())
+                })?;
                 Ok(Row {
                     id,
                     shard,
@@ -557,13 +599,18 @@ impl Store {
 }
 
 /// Rows with what each brings beside its KV.
-fn beside(mut rows: Vec<Row>, sides: Option<&PyReadonlyArray2<'_, u8>>) -> ucm_core::Result<Vec<Row>> {
+fn beside(
+    mut rows: Vec<Row>,
+    sides: Option<&PyReadonlyArray2<'_, u8>>,
+) -> ucm_core::Result<Vec<Row>> {
     let Some(sides) = sides.map(PyReadonlyArray2::as_array) else {
         return Ok(rows);
     };
     if sides.nrows() != rows.len() {
         let error = Error::invalid("sides must have a row for each row of the dump");
-        return Err(error.with("given", sides.nrows()).with("expected", rows.len()));
+        return Err(error
+            .with("given", sides.nrows())
+            .with("expected", rows.len()));
     }
     for (row, sides) in rows.iter_mut().zip(sides.rows()) {
         row.sides = RowSides::Beside(sides.iter().copied().collect());

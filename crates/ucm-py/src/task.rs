@@ -53,8 +53,8 @@ impl Sides {
         self.task.clone_ref(py)
     }
 
-    /// The bytes, a row for each id (zeros where it is not there), and for each whether it is there; final once the
-    /// task is finished.
+    /// The bytes, a row for each id (zeros where it is not there), and for each whether it is
+    /// there; final once the task is finished.
     fn result<'py>(&self, py: Python<'py>) -> PyResult<SideArrays<'py>> {
         self.task.get().check_process(py)?;
         let bytes = py.detach(|| self.sides.bytes());
@@ -66,7 +66,8 @@ impl Sides {
     }
 }
 
-/// A limit of a caller in seconds: what is negative is over already, what is endless gets the longest there is.
+/// A limit of a caller in seconds: what is negative is over already, what is endless gets the
+/// longest there is.
 pub(crate) fn limit(py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<Duration>> {
     let Some(seconds) = seconds else {
         return Ok(None);
@@ -113,13 +114,15 @@ impl Task {
         }))
     }
 
-    /// Whether a row of a load has arrived, verified, perhaps before the rest of its block; never waits.
+    /// Whether a row of a load has arrived, verified, perhaps before the rest of its block; never
+    /// waits.
     fn shard_done(&self, py: Python<'_>, row: usize) -> PyResult<bool> {
         self.check_process(py)?;
         Ok(self.task.shard_done(row))
     }
 
-    /// Waits for that, at most `timeout` seconds; false if that came first, or the row will not arrive any more.
+    /// Waits for that, at most `timeout` seconds; false if that came first, or the row will not
+    /// arrive any more.
     fn wait_shard(&self, py: Python<'_>, row: usize, timeout: Option<f64>) -> PyResult<bool> {
         self.check_process(py)?;
         let limit = limit(py, timeout)?;

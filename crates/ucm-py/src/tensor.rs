@@ -1,7 +1,8 @@
 //! Tensors of the host as they come from torch.
 //!
-//! Only a tensor's attributes are asked for, so that nothing here is built against torch. What its sizes say may be read
-//! (or written, for an output) while a call runs, whose arguments keep it alive; everything else about it is checked.
+//! Only a tensor's attributes are asked for, so that nothing here is built against torch. What its
+//! sizes say may be read (or written, for an output) while a call runs, whose arguments keep it
+//! alive; everything else about it is checked.
 #![allow(unsafe_code, reason = "addresses come from Python as numbers")]
 
 use std::ptr::with_exposed_provenance_mut;
@@ -132,7 +133,8 @@ impl Tensor {
     /// Its elements, to be written.
     ///
     /// # Safety
-    /// They can be written, no one else reads or writes them for `'a`, and the dtype is that of `T`.
+    /// They can be written, no one else reads or writes them for `'a`, and the dtype is that of
+    /// `T`.
     pub(crate) unsafe fn slice_mut<'a, T>(&self, name: &'static str) -> Result<&'a mut [T]> {
         self.packed(name, 0)?;
         let base = self.at::<T>(name)?;
@@ -183,8 +185,8 @@ impl Tensor {
         Ok(unsafe { Vectors::from_raw(self.at(name)?, self.element(name)?, shape, strides) })
     }
 
-    /// What is kept of each block, `[block, ...]`; the dimensions from `first` on lie without gaps, and `span` elements
-    /// are read of each.
+    /// What is kept of each block, `[block, ...]`; the dimensions from `first` on lie without gaps,
+    /// and `span` elements are read of each.
     ///
     /// # Safety
     /// They can be read for `'a`, and no one writes to those of the blocks that the call is given.

@@ -117,11 +117,16 @@ impl TransBuffer {
     }
 
     /// Pins memory of the caller's.
-    fn register(&self, py: Python<'_>, address: &Bound<'_, PyAny>, size: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn register(
+        &self,
+        py: Python<'_>,
+        address: &Bound<'_, PyAny>,
+        size: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         same_process(py, self.pid)?;
         let (address, size) = (number(address)?, count(size, "size")?);
-        // SAFETY: the caller of `register_host_buffer` vouches that the memory stays until it is told to be
-        // unregistered.
+        // SAFETY: the caller of `register_host_buffer` vouches that the memory stays until it is
+        // told to be unregistered.
         let host = unsafe { HostSpan::new(address, size as u64) };
         to_py(py, py.detach(|| self.pools.register(host)))
     }
@@ -141,7 +146,8 @@ impl TransBuffer {
             "device" => Ok(Place::Device),
             "host" => Ok(Place::Host),
             _ => {
-                let unknown = Error::invalid("a place is \"device\" or \"host\"").with("place", place);
+                let unknown =
+                    Error::invalid("a place is \"device\" or \"host\"").with("place", place);
                 Err(raise(py, &unknown))
             }
         }
@@ -173,7 +179,8 @@ impl TransMemory {
         self.address(py)
     }
 
-    /// Gives it back to its pool or frees it, once no copy and no view uses it; repeatable. Nothing in a forked child.
+    /// Gives it back to its pool or frees it, once no copy and no view uses it; repeatable. Nothing
+    /// in a forked child.
     fn close(&self, py: Python<'_>) {
         if self.pid == std::process::id() {
             let buffer = self.buffer.lock().take();
@@ -208,7 +215,8 @@ impl TransMemory {
         }
         let first = with_exposed_provenance_mut(buffer.address() as usize);
         let len = buffer.len() as ffi::Py_ssize_t;
-        // SAFETY: `view` is Python's to be filled in; the bytes stay until it is released, because it keeps the buffer.
+        // SAFETY: `view` is Python's to be filled in; the bytes stay until it is released, because
+        // it keeps the buffer.
         unsafe {
             if ffi::PyBuffer_FillInfo(view, this.as_ptr(), first, len, 0, flags) != 0 {
                 return Err(PyErr::fetch(py));
@@ -238,7 +246,12 @@ impl TransMemory {
     fn held(&self, py: Python<'_>) -> PyResult<Arc<Buffer>> {
         same_process(py, self.pid)?;
         let held = self.buffer.lock().clone();
-        held.ok_or_else(|| raise(py, &Error::new(ErrorKind::Closed, "this buffer was given back")))
+        held.ok_or_else(|| {
+            raise(
+                py,
+                &Error::new(ErrorKind::Closed, "this buffer was given back"),
+            )
+        })
     }
 }
 
@@ -258,10 +271,13 @@ struct Job {
 
 #[pymethods]
 impl TransStream {
-    /// Copies pieces of `size` bytes between the device and the host. Each side is one address, or an array of
-    /// `number` addresses; where only the host's is one, its pieces lie one behind the other. Without `wait` the copy
-    /// is only begun.
-    #[allow(clippy::too_many_arguments, reason = "one function for twelve of Python's")]
+    /// Copies pieces of `size` bytes between the device and the host. Each side is one address, or
+    /// an array of `number` addresses; where only the host's is one, its pieces lie one behind the
+    /// other. Without `wait` the copy is only begun.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one function for twelve of Python's"
+    )]
     fn copy(
         &self,
         py: Python<'_>,
@@ -287,7 +303,8 @@ impl TransStream {
         })
     }
 
-    /// Calls a function on the stream's thread when everything submitted before has ended, with whether all went well.
+    /// Calls a function on the stream's thread when everything submitted before has ended, with
+    /// whether all went well.
     fn append_callback(&self, py: Python<'_>, call: Py<PyAny>) -> PyResult<()> {
         self.with(py, |copies| {
             copies.callback(move |well| Callbacks::run(&call, well))
@@ -300,7 +317,8 @@ impl TransStream {
         self.with(py, |copies| copies.synchronize(until(limit)))
     }
 
-    /// Takes no more; what was submitted is still done, and no one waits for it. Repeatable. Nothing in a forked child.
+    /// Takes no more; what was submitted is still done, and no one waits for it. Repeatable.
+    /// Nothing in a forked child.
     fn close(&self, py: Python<'_>) {
         if self.pid == std::process::id() {
             py.detach(|| drop(self.copies.lock().take()));
@@ -336,8 +354,9 @@ impl Drop for TransMemory {
     }
 }
 
-/// Ends something that may wait for the device: not with the GIL held. A child of the process that it is of leaves it as
-/// it is: what it holds is its parent's, and a thread that the child does not have may hold its locks.
+/// Ends something that may wait for the device: not with the GIL held. A child of the process that
+/// it is of leaves it as it is: what it holds is its parent's, and a thread that the child does not
+/// have may hold its locks.
 fn end<T: Send>(mut value: Option<T>, pid: u32) {
     if pid != std::process::id() {
         let _left = ManuallyDrop::new(value);
@@ -372,7 +391,8 @@ thread_local! {
 }
 
 impl Callbacks {
-    /// Counts one that is to run; `false` where none may any more. What a forked child inherited does not run there.
+    /// Counts one that is to run; `false` where none may any more. What a forked child inherited
+    /// does not run there.
     fn begin() -> bool {
         let (mut callbacks, process) = (CALLBACKS.lock(), std::process::id());
         if callbacks.process != process {
@@ -437,7 +457,8 @@ fn count(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
     match value.extract::<usize>() {
         Ok(count) if count > 0 && !value.is_instance_of::<PyBool>() => Ok(count),
         _ => {
-            let wrong = Error::invalid("a size or number is a whole number above zero").with("what", what);
+            let wrong =
+                Error::invalid("a size or number is a whole number above zero").with("what", what);
             Err(raise(value.py(), &wrong.with("value", text(value))))
         }
     }
@@ -450,14 +471,18 @@ fn number(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     }
     let address = value.extract::<u64>().ok().filter(|&address| address > 0);
     address.ok_or_else(|| {
-        let wrong = Error::invalid("an address is a whole number above zero, or a buffer of ucm.trans");
+        let wrong =
+            Error::invalid("an address is a whole number above zero, or a buffer of ucm.trans");
         raise(value.py(), &wrong.with("value", text(value)))
     })
 }
 
 /// An object as an error names it.
 fn text(value: &Bound<'_, PyAny>) -> String {
-    let text = value.repr().map(|text| text.to_string()).unwrap_or_default();
+    let text = value
+        .repr()
+        .map(|text| text.to_string())
+        .unwrap_or_default();
     text.chars().take(80).collect()
 }
 
@@ -492,7 +517,8 @@ fn many(
             .collect::<PyResult<Vec<_>>>()?
     } else if value.is_instance_of::<PyUntypedArray>() {
         let array = value.extract::<PyReadonlyArray1<'_, u64>>().map_err(|_| {
-            let wrong = Error::invalid("an array of addresses has one dimension and the type uint64");
+            let wrong =
+                Error::invalid("an array of addresses has one dimension and the type uint64");
             raise(py, &wrong)
         })?;
         array.as_array().iter().copied().collect()
@@ -502,11 +528,12 @@ fn many(
             return Err(raise(py, &Error::invalid(unknown)));
         };
         let array = self::number(value)?;
-        // SAFETY: the caller vouches that the address is that of an array of so many pointers; no one writes to it
-        // while the GIL is held by the caller that could know of it.
+        // SAFETY: the caller vouches that the address is that of an array of so many pointers; no
+        // one writes to it while the GIL is held by the caller that could know of it.
         to_py(py, unsafe { addresses_at(array, number) })?
     } else {
-        let wrong = "addresses are a NumPy array of uint64, a list, or the address of an array of pointers";
+        let wrong =
+            "addresses are a NumPy array of uint64, a list, or the address of an array of pointers";
         return Err(raise(py, &Error::invalid(wrong).with("value", text(value))));
     };
     let number = number.unwrap_or(addresses.len());
@@ -514,15 +541,16 @@ fn many(
         let few = Error::invalid("fewer addresses than the number says");
         return Err(raise(
             py,
-            &few.with("addresses", addresses.len()).with("number", number),
+            &few.with("addresses", addresses.len())
+                .with("number", number),
         ));
     }
     addresses.truncate(number);
     Ok(addresses)
 }
 
-/// Reads what a copy is of: `shape` is "one" (an address on both sides), "batch" (many on both) or "together" (many
-/// on the device, one buffer on the host).
+/// Reads what a copy is of: `shape` is "one" (an address on both sides), "batch" (many on both) or
+/// "together" (many on the device, one buffer on the host).
 fn job(
     py: Python<'_>,
     shape: &str,
@@ -546,8 +574,8 @@ fn job(
         ("together", &[first]) => Sides::Together(first),
         (_, each) => Sides::Each(each),
     };
-    // SAFETY: the caller of a stream vouches for each address and the bytes from it on, until the copy has ended;
-    // buffers of ours are kept until then.
+    // SAFETY: the caller of a stream vouches for each address and the bytes from it on, until the
+    // copy has ended; buffers of ours are kept until then.
     let pairs = to_py(py, unsafe { pairs(&devices, sides, size) })?;
     Ok(Job {
         direction,

@@ -1,8 +1,8 @@
-//! The quota agent: the thread on which a writer agrees with the others of its root. Nothing here is on the way of a
-//! write.
+//! The quota agent: the thread on which a writer agrees with the others of its root. Nothing here
+//! is on the way of a write.
 //!
-//! It wakes about once a second, at once when the grant runs low, and ten times a second while a write waits for an
-//! answer. Every turn lists one small directory and reads what changed there.
+//! It wakes about once a second, at once when the grant runs low, and ten times a second while a
+//! write waits for an answer. Every turn lists one small directory and reads what changed there.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,7 +23,8 @@ use super::{LANE_AGENT, Quota, answer};
 /// Time between two turns when nothing happens, and while a write waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
 const ACTIVE: Duration = Duration::from_millis(100);
-/// Time between two notes of a writer that wants nothing, and least time between two of one that does.
+/// Time between two notes of a writer that wants nothing, and least time between two of one that
+/// does.
 const NOTE: Duration = Duration::from_secs(60);
 const NOTE_AGAIN: Duration = Duration::from_millis(50);
 /// How long the quota agent's steps may take together.
@@ -36,13 +37,18 @@ const COUNT_RULES: Duration = Duration::from_secs(300);
 const VAIN: Duration = Duration::from_millis(50);
 const LONGEST_VAIN: Duration = Duration::from_secs(60);
 
-/// How long a medium may take until what was removed is free: btrfs and ZFS give it back with their next commit.
+/// How long a medium may take until what was removed is free: btrfs and ZFS give it back with their
+/// next commit.
 const SETTLES: Duration = Duration::from_secs(30);
 
 impl Quota {
     /// Starts the thread.
     pub(super) fn start_agent(self: &Arc<Self>) {
-        let (weak, notify, clock) = (Arc::downgrade(self), self.notify.clone(), Arc::clone(&self.clock));
+        let (weak, notify, clock) = (
+            Arc::downgrade(self),
+            self.notify.clone(),
+            Arc::clone(&self.clock),
+        );
         let work = move || loop {
             let seen = notify.seen();
             let Some(space) = weak.upgrade() else { return };
@@ -54,7 +60,9 @@ impl Quota {
             clock.sleep(&notify, seen, Some(next));
         };
         // A pool that is shut down keeps nothing any more.
-        let _ = self.worker.submit(LANE_AGENT, MonotonicTime::NEVER, work, |_| {});
+        let _ = self
+            .worker
+            .submit(LANE_AGENT, MonotonicTime::NEVER, work, |_| {});
     }
 
     /// One look around; when to look next.
@@ -68,7 +76,11 @@ impl Quota {
         let mut answers = Answers::new();
         let mut quota = self.writer_quota.lock();
         let failed = looked.is_err();
-        quota.trouble = looked.as_ref().err().or(agent.counts.trouble.as_ref()).cloned();
+        quota.trouble = looked
+            .as_ref()
+            .err()
+            .or(agent.counts.trouble.as_ref())
+            .cloned();
         let now = self.clock.now();
         quota.answer_waiting(now, &mut answers);
         let late = quota.next_late();
@@ -186,14 +198,15 @@ impl Quota {
         if let Some(meta) = look.files.get(&Name::Grants(term))
             && (needy || agent.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
             && let Some(grants) = self.read::<Grants>(Name::Grants(term), meta.len, deadline)?
-            // A grant counts only if its collector was still in office after it was read: the next one reads it later.
+            // A grant counts only if its collector was still in office after it was read: the next
+            // one reads it later.
             && self.look(deadline)?.highest() == Some(term)
         {
             let mut quota = self.writer_quota.lock();
             match grants.writers.get(&hex(writer)) {
                 Some(mine) => quota.adopt(mine.granted),
-                // Not in the grant table, so not counted on: it was forgotten (this machine slept), or its document
-                // removed.
+                // Not in the grant table, so not counted on: it was forgotten (this machine slept),
+                // or its document removed.
                 None => quota.granted = quota.granted.min(quota.reserved),
             }
             quota.told.limit = grants.limit;
@@ -297,7 +310,8 @@ impl Quota {
         quota.told.counted |= agent.counts.done;
         drop(quota);
         self.show(&table);
-        if std::mem::replace(&mut agent.counts.reserved, table.reserved()) != agent.counts.reserved {
+        if std::mem::replace(&mut agent.counts.reserved, table.reserved()) != agent.counts.reserved
+        {
             agent.counts.quiet_since = now;
         }
         let due = self.is_count_due(agent, &table, short, now);
@@ -314,7 +328,13 @@ impl Quota {
         Ok(waited_for)
     }
 
-    fn is_count_due(&self, agent: &QuotaAgent, table: &GrantTable, short: bool, now: MonotonicTime) -> bool {
+    fn is_count_due(
+        &self,
+        agent: &QuotaAgent,
+        table: &GrantTable,
+        short: bool,
+        now: MonotonicTime,
+    ) -> bool {
         if now < agent.counts.not_before {
             return false;
         }

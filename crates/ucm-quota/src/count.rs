@@ -81,7 +81,8 @@ struct Everything {
 }
 
 impl Quota {
-    /// Counts and, if need be, removes, in the background; one at a time. The quota agent hears of the end.
+    /// Counts and, if need be, removes, in the background; one at a time. The quota agent hears of
+    /// the end.
     pub(super) fn start_count(self: &Arc<Self>, why: Why) {
         if self.counting.running.swap(true, Ordering::AcqRel) {
             return;
@@ -181,13 +182,23 @@ impl Quota {
         Ok((space.free, self.config.rules.floor(space.total)))
     }
 
-    /// Removes what was planned; the answer is how many bytes that freed. Who has to be asked may take long: what that is
-    /// about goes last, each file as soon as it may.
-    fn remove_all(&self, going: Vec<Found>, namespaces: &[PathBuf], need: &Need, why: Why) -> Result<u64> {
+    /// Removes what was planned; the answer is how many bytes that freed. Who has to be asked may
+    /// take long: what that is about goes last, each file as soon as it may.
+    fn remove_all(
+        &self,
+        going: Vec<Found>,
+        namespaces: &[PathBuf],
+        need: &Need,
+        why: Why,
+    ) -> Result<u64> {
         let asks = self.counting.leaving.get().is_some();
-        let expired = |record: &Found| need.expired_before.is_some_and(|line| record.used_ns < line);
-        let (at_once, asked): (Vec<_>, Vec<_>) =
-            going.into_iter().partition(|record| !asks || expired(record));
+        let expired = |record: &Found| {
+            need.expired_before
+                .is_some_and(|line| record.used_ns < line)
+        };
+        let (at_once, asked): (Vec<_>, Vec<_>) = going
+            .into_iter()
+            .partition(|record| !asks || expired(record));
         let mut freed = 0;
         for batch in at_once.chunks(BATCH) {
             if !self.goes_on(why) {
@@ -206,11 +217,14 @@ impl Quota {
         Ok(freed)
     }
 
-    /// Whether this file may be removed to make room: the hook that wants to know of it was told, and agrees.
+    /// Whether this file may be removed to make room: the hook that wants to know of it was told,
+    /// and agrees.
     fn may_leave(&self, record: &Found, namespaces: &[PathBuf], why: Why) -> bool {
         let path = record.path(namespaces);
-        let (Some(leaving), Ok(below)) = (self.counting.leaving.get(), path.strip_prefix(&self.config.root))
-        else {
+        let (Some(leaving), Ok(below)) = (
+            self.counting.leaving.get(),
+            path.strip_prefix(&self.config.root),
+        ) else {
             return true;
         };
         let leaves = Leaving {
@@ -222,8 +236,8 @@ impl Quota {
         leaving(leaves, &|| self.goes_on(why)) && self.goes_on(why)
     }
 
-    /// Removes records; the answer is how many bytes that freed. What another process removed before counts too, but
-    /// not in the grant table: it may have been moved to quarantine.
+    /// Removes records; the answer is how many bytes that freed. What another process removed
+    /// before counts too, but not in the grant table: it may have been moved to quarantine.
     fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
         let paths: Vec<_> = batch.iter().map(|record| record.path(namespaces)).collect();
         let answers = self.call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
@@ -245,8 +259,8 @@ impl Quota {
         Ok(freed + gone)
     }
 
-    /// Everything below the root that is ours: namespaces, records, and bytes with private files and quarantines
-    /// included. What processes that ended left behind is removed on the way.
+    /// Everything below the root that is ours: namespaces, records, and bytes with private files
+    /// and quarantines included. What processes that ended left behind is removed on the way.
     fn count(&self, why: Why) -> Result<Everything> {
         let mut found = Everything::default();
         let oldest = self.dead_before(why)?;
@@ -291,16 +305,18 @@ impl Quota {
                 });
             }
             found.total += self.sweep_private(dir.join("tmp"), oldest)?;
-            found.total += evidence_bytes(&self.entries(dir.join(evidence::DIR), MonotonicTime::NEVER)?);
+            found.total +=
+                evidence_bytes(&self.entries(dir.join(evidence::DIR), MonotonicTime::NEVER)?);
             found.namespaces.push(dir);
         }
         self.sweep_private(self.directory(), oldest)?;
         Ok(found)
     }
 
-    /// The time, ns of Unix time, before which a private file counts as left behind. By the clock that gives files
-    /// their times, the server's where there is one: the heartbeat was written a moment ago, whatever this host's clock
-    /// says. A process that is not collector has no heartbeat, and goes by its own clock.
+    /// The time, ns of Unix time, before which a private file counts as left behind. By the clock
+    /// that gives files their times, the server's where there is one: the heartbeat was written a
+    /// moment ago, whatever this host's clock says. A process that is not collector has no
+    /// heartbeat, and goes by its own clock.
     fn dead_before(&self, why: Why) -> Result<i64> {
         let mut now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
         if let Some(term) = why.term {

@@ -1,8 +1,10 @@
-//! The documents in `<root>/space/`, by which the writers of a root agree who counts it and who may write how much.
+//! The documents in `<root>/space/`, by which the writers of a root agree who counts it and who may
+//! write how much.
 //!
-//! `collector-<term>.json` is made without replacing: of all that want a term one has it, and the highest term is the
-//! collector in office. Only its owner writes it again (the heartbeat). `grants-<term>.json` is what that collector
-//! counted and granted. `writer-<id>.json` is what one writer used and wants.
+//! `collector-<term>.json` is made without replacing: of all that want a term one has it, and the
+//! highest term is the collector in office. Only its owner writes it again (the heartbeat).
+//! `grants-<term>.json` is what that collector counted and granted. `writer-<id>.json` is what one
+//! writer used and wants.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -26,7 +28,8 @@ pub(crate) enum Name {
 impl Name {
     pub(crate) fn parse(name: &OsStr) -> Option<Self> {
         let (kind, number) = name.to_str()?.strip_suffix(".json")?.split_once('-')?;
-        let exact = number.len() == 16 && !number.bytes().any(|c| c.is_ascii_uppercase() || c == b'+');
+        let exact =
+            number.len() == 16 && !number.bytes().any(|c| c.is_ascii_uppercase() || c == b'+');
         let number = u64::from_str_radix(number, 16).ok().filter(|_| exact)?;
         match kind {
             "collector" => Some(Self::Collector(number)),
@@ -85,7 +88,8 @@ pub(crate) struct Heartbeat {
     pub(crate) resigned: bool,
 }
 
-/// What a writer used and wants. Totals are bytes since it took its id, and never go down while it writes.
+/// What a writer used and wants. Totals are bytes since it took its id, and never go down while it
+/// writes.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Note {
     pub(crate) format: u32,
@@ -159,7 +163,11 @@ mod tests {
 
     #[test]
     fn names_are_exact() {
-        for name in [Name::Collector(1), Name::Grants(u64::MAX), Name::Writer(0xab)] {
+        for name in [
+            Name::Collector(1),
+            Name::Grants(u64::MAX),
+            Name::Writer(0xab),
+        ] {
             assert_eq!(Name::parse(OsStr::new(&name.text())), Some(name));
         }
         for bad in [

@@ -1,4 +1,5 @@
-//! Reading and writing the space documents, every step with a deadline, on the quota agent's thread.
+//! Reading and writing the space documents, every step with a deadline, on the quota agent's
+//! thread.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -83,7 +84,8 @@ impl Quota {
         (self.below()?.tend)(deadline.min(self.clock.now().after(super::STEP)))
     }
 
-    /// Whether the root is the one that was opened: the documents of another one are not ours to write.
+    /// Whether the root is the one that was opened: the documents of another one are not ours to
+    /// write.
     pub(super) fn check_root(&self, deadline: MonotonicTime) -> Result<()> {
         (self.below()?.check)(deadline.min(self.clock.now().after(super::STEP)))
     }
@@ -124,14 +126,16 @@ impl Quota {
                 durable: false,
             })
         };
-        self.call(deadline, publish).map(|published| published.is_some())
+        self.call(deadline, publish)
+            .map(|published| published.is_some())
     }
 
     /// Removes documents, best effort.
     pub(super) fn drop_documents(&self, names: &[Name], deadline: MonotonicTime) {
         if !names.is_empty() {
             let paths: Vec<_> = names.iter().map(|name| self.path(*name)).collect();
-            let _ = self.call(deadline, move |io| io.remove(&paths)); // what stays is removed with a later count
+            // what stays is removed with a later count
+            let _ = self.call(deadline, move |io| io.remove(&paths));
         }
     }
 
@@ -142,6 +146,7 @@ impl Quota {
     /// A private name that no other process uses; a leftover is swept by its age.
     fn private(&self) -> PathBuf {
         let (one, other) = (ucm_infra::random_u64(), ucm_infra::random_u64());
-        self.directory().join(format!("{one:016x}-{other:016x}.tmp"))
+        self.directory()
+            .join(format!("{one:016x}-{other:016x}.tmp"))
     }
 }

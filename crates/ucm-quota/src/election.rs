@@ -1,10 +1,12 @@
 //! Who is collector: the owner of the highest term.
 //!
-//! A term is a file that is made without replacing, so it has one owner, and only its owner writes it again. A writer
-//! that finds no term, or whose collector resigned, died on this host, or did not move for [`STILL`] on the writer's
-//! own clock, takes the next term, reads the grants of the one before *after that*, and goes on from there. A grant
-//! counts for a writer only if its term was still the highest after the grant was read, and a collector grants only for
-//! a while after its last heartbeat; so whatever was granted by two collectors is in the grant table of the later one.
+//! A term is a file that is made without replacing, so it has one owner, and only its owner writes
+//! it again. A writer that finds no term, or whose collector resigned, died on this host, or did
+//! not move for [`STILL`] on the writer's own clock, takes the next term, reads the grants of the
+//! one before *after that*, and goes on from there. A grant counts for a writer only if its term
+//! was still the highest after the grant was read, and a collector grants only for a while after
+//! its last heartbeat; so whatever was granted by two collectors is in the grant table of the later
+//! one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -78,8 +80,12 @@ impl Quota {
         now: MonotonicTime,
         deadline: MonotonicTime,
     ) -> Result<bool> {
-        let len = look.files.get(&Name::Collector(term)).map_or(0, |meta| meta.len);
-        // Read every time: a network file system may hide that it changed from those who only look at its times.
+        let len = look
+            .files
+            .get(&Name::Collector(term))
+            .map_or(0, |meta| meta.len);
+        // Read every time: a network file system may hide that it changed from those who only look
+        // at its times.
         let heartbeat = self.read::<Heartbeat>(Name::Collector(term), len, deadline)?;
         let watched = &mut agent.watched;
         let sequence = heartbeat
@@ -112,7 +118,10 @@ impl Quota {
         }
         let mut left = None;
         for before in look.grants().filter(|&before| before < term) {
-            let len = look.files.get(&Name::Grants(before)).map_or(0, |meta| meta.len);
+            let len = look
+                .files
+                .get(&Name::Grants(before))
+                .map_or(0, |meta| meta.len);
             left = self.read::<Grants>(Name::Grants(before), len, deadline)?;
             if left.is_some() {
                 break;
@@ -151,8 +160,8 @@ impl Quota {
         }
     }
 
-    /// The next heartbeat, never over another owner's file: ours may have been removed. Whether the term is ours
-    /// still.
+    /// The next heartbeat, never over another owner's file: ours may have been removed. Whether the
+    /// term is ours still.
     pub(super) fn renew_heartbeat(
         &self,
         agent: &mut QuotaAgent,
@@ -194,7 +203,8 @@ impl Quota {
 
     /// Removes what earlier terms left, once this one's grants are there.
     pub(super) fn drop_old_terms(&self, look: &Look, term: u64, deadline: MonotonicTime) {
-        let old = |name: &&Name| matches!(**name, Name::Collector(old) | Name::Grants(old) if old < term);
+        let old =
+            |name: &&Name| matches!(**name, Name::Collector(old) | Name::Grants(old) if old < term);
         let names: Vec<Name> = look.files.keys().filter(old).copied().collect();
         self.drop_documents(&names, deadline);
     }

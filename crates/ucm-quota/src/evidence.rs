@@ -1,7 +1,8 @@
-//! What is kept of damaged records: which reasons count as damage, how evidence is named, and what of it has to go.
+//! What is kept of damaged records: which reasons count as damage, how evidence is named, and what
+//! of it has to go.
 //!
-//! Evidence lies below its namespace as `quarantine/<32 hex>.<reason>.<unix seconds>.bin`: the id the record was stored
-//! under, why it was refused, and when it was moved.
+//! Evidence lies below its namespace as `quarantine/<32 hex>.<reason>.<unix seconds>.bin`: the id
+//! the record was stored under, why it was refused, and when it was moved.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -24,7 +25,8 @@ pub struct QuarantineConfig {
     pub max_per_minute: u32,
     /// Most records kept below a root; the oldest go first.
     pub max_records: u32,
-    /// Most bytes kept below a root, and never more than a sixteenth of its limit; the oldest go first.
+    /// Most bytes kept below a root, and never more than a sixteenth of its limit; the oldest go
+    /// first.
     pub max_bytes: u64,
     /// How long a record is kept.
     pub keep: Duration,
@@ -42,8 +44,8 @@ impl Default for QuarantineConfig {
     }
 }
 
-/// Whether a refusal for this reason is damage, of which evidence is kept. What is whole but belongs elsewhere is
-/// not, and a newer version is never touched.
+/// Whether a refusal for this reason is damage, of which evidence is kept. What is whole but
+/// belongs elsewhere is not, and a newer version is never touched.
 pub fn is_damage(reason: MissReason) -> bool {
     matches!(
         reason,
@@ -65,7 +67,9 @@ pub fn evidence_time(name: &OsStr) -> Option<u64> {
     let (id, rest) = name.to_str()?.strip_suffix(".bin")?.split_once('.')?;
     let (reason, seconds) = rest.split_once('.')?;
     id.parse::<BlockId>().ok()?;
-    let known = MissReason::ALL.into_iter().any(|known| known.name() == reason);
+    let known = MissReason::ALL
+        .into_iter()
+        .any(|known| known.name() == reason);
     let digits = !seconds.is_empty() && seconds.bytes().all(|c| c.is_ascii_digit());
     seconds.parse().ok().filter(|_| known && digits)
 }
@@ -87,7 +91,12 @@ pub struct Evidence {
 }
 
 /// The evidence that has to go: what is too old, then the oldest of what is too much.
-pub fn too_much(mut found: Vec<Evidence>, bounds: &QuarantineConfig, limit: u64, now: u64) -> Vec<Evidence> {
+pub fn too_much(
+    mut found: Vec<Evidence>,
+    bounds: &QuarantineConfig,
+    limit: u64,
+    now: u64,
+) -> Vec<Evidence> {
     let most = bounds.max_bytes.min(limit / SHARE);
     let (mut records, mut bytes) = (0, 0u64);
     // The newest first: the bounds are met from here on.
@@ -110,7 +119,10 @@ mod tests {
     fn only_exact_names_are_evidence() {
         let id = BlockId([0xab; 16]);
         let name = evidence_name(id, MissReason::BadChecksum, 1_700_000_000);
-        assert_eq!(name, format!("{}.bad_checksum.1700000000.bin", "ab".repeat(16)));
+        assert_eq!(
+            name,
+            format!("{}.bad_checksum.1700000000.bin", "ab".repeat(16))
+        );
         assert_eq!(evidence_time(OsStr::new(&name)), Some(1_700_000_000));
         for bad in [
             format!("{id}.bin"),
@@ -128,9 +140,15 @@ mod tests {
 
     #[test]
     fn damage_is_what_is_broken_not_what_is_misplaced() {
-        let damage: Vec<_> = MissReason::ALL.into_iter().filter(|&r| is_damage(r)).collect();
+        let damage: Vec<_> = MissReason::ALL
+            .into_iter()
+            .filter(|&r| is_damage(r))
+            .collect();
         assert_eq!(
-            damage.iter().map(|reason| reason.name()).collect::<Vec<_>>(),
+            damage
+                .iter()
+                .map(|reason| reason.name())
+                .collect::<Vec<_>>(),
             [
                 "wrong_length",
                 "truncated",
@@ -156,16 +174,30 @@ mod tests {
                 len,
             });
             let dead = too_much(found.collect(), &bounds, limit, 1000);
-            dead.iter().map(|one| 1000 - one.seconds).collect::<Vec<_>>()
+            dead.iter()
+                .map(|one| 1000 - one.seconds)
+                .collect::<Vec<_>>()
         };
-        assert_eq!(dead(&[(10, 10), (51, 10), (50, 10)], 10_000), [51], "too old");
-        assert_eq!(dead(&[(4, 1), (1, 1), (3, 1), (2, 1)], 10_000), [4], "too many");
+        assert_eq!(
+            dead(&[(10, 10), (51, 10), (50, 10)], 10_000),
+            [51],
+            "too old"
+        );
+        assert_eq!(
+            dead(&[(4, 1), (1, 1), (3, 1), (2, 1)], 10_000),
+            [4],
+            "too many"
+        );
         assert_eq!(
             dead(&[(1, 60), (2, 60), (3, 1)], 10_000),
             [2, 3],
             "too many bytes"
         );
-        assert_eq!(dead(&[(1, 60), (2, 20)], 16 * 70), [2], "too much of the limit");
+        assert_eq!(
+            dead(&[(1, 60), (2, 20)], 16 * 70),
+            [2],
+            "too much of the limit"
+        );
         assert!(dead(&[], 0).is_empty());
     }
 }

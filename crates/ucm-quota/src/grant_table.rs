@@ -1,9 +1,9 @@
-//! The collector's grant table: what was counted, what each writer may have written beyond that, and what can be
-//! granted.
+//! The collector's grant table: what was counted, what each writer may have written beyond that,
+//! and what can be granted.
 //!
-//! The rule that everything rests on: what was counted, plus what every writer may still write beyond what the count
-//! has seen, never exceeds the limit. Totals of a writer only grow, so a table read late grants too little, never too
-//! much.
+//! The rule that everything rests on: what was counted, plus what every writer may still write
+//! beyond what the count has seen, never exceeds the limit. Totals of a writer only grow, so a
+//! table read late grants too little, never too much.
 
 use std::collections::BTreeMap;
 
@@ -56,8 +56,9 @@ pub(crate) struct GrantTable {
     accounts: BTreeMap<u64, Account>,
     /// Something was removed that no count has missed yet for sure.
     stale: bool,
-    /// A writer wrote while the last count listed, so that some of it may be counted twice. What a writer of another
-    /// process has not told by then is not known here, and waits for the next count.
+    /// A writer wrote while the last count listed, so that some of it may be counted twice. What a
+    /// writer of another process has not told by then is not known here, and waits for the next
+    /// count.
     blurred: bool,
 }
 
@@ -123,18 +124,23 @@ impl GrantTable {
 
     /// How far ahead a grant may be now.
     pub(crate) fn ahead(&self) -> u64 {
-        let living = self.accounts.values().filter(|account| !account.gone).count();
+        let living = self
+            .accounts
+            .values()
+            .filter(|account| !account.gone)
+            .count();
         ahead(self.limit, living)
     }
 
-    /// The most that can lie below the root, whatever the writers do with their grants; `None` before a count.
+    /// The most that can lie below the root, whatever the writers do with their grants; `None`
+    /// before a count.
     pub(crate) fn bound(&self) -> Option<u64> {
         let unseen: u64 = self.accounts.values().map(Account::unseen).sum();
         self.counted.map(|counted| counted.saturating_add(unseen))
     }
 
-    /// What lies below the root as far as is known, without what `writer` wrote (who knows that better itself), and
-    /// the total of that writer that is in it already.
+    /// What lies below the root as far as is known, without what `writer` wrote (who knows that
+    /// better itself), and the total of that writer that is in it already.
     pub(crate) fn used_by_others(&self, writer: u64) -> (u64, u64) {
         let others = self.accounts.iter().filter(|(id, _)| **id != writer);
         let written: u64 = others
@@ -153,7 +159,8 @@ impl GrantTable {
         self.counted.unwrap_or(0).saturating_add(written)
     }
 
-    /// Whether the last count may have seen some of what is charged beyond it too, and another one would see that for sure.
+    /// Whether the last count may have seen some of what is charged beyond it too, and another one
+    /// would see that for sure.
     pub(crate) fn is_blurred(&self) -> bool {
         self.blurred && self.since_count() > 0
     }
@@ -199,11 +206,13 @@ impl GrantTable {
 
     /// Whether a writer is known not to write any more.
     pub(crate) fn is_gone(&self, writer: u64) -> bool {
-        self.accounts.get(&writer).is_some_and(|account| account.gone)
+        self.accounts
+            .get(&writer)
+            .is_some_and(|account| account.gone)
     }
 
-    /// Whether a writer is gone of which the last count did not see everything for sure: only another one tells
-    /// what it wrote, and frees what it was granted.
+    /// Whether a writer is gone of which the last count did not see everything for sure: only
+    /// another one tells what it wrote, and frees what it was granted.
     pub(crate) fn has_gone_unseen(&self) -> bool {
         let accounts = self.accounts.values();
         accounts
@@ -238,7 +247,8 @@ impl GrantTable {
         )
     }
 
-    /// A count that began with `before` found this. The answer: writers that are in it whole and forgotten now.
+    /// A count that began with `before` found this. The answer: writers that are in it whole and
+    /// forgotten now.
     pub(crate) fn end_count(&mut self, before: &Snapshot, total: u64, records: u64) -> Vec<u64> {
         self.counted = Some(total);
         self.records = records;
@@ -271,8 +281,8 @@ impl GrantTable {
         self.records = self.records.saturating_sub(records);
     }
 
-    /// Grants what those who want can have. The answer: whether anything was granted, and whether a writer got less
-    /// than it wants at once.
+    /// Grants what those who want can have. The answer: whether anything was granted, and whether a
+    /// writer got less than it wants at once.
     pub(crate) fn grant(&mut self) -> (bool, bool) {
         let Some(bound) = self.bound() else {
             return (false, true);
@@ -398,8 +408,8 @@ mod tests {
     }
 
     proptest! {
-        /// Writers use what they were granted, in any order and as late as may be: what lies there never exceeds the
-        /// limit, with counts and another collector at any time.
+        /// Writers use what they were granted, in any order and as late as may be: what lies there
+        /// never exceeds the limit, with counts and another collector at any time.
         #[test]
         fn the_limit_holds(acts in prop::collection::vec((0..4u64, 0..4u8, 1..200u64), 1..200)) {
             let limit = 2000;

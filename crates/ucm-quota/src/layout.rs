@@ -1,4 +1,5 @@
-//! Where things lie below a root, and the two documents that explain it: the root marker and the manifest.
+//! Where things lie below a root, and the two documents that explain it: the root marker and the
+//! manifest.
 //!
 //! ```text
 //! <root>/ucm-root.json                              this directory belongs to ucm: format, UUID, capacity
@@ -92,7 +93,8 @@ impl Layout {
 
     /// A private file's path, unique by writer and sequence.
     pub fn private(&self, writer: u64, sequence: u64) -> PathBuf {
-        self.tmp().join(format!("{writer:016x}-{sequence:016x}.tmp"))
+        self.tmp()
+            .join(format!("{writer:016x}-{sequence:016x}.tmp"))
     }
 
     /// Where the segments of this namespace lie.
@@ -107,7 +109,9 @@ impl Layout {
 
     /// The directory that holds a record.
     pub fn shard_dir(&self, id: BlockId) -> PathBuf {
-        self.namespace().join(BLOCKS).join(format!("{:02x}", id.0[0]))
+        self.namespace()
+            .join(BLOCKS)
+            .join(format!("{:02x}", id.0[0]))
     }
 
     /// A record's path. Made for every block of a lookup, hence in one piece.
@@ -164,7 +168,8 @@ impl SegmentName {
         Self::split(name.to_str()?.strip_suffix(".seg")?)
     }
 
-    /// The name of the segment that a private file may become, if it is exactly that of a private file.
+    /// The name of the segment that a private file may become, if it is exactly that of a private
+    /// file.
     pub fn parse_private(name: &OsStr) -> Option<Self> {
         Self::split(name.to_str()?.strip_suffix(".tmp")?)
     }
@@ -236,7 +241,8 @@ pub struct Marker {
     /// Which layout was decided on here; see docs/stores.md.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<serde_json::Value>,
-    /// What reading a MiB past the caches took when that was measured, ns: once, by the first that had to know.
+    /// What reading a MiB past the caches took when that was measured, ns: once, by the first that
+    /// had to know.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_ns: Option<u64>,
 }
@@ -279,8 +285,8 @@ pub struct PartEntry {
     pub block_tokens: u32,
     /// Element type.
     pub dtype: String,
-    /// Lengths a record of this part may have as it is used, in order: those of every writer, with its side shards and
-    /// without. At most [`MAX_LENGTHS`].
+    /// Lengths a record of this part may have as it is used, in order: those of every writer, with
+    /// its side shards and without. At most [`MAX_LENGTHS`].
     pub record_lengths: Vec<u64>,
 }
 
@@ -321,8 +327,8 @@ impl Manifest {
         }
     }
 
-    /// Adds a part, and to one that is there already the lengths of this writer's records; whether that changed
-    /// anything.
+    /// Adds a part, and to one that is there already the lengths of this writer's records; whether
+    /// that changed anything.
     pub fn add(&mut self, part: Part, layout: &RecordLayout, geometry: &Geometry) -> bool {
         let own = layout.record_lengths();
         let mut entry = PartEntry {
@@ -333,7 +339,12 @@ impl Manifest {
             record_lengths: Vec::new(),
         };
         let others = self.lengths(part).iter().filter(|len| !own.contains(len));
-        entry.record_lengths = own.iter().chain(others).copied().take(MAX_LENGTHS).collect();
+        entry.record_lengths = own
+            .iter()
+            .chain(others)
+            .copied()
+            .take(MAX_LENGTHS)
+            .collect();
         entry.record_lengths.sort_unstable();
         self.parts.insert(part.to_string(), entry.clone()) != Some(entry)
     }
@@ -373,7 +384,9 @@ mod tests {
         for bad in ["x.bin", "README", &name[1..], &name.to_uppercase()] {
             assert_eq!(record_name(0xab, OsStr::new(bad)), None, "{bad}");
         }
-        assert!(is_private(OsStr::new("0123456789abcdef-0123456789abcdef.tmp")));
+        assert!(is_private(OsStr::new(
+            "0123456789abcdef-0123456789abcdef.tmp"
+        )));
         let segment = SegmentName {
             writer: 0x0123_4567_89ab_cdef,
             sequence: 7,
@@ -391,8 +404,12 @@ mod tests {
         ] {
             assert_eq!(SegmentName::parse(OsStr::new(bad)), None, "{bad}");
         }
-        assert!(!is_private(OsStr::new("0123456789abcdef.tmp")) && !is_private(OsStr::new("a-b.tmp")));
-        assert!(is_namespace(OsStr::new(&"0a".repeat(16))) && !is_namespace(OsStr::new("lost+found")));
+        assert!(
+            !is_private(OsStr::new("0123456789abcdef.tmp")) && !is_private(OsStr::new("a-b.tmp"))
+        );
+        assert!(
+            is_namespace(OsStr::new(&"0a".repeat(16))) && !is_namespace(OsStr::new("lost+found"))
+        );
     }
 
     #[test]
@@ -428,8 +445,7 @@ mod tests {
         };
         let text = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{}"#;
         let more = r#","position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"#;
-        let last =
-            r#""block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#;
+        let last = r#""block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#;
         let identity = Identity::parse(&[text, more, last].concat()).unwrap();
         let (part, mut manifest) = (Part::default(), Manifest::new(&identity, BTreeMap::new()));
         assert_eq!(manifest.lengths(part), [0; 0]);
@@ -437,7 +453,10 @@ mod tests {
         assert_eq!(manifest.lengths(part), [8192]);
         assert!(manifest.add(part, &sided(8192), &geometry));
         assert_eq!(manifest.lengths(part), [8192, 12288, 16384]);
-        assert!(!manifest.add(part, &plain, &geometry), "what others write stays");
+        assert!(
+            !manifest.add(part, &plain, &geometry),
+            "what others write stays"
+        );
         for pages in 3..200 {
             manifest.add(part, &sided(pages * 4096), &geometry);
             assert!(manifest.lengths(part).len() <= MAX_LENGTHS);
@@ -459,7 +478,10 @@ mod tests {
             read_ns: None,
         };
         assert_eq!(Marker::parse(&marker.to_bytes()).unwrap(), marker);
-        let newer = Marker { format: 2, ..marker };
+        let newer = Marker {
+            format: 2,
+            ..marker
+        };
         assert_eq!(
             Marker::parse(&newer.to_bytes()).unwrap_err().kind(),
             ErrorKind::Foreign

@@ -1,14 +1,18 @@
-//! Space below a root: a limit that holds with any number of writers, and removal of what was used longest ago.
+//! Space below a root: a limit that holds with any number of writers, and removal of what was used
+//! longest ago.
 //!
-//! One of the root's writers is its *collector*: it counts what lies below the root (all namespaces), removes the
-//! oldest records, and grants every writer an absolute running total, a little ahead of what that writer has used. A
-//! write is reserved against the grant, in memory; a writer whose grant is spent asks, waits a moment ([`patience`]), and
-//! then refuses. So the limit holds while the collector is dead, and with two of them. The parts:
+//! One of the root's writers is its *collector*: it counts what lies below the root (all
+//! namespaces), removes the oldest records, and grants every writer an absolute running total, a
+//! little ahead of what that writer has used. A write is reserved against the grant, in memory; a
+//! writer whose grant is spent asks, waits a moment ([`patience`]), and then refuses. So the limit
+//! holds while the collector is dead, and with two of them. The parts:
 //!
-//! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: what they write to each other;
-//! * [`agent`]: the thread on which all of that happens; [`notes`]: what writers say of themselves; [`election`]: who is collector;
-//! * [`count`]: counting and removing; [`remove`]: what goes first. Time of use is the file's modification time: see
-//!   `ucm_tier::recency`.
+//! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: what
+//!   they write to each other;
+//! * [`agent`]: the thread on which all of that happens; [`notes`]: what writers say of themselves;
+//!   [`election`]: who is collector;
+//! * [`count`]: counting and removing; [`remove`]: what goes first. Time of use is the file's
+//!   modification time: see `ucm_tier::recency`.
 //!
 //! [`space_document`]: the same rules where a medium has compare-and-swap, and one document is enough.
 //!
@@ -58,7 +62,8 @@ pub use writer_quota::{OnReserved, Reservation, patience};
 /// What a medium holds, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes of records and private files below the root, as last counted plus what was written since.
+    /// Bytes of records and private files below the root, as last counted plus what was written
+    /// since.
     pub used: u64,
     /// The limit.
     pub capacity: u64,
@@ -99,8 +104,9 @@ pub struct Leaving<'a> {
     pub used_ns: i64,
 }
 
-/// Called before a file is removed to make room, on the collector's thread; it may take its time, and asks the second
-/// argument now and then whether that is still wanted. False where the file is to stay.
+/// Called before a file is removed to make room, on the collector's thread; it may take its time,
+/// and asks the second argument now and then whether that is still wanted. False where the file is
+/// to stay.
 pub type OnLeaving = Box<dyn Fn(Leaving<'_>, &dyn Fn() -> bool) -> bool + Send + Sync>;
 
 /// What the space below a root goes by.
@@ -179,9 +185,10 @@ impl Quota {
         }))
     }
 
-    /// Sets the limit and starts looking after the root. `check` is called with a deadline before any document is
-    /// written: it fails if the root is not the one that was opened. `tend` is called before every count: it checks the
-    /// same, takes up a root that is back, and answers the limit; if it fails nothing is removed.
+    /// Sets the limit and starts looking after the root. `check` is called with a deadline before
+    /// any document is written: it fails if the root is not the one that was opened. `tend` is
+    /// called before every count: it checks the same, takes up a root that is back, and answers the
+    /// limit; if it fails nothing is removed.
     pub fn open(
         self: &Arc<Self>,
         limit: u64,
@@ -197,13 +204,14 @@ impl Quota {
         self.notify.notify();
     }
 
-    /// Sets, once, who is asked before a file is removed to make room; not before one that is removed for its age.
+    /// Sets, once, who is asked before a file is removed to make room; not before one that is
+    /// removed for its age.
     pub fn on_leaving(&self, hook: OnLeaving) {
         let _ = self.counting.leaving.set(hook);
     }
 
-    /// Whether `bytes` fit, and the collector has nothing to remove for them yet. Where it says no for what is used, the
-    /// collector is at work.
+    /// Whether `bytes` fit, and the collector has nothing to remove for them yet. Where it says no
+    /// for what is used, the collector is at work.
     pub fn has_room(&self, bytes: u64) -> bool {
         let quota = self.writer_quota.lock();
         let (used, limit) = (quota.used(), quota.told.limit);
@@ -211,33 +219,37 @@ impl Quota {
         had && !quota.queue.hopeless && !quota.is_barred(self.clock.now())
     }
 
-    /// Asks to write `bytes`. `then` is called exactly once, at once or from the quota agent's thread, with its first
-    /// turn after our [`patience`] or the deadline at the latest: with a reservation for [`Quota::ended`], or with
-    /// `NoSpace`.
+    /// Asks to write `bytes`. `then` is called exactly once, at once or from the quota agent's
+    /// thread, with its first turn after our [`patience`] or the deadline at the latest: with a
+    /// reservation for [`Quota::ended`], or with `NoSpace`.
     pub fn reserve(&self, bytes: u64, deadline: MonotonicTime, then: OnReserved) {
         let mut answers = Answers::new();
-        let look = self
-            .writer_quota
-            .lock()
-            .reserve(bytes, self.clock.now(), deadline, then, &mut answers);
+        let look =
+            self.writer_quota
+                .lock()
+                .reserve(bytes, self.clock.now(), deadline, then, &mut answers);
         if look {
             self.notify.notify();
         }
         answer(answers);
     }
 
-    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which [`Quota::reserve`] is
-    /// there.
+    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which
+    /// [`Quota::reserve`] is there.
     fn reserve_now(&self, bytes: u64) -> Result<Option<Reservation>> {
-        let (had, look) = self.writer_quota.lock().reserve_now(bytes, self.clock.now());
+        let (had, look) = self
+            .writer_quota
+            .lock()
+            .reserve_now(bytes, self.clock.now());
         if look {
             self.notify.notify();
         }
         had
     }
 
-    /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
-    /// the next count. A full medium pauses all writes for a while and starts the collector.
+    /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure
+    /// they count until the next count. A full medium pauses all writes for a while and starts the
+    /// collector.
     pub fn ended(&self, reservation: Reservation, error: Option<&Error>) {
         let full = self
             .writer_quota
@@ -248,8 +260,9 @@ impl Quota {
         }
     }
 
-    /// Room that was reserved at once for several records is not all needed: `kept` bytes of it were written, or may
-    /// have been. What `error` says of the medium counts as with [`Quota::ended`].
+    /// Room that was reserved at once for several records is not all needed: `kept` bytes of it
+    /// were written, or may have been. What `error` says of the medium counts as with
+    /// [`Quota::ended`].
     pub fn commit(&self, reservation: Reservation, kept: u64, error: Option<&Error>) {
         let full = self
             .writer_quota
@@ -260,7 +273,8 @@ impl Quota {
         }
     }
 
-    /// Asks to write `bytes` and waits for the answer, no longer than until then; for the control path.
+    /// Asks to write `bytes` and waits for the answer, no longer than until then; for the control
+    /// path.
     pub fn reserve_blocking(&self, bytes: u64, until: MonotonicTime) -> Result<Reservation> {
         let completion = Completion::new();
         let answer = Arc::clone(&completion);
@@ -273,13 +287,18 @@ impl Quota {
         );
         let until = self.clock.now().after(STEP).min(until);
         let late = || Error::new(ErrorKind::Timeout, "nobody said whether there is room");
-        completion.wait(&*self.clock, Some(until)).ok_or_else(late)?
+        completion
+            .wait(&*self.clock, Some(until))
+            .ok_or_else(late)?
     }
 
-    /// Asks to write `bytes` that nothing depends on: only of what is granted already, and without waiting. `Busy` when that
-    /// is too little.
+    /// Asks to write `bytes` that nothing depends on: only of what is granted already, and without
+    /// waiting. `Busy` when that is too little.
     pub fn try_reserve(&self, bytes: u64) -> Result<Reservation> {
-        let spare = self.writer_quota.lock().try_reserve(bytes, self.clock.now());
+        let spare = self
+            .writer_quota
+            .lock()
+            .try_reserve(bytes, self.clock.now());
         let none = || Error::new(ErrorKind::Busy, "there is no room to spare now");
         spare.ok_or_else(|| none().with("bytes", bytes))
     }
@@ -289,13 +308,15 @@ impl Quota {
         self.counting.counts()
     }
 
-    /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`. If a count was or came
-    /// in between it may have missed them already. Only the collector's own deletions are known before the next count.
+    /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`. If a
+    /// count was or came in between it may have missed them already. Only the collector's own
+    /// deletions are known before the next count.
     pub fn deleted(&self, bytes: u64, before: u64) {
         self.subtract(bytes, before, false);
     }
 
-    /// The same for what is removed so seldom that it is worth another count where it is not known what the last one saw.
+    /// The same for what is removed so seldom that it is worth another count where it is not known
+    /// what the last one saw.
     pub fn cleared(&self, bytes: u64, before: u64) {
         self.subtract(bytes, before, true);
     }
@@ -313,7 +334,8 @@ impl Quota {
         }
     }
 
-    /// The root was lost and is back, perhaps with something else in it: nothing is granted before the next count.
+    /// The root was lost and is back, perhaps with something else in it: nothing is granted before
+    /// the next count.
     pub fn lost(&self) {
         self.grant_table.lock().forget_count();
     }
@@ -362,7 +384,8 @@ impl Quota {
         let mut answers = Answers::new();
         self.writer_quota.lock().close(&mut answers);
         answer(answers);
-        // A process that still writes cannot resign, and the next collector would have to wait for this one's silence.
+        // A process that still writes cannot resign, and the next collector would have to wait for
+        // this one's silence.
         let now = self.clock.now();
         let (until, half) = (now.after(drain), now.after(drain / 2));
         loop {
@@ -403,7 +426,8 @@ impl Quota {
         if self.life.closing.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
-        let listed = self.call(deadline, move |io| io.list_if_there(&dir)); // it may be removed before that
+        // it may be removed before that
+        let listed = self.call(deadline, move |io| io.list_if_there(&dir));
         match listed {
             // What a symbolic link leads to is not ours to count or to remove.
             Err(error) if error.os_code() == Some(ELOOP) => Ok(Vec::new()),
@@ -418,8 +442,8 @@ impl Drop for Quota {
     }
 }
 
-/// Room for one write, once it has some: given back when the write ends, or when no caller waits for it any more,
-/// whichever comes first.
+/// Room for one write, once it has some: given back when the write ends, or when no caller waits
+/// for it any more, whichever comes first.
 pub struct Room {
     space: Arc<Quota>,
     held: Mutex<Held>,
@@ -444,7 +468,8 @@ impl Room {
         })
     }
 
-    /// Takes room for `bytes` to write to if it can be had at once, or was made; false where it has to be made first.
+    /// Takes room for `bytes` to write to if it can be had at once, or was made; false where it has
+    /// to be made first.
     pub fn take(&self, bytes: u64) -> Result<bool> {
         let made = match &*self.held.lock() {
             Held::Reserved(reservation) | Held::InUse(reservation) => Some(*reservation),
@@ -455,7 +480,9 @@ impl Room {
             None => self.space.reserve_now(bytes)?,
         };
         match reservation {
-            Some(reservation) => self.hold(reservation, Held::InUse(reservation)).map(|()| true),
+            Some(reservation) => self
+                .hold(reservation, Held::InUse(reservation))
+                .map(|()| true),
             None => Ok(false),
         }
     }
@@ -466,7 +493,8 @@ impl Room {
         self.hold(reservation, Held::InUse(reservation))
     }
 
-    /// Has room for `bytes` made; `then` is called as of [`Quota::reserve`], when it is there or why there is none.
+    /// Has room for `bytes` made; `then` is called as of [`Quota::reserve`], when it is there or
+    /// why there is none.
     pub fn reserve(
         self: &Arc<Self>,
         bytes: u64,
@@ -475,7 +503,10 @@ impl Room {
     ) {
         let room = Arc::clone(self);
         let reserved = move |reservation: Result<Reservation>| {
-            then(reservation.and_then(|reservation| room.hold(reservation, Held::Reserved(reservation))));
+            then(
+                reservation
+                    .and_then(|reservation| room.hold(reservation, Held::Reserved(reservation))),
+            );
         };
         self.space.reserve(bytes, deadline, Box::new(reserved));
     }

@@ -13,10 +13,11 @@ use super::documents_io::Look;
 use super::grant_table::GrantTable;
 use crate::layout::FORMAT;
 
-/// Silence after which a writer has no grant any more, by the collector's clock; twice what the writer allows itself.
+/// Silence after which a writer has no grant any more, by the collector's clock; twice what the
+/// writer allows itself.
 const SILENCE: Duration = Duration::from_secs(600);
-/// Time to resign in, at least: on a busy disk a document takes its time, and a writer that leaves without a note is waited
-/// for.
+/// Time to resign in, at least: on a busy disk a document takes its time, and a writer that leaves
+/// without a note is waited for.
 const RESIGN: Duration = Duration::from_secs(2);
 
 impl Quota {
@@ -47,8 +48,8 @@ impl Quota {
         table.note(writer, &note);
     }
 
-    /// Leaves a note although this writer is the collector now: the collector after the next one finds no heartbeat
-    /// of it any more, and learns from this that its process is gone.
+    /// Leaves a note although this writer is the collector now: the collector after the next one
+    /// finds no heartbeat of it any more, and learns from this that its process is gone.
     pub(super) fn introduce_myself(
         &self,
         agent: &mut QuotaAgent,
@@ -58,7 +59,10 @@ impl Quota {
         let (writer, mut note) = self.my_note(now, 0);
         note.sequence = agent.note.sequence + 1;
         // Best effort, as on a full medium: without it the silence tells.
-        if self.write(Name::Writer(writer), &note, true, deadline).is_ok() {
+        if self
+            .write(Name::Writer(writer), &note, true, deadline)
+            .is_ok()
+        {
             (agent.note, agent.note_at) = (note, now);
         }
     }
@@ -111,7 +115,10 @@ impl Quota {
             }
         }
         agent.heard.retain(|id, _| table.knows(*id));
-        Ok(agent.heard.values().any(|at| now.since(*at) < HEARTBEAT_INTERVAL))
+        Ok(agent
+            .heard
+            .values()
+            .any(|at| now.since(*at) < HEARTBEAT_INTERVAL))
     }
 
     /// Says that this writer is not there any more, so that no collector waits for it.
@@ -137,7 +144,8 @@ impl Quota {
             let grants = table.document();
             drop(table);
             if now.since(agent.heartbeat_at) < LEASE {
-                // What stays there when this fails grants more than was used: too careful for the next.
+                // What stays there when this fails grants more than was used: too careful for the
+                // next.
                 let _ = again(|| self.write(Name::Grants(office), &grants, true, deadline));
                 let _ = again(|| self.write_heartbeat(&mut agent, office, true, now, deadline));
             }

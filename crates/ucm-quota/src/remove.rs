@@ -98,7 +98,8 @@ pub(super) struct Need {
     pub(super) expired_before: Option<i64>,
 }
 
-/// The files to remove, oldest use first (so descendants before their ancestors), and no more than is needed.
+/// The files to remove, oldest use first (so descendants before their ancestors), and no more than
+/// is needed.
 pub(super) fn plan(mut records: Vec<Found>, namespaces: usize, need: &Need) -> Vec<Found> {
     if need.surplus == 0 && need.quota.is_none() && need.expired_before.is_none() {
         return Vec::new();
@@ -111,11 +112,14 @@ pub(super) fn plan(mut records: Vec<Found>, namespaces: usize, need: &Need) -> V
         *bytes = need.quota.map_or(0, |quota| bytes.saturating_sub(quota));
     }
     records.sort_unstable_by_key(|record| (record.used_ns, record.id));
-    // First what goes for its age or its namespace's quota: no other file has to go for room that this makes.
+    // First what goes for its age or its namespace's quota: no other file has to go for room that
+    // this makes.
     let mut surplus = need.surplus;
     let goes = |over: &mut [u64], record: &Found| {
         let over = &mut over[record.namespace as usize];
-        let expired = need.expired_before.is_some_and(|line| record.used_ns < line);
+        let expired = need
+            .expired_before
+            .is_some_and(|line| record.used_ns < line);
         let goes = expired || *over > 0;
         if goes {
             *over = over.saturating_sub(record.len);
@@ -163,7 +167,10 @@ mod tests {
             found(4, 20, 0),
             found(5, 40, 1),
         ];
-        plan(all, 2, &need).iter().map(|record| record.id.0[0]).collect()
+        plan(all, 2, &need)
+            .iter()
+            .map(|record| record.id.0[0])
+            .collect()
     }
 
     #[test]
@@ -195,7 +202,11 @@ mod tests {
             quota: Some(10),
             expired_before: Some(20),
         };
-        assert_eq!(removed(all), [2, 4, 3], "what one rule removes helps the others");
+        assert_eq!(
+            removed(all),
+            [2, 4, 3],
+            "what one rule removes helps the others"
+        );
         let over = Need {
             surplus: 10,
             quota: Some(20),

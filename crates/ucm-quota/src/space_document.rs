@@ -1,13 +1,14 @@
-//! What writers may write, in one document that each of them changes by compare-and-swap: for media that can replace an
-//! object only where it is still the one that was read. The rules are those of [`super::grant_table`]: what was counted, and
-//! what every writer may still write beyond that, never exceeds the limit.
+//! What writers may write, in one document that each of them changes by compare-and-swap: for media
+//! that can replace an object only where it is still the one that was read. The rules are those of
+//! [`super::grant_table`]: what was counted, and what every writer may still write beyond that, never exceeds the limit.
 //!
 //! ```text
 //! a writer:  read → note what it used and wants → grant → replace
 //! a count:   read → claim → replace → list and remove → read → note what was found → replace
 //! ```
-//! A writer that loses a race reads again. A writer that was not heard of for long is dropped by the one that counts,
-//! by its own clock ([`Silence`]); a writer keeps to that by letting its grant go before ([`HOLDS`]).
+//! A writer that loses a race reads again. A writer that was not heard of for long is dropped by
+//! the one that counts, by its own clock ([`Silence`]); a writer keeps to that by letting its grant
+//! go before ([`HOLDS`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -21,7 +22,8 @@ use crate::grant_table::{GrantTable, Snapshot};
 use crate::layout::FORMAT;
 pub use crate::writer_quota::HOLDS;
 
-/// How long nothing is heard of a writer that is dropped, or of a count that another writer makes instead.
+/// How long nothing is heard of a writer that is dropped, or of a count that another writer makes
+/// instead.
 const SILENT: Duration = Duration::from_secs(600);
 const COUNTS_FOR: Duration = Duration::from_secs(120);
 
@@ -75,7 +77,8 @@ impl SpaceDocument {
     /// Reads a document. `Foreign` for one of a newer format, `Config` for one that is none.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let damaged = |error| {
-            let text = "the document of the space that is used is damaged; remove it, and it is counted anew";
+            let text = "the document of the space that is used is damaged; remove it, and it is \
+                        counted anew";
             Error::new(ErrorKind::Config, text).caused_by(error)
         };
         let document: Self = serde_json::from_slice(bytes).map_err(damaged)?;
@@ -118,7 +121,8 @@ impl SpaceDocument {
             .retain(|id, _| u64::from_str_radix(id, 16).is_ok_and(|id| known.contains(&id)));
     }
 
-    /// Whether this writer is known: one that is not, and has a grant, was dropped, and is to take another id.
+    /// Whether this writer is known: one that is not, and has a grant, was dropped, and is to take
+    /// another id.
     pub fn knows(&self, writer: u64) -> bool {
         self.writers.contains_key(&hex(writer))
     }
@@ -160,7 +164,8 @@ impl SpaceDocument {
             ..Note::default()
         };
         table.note(writer, &note);
-        // What it was granted and did not use is free at once; what it used is, with the next count.
+        // What it was granted and did not use is free at once; what it used is, with the next
+        // count.
         self.set_table(&table);
         if let Some(entry) = self.writers.get_mut(&hex(writer)) {
             (entry.reserved, entry.committed) = (used.reserved, used.committed);
@@ -186,7 +191,8 @@ impl SpaceDocument {
         self.grants.records
     }
 
-    /// This writer counts, unless another one does that was heard of lately; what the count will see for sure.
+    /// This writer counts, unless another one does that was heard of lately; what the count will
+    /// see for sure.
     pub fn begin_count(
         &mut self,
         writer: u64,
@@ -267,7 +273,9 @@ mod tests {
     fn one_counts_at_a_time_and_a_silent_one_is_followed() {
         let (mut document, mut silence) = (counted(1600), Silence::default());
         let at = |seconds: u64| MonotonicTime(seconds * 1_000_000_000);
-        document.begin_count(2, &mut Silence::default(), at(0)).unwrap();
+        document
+            .begin_count(2, &mut Silence::default(), at(0))
+            .unwrap();
         document = again(&document);
         assert!(document.begin_count(3, &mut silence, at(0)).is_none());
         assert!(document.begin_count(3, &mut silence, at(119)).is_none());
@@ -322,7 +330,8 @@ mod tests {
     }
 
     proptest! {
-        /// Writers use what they were granted, as late as may be; counts begin and end, and some are overtaken.
+        /// Writers use what they were granted, as late as may be; counts begin and end, and some
+        /// are overtaken.
         #[test]
         fn the_limit_holds(acts in prop::collection::vec((1..4u64, 0..5u8, 1..200u64), 1..200)) {
             let limit = 2000;

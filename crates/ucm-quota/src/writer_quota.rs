@@ -1,5 +1,5 @@
-//! What one writer may write: its grant, what it used of it, writes that wait for more, and the times when nothing may
-//! be written at all (the medium is full, or too little of it is free).
+//! What one writer may write: its grant, what it used of it, writes that wait for more, and the
+//! times when nothing may be written at all (the medium is full, or too little of it is free).
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -10,16 +10,20 @@ use ucm_io::{ELOOP, EROFS};
 
 use crate::pause::Pause;
 
-/// How long a write waits for more before it is refused: a collector at rest looks up once a second.
+/// How long a write waits for more before it is refused: a collector at rest looks up once a
+/// second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
-/// The same for a writer that was never granted anything: what lies there is counted first, and a collector that stands
-/// still is followed. Within the time that a dump has, unless its deadline is another one.
+/// The same for a writer that was never granted anything: what lies there is counted first, and a
+/// collector that stands still is followed. Within the time that a dump has, unless its deadline is
+/// another one.
 const FIRST: Duration = Duration::from_secs(25);
 /// Most writes that wait.
 const MOST_WAITING: usize = 1 << 16;
-/// Least time between two times that the quota agent is asked to look although no write waits for it.
+/// Least time between two times that the quota agent is asked to look although no write waits for
+/// it.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
-/// How long a grant holds without news from its writer, by the writer's own clock; half of what the collector waits.
+/// How long a grant holds without news from its writer, by the writer's own clock; half of what the
+/// collector waits.
 pub const HOLDS: Duration = Duration::from_secs(300);
 
 /// How long a writer that was `granted` so many bytes so far lets a write wait for more.
@@ -90,7 +94,8 @@ pub(super) struct Removed {
     pub(super) bytes: u64,
 }
 
-/// How much of the medium was free when that was last looked at. Nothing, or no limit, before the first look.
+/// How much of the medium was free when that was last looked at. Nothing, or no limit, before the
+/// first look.
 #[derive(Default)]
 pub(super) struct Free {
     /// Bytes that were free.
@@ -163,7 +168,11 @@ impl WriterQuota {
 
     /// Bytes that a write waits for, at least one record.
     pub(super) fn wanted(&self) -> u64 {
-        let front = self.queue.waiting.front().map_or(0, |waiting| waiting.bytes);
+        let front = self
+            .queue
+            .waiting
+            .front()
+            .map_or(0, |waiting| waiting.bytes);
         front.max(self.unit).max(1)
     }
 
@@ -209,10 +218,14 @@ impl WriterQuota {
             let text = match self.free.floor {
                 // There is nothing to lower.
                 0 => {
-                    "the file system is full; make room on it, or have the oldest blocks removed before it is full: lower \
+                    "the file system is full; make room on it, or have the oldest blocks removed \
+                     before it is full: lower \
                      storage_capacity, or give free_space_floor a value such as 5%"
                 }
-                _ => "too little of the file system is free; make room on it, or lower free_space_floor",
+                _ => {
+                    "too little of the file system is free; make room on it, or lower \
+                      free_space_floor"
+                }
             };
             Error::new(ErrorKind::NoSpace, text)
                 .with("wanted", bytes)
@@ -222,7 +235,8 @@ impl WriterQuota {
         })
     }
 
-    /// What `bytes` can have at once; `None`: who wants them has to wait. And whether the quota agent should look.
+    /// What `bytes` can have at once; `None`: who wants them has to wait. And whether the quota
+    /// agent should look.
     pub(super) fn reserve_now(
         &mut self,
         bytes: u64,
@@ -243,8 +257,8 @@ impl WriterQuota {
         (Ok(None), true)
     }
 
-    /// Asks for `bytes`. The answer comes at once or, when there is none yet, after the next news. Returns whether
-    /// the quota agent should look.
+    /// Asks for `bytes`. The answer comes at once or, when there is none yet, after the next news.
+    /// Returns whether the quota agent should look.
     pub(super) fn reserve(
         &mut self,
         bytes: u64,
@@ -264,14 +278,19 @@ impl WriterQuota {
 
     /// What can be had of the grant at once; the agent is not asked for more.
     pub(super) fn try_reserve(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
-        let free =
-            self.queue.waiting.is_empty() && bytes <= self.left(now) && self.barred(bytes, now).is_none();
+        let free = self.queue.waiting.is_empty()
+            && bytes <= self.left(now)
+            && self.barred(bytes, now).is_none();
         free.then(|| self.take(bytes))
     }
 
-    /// Whether the quota agent may be asked to look; not with every write, for one look is several calls on the medium.
+    /// Whether the quota agent may be asked to look; not with every write, for one look is several
+    /// calls on the medium.
     fn may_ask(&mut self, now: MonotonicTime) -> bool {
-        let may = self.queue.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
+        let may = self
+            .queue
+            .asked
+            .is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
         if may {
             self.queue.asked = Some(now);
         }
@@ -324,8 +343,8 @@ impl WriterQuota {
         }
     }
 
-    /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
-    /// a count has looked. Returns whether the medium was full.
+    /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure
+    /// they count until a count has looked. Returns whether the medium was full.
     pub(super) fn ended(
         &mut self,
         reservation: Reservation,
@@ -347,8 +366,8 @@ impl WriterQuota {
         self.pause.record(error, now)
     }
 
-    /// A reserved write of which `kept` bytes are on the medium has ended: the others are free again. Returns whether
-    /// the medium was full.
+    /// A reserved write of which `kept` bytes are on the medium has ended: the others are free
+    /// again. Returns whether the medium was full.
     pub(super) fn commit(
         &mut self,
         reservation: Reservation,
@@ -365,7 +384,8 @@ impl WriterQuota {
         self.pause.record(error, now)
     }
 
-    /// Whether nothing may be written for a while because the medium was full, or too little of it is free.
+    /// Whether nothing may be written for a while because the medium was full, or too little of it
+    /// is free.
     pub(super) fn is_barred(&self, now: MonotonicTime) -> bool {
         self.barred(self.unit, now).is_some()
     }
@@ -426,7 +446,13 @@ mod tests {
     /// Asks, and answers the kind of the refusal; `None`: it waits.
     fn ask(quota: &mut WriterQuota, bytes: u64, now: MonotonicTime) -> Option<Result<Reservation>> {
         let mut answers = Answers::new();
-        quota.reserve(bytes, now, MonotonicTime::NEVER, Box::new(|_| {}), &mut answers);
+        quota.reserve(
+            bytes,
+            now,
+            MonotonicTime::NEVER,
+            Box::new(|_| {}),
+            &mut answers,
+        );
         answers.pop().map(|(_, answer)| answer)
     }
 
@@ -443,7 +469,10 @@ mod tests {
         quota.answer_waiting(at(1), &mut answers);
         assert!(answers.pop().unwrap().1.is_ok() && quota.reserved == 120);
         quota.answer_waiting(at(2001), &mut answers);
-        assert_eq!(answers.pop().unwrap().1.unwrap_err().kind(), ErrorKind::NoSpace);
+        assert_eq!(
+            answers.pop().unwrap().1.unwrap_err().kind(),
+            ErrorKind::NoSpace
+        );
         assert!(
             ask(&mut quota, 60, at(2002)).unwrap().is_err(),
             "nobody waits in vain twice"
@@ -460,7 +489,10 @@ mod tests {
         quota.answer_waiting(at(24_999), &mut answers);
         assert!(answers.is_empty(), "it may still be counted");
         quota.answer_waiting(at(25_000), &mut answers);
-        assert_eq!(answers.pop().unwrap().1.unwrap_err().kind(), ErrorKind::NoSpace);
+        assert_eq!(
+            answers.pop().unwrap().1.unwrap_err().kind(),
+            ErrorKind::NoSpace
+        );
         assert!(ask(&mut quota, 40, at(25_001)).unwrap().is_err());
     }
 
@@ -500,7 +532,10 @@ mod tests {
     fn a_silent_writer_writes_no_more_and_comes_back_as_another() {
         let mut quota = granted(100);
         let old = ask(&mut quota, 40, at(0)).unwrap().unwrap();
-        assert!(ask(&mut quota, 10, at(300_000)).is_none(), "its grant is void");
+        assert!(
+            ask(&mut quota, 10, at(300_000)).is_none(),
+            "its grant is void"
+        );
         assert!(quota.renew(at(300_000), || 2));
         assert_eq!((quota.writer, quota.reserved, quota.granted), (2, 0, 0));
         quota.ended(old, None, at(300_001));
@@ -531,7 +566,10 @@ mod tests {
         assert!(fail(&mut quota, at(0)));
         assert!(ask(&mut quota, 10, at(249)).unwrap().is_err());
         assert!(fail(&mut quota, at(250)));
-        assert!(ask(&mut quota, 10, at(749)).unwrap().is_err(), "twice as long");
+        assert!(
+            ask(&mut quota, 10, at(749)).unwrap().is_err(),
+            "twice as long"
+        );
         let reservation = ask(&mut quota, 10, at(750)).unwrap().unwrap();
         quota.ended(reservation, None, at(751));
         assert!(fail(&mut quota, at(752)));

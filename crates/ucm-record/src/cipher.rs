@@ -1,16 +1,18 @@
-//! Encryption at rest: a sealed record to one whose layers and side shards are AES-256-GCM ciphertext, and back, in the
-//! buffer it lies in.
+//! Encryption at rest: a sealed record to one whose layers and side shards are AES-256-GCM
+//! ciphertext, and back, in the buffer it lies in.
 //!
-//! Everything lies where it lay: ciphertext is as long as what it was made from. What encryption adds stands in the
-//! header, behind the table of shards ([`at::seals`]): a tag of the header, one of each shard, one of each side
-//! shard. So each can be checked without the others once the header is there. The header stays readable; its own tag
-//! covers every byte of it but its two checksums, the tags of the shards with it. The checksums of the header's
-//! tables are those of the ciphertext, so that a reader that has no key can still tell damage; those of the record as
-//! it is used are encrypted together with the header's tag, since a checksum of the plaintext would confirm guesses.
+//! Everything lies where it lay: ciphertext is as long as what it was made from. What encryption
+//! adds stands in the header, behind the table of shards ([`at::seals`]): a tag of the header, one
+//! of each shard, one of each side shard. So each can be checked without the others once the header
+//! is there. The header stays readable; its own tag covers every byte of it but its two checksums,
+//! the tags of the shards with it. The checksums of the header's tables are those of the
+//! ciphertext, so that a reader that has no key can still tell damage; those of the record as it is
+//! used are encrypted together with the header's tag, since a checksum of the plaintext would
+//! confirm guesses.
 //!
-//! Each record has a key of its own: HMAC-SHA256, under the configured key, of 16 random bytes that stand in the
-//! header, and the record's id. Under that key every message has its own nonce, a plain number. So no nonce is used
-//! twice for one key unless two records draw the same 16 bytes.
+//! Each record has a key of its own: HMAC-SHA256, under the configured key, of 16 random bytes that
+//! stand in the header, and the record's id. Under that key every message has its own nonce, a
+//! plain number. So no nonce is used twice for one key unless two records draw the same 16 bytes.
 
 #[cfg(test)]
 mod tests;
@@ -62,7 +64,8 @@ pub enum Opened {
     Decrypted,
     /// It is not encrypted.
     Plain,
-    /// It is as it was: no record, not all there, or encrypted with a key that is not here. Verification tells which.
+    /// It is as it was: no record, not all there, or encrypted with a key that is not here.
+    /// Verification tells which.
     Left,
 }
 
@@ -78,8 +81,9 @@ impl fmt::Debug for Keys {
 }
 
 impl Keys {
-    /// Reads keys, each 64 hex digits on a line of its own, the one that encrypts first. Empty lines and what follows
-    /// a `#` count for nothing. `Config` where there is none, or something else; it does not say what was read.
+    /// Reads keys, each 64 hex digits on a line of its own, the one that encrypts first. Empty
+    /// lines and what follows a `#` count for nothing. `Config` where there is none, or something
+    /// else; it does not say what was read.
     pub fn parse(text: &str) -> Result<Self> {
         let mut keys = Vec::new();
         for (number, line) in (1..).zip(text.lines()) {
@@ -87,21 +91,23 @@ impl Keys {
             if digits.is_empty() {
                 continue;
             }
-            let wrong =
-                "an encryption key is 64 hex digits, one key a line; make one with: openssl rand -hex 32";
+            let wrong = "an encryption key is 64 hex digits, one key a line; make one with: \
+                         openssl rand -hex 32";
             let wrong = || Error::new(ErrorKind::Config, wrong).with("line", number);
             let key = from_hex(digits).ok_or_else(wrong)?;
             keys.push(Key::new(&key));
         }
         if keys.is_empty() || keys.len() > MOST {
-            let text = "there must be an encryption key, and at most 16; make one with: openssl rand -hex 32";
+            let text = "there must be an encryption key, and at most 16; make one with: openssl \
+                        rand -hex 32";
             return Err(Error::new(ErrorKind::Config, text).with("keys", keys.len()));
         }
         Ok(Self(keys))
     }
 
-    /// Encrypts a sealed record, as it is used or compressed; `record` is all of it, in a layout with room for the tags
-    /// ([`RecordLayout::encrypted`](super::RecordLayout::encrypted)). On an error its bytes are not to be stored.
+    /// Encrypts a sealed record, as it is used or compressed; `record` is all of it, in a layout
+    /// with room for the tags ([`RecordLayout::encrypted`](super::RecordLayout::encrypted)). On an
+    /// error its bytes are not to be stored.
     pub fn encrypt(&self, record: &mut [u8]) -> Result<()> {
         let cannot = |why| Error::internal("a record cannot be encrypted").with("why", why);
         let header = RecordHeader::decode(record)
@@ -151,10 +157,10 @@ impl Keys {
         Ok(())
     }
 
-    /// Decrypts the record at the start of `record`, of which the first `read` bytes were read: its payload, and the
-    /// side shards that are there. A layer that was changed comes to be zeros, and the record stays one that is
-    /// encrypted, so that it is refused for its checksum. `BadChecksum` where the header was changed under right
-    /// checksums.
+    /// Decrypts the record at the start of `record`, of which the first `read` bytes were read: its
+    /// payload, and the side shards that are there. A layer that was changed comes to be zeros, and
+    /// the record stays one that is encrypted, so that it is refused for its checksum.
+    /// `BadChecksum` where the header was changed under right checksums.
     pub fn decrypt(&self, record: &mut [u8], read: usize) -> std::result::Result<Opened, Refusal> {
         let Ok(header) = RecordHeader::decode(&record[..read.min(record.len())]) else {
             return Ok(Opened::Left);
@@ -168,9 +174,14 @@ impl Keys {
         })
     }
 
-    /// Decrypts one side shard where it lies; the rest of the record need not be there. Afterwards the header is that
-    /// of a record that is not encrypted, though nothing else of it was looked at.
-    pub fn decrypt_side(&self, record: &mut [u8], wanted: &SideSpec) -> std::result::Result<Opened, Refusal> {
+    /// Decrypts one side shard where it lies; the rest of the record need not be there. Afterwards
+    /// the header is that of a record that is not encrypted, though nothing else of it was looked
+    /// at.
+    pub fn decrypt_side(
+        &self,
+        record: &mut [u8],
+        wanted: &SideSpec,
+    ) -> std::result::Result<Opened, Refusal> {
         let Ok(header) = RecordHeader::decode(record) else {
             return Ok(Opened::Left);
         };
@@ -182,8 +193,8 @@ impl Keys {
         })
     }
 
-    /// Decrypts those pieces of a record that are `wanted`, and makes its header that of a record that is not
-    /// encrypted.
+    /// Decrypts those pieces of a record that are `wanted`, and makes its header that of a record
+    /// that is not encrypted.
     fn open(
         &self,
         header: &RecordHeader,
@@ -215,7 +226,13 @@ impl Keys {
             .collect();
         let tag = Tag::from(array::<{ at::SEAL }>(head, at::seals(shards)));
         let aad = authenticated(header, head);
-        let opened = cipher.open_in_place_separate_tag(nonce(HEADER), Aad::from(&aad), tag, &mut secret, 0..);
+        let opened = cipher.open_in_place_separate_tag(
+            nonce(HEADER),
+            Aad::from(&aad),
+            tag,
+            &mut secret,
+            0..,
+        );
         opened.map_err(|_| forged())?;
 
         let (mut whole, mut used_head) = (true, head.to_vec());
@@ -227,8 +244,13 @@ impl Keys {
                     return Ok(Opened::Left);
                 };
                 let tag = Tag::from(array::<{ at::SEAL }>(head, piece.tag));
-                let opened =
-                    cipher.open_in_place_separate_tag(nonce(piece.nonce), Aad::empty(), tag, stretch, 0..);
+                let opened = cipher.open_in_place_separate_tag(
+                    nonce(piece.nonce),
+                    Aad::empty(),
+                    tag,
+                    stretch,
+                    0..,
+                );
                 if opened.is_err() {
                     stretch.fill(0);
                     whole &= is_side; // of a side shard its own checksum tells
@@ -242,7 +264,8 @@ impl Keys {
             put(&mut used_head, piece.secret_crc, kept);
         }
         if !whole {
-            return Ok(Opened::Left); // with its header as it was, whose checksums what is there now has not
+            // with its header as it was, whose checksums what is there now has not
+            return Ok(Opened::Left);
         }
         let flags = u32_at(head, at::FLAGS) & !ENCRYPTED;
         put(&mut used_head, at::FLAGS, &flags.to_le_bytes());
@@ -281,7 +304,8 @@ struct Piece {
     nonce: u32,
     /// Its checksum as it is used.
     used_crc: u32,
-    /// Where in the header its tag stands, the checksum of what is stored, and its checksum as it is used, encrypted.
+    /// Where in the header its tag stands, the checksum of what is stored, and its checksum as it
+    /// is used, encrypted.
     tag: usize,
     crc: usize,
     secret_crc: usize,
@@ -332,8 +356,8 @@ fn pieces(header: &RecordHeader) -> impl Iterator<Item = Piece> {
     layers.chain(sides)
 }
 
-/// What the header's tag covers: all of it, with zeros for its checksums, for the tag itself and for what is
-/// encrypted with it.
+/// What the header's tag covers: all of it, with zeros for its checksums, for the tag itself and
+/// for what is encrypted with it.
 fn authenticated(header: &RecordHeader, head: &[u8]) -> Vec<u8> {
     let mut bytes = head.to_vec();
     bytes[at::PREAMBLE_CRC..PREAMBLE_LEN].fill(0);

@@ -48,8 +48,8 @@ impl Codec {
         Some(Self(algorithm as u32 | width << WIDTH_SHIFT))
     }
 
-    /// The codec for records of this layout, by the type of their elements. Layers that are no whole number of them are taken
-    /// byte by byte.
+    /// The codec for records of this layout, by the type of their elements. Layers that are no
+    /// whole number of them are taken byte by byte.
     pub fn of(algorithm: Algorithm, layout: &RecordLayout) -> Self {
         let width = match layout.dtype {
             DType::F16 | DType::Bf16 => 2,
@@ -58,7 +58,11 @@ impl Codec {
         };
         let codecs = [width, 1].map(|width| Self::planes(algorithm, width));
         let fits = |codec: &Self| codec.fits(layout.layer_len);
-        codecs.into_iter().flatten().find(fits).unwrap_or(Self::AS_IS)
+        codecs
+            .into_iter()
+            .flatten()
+            .find(fits)
+            .unwrap_or(Self::AS_IS)
     }
 
     /// The codec of a code, `None` for one that this version does not know.
@@ -66,7 +70,8 @@ impl Codec {
         if code == 0 {
             return Some(Self::AS_IS);
         }
-        let known = Algorithm::ALL.map(|algorithm| Self::planes(algorithm, (code >> WIDTH_SHIFT) as usize));
+        let known =
+            Algorithm::ALL.map(|algorithm| Self::planes(algorithm, (code >> WIDTH_SHIFT) as usize));
         known.into_iter().flatten().find(|codec| codec.0 == code)
     }
 

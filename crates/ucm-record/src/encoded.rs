@@ -1,9 +1,11 @@
-//! A record in another form than it is used in: the header of the stored form made from that of the record, and back.
+//! A record in another form than it is used in: the header of the stored form made from that of the
+//! record, and back.
 //!
-//! Both headers say the same but for the length, the codec, and where the layers lie. The stored form keeps the
-//! checksum of every layer as it is used beside that of its stored bytes, so the record's own header comes back to the
-//! byte, and the thread that reads it verifies the same bytes by the same checksums as if it had never been stored in
-//! another form. Side shards are stored as they are, behind the payload; only their offsets are other ones.
+//! Both headers say the same but for the length, the codec, and where the layers lie. The stored
+//! form keeps the checksum of every layer as it is used beside that of its stored bytes, so the
+//! record's own header comes back to the byte, and the thread that reads it verifies the same bytes
+//! by the same checksums as if it had never been stored in another form. Side shards are stored as
+//! they are, behind the payload; only their offsets are other ones.
 
 use ucm_core::{PAGE, round_up};
 use ucm_device::crc32c;
@@ -13,10 +15,11 @@ use super::codec::Codec;
 use super::header::{RecordHeader, seal_header};
 use super::layout::RecordLayout;
 
-/// Finishes a stored form. `out` holds, from the end of the header on, the stored layers one behind the other, of
-/// `lens` bytes each, and has room to the end of the padded payload; `raw` is the header of the record itself and
-/// `head` its bytes. The payload is padded with zeros to a multiple of `granule` bytes (whole pages). Gives the length
-/// of header and payload, behind which the side shards belong; `None` where it does not fit `out`.
+/// Finishes a stored form. `out` holds, from the end of the header on, the stored layers one behind
+/// the other, of `lens` bytes each, and has room to the end of the padded payload; `raw` is the
+/// header of the record itself and `head` its bytes. The payload is padded with zeros to a multiple
+/// of `granule` bytes (whole pages). Gives the length of header and payload, behind which the side
+/// shards belong; `None` where it does not fit `out`.
 pub(super) fn seal_stored(
     raw: &RecordHeader,
     head: &[u8],
@@ -43,7 +46,11 @@ pub(super) fn seal_stored(
         let entry = at::SHARD_TABLE + i * at::SHARD_ENTRY;
         put(header, entry, &((header_len + start) as u64).to_le_bytes());
         put(header, entry + 8, &(stored_len as u64).to_le_bytes());
-        put(header, entry + 16, &crc32c(&stored[start..end]).to_le_bytes());
+        put(
+            header,
+            entry + 16,
+            &crc32c(&stored[start..end]).to_le_bytes(),
+        );
         put(header, entry + 20, &layer.crc.to_le_bytes());
         start += stored_len;
     }
@@ -54,7 +61,8 @@ pub(super) fn seal_stored(
     Some(len)
 }
 
-/// Says where the side shards of a record lie whose payload ends at `kv_len` now, and where it ends.
+/// Says where the side shards of a record lie whose payload ends at `kv_len` now, and where it
+/// ends.
 fn put_sides(before: &RecordHeader, kv_len: u64, header: &mut [u8]) {
     for (i, side) in before.sides.iter().enumerate() {
         let entry = at::SIDE_TABLE + i * at::SIDE_ENTRY;
@@ -89,7 +97,8 @@ pub(super) fn restore_header(stored: &RecordHeader, layout: &RecordLayout, recor
     seal_header(header);
 }
 
-/// What the first bytes of a record that was read say of its form, if they are there; not verified yet.
+/// What the first bytes of a record that was read say of its form, if they are there; not verified
+/// yet.
 pub(super) fn claimed_codec(bytes: &[u8]) -> Option<Codec> {
     let code = bytes.get(at::CODEC..at::CODEC + 4)?;
     Codec::from_code(crate::bytes::u32_at(code, 0))

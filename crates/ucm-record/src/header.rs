@@ -1,4 +1,5 @@
-//! The header: what it says, how it is written, and how it is read back without trusting a byte of it.
+//! The header: what it says, how it is written, and how it is read back without trusting a byte of
+//! it.
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -8,7 +9,9 @@ use ucm_core::{BlockId, Error, MissReason, PAGE, Part, crc32c, limits, round_up}
 use super::codec::Codec;
 use super::layout::{RecordLayout, SideSpec, seal_pages};
 use super::refusal::{Refusal, same};
-use super::{ENCRYPTED, LONGEST_HEADER, MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, WITHOUT_KV, at};
+use super::{
+    ENCRYPTED, LONGEST_HEADER, MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, WITHOUT_KV, at,
+};
 use crate::bytes::{array, part_at, u32_at, u64_at};
 
 /// What a writer says about one record; the rest of the header follows from the layout.
@@ -30,8 +33,8 @@ pub struct RecordMeta {
     pub time_ns: u64,
     /// Random number of the writing process.
     pub writer: u64,
-    /// Whose block it is, made from the cache salt by the process that writes it; zero when not described. It says
-    /// nothing of the block's content and is not asked for by a reader.
+    /// Whose block it is, made from the cache salt by the process that writes it; zero when not
+    /// described. It says nothing of the block's content and is not asked for by a reader.
     pub tenant: [u8; 32],
 }
 
@@ -44,7 +47,8 @@ pub struct LayerEntry {
     pub len: u64,
     /// CRC-32C from `offset` to the next layer, or to the end of the payload.
     pub crc: u32,
-    /// The same of the layer as it is used; 0 where it is stored as it is used. Of an encrypted record it is encrypted.
+    /// The same of the layer as it is used; 0 where it is stored as it is used. Of an encrypted
+    /// record it is encrypted.
     pub raw_crc: u32,
 }
 
@@ -74,7 +78,8 @@ pub struct RecordHeader {
     pub without_kv: bool,
     /// How the layers are stored.
     pub codec: Codec,
-    /// The key that they and the side shards are encrypted with, by the number that is made from it.
+    /// The key that they and the side shards are encrypted with, by the number that is made from
+    /// it.
     pub key: Option<[u8; 8]>,
     /// Number of layers.
     pub layers: u32,
@@ -111,8 +116,8 @@ impl SideEntry {
 }
 
 impl RecordLayout {
-    /// Makes a record of a buffer whose layers and side shards are all filled in. Fails when the buffer is shorter
-    /// than [`RecordLayout::record_len`].
+    /// Makes a record of a buffer whose layers and side shards are all filled in. Fails when the
+    /// buffer is shorter than [`RecordLayout::record_len`].
     pub fn seal(&self, meta: &RecordMeta, record: &mut [u8]) -> ucm_core::Result<()> {
         let mut checksums: Vec<_> = (0..self.layers())
             .map(|layer| self.seal_layer(record, layer))
@@ -122,10 +127,10 @@ impl RecordLayout {
     }
 }
 
-/// Writes the header over the first bytes of `record`, the buffer of the whole record. `checksums` are those of
-/// [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`] for every side shard; of the
-/// layers alone, the record ends with its payload. Fails when the buffer is shorter than the record or the number of
-/// checksums is wrong.
+/// Writes the header over the first bytes of `record`, the buffer of the whole record. `checksums`
+/// are those of [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`]
+/// for every side shard; of the layers alone, the record ends with its payload. Fails when the
+/// buffer is shorter than the record or the number of checksums is wrong.
 pub fn encode_header(
     layout: &RecordLayout,
     meta: &RecordMeta,
@@ -156,9 +161,10 @@ pub fn encode_header(
     write_header(layout, meta, &contents, record)
 }
 
-/// Makes the record in which the side shard at `index` lies alone, at the start of `record`, where its bytes are filled
-/// in ([`RecordLayout::side_alone`]): its length. `meta` is that of this record, with its own id. Fails when there is
-/// no such side shard, or the buffer is shorter than the record.
+/// Makes the record in which the side shard at `index` lies alone, at the start of `record`, where
+/// its bytes are filled in ([`RecordLayout::side_alone`]): its length. `meta` is that of this
+/// record, with its own id. Fails when there is no such side shard, or the buffer is shorter than
+/// the record.
 pub fn seal_side_alone(
     layout: &RecordLayout,
     index: usize,
@@ -212,7 +218,8 @@ fn write_header(
     }
     let out = &mut record[..contents.header_len];
     out.fill(0);
-    let mut put = |offset: usize, bytes: &[u8]| out[offset..offset + bytes.len()].copy_from_slice(bytes);
+    let mut put =
+        |offset: usize, bytes: &[u8]| out[offset..offset + bytes.len()].copy_from_slice(bytes);
     put(at::MAGIC, &MAGIC);
     put(at::VERSION, &VERSION.to_le_bytes());
     put(at::ID, &meta.id.0);
@@ -276,7 +283,12 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
     let seen = bytes.len().min(MAGIC.len());
     if bytes[..seen] != MAGIC[..seen] {
         let (found, expected) = (bytes[..seen].escape_ascii(), MAGIC.escape_ascii());
-        return Err(Refusal::new(MissReason::NotARecord, "magic", found, expected));
+        return Err(Refusal::new(
+            MissReason::NotARecord,
+            "magic",
+            found,
+            expected,
+        ));
     }
     if bytes.len() < PREAMBLE_LEN {
         return Err(Refusal::truncated(bytes.len() as u64, PREAMBLE_LEN as u64));
@@ -295,11 +307,21 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
         crc32c(&bytes[..at::PREAMBLE_CRC]),
         u32_at(bytes, at::PREAMBLE_CRC),
     );
-    same(MissReason::BadHeader, "checksum of the preamble", found, expected)?;
+    same(
+        MissReason::BadHeader,
+        "checksum of the preamble",
+        found,
+        expected,
+    )?;
     match u32_at(bytes, at::VERSION) {
         0 => Err(bad("version", 0, VERSION)),
         VERSION => Ok(u32_at(bytes, at::HEADER_LEN) as usize),
-        newer => Err(Refusal::new(MissReason::NewerVersion, "version", newer, VERSION)),
+        newer => Err(Refusal::new(
+            MissReason::NewerVersion,
+            "version",
+            newer,
+            VERSION,
+        )),
     }
 }
 
@@ -307,8 +329,8 @@ impl RecordHeader {
     /// Longest header of this version, bytes: so much of a file tells what it is.
     pub const LONGEST: usize = LONGEST_HEADER;
 
-    /// Whether these first bytes of a block file are those of a record that a newer version wrote. Files hold records
-    /// as they are used, so one in another form is newer too.
+    /// Whether these first bytes of a block file are those of a record that a newer version wrote.
+    /// Files hold records as they are used, so one in another form is newer too.
     pub fn is_newer(bytes: &[u8]) -> bool {
         match Self::decode(bytes) {
             Ok(header) => !header.codec.is_as_is(),
@@ -316,11 +338,15 @@ impl RecordHeader {
         }
     }
 
-    /// Reads the header at the start of `bytes`, which may be longer or, for a damaged file, shorter. The reason says
-    /// why there is none that can be believed. Payload and expectations are the business of [`super::verify`].
+    /// Reads the header at the start of `bytes`, which may be longer or, for a damaged file,
+    /// shorter. The reason says why there is none that can be believed. Payload and expectations
+    /// are the business of [`super::verify`].
     pub fn decode(bytes: &[u8]) -> Result<Self, Refusal> {
         let header_len = check_preamble(bytes)?;
-        if !(header_len as u64).is_multiple_of(PAGE) || header_len == 0 || header_len > Self::LONGEST {
+        if !(header_len as u64).is_multiple_of(PAGE)
+            || header_len == 0
+            || header_len > Self::LONGEST
+        {
             let pages = format_args!("whole pages, at most {}", Self::LONGEST);
             return Err(bad("header_len", header_len, pages));
         }
@@ -328,14 +354,21 @@ impl RecordHeader {
         let bytes = bytes.get(..header_len).ok_or_else(short)?;
         let end = header_len - at::CRC_LEN;
         let (found, expected) = (crc32c(&bytes[..end]), u32_at(bytes, end));
-        same(MissReason::BadHeader, "checksum of the header", found, expected)?;
-        // The version that wrote flags or a codec that this version does not have knew more than it does.
+        same(
+            MissReason::BadHeader,
+            "checksum of the header",
+            found,
+            expected,
+        )?;
+        // The version that wrote flags or a codec that this version does not have knew more than it
+        // does.
         let (shards, sides) = (
             u32_at(bytes, at::SHARDS) as usize,
             u32_at(bytes, at::SIDES) as usize,
         );
-        let newer =
-            |field, found, expected: &str| Refusal::new(MissReason::NewerVersion, field, found, expected);
+        let newer = |field, found, expected: &str| {
+            Refusal::new(MissReason::NewerVersion, field, found, expected)
+        };
         let code = u32_at(bytes, at::CODEC);
         let codec = Codec::from_code(code).ok_or_else(|| newer("codec", code, "a known one"))?;
         let flags = u32_at(bytes, at::FLAGS);
@@ -357,7 +390,11 @@ impl RecordHeader {
         }
         if sides > MAX_SIDES || (sides == 0 && without_kv) {
             let least = u32::from(without_kv);
-            return Err(bad("side shards", sides, format_args!("{least} to {MAX_SIDES}")));
+            return Err(bad(
+                "side shards",
+                sides,
+                format_args!("{least} to {MAX_SIDES}"),
+            ));
         }
         let seals_end = at::side_seal(shards, sides);
         if encrypted && seals_end > end {
@@ -422,7 +459,8 @@ impl RecordHeader {
         self.record_len.saturating_sub(self.kv_len())
     }
 
-    /// Whether layers and side shards follow each other without a gap that no checksum covers, up to the record's end.
+    /// Whether layers and side shards follow each other without a gap that no checksum covers, up
+    /// to the record's end.
     fn check_whole(&self) -> Result<(), Refusal> {
         if self.without_kv {
             same(MissReason::BadHeader, "stored_len", self.stored_len, 0)?;
@@ -452,7 +490,11 @@ impl RecordHeader {
             page = page.saturating_add(round_up(side.len, PAGE));
         }
         if !page.is_multiple_of(PAGE) {
-            return Err(bad("stored_len", self.stored_len, "whole pages with the header"));
+            return Err(bad(
+                "stored_len",
+                self.stored_len,
+                "whole pages with the header",
+            ));
         }
         same(MissReason::BadHeader, "record_len", self.record_len, page)
     }

@@ -1,4 +1,5 @@
-//! Where things lie in the records of one part, derived from its geometry alone, and sealing a filled buffer.
+//! Where things lie in the records of one part, derived from its geometry alone, and sealing a
+//! filled buffer.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -64,8 +65,8 @@ pub struct RecordLayout {
 }
 
 impl RecordLayout {
-    /// The layout of blocks of this geometry, without side shards. How many layers a caller names in one shard makes
-    /// no difference: direct and layerwise dumps write the same bytes.
+    /// The layout of blocks of this geometry, without side shards. How many layers a caller names
+    /// in one shard makes no difference: direct and layerwise dumps write the same bytes.
     pub fn new(geometry: &Geometry) -> Self {
         let sizes: Vec<u8> = geometry
             .tensors()
@@ -87,19 +88,20 @@ impl RecordLayout {
         }
     }
 
-    /// Leaves room in the header for what [`Keys`](super::Keys) add when they encrypt. Of up to 83 layers the header is
-    /// as long as without. Fails on so many layers that there is none.
+    /// Leaves room in the header for what [`Keys`](super::Keys) add when they encrypt. Of up to 83
+    /// layers the header is as long as without. Fails on so many layers that there is none.
     pub fn encrypted(mut self) -> Result<Self> {
         self.room_for_seals = true;
         if self.header_len() > LONGEST_HEADER {
-            let text = "records of so many layers cannot be encrypted: their header has no room for the tags";
+            let text = "records of so many layers cannot be encrypted: their header has no room \
+                        for the tags";
             return Err(Error::invalid(text).with("layers", self.layers));
         }
         Ok(self)
     }
 
-    /// Names the tokens of a block and the type of its elements, which go into the header's seed fields. Without it
-    /// they are 0 and opaque. Readers must say the same.
+    /// Names the tokens of a block and the type of its elements, which go into the header's seed
+    /// fields. Without it they are 0 and opaque. Readers must say the same.
     #[must_use]
     pub fn describing(mut self, block_tokens: u32, dtype: DType) -> Self {
         self.block_tokens = block_tokens;
@@ -108,19 +110,27 @@ impl RecordLayout {
     }
 
     /// Adds side shards behind the payload. The KV lies where it lay without them.
-    /// Fails on a name that is malformed or given twice, a length of zero, more than [`MAX_SIDES`], or more than
-    /// [`limits::MAX_SIDES_BYTES`] of all.
+    /// Fails on a name that is malformed or given twice, a length of zero, more than [`MAX_SIDES`],
+    /// or more than [`limits::MAX_SIDES_BYTES`] of all.
     pub fn with_sides(mut self, sides: Vec<SideSpec>) -> Result<Self> {
         if sides.len() > MAX_SIDES {
             let names: Vec<&str> = sides.iter().map(|side| side.name.as_str()).collect();
-            let many = Error::invalid("a record has at most 8 side shards").with("sides", sides.len());
+            let many =
+                Error::invalid("a record has at most 8 side shards").with("sides", sides.len());
             return Err(many.with("names", names.join(", ")));
         }
         let mut all = 0u64;
         let named = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || b"_-.".contains(&c);
         for (i, side) in sides.iter().enumerate() {
-            let bad = |why: &'static str| Error::invalid(why).with("name", &side.name).with("len", side.len);
-            if side.name.is_empty() || side.name.len() > MAX_SIDE_NAME || !side.name.bytes().all(named) {
+            let bad = |why: &'static str| {
+                Error::invalid(why)
+                    .with("name", &side.name)
+                    .with("len", side.len)
+            };
+            if side.name.is_empty()
+                || side.name.len() > MAX_SIDE_NAME
+                || !side.name.bytes().all(named)
+            {
                 return Err(bad("a side shard's name is 1 to 16 of a-z, 0-9, _, -, ."));
             }
             if sides[..i].iter().any(|other| other.name == side.name) {
@@ -131,8 +141,10 @@ impl RecordLayout {
             }
             all = all.saturating_add(side.len.min(limits::MAX_BLOCK_BYTES).next_multiple_of(PAGE));
             if all > limits::MAX_SIDES_BYTES {
-                let long =
-                    bad("the side shards of a block have at most 16 MiB together, each padded to 4096 bytes");
+                let long = bad(
+                    "the side shards of a block have at most 16 MiB together, each padded to 4096 \
+                     bytes",
+                );
                 return Err(long.with("upto_this", all));
             }
         }
@@ -187,8 +199,8 @@ impl RecordLayout {
         self.kv_len() + sides as usize
     }
 
-    /// The lengths that records of this layout have as they are used, each once and in order: without side shards, with
-    /// all of them, and those in which one lies alone.
+    /// The lengths that records of this layout have as they are used, each once and in order:
+    /// without side shards, with all of them, and those in which one lies alone.
     pub fn record_lengths(&self) -> Vec<u64> {
         let alone = (0..self.sides.len())
             .filter_map(|index| Some(self.side_alone(index)?.end.next_multiple_of(ALIGN)));
@@ -197,14 +209,16 @@ impl RecordLayout {
         lengths.into_iter().collect()
     }
 
-    /// Where the bytes of layer `layer` lie in the record. A layer that is not there lies behind the last one.
+    /// Where the bytes of layer `layer` lie in the record. A layer that is not there lies behind
+    /// the last one.
     pub fn layer_data(&self, layer: u32) -> Range<usize> {
-        let start = self.header_len() + (round_up(self.layer_len, LAYER_ALIGN) * u64::from(layer)) as usize;
+        let start =
+            self.header_len() + (round_up(self.layer_len, LAYER_ALIGN) * u64::from(layer)) as usize;
         start..start + self.layer_len as usize
     }
 
-    /// What must be read of a record to have these layers and verify them, in whole pages and in order: the header, and
-    /// the layers with the padding behind them.
+    /// What must be read of a record to have these layers and verify them, in whole pages and in
+    /// order: the header, and the layers with the padding behind them.
     pub fn parts(&self, layers: Range<u32>) -> Vec<Range<usize>> {
         let page = PAGE as usize;
         let start = self.layer_data(layers.start).start / page * page;
@@ -220,7 +234,8 @@ impl RecordLayout {
         vec![header, start..end]
     }
 
-    /// Where the bytes of the side shard at `index` lie in the record; `None` when there is no such side shard.
+    /// Where the bytes of the side shard at `index` lie in the record; `None` when there is no such
+    /// side shard.
     pub fn side_data(&self, index: usize) -> Option<Range<usize>> {
         let side = self.sides.get(index)?;
         let before: u64 = self.sides[..index]
@@ -231,16 +246,18 @@ impl RecordLayout {
         Some(start..start + side.len as usize)
     }
 
-    /// Where the side shard at `index` lies in a record of its own; `None` when there is no such side shard.
+    /// Where the side shard at `index` lies in a record of its own; `None` when there is no such
+    /// side shard.
     pub fn side_alone(&self, index: usize) -> Option<Range<usize>> {
         let side = self.sides.get(index)?;
         Some(ALIGN..ALIGN + side.len as usize)
     }
 
-    /// Finishes one layer whose bytes are filled in, while they are still in cache: zeroes the padding behind it, so
-    /// that a record depends on its content alone and nothing left over in a reused buffer leaves the process, and
-    /// gives its CRC-32C, which covers that padding. `record` is the whole record's buffer; one that is shorter gives
-    /// 0 and fails in [`encode_header`](super::encode_header).
+    /// Finishes one layer whose bytes are filled in, while they are still in cache: zeroes the
+    /// padding behind it, so that a record depends on its content alone and nothing left over in a
+    /// reused buffer leaves the process, and gives its CRC-32C, which covers that padding. `record`
+    /// is the whole record's buffer; one that is shorter gives 0 and fails in
+    /// [`encode_header`](super::encode_header).
     pub fn seal_layer(&self, record: &mut [u8], layer: u32) -> u32 {
         let data = self.layer_data(layer);
         let last = layer + 1 == self.layers;
@@ -252,9 +269,11 @@ impl RecordLayout {
         seal_stretch(record, data, end)
     }
 
-    /// As [`RecordLayout::seal_layer`], for the side shard at `index`; 0 when there is no such side shard.
+    /// As [`RecordLayout::seal_layer`], for the side shard at `index`; 0 when there is no such side
+    /// shard.
     pub fn seal_side(&self, record: &mut [u8], index: usize) -> u32 {
-        self.side_data(index).map_or(0, |data| seal_pages(record, data))
+        self.side_data(index)
+            .map_or(0, |data| seal_pages(record, data))
     }
 }
 

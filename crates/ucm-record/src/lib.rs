@@ -1,12 +1,14 @@
 //! The record: one block of one part as it lies on a medium, byte for byte as in `docs/format.md`.
 //!
-//! A header of whole pages, the payload (layers in model order, 64-byte aligned, padded to a page), then optional side
-//! shards, each with a checksum of its own: what is wrong with one says nothing of the KV. Side shards that are made
-//! later lie in a record of their own, without KV ([`seal_side_alone`]). The header names everything the bytes depend
-//! on; checksums cover every byte, padding too, so a record proves itself without any other file. [`RecordLayout`]
-//! knows where things lie, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer, [`verify`] checks
-//! what was read. A record may be stored in another form than it is used in ([`Codec`]): a [`Coder`] makes the one of
-//! the other. And it may be stored encrypted, in either form, by [`Keys`].
+//! A header of whole pages, the payload (layers in model order, 64-byte aligned, padded to a page),
+//! then optional side shards, each with a checksum of its own: what is wrong with one says nothing
+//! of the KV. Side shards that are made later lie in a record of their own, without KV
+//! ([`seal_side_alone`]). The header names everything the bytes depend on; checksums cover every
+//! byte, padding too, so a record proves itself without any other file. [`RecordLayout`] knows
+//! where things lie, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer,
+//! [`verify`] checks what was read. A record may be stored in another form than it is used in
+//! ([`Codec`]): a [`Coder`] makes the one of the other. And it may be stored encrypted, in either
+//! form, by [`Keys`].
 
 #![forbid(unsafe_code)]
 
@@ -29,8 +31,8 @@ pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header,
 pub use layout::{RecordLayout, SideSpec};
 pub use refusal::Refusal;
 pub use verify::{
-    Expect, has_layout, verify, verify_header, verify_layers, verify_rest, verify_side, verify_side_bytes,
-    verify_sides, verify_stored,
+    Expect, has_layout, verify, verify_header, verify_layers, verify_rest, verify_side,
+    verify_side_bytes, verify_sides, verify_stored,
 };
 
 /// First four bytes of a record.
@@ -51,7 +53,8 @@ pub const MAX_SIDES: usize = 8;
 pub const MAX_SIDE_NAME: usize = 16;
 /// Longest header of this version, bytes.
 const LONGEST_HEADER: usize = ucm_core::round_up(
-    (at::SHARD_TABLE + at::SHARD_ENTRY * ucm_core::limits::MAX_LAYERS as usize + at::CRC_LEN) as u64,
+    (at::SHARD_TABLE + at::SHARD_ENTRY * ucm_core::limits::MAX_LAYERS as usize + at::CRC_LEN)
+        as u64,
     ucm_core::PAGE,
 ) as usize;
 
@@ -95,8 +98,8 @@ mod at {
     /// Bytes that encryption adds for each side shard: its tag, and its checksum as it is used.
     pub(super) const SIDE_SEAL: usize = SEAL + 4;
 
-    /// Where, in an encrypted record of so many shards, the header's tag lies; those of the shards and of the side
-    /// shards follow.
+    /// Where, in an encrypted record of so many shards, the header's tag lies; those of the shards
+    /// and of the side shards follow.
     pub(super) fn seals(shards: usize) -> usize {
         SHARD_TABLE + SHARD_ENTRY * shards
     }

@@ -52,7 +52,11 @@ pub(crate) fn same<T: PartialEq + fmt::Display>(
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} is {}, expected {}", self.field, self.found, self.expected)
+        write!(
+            f,
+            "{} is {}, expected {}",
+            self.field, self.found, self.expected
+        )
     }
 }
 

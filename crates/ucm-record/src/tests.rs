@@ -1,4 +1,5 @@
-//! The record against its promises: what was sealed comes back, and nothing else does, each refusal with its reason.
+//! The record against its promises: what was sealed comes back, and nothing else does, each refusal
+//! with its reason.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -103,8 +104,9 @@ fn offsets_are_those_of_the_format() {
 
 #[test]
 fn direct_and_layerwise_callers_write_the_same_bytes() {
-    let of =
-        |layers_per_shard| RecordLayout::new(&Geometry::new(vec![640, 640], 4, layers_per_shard).unwrap());
+    let of = |layers_per_shard| {
+        RecordLayout::new(&Geometry::new(vec![640, 640], 4, layers_per_shard).unwrap())
+    };
     assert_eq!(of(1), of(4));
 }
 
@@ -149,8 +151,8 @@ fn check_first_side(record: &[u8], layout: &RecordLayout) -> Result<(), MissReas
     Ok(())
 }
 
-/// A checksum behind what it covers leaves the same remainder whatever that was, so that of the header cannot tell whose
-/// preamble stands before it.
+/// A checksum behind what it covers leaves the same remainder whatever that was, so that of the
+/// header cannot tell whose preamble stands before it.
 #[test]
 fn what_a_slot_held_before_is_no_part_of_a_record_that_ends_early() {
     let layout = layout(&[300], 2, vec![side("mean-k", 40)]);
@@ -180,7 +182,9 @@ fn a_record_without_its_side_shards_is_that_of_a_layout_without_any() {
         layout(&[300], 2, vec![side("mean-k", 40)]),
     );
     let mut bytes = record(&sided, &meta(), 0xff);
-    let checksums: Vec<u32> = (0..2).map(|layer| sided.seal_layer(&mut bytes, layer)).collect();
+    let checksums: Vec<u32> = (0..2)
+        .map(|layer| sided.seal_layer(&mut bytes, layer))
+        .collect();
     encode_header(&sided, &meta(), &checksums, &mut bytes).unwrap();
     assert_eq!(bytes[..sided.kv_len()], record(&plain, &meta(), 0)[..]);
     let absent = check_first_side(&bytes[..sided.kv_len()], &sided);
@@ -232,7 +236,10 @@ fn a_side_shard_may_lie_alone() {
     );
     let one = |wanted| verify_side(&record, record.len() as u64, &expect(&layout), wanted);
     assert_eq!(one(&layout.sides()[1]), Ok(&[7; 5000][..]));
-    assert_eq!(one(&layout.sides()[0]).unwrap_err().reason, MissReason::Absent);
+    assert_eq!(
+        one(&layout.sides()[0]).unwrap_err().reason,
+        MissReason::Absent
+    );
     assert_eq!(
         check(&record, &layout),
         Err(MissReason::ForeignShape),
@@ -316,13 +323,17 @@ fn some_layers_are_verified_by_themselves_from_their_parts_alone() {
                 assert!(part.start.is_multiple_of(4096) && part.end.is_multiple_of(4096));
                 bytes[part.clone()].copy_from_slice(&whole[part.clone()]);
             }
-            let check = |bytes: &[u8], stored| verify_layers(bytes, stored, &expect(&layout), first..end);
+            let check =
+                |bytes: &[u8], stored| verify_layers(bytes, stored, &expect(&layout), first..end);
             assert_eq!(check(&bytes, len).unwrap().meta.ordinal, 41);
             for layer in first..end {
                 let range = layout.layer_data(layer);
                 assert_eq!(bytes[range.clone()], whole[range.clone()]);
                 bytes[range.start] ^= 1;
-                assert_eq!(check(&bytes, len).unwrap_err().reason, MissReason::BadChecksum);
+                assert_eq!(
+                    check(&bytes, len).unwrap_err().reason,
+                    MissReason::BadChecksum
+                );
                 bytes[range.start] ^= 1;
             }
             for at in (0..layout.header_len()).step_by(97) {
@@ -335,7 +346,10 @@ fn some_layers_are_verified_by_themselves_from_their_parts_alone() {
                 MissReason::WrongLength
             );
             let short = layout.kv_len() as u64 - 1;
-            assert_eq!(check(&bytes, short).unwrap_err().reason, MissReason::Truncated);
+            assert_eq!(
+                check(&bytes, short).unwrap_err().reason,
+                MissReason::Truncated
+            );
             let cut = parts.last().map_or(0, |part| part.end) - 4096;
             assert!(check(&bytes[..cut], len).is_err());
         }
@@ -351,18 +365,30 @@ fn what_was_sealed_for_another_is_foreign() {
         check(&record(&layout, &meta, 0), &layout)
     };
     assert_eq!(of(|m| m.id.0[15] ^= 1), Err(MissReason::ForeignId));
-    assert_eq!(of(|m| m.namespace[31] ^= 1), Err(MissReason::ForeignIdentity));
+    assert_eq!(
+        of(|m| m.namespace[31] ^= 1),
+        Err(MissReason::ForeignIdentity)
+    );
     assert_eq!(of(|m| m.part.group += 1), Err(MissReason::ForeignPart));
-    assert_eq!(of(|m| m.part.pipeline_rank += 1), Err(MissReason::ForeignPart));
-    assert_eq!(of(|m| m.part.tensor_rank += 1), Err(MissReason::ForeignPart));
-    // Another rank's record of the same block: its id differs too, but the part is the better reason.
+    assert_eq!(
+        of(|m| m.part.pipeline_rank += 1),
+        Err(MissReason::ForeignPart)
+    );
+    assert_eq!(
+        of(|m| m.part.tensor_rank += 1),
+        Err(MissReason::ForeignPart)
+    );
+    // Another rank's record of the same block: its id differs too, but the part is the better
+    // reason.
     let other_rank = of(|m| {
         let key = m.id.xor(m.part.mask());
         m.part.tensor_rank = 0;
         m.id = key.xor(m.part.mask());
     });
     assert_eq!(other_rank, Err(MissReason::ForeignPart));
-    assert!(of(|m| (m.ordinal, m.tokens, m.time_ns, m.writer, m.parent) = (0, 0, 0, 0, m.id)).is_ok());
+    assert!(
+        of(|m| (m.ordinal, m.tokens, m.time_ns, m.writer, m.parent) = (0, 0, 0, 0, m.id)).is_ok()
+    );
 }
 
 #[test]
@@ -378,7 +404,11 @@ fn another_shape_is_foreign_even_with_the_same_length() {
         ours.clone().describing(32, DType::Bf16),
         ours.clone().describing(16, DType::F16),
     ] {
-        assert_eq!(check(&record, &other), Err(MissReason::ForeignShape), "{other:?}");
+        assert_eq!(
+            check(&record, &other),
+            Err(MissReason::ForeignShape),
+            "{other:?}"
+        );
     }
 }
 
@@ -390,8 +420,14 @@ fn a_refusal_says_field_found_and_expected() {
         let refused = verify(bytes, bytes.len() as u64, &expect(layout));
         refused.unwrap_err().to_string()
     };
-    assert_eq!(said(&good, &layout(&[300], 3, vec![])), "layers is 2, expected 3");
-    assert_eq!(said(b"PK\x03\x04", &ours), "magic is PK\\x03\\x04, expected UCMB");
+    assert_eq!(
+        said(&good, &layout(&[300], 3, vec![])),
+        "layers is 2, expected 3"
+    );
+    assert_eq!(
+        said(b"PK\x03\x04", &ours),
+        "magic is PK\\x03\\x04, expected UCMB"
+    );
     assert_eq!(said(&good[..8000], &ours), "length is 8000, expected 8192");
     let mut flipped = good;
     flipped[4096] ^= 1;
@@ -444,7 +480,9 @@ fn side_shards_are_named_well_and_once() {
         vec![side("a", 16 << 20), side("b", 1)],
     ] {
         assert!(
-            RecordLayout::new(&geometry).with_sides(sides.clone()).is_err(),
+            RecordLayout::new(&geometry)
+                .with_sides(sides.clone())
+                .is_err(),
             "{sides:?}"
         );
     }
@@ -495,7 +533,10 @@ fn the_seeds_own_form_is_named() {
     seed[28] = 16;
     seed[32] = 2;
     assert_eq!(check(&seed, &layout), Err(MissReason::SeedForm));
-    assert_eq!(check(&seed[..PREAMBLE_LEN], &layout), Err(MissReason::SeedForm));
+    assert_eq!(
+        check(&seed[..PREAMBLE_LEN], &layout),
+        Err(MissReason::SeedForm)
+    );
     assert_eq!(
         check(&seed[..PREAMBLE_LEN - 1], &layout),
         Err(MissReason::Truncated)
@@ -629,8 +670,8 @@ proptest! {
         }
     }
 
-    /// No header, however forged, makes the reader fail in another way than with a reason; one that passes says
-    /// exactly what was expected.
+    /// No header, however forged, makes the reader fail in another way than with a reason; one that
+    /// passes says exactly what was expected.
     #[test]
     fn forged_headers_never_escape(
         layout in layouts(),

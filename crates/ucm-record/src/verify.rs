@@ -1,5 +1,5 @@
-//! Verification of a record that was read: it is exactly what was asked for, byte for byte, or there is a reason why
-//! not.
+//! Verification of a record that was read: it is exactly what was asked for, byte for byte, or
+//! there is a reason why not.
 
 use std::ops::Range;
 
@@ -21,22 +21,30 @@ pub struct Expect<'a> {
     pub namespace: [u8; 32],
     /// Which part of the block.
     pub part: Part,
-    /// The layout of this part's records. Side shards make no difference: a record may have others or none.
+    /// The layout of this part's records. Side shards make no difference: a record may have others
+    /// or none.
     pub layout: &'a RecordLayout,
 }
 
-/// Verifies `bytes`, what was read of a record that has `stored_len` bytes: all of it, or at least all up to the end of
-/// its payload ([`RecordLayout::kv_len`]). Side shards are not looked at: what is wrong with one is a miss of that one
-/// alone ([`verify_side_bytes`]). On success the KV lies at the layout's layer ranges.
+/// Verifies `bytes`, what was read of a record that has `stored_len` bytes: all of it, or at least
+/// all up to the end of its payload ([`RecordLayout::kv_len`]). Side shards are not looked at: what
+/// is wrong with one is a miss of that one alone ([`verify_side_bytes`]). On success the KV lies at
+/// the layout's layer ranges.
 ///
 /// One that is still encrypted is `WrongKey`, unless the ciphertext is damaged.
-/// Identity and part are asked before the id, because a record of another part always has another id too. A record that
-/// is stored in another form is `NewerVersion` to a reader that reads it as it is, unless even that form is damaged.
-pub fn verify(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
+/// Identity and part are asked before the id, because a record of another part always has another
+/// id too. A record that is stored in another form is `NewerVersion` to a reader that reads it as
+/// it is, unless even that form is damaged.
+pub fn verify(
+    bytes: &[u8],
+    stored_len: u64,
+    expected: &Expect<'_>,
+) -> Result<RecordHeader, Refusal> {
     verify_rest(bytes, stored_len, expected, 0)
 }
 
-/// [`verify`] of a record whose first `verified` layers were verified by [`verify_layers`] as they arrived.
+/// [`verify`] of a record whose first `verified` layers were verified by [`verify_layers`] as they
+/// arrived.
 pub fn verify_rest(
     bytes: &[u8],
     stored_len: u64,
@@ -50,7 +58,8 @@ pub fn verify_rest(
     Ok(header)
 }
 
-/// Whether a record is not encrypted, or is not any more: who has the key has decrypted it before it is verified.
+/// Whether a record is not encrypted, or is not any more: who has the key has decrypted it before
+/// it is verified.
 fn readable(header: &RecordHeader) -> Result<(), Refusal> {
     match header.key {
         None => Ok(()),
@@ -77,10 +86,14 @@ fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
     )
 }
 
-/// [`verify`] for a reader that takes a record in any form of this version. What is in another form is verified as it
-/// is stored; what comes out of it is to be verified by [`verify`]. Of a record without KV its side shards are
-/// verified, which are all it has.
-pub fn verify_stored(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
+/// [`verify`] for a reader that takes a record in any form of this version. What is in another form
+/// is verified as it is stored; what comes out of it is to be verified by [`verify`]. Of a record
+/// without KV its side shards are verified, which are all it has.
+pub fn verify_stored(
+    bytes: &[u8],
+    stored_len: u64,
+    expected: &Expect<'_>,
+) -> Result<RecordHeader, Refusal> {
     let header = verify_kv(bytes, stored_len, expected, 0)?;
     if header.without_kv {
         verify_sides(bytes, &header)?;
@@ -127,9 +140,9 @@ fn verify_kv(
     Ok(header)
 }
 
-/// Verifies some layers of a record of `stored_len` bytes: `bytes` begins with its header, and these layers with the
-/// padding behind each lie in it where they lie in the whole. The header is verified as in [`verify`], and nothing else
-/// is looked at.
+/// Verifies some layers of a record of `stored_len` bytes: `bytes` begins with its header, and
+/// these layers with the padding behind each lie in it where they lie in the whole. The header is
+/// verified as in [`verify`], and nothing else is looked at.
 pub fn verify_layers(
     bytes: &[u8],
     stored_len: u64,
@@ -171,8 +184,8 @@ fn verify_kv_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader,
     Ok(header)
 }
 
-/// Verifies the header at the start of `bytes`, and nothing behind it: it is sound and that of what was asked for, in
-/// any form of this version, with KV or without.
+/// Verifies the header at the start of `bytes`, and nothing behind it: it is sound and that of what
+/// was asked for, in any form of this version, with KV or without.
 pub fn verify_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
     let meta = &header.meta;
@@ -198,10 +211,11 @@ pub fn verify_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader
     Ok(header)
 }
 
-/// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a record of `stored_len`
-/// bytes, which is verified here, and the pages of the side shard lie in it where they lie in the whole. Nothing else
-/// is looked at, and nothing behind `stored_len`: a slot still has there what it held before, and the checksum of a header
-/// does not tell its own preamble from that of another record. `Absent` where the record has none of that name, version and
+/// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a
+/// record of `stored_len` bytes, which is verified here, and the pages of the side shard lie in it
+/// where they lie in the whole. Nothing else is looked at, and nothing behind `stored_len`: a slot
+/// still has there what it held before, and the checksum of a header does not tell its own preamble
+/// from that of another record. `Absent` where the record has none of that name, version and
 /// length, or ends before it, or `bytes` do.
 pub fn verify_side<'a>(
     bytes: &'a [u8],
@@ -213,15 +227,26 @@ pub fn verify_side<'a>(
     let bytes = bytes.get(..stored).unwrap_or(bytes);
     let header = verify_header(bytes, expected)?;
     readable(&header)?;
-    let absent = |field, found: u64, expected| Refusal::new(MissReason::Absent, field, found, expected);
+    let absent =
+        |field, found: u64, expected| Refusal::new(MissReason::Absent, field, found, expected);
     let side = header
         .side_of(wanted)
         .ok_or_else(|| absent("side shards of this name", 0, "1".to_owned()))?;
     let pages = side.pages();
     if stored_len < pages.end as u64 {
-        return Err(absent("length", stored_len, format!("at least {}", pages.end)));
+        return Err(absent(
+            "length",
+            stored_len,
+            format!("at least {}", pages.end),
+        ));
     }
-    let short = || absent("room", bytes.len() as u64, format!("at least {}", pages.end));
+    let short = || {
+        absent(
+            "room",
+            bytes.len() as u64,
+            format!("at least {}", pages.end),
+        )
+    };
     verify_side_bytes(side, bytes.get(pages.clone()).ok_or_else(short)?)
 }
 
@@ -249,7 +274,12 @@ fn check(bytes: &[u8], start: u64, end: u64, crc: u32) -> Result<(), Refusal> {
     }
     let found = format_args!("{found:#010x} from byte {start} to {end}");
     let expected = format_args!("{crc:#010x}");
-    Err(Refusal::new(MissReason::BadChecksum, "checksum", found, expected))
+    Err(Refusal::new(
+        MissReason::BadChecksum,
+        "checksum",
+        found,
+        expected,
+    ))
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -261,12 +291,19 @@ pub fn has_layout(header: &RecordHeader, layout: &RecordLayout) -> bool {
     check_layout(header, layout).is_ok()
 }
 
-/// [`has_layout`], or what is different. Where another form lies is its own business, but it is never longer. A record
-/// without KV says of which blocks it is, and has no payload.
+/// [`has_layout`], or what is different. Where another form lies is its own business, but it is
+/// never longer. A record without KV says of which blocks it is, and has no payload.
 fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
     if header.key.is_some() && !layout.room_for_seals {
         // Written where there is a key, verified where there is none.
-        let none = |_| Refusal::new(MissReason::ForeignShape, "layers", header.layers, layout.layers);
+        let none = |_| {
+            Refusal::new(
+                MissReason::ForeignShape,
+                "layers",
+                header.layers,
+                layout.layers,
+            )
+        };
         return check_layout(header, &layout.clone().encrypted().map_err(none)?);
     }
     for (field, found, expected) in [
@@ -284,7 +321,12 @@ fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refu
         same(MissReason::ForeignShape, field, found, expected)?;
     }
     if header.without_kv {
-        return same(MissReason::ForeignShape, "header_len", header.header_len, PAGE);
+        return same(
+            MissReason::ForeignShape,
+            "header_len",
+            header.header_len,
+            PAGE,
+        );
     }
     for (field, found, expected) in [
         ("shards", header.table.len() as u64, layout.layers.into()),
@@ -295,7 +337,10 @@ fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refu
     }
     if !header.codec.is_as_is() {
         let fits = header.stored_len <= layout.payload_len && header.codec.fits(layout.layer_len);
-        let (found, most) = (header.stored_len, format_args!("at most {}", layout.payload_len));
+        let (found, most) = (
+            header.stored_len,
+            format_args!("at most {}", layout.payload_len),
+        );
         let refusal = || Refusal::new(MissReason::ForeignShape, "stored_len", found, most);
         return fits.then_some(()).ok_or_else(refusal);
     }
@@ -314,7 +359,12 @@ fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refu
             entry.offset,
             offset,
         )?;
-        same(MissReason::ForeignShape, "length of a layer", entry.len, len)?;
+        same(
+            MissReason::ForeignShape,
+            "length of a layer",
+            entry.len,
+            len,
+        )?;
     }
     Ok(())
 }

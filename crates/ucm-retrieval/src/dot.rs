@@ -1,16 +1,17 @@
 //! Scores from products: a query against the representations of blocks.
 //!
-//! A block `b` has representations `r[b, j, h]`, `j` of them for each of `h` KV heads (its mean key; several keys that
-//! stand for the others; the least and the largest key). With the query `q[h]` of a head, the mean of the query heads
-//! that share it, its score is
+//! A block `b` has representations `r[b, j, h]`, `j` of them for each of `h` KV heads (its mean
+//! key; several keys that stand for the others; the least and the largest key). With the query
+//! `q[h]` of a head, the mean of the query heads that share it, its score is
 //!
 //! ```text
 //! over heads ( over representations ( q[h] · r[b, j, h] ) )        or  -|q[h] - r[b, j, h]|  in place of the product
 //! ```
 //!
 //! where *over* is a sum, a mean or the largest, and heads may also stay apart. Quest's bound
-//! `Σ_d max(q_d·min_d, q_d·max_d)` is a sum of products too: of the negative part of the query with the least key and of
-//! its positive part with the largest, so it is two representations whose queries differ ([`DotScores::own_queries`]).
+//! `Σ_d max(q_d·min_d, q_d·max_d)` is a sum of products too: of the negative part of the query with
+//! the least key and of its positive part with the largest, so it is two representations whose
+//! queries differ ([`DotScores::own_queries`]).
 #![allow(
     unsafe_code,
     reason = "kernels that read blocks by address and are compiled for instruction sets"
@@ -81,7 +82,8 @@ pub struct Representations<'a> {
     pub stride: usize,
     /// Elements from one head to the next.
     pub head_stride: usize,
-    /// What the elements of a head's representation are multiplied by: singles `[block, count, heads]`.
+    /// What the elements of a head's representation are multiplied by: singles
+    /// `[block, count, heads]`.
     pub scales: Option<Blocks<'a>>,
 }
 
@@ -108,13 +110,16 @@ pub struct DotScores<'a> {
 
 /// Blocks that one thread scores at a time.
 const CHUNK: usize = 64;
-/// How many blocks ahead memory is asked for, and at most how many bytes of one; the processor finds more by itself.
+/// How many blocks ahead memory is asked for, and at most how many bytes of one; the processor
+/// finds more by itself.
 const AHEAD: usize = 2;
 const MOST_AHEAD: usize = 4096;
 
-/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` where heads stay apart.
+/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` where
+/// heads stay apart.
 ///
-/// Blocks of the windows get `+inf`, those that are not there (a negative id) and places behind a row's end `-inf`.
+/// Blocks of the windows get `+inf`, those that are not there (a negative id) and places behind a
+/// row's end `-inf`.
 ///
 /// ```
 /// use ucm_retrieval::*;
@@ -147,9 +152,15 @@ const MOST_AHEAD: usize = 4096;
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other or an id beyond the last block, `Unsupported` for instructions
-/// that this processor lacks.
-pub fn dot_scores(spec: &DotScores<'_>, out: &mut [f32], stride: usize, isa: Isa, team: Team) -> Result<()> {
+/// `InvalidInput` for sizes that do not fit each other or an id beyond the last block,
+/// `Unsupported` for instructions that this processor lacks.
+pub fn dot_scores(
+    spec: &DotScores<'_>,
+    out: &mut [f32],
+    stride: usize,
+    isa: Isa,
+    team: Team,
+) -> Result<()> {
     let kernel = kernel(isa.checked()?, spec.reps.element);
     check(spec)?;
     let per_row = match spec.over_heads {
@@ -173,15 +184,15 @@ pub fn dot_scores(spec: &DotScores<'_>, out: &mut [f32], stride: usize, isa: Isa
         let end = middle.end.min((chunk + 1) * CHUNK);
         let part = middle.start.max(chunk * CHUNK)..end;
         if !part.is_empty() {
-            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; this thread alone writes to
-            // these places.
+            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; this
+            // thread alone writes to these places.
             unsafe { kernel(&job, row, part) };
         }
     })
 }
 
-/// The two queries of Quest's bound for each of `queries [row, dim]`: `[row, 2, dim]`, the negative part, which meets the
-/// least key of a block, and the positive part, which meets the largest.
+/// The two queries of Quest's bound for each of `queries [row, dim]`: `[row, 2, dim]`, the negative
+/// part, which meets the least key of a block, and the positive part, which meets the largest.
 ///
 /// ```
 /// assert_eq!(ucm_retrieval::quest_queries(&[1.0, -2.0], 2), [0.0, -2.0, 1.0, 0.0]);
@@ -199,7 +210,9 @@ pub fn quest_queries(queries: &[f32], dim: usize) -> Vec<f32> {
 fn check(spec: &DotScores<'_>) -> Result<()> {
     let wrong = |message: &'static str| {
         let error = Error::invalid(message).with("count", spec.reps.count);
-        error.with("heads", spec.reps.heads).with("dim", spec.reps.dim)
+        error
+            .with("heads", spec.reps.heads)
+            .with("dim", spec.reps.dim)
     };
     let (reps, heads, dim) = (spec.reps.count, spec.reps.heads, spec.reps.dim);
     if reps == 0 || heads == 0 || dim == 0 {
@@ -217,17 +230,25 @@ fn check(spec: &DotScores<'_>) -> Result<()> {
     ]);
     let bytes = end.and_then(|end| end.checked_mul(spec.reps.element.size()));
     if bytes.is_none_or(|bytes| bytes > spec.reps.blocks.len()) {
-        return Err(wrong("a block has fewer bytes than its representations need")
-            .with("bytes", spec.reps.blocks.len()));
+        return Err(
+            wrong("a block has fewer bytes than its representations need")
+                .with("bytes", spec.reps.blocks.len()),
+        );
     }
     let queries = if spec.own_queries { reps } else { 1 };
     if spec.queries.len() != spec.rows.len() * queries * heads * dim {
-        return Err(wrong("there are not as many queries as rows").with("numbers", spec.queries.len()));
+        return Err(
+            wrong("there are not as many queries as rows").with("numbers", spec.queries.len())
+        );
     }
     if let Some(scales) = &spec.reps.scales
-        && (scales.len() != reps * heads * size_of::<f32>() || scales.count() < spec.reps.blocks.count())
+        && (scales.len() != reps * heads * size_of::<f32>()
+            || scales.count() < spec.reps.blocks.count())
     {
-        return Err(wrong("there is one scale for each representation of a head").with("bytes", scales.len()));
+        return Err(
+            wrong("there is one scale for each representation of a head")
+                .with("bytes", scales.len()),
+        );
     }
     if spec.reps.element == Element::I8 && spec.reps.scales.is_none() {
         return Err(wrong("int8 representations need their scales"));
@@ -235,13 +256,14 @@ fn check(spec: &DotScores<'_>) -> Result<()> {
     spec.rows.check_ids(spec.reps.blocks.count())
 }
 
-/// Where the score is one sum of products over elements that lie side by side: their number, and what the sum is
-/// multiplied by.
+/// Where the score is one sum of products over elements that lie side by side: their number, and
+/// what the sum is multiplied by.
 fn flat(spec: &DotScores<'_>) -> Option<(usize, f32)> {
     let heads_side_by_side = spec.reps.heads == 1 || spec.reps.head_stride == spec.reps.dim;
     let len = spec.reps.heads * spec.reps.dim;
     let reps_side_by_side = spec.reps.count == 1 || (spec.own_queries && spec.reps.stride == len);
-    let linear = spec.metric == Metric::Dot && (spec.reps.count == 1 || spec.over_reps != Reps::Max);
+    let linear =
+        spec.metric == Metric::Dot && (spec.reps.count == 1 || spec.over_reps != Reps::Max);
     let scale = match spec.over_heads {
         Heads::Sum => 1.0,
         Heads::Mean => 1.0 / spec.reps.heads as f32,
@@ -266,7 +288,8 @@ struct Job<'a> {
 ///
 /// # Safety
 ///
-/// The specification was checked, the processor has the instructions, and no one else writes to these places.
+/// The specification was checked, the processor has the instructions, and no one else writes to
+/// these places.
 type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>);
 
 fn kernel(isa: Isa, element: Element) -> Kernel {
@@ -331,8 +354,8 @@ impl On for OnAvx512 {
 unsafe fn score<L: Lanes, N: Load>(job: &Job<'_>, row: usize, blocks: Range<usize>) {
     let spec = job.spec;
     let per_row = spec.queries.len() / spec.rows.len();
-    // SAFETY: there are as many queries for every row; ids were compared with the number of blocks, and a block's bytes
-    // with its shape.
+    // SAFETY: there are as many queries for every row; ids were compared with the number of blocks,
+    // and a block's bytes with its shape.
     unsafe {
         let query = spec.queries.as_ptr().add(row * per_row);
         let end = blocks.end;

@@ -1,4 +1,5 @@
-//! Types of the numbers in representations, queries and pages, one at a time. The vector forms are in `lanes`.
+//! Types of the numbers in representations, queries and pages, one at a time. The vector forms are
+//! in `lanes`.
 
 use ucm_core::{DType, Error, Result};
 
@@ -36,7 +37,8 @@ impl Element {
             DType::F16 => Ok(Self::F16),
             DType::F32 => Ok(Self::F32),
             DType::Int8 => Ok(Self::I8),
-            _ => Err(Error::invalid("elements are bf16, f16, f32 or int8 here").with("dtype", dtype.name())),
+            _ => Err(Error::invalid("elements are bf16, f16, f32 or int8 here")
+                .with("dtype", dtype.name())),
         }
     }
 }
@@ -69,9 +71,14 @@ impl Number for F16 {
     fn to_f32(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7fff) << 13;
         let sign = u32::from(self.0 & 0x8000) << 16;
-        // Read as a single the exponent is 112 too small; the product is exact, for subnormal halves too.
+        // Read as a single the exponent is 112 too small; the product is exact, for subnormal
+        // halves too.
         let value = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
-        let special = if self.0 & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+        let special = if self.0 & 0x7c00 == 0x7c00 {
+            0x7f80_0000
+        } else {
+            0
+        };
         f32::from_bits(value.to_bits() | special | sign)
     }
 }
@@ -107,7 +114,8 @@ pub(crate) fn to_f16(value: f32) -> u16 {
         return sign | 0x7e00;
     }
     let bits = if magnitude < f32::from_bits(0x3880_0000) {
-        // A subnormal half: adding 0.5 leaves its multiples of 2^-24 in the lowest bits, rounded as asked.
+        // A subnormal half: adding 0.5 leaves its multiples of 2^-24 in the lowest bits, rounded as
+        // asked.
         (magnitude + 0.5).to_bits() - 0.5f32.to_bits()
     } else {
         let rounded = magnitude.to_bits() + 0xfff + (magnitude.to_bits() >> 13 & 1);

@@ -1,9 +1,9 @@
 //! Hash codes: the signs of a vector's products with fixed directions, one bit each.
 //!
-//! `code(x)` has bit `j` where `Σ_d x[d]·W[d, j] > 0`; bit `j` is bit `j % 8` of byte `j / 8`. The angle between two
-//! vectors is near `π` times the share of bits in which their codes differ. Each sum is taken in the order of `d` with
-//! one rounding a step, so a code is the same on every instruction set, in every batch and on every machine: codes may
-//! be stored and compared later.
+//! `code(x)` has bit `j` where `Σ_d x[d]·W[d, j] > 0`; bit `j` is bit `j % 8` of byte `j / 8`. The
+//! angle between two vectors is near `π` times the share of bits in which their codes differ. Each
+//! sum is taken in the order of `d` with one rounding a step, so a code is the same on every
+//! instruction set, in every batch and on every machine: codes may be stored and compared later.
 #![allow(
     unsafe_code,
     reason = "kernels that read and write by address and are compiled for instruction sets"
@@ -32,16 +32,20 @@ pub struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// Directions `W [dim, bits]` that all heads share, or `[heads, dim, bits]`; `heads` is 1 where they share them.
+    /// Directions `W [dim, bits]` that all heads share, or `[heads, dim, bits]`; `heads` is 1 where
+    /// they share them.
     ///
     /// # Errors
     ///
     /// `InvalidInput` where the sizes do not fit, or `bits` is no multiple of 8.
     pub fn new(weights: &'a [f32], heads: usize, dim: usize, bits: usize) -> Result<Self> {
-        let size = heads.checked_mul(dim).and_then(|size| size.checked_mul(bits));
+        let size = heads
+            .checked_mul(dim)
+            .and_then(|size| size.checked_mul(bits));
         if size != Some(weights.len()) || weights.is_empty() || !bits.is_multiple_of(8) {
-            let error =
-                Error::invalid("hash weights are heads * dim * bits numbers, the bits in whole bytes");
+            let error = Error::invalid(
+                "hash weights are heads * dim * bits numbers, the bits in whole bytes",
+            );
             let error = error.with("numbers", weights.len()).with("heads", heads);
             return Err(error.with("dim", dim).with("bits", bits));
         }
@@ -79,8 +83,8 @@ impl<'a> Codes<'a> {
     /// `InvalidInput` where `bytes` are no whole number of those.
     pub fn new(bytes: &'a mut [u8], token_len: usize) -> Result<Self> {
         if token_len == 0 || !bytes.len().is_multiple_of(token_len) {
-            let error =
-                Error::invalid("these bytes hold no whole number of codes").with("bytes", bytes.len());
+            let error = Error::invalid("these bytes hold no whole number of codes")
+                .with("bytes", bytes.len());
             return Err(error.with("token", token_len));
         }
         let tokens = bytes.len() / token_len;
@@ -88,14 +92,15 @@ impl<'a> Codes<'a> {
         Ok(unsafe { Self::from_raw(bytes.as_mut_ptr(), [1, tokens], [0, token_len], None) })
     }
 
-    /// Codes at an address: `shape` is blocks and the tokens of one, `strides` are the bytes from one block, and from
-    /// one slot, to the next. `slots` says where the code of each token goes: its block times the block size, plus its
-    /// place there; tokens with a negative one are left out. None: token `i` goes to slot `i`.
+    /// Codes at an address: `shape` is blocks and the tokens of one, `strides` are the bytes from
+    /// one block, and from one slot, to the next. `slots` says where the code of each token goes:
+    /// its block times the block size, plus its place there; tokens with a negative one are left
+    /// out. None: token `i` goes to slot `i`.
     ///
     /// # Safety
     ///
-    /// For `'a` the codes of all slots can be written, no one else reads or writes those that are, and `slots` names
-    /// none twice.
+    /// For `'a` the codes of all slots can be written, no one else reads or writes those that are,
+    /// and `slots` names none twice.
     pub unsafe fn from_raw(
         base: *mut u8,
         shape: [usize; 2],
@@ -137,8 +142,8 @@ const CHUNK: usize = 64;
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other, or a slot beyond the last block; nothing is written then.
-/// `Unsupported` for instructions that this processor lacks.
+/// `InvalidInput` for sizes that do not fit each other, or a slot beyond the last block; nothing is
+/// written then. `Unsupported` for instructions that this processor lacks.
 pub fn encode(
     encoder: &Encoder<'_>,
     vectors: &Vectors<'_>,
@@ -162,7 +167,8 @@ pub fn encode(
     let chunks = per_head.div_ceil(CHUNK);
     team.run(chunks * encoder.heads, |item| {
         let (head, first) = (item / chunks, item % chunks * CHUNK);
-        // SAFETY: the sizes were compared, the processor was asked, and each code is written by one thread.
+        // SAFETY: the sizes were compared, the processor was asked, and each code is written by one
+        // thread.
         unsafe { kernel(&job, head, first..per_head.min(first + CHUNK)) };
     })
 }
@@ -170,18 +176,21 @@ pub fn encode(
 fn check(encoder: &Encoder<'_>, vectors: &Vectors<'_>, codes: &Codes<'_>) -> Result<()> {
     let code = encoder.code_len() * vectors.heads();
     if encoder.heads != 1 && encoder.heads != vectors.heads() {
-        let error = Error::invalid("hash weights are for one head, or for each of the vectors' heads");
+        let error =
+            Error::invalid("hash weights are for one head, or for each of the vectors' heads");
         return Err(error
             .with("weights", encoder.heads)
             .with("heads", vectors.heads()));
     }
     if encoder.dim != vectors.dim() {
-        let error =
-            Error::invalid("hash weights are for vectors of another length").with("dim", vectors.dim());
+        let error = Error::invalid("hash weights are for vectors of another length")
+            .with("dim", vectors.dim());
         return Err(error.with("weights", encoder.dim));
     }
     let block = codes.slot_stride.checked_mul(codes.block_size);
-    if codes.slot_stride < code || block.is_none_or(|block| codes.blocks > 1 && codes.block_stride < block) {
+    if codes.slot_stride < code
+        || block.is_none_or(|block| codes.blocks > 1 && codes.block_stride < block)
+    {
         let error = Error::invalid("the places for codes overlap").with("code", code);
         let error = error.with("slot_stride", codes.slot_stride);
         return Err(error.with("block_stride", codes.block_stride));
@@ -234,7 +243,8 @@ impl Job<'_> {
             None => token,
         };
         let (block, slot) = (slot / codes.block_size, slot % codes.block_size);
-        let at = block * codes.block_stride + slot * codes.slot_stride + head * self.encoder.code_len();
+        let at =
+            block * codes.block_stride + slot * codes.slot_stride + head * self.encoder.code_len();
         // SAFETY: the slot is one of those that there are.
         Some(unsafe { codes.base.add(at) })
     }
@@ -316,7 +326,13 @@ unsafe fn range<L: Lanes, const COLUMNS: usize>(job: &Job<'_>, head: usize, vect
                 if let Some(target) = target {
                     let bytes = signs.to_le_bytes();
                     // SAFETY: a code has room for all bits.
-                    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target.add(bit / 8), count / 8) };
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(
+                            bytes.as_ptr(),
+                            target.add(bit / 8),
+                            count / 8,
+                        )
+                    };
                 }
             }
             bit += count;
@@ -325,7 +341,8 @@ unsafe fn range<L: Lanes, const COLUMNS: usize>(job: &Job<'_>, head: usize, vect
     }
 }
 
-/// The signs of a tile's products with `COLUMNS * WIDTH` directions from `first` on, the first one lowest.
+/// The signs of a tile's products with `COLUMNS * WIDTH` directions from `first` on, the first one
+/// lowest.
 ///
 /// # Safety
 ///

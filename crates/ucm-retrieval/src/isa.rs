@@ -8,7 +8,8 @@ use ucm_core::{Error, ErrorKind, Result};
 /// A set of instructions that every kernel of this crate is written for, the poorest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
-    /// Plain Rust on one number at a time: runs anywhere, and is what the others are tested against.
+    /// Plain Rust on one number at a time: runs anywhere, and is what the others are tested
+    /// against.
     Scalar,
     /// x86-64 with AVX2, FMA, F16C and POPCNT.
     Avx2,

@@ -1,5 +1,5 @@
-//! What a call works on: rows of a batch, each with the physical blocks that its tokens lie in, and what is kept of
-//! every physical block.
+//! What a call works on: rows of a batch, each with the physical blocks that its tokens lie in, and
+//! what is kept of every physical block.
 #![allow(
     unsafe_code,
     reason = "blocks of memory that others may write elsewhere in are read by address"
@@ -42,7 +42,8 @@ impl Ints<'_> {
     }
 }
 
-/// Rows of a batch: which physical blocks each has, in the order of its tokens, and how many tokens it has.
+/// Rows of a batch: which physical blocks each has, in the order of its tokens, and how many tokens
+/// it has.
 ///
 /// ```
 /// use ucm_retrieval::{Ints, Rows};
@@ -61,13 +62,19 @@ pub struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// `table` has a row of `stride` ids for each number of `tokens`; of a row the first `ceil(tokens / block_size)`
-    /// count. A row without tokens has no blocks.
+    /// `table` has a row of `stride` ids for each number of `tokens`; of a row the first
+    /// `ceil(tokens / block_size)` count. A row without tokens has no blocks.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` where the table is too short, a number of tokens is negative or needs more blocks than a row has.
-    pub fn new(table: Ints<'a>, stride: usize, tokens: Ints<'a>, block_size: usize) -> Result<Self> {
+    /// `InvalidInput` where the table is too short, a number of tokens is negative or needs more
+    /// blocks than a row has.
+    pub fn new(
+        table: Ints<'a>,
+        stride: usize,
+        tokens: Ints<'a>,
+        block_size: usize,
+    ) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::invalid("a block has at least one token"));
         }
@@ -129,7 +136,10 @@ impl<'a> Rows<'a> {
 
     /// Most blocks of any row.
     pub fn most_blocks(&self) -> usize {
-        (0..self.len()).map(|row| self.blocks(row)).max().unwrap_or(0)
+        (0..self.len())
+            .map(|row| self.blocks(row))
+            .max()
+            .unwrap_or(0)
     }
 
     /// Tokens of the last block of a row, 0 where it has none.
@@ -168,8 +178,8 @@ impl<'a> Rows<'a> {
 
 /// What is kept of every physical block: `count` stretches of `len` bytes, `stride` bytes apart.
 ///
-/// Only blocks that a call is asked for are read, so others may be written meanwhile (another request's KV is loaded,
-/// say).
+/// Only blocks that a call is asked for are read, so others may be written meanwhile (another
+/// request's KV is loaded, say).
 #[derive(Debug, Clone, Copy)]
 pub struct Blocks<'a> {
     base: *const u8,
@@ -215,8 +225,8 @@ impl<'a> Blocks<'a> {
     ///
     /// # Safety
     ///
-    /// For `'a` the `len` bytes at `base + i * stride` can be read for each `i` below `count`, and no one writes to
-    /// those of a block that a call names in its block table.
+    /// For `'a` the `len` bytes at `base + i * stride` can be read for each `i` below `count`, and
+    /// no one writes to those of a block that a call names in its block table.
     pub unsafe fn from_raw(base: *const u8, count: usize, stride: usize, len: usize) -> Self {
         Self {
             base,
@@ -274,8 +284,9 @@ impl Windows {
 
 /// Where scores go: rows of `stride` numbers, `per_row` of them for each row of the batch.
 ///
-/// Blocks inside [`Windows`] get the largest number, so that they win against every score; blocks that are not there,
-/// and places behind the last block of a row, get the smallest, which [`select`](crate::select()) never chooses.
+/// Blocks inside [`Windows`] get the largest number, so that they win against every score; blocks
+/// that are not there, and places behind the last block of a row, get the smallest, which
+/// [`select`](crate::select()) never chooses.
 pub(crate) struct ScoreRows<T> {
     base: *mut T,
     per_row: usize,
@@ -288,8 +299,14 @@ unsafe impl<T: Send> Sync for ScoreRows<T> {}
 impl<T: Copy> ScoreRows<T> {
     /// # Errors
     ///
-    /// `InvalidInput` where `out` has another length than the rows need, or a row more blocks than `stride`.
-    pub(crate) fn new(out: &mut [T], rows: &Rows<'_>, per_row: usize, stride: usize) -> Result<Self> {
+    /// `InvalidInput` where `out` has another length than the rows need, or a row more blocks than
+    /// `stride`.
+    pub(crate) fn new(
+        out: &mut [T],
+        rows: &Rows<'_>,
+        per_row: usize,
+        stride: usize,
+    ) -> Result<Self> {
         let needed = rows
             .len()
             .checked_mul(per_row)
@@ -321,7 +338,8 @@ impl<T: Copy> ScoreRows<T> {
         self.stride
     }
 
-    /// Fills the places of a row that no kernel writes: windows with `most`, those behind the end with `least`.
+    /// Fills the places of a row that no kernel writes: windows with `most`, those behind the end
+    /// with `least`.
     pub(crate) fn frame(
         &self,
         row: usize,

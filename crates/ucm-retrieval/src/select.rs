@@ -19,7 +19,8 @@ pub enum Scores<'a> {
 /// Where [`select`] writes to. Every part has `width` places, or one, for each row and head.
 #[derive(Debug)]
 pub struct Selected<'a> {
-    /// Physical ids of the kept blocks, in the order of their tokens; behind them the last one is repeated.
+    /// Physical ids of the kept blocks, in the order of their tokens; behind them the last one is
+    /// repeated.
     pub table: &'a mut [i32],
     /// Places of the kept blocks in the row's own table, ascending; behind them `-1`.
     pub logical: &'a mut [i32],
@@ -31,12 +32,13 @@ pub struct Selected<'a> {
     pub width: usize,
 }
 
-/// Chooses the `budgets[row]` best blocks between the windows, and keeps the windows besides; among equal scores the
-/// lower place wins. A row that has no more blocks than that keeps all.
+/// Chooses the `budgets[row]` best blocks between the windows, and keeps the windows besides; among
+/// equal scores the lower place wins. A row that has no more blocks than that keeps all.
 ///
-/// Only the last block of a row can be partial, and it is always kept, so attention with the shorter table and length
-/// is exact over the kept tokens: `(kept - 1) * block_size + tokens of the last block`. For that a row's `local` window
-/// counts as at least 1.
+/// Only the last block of a row can be partial, and it is always kept, so attention with the
+/// shorter table and length is exact over the kept tokens:
+/// `(kept - 1) * block_size + tokens of the last block`. For that a row's `local` window counts as
+/// at least 1.
 ///
 /// ```
 /// use ucm_retrieval::*;
@@ -188,7 +190,8 @@ fn check(
         let blocks = rows.blocks(row);
         let most = blocks - windows.middle(blocks).len() + budget.min(windows.middle(blocks).len());
         if most > kept.width {
-            let error = Error::invalid("a row keeps more blocks than there are places").with("row", row);
+            let error =
+                Error::invalid("a row keeps more blocks than there are places").with("row", row);
             return Err(error.with("blocks", most).with("width", kept.width));
         }
         if blocks > 0 && rows.id(row, blocks - 1) < 0 {
@@ -198,7 +201,8 @@ fn check(
     Ok(())
 }
 
-/// Orders blocks by their scores, the lower place first among equals. No two of a row have the same. 0: never chosen.
+/// Orders blocks by their scores, the lower place first among equals. No two of a row have the
+/// same. 0: never chosen.
 fn rank(score: u32, place: u32) -> u64 {
     match score {
         0 => 0,
@@ -212,7 +216,11 @@ fn of_single(score: f32) -> u32 {
         return 0;
     }
     let bits = (score + 0.0).to_bits(); // both zeros are the same
-    if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
+    if bits >> 31 == 1 {
+        !bits
+    } else {
+        bits | 1 << 31
+    }
 }
 
 /// An integer in the order of integers; 0 for those that are never chosen.

@@ -1,10 +1,14 @@
 //! The threads that share one call.
 //!
-//! The calling thread takes part and the others help; nothing outlives the call. Where the process has an OpenMP
-//! runtime (vLLM on a CPU always has, and torch brings one), the helpers are that runtime's own threads: they sit on the
-//! cores the model computes on and are waiting there already, while threads of ours would compete with them for the same
-//! cores. Elsewhere they are started for the call.
-#![allow(unsafe_code, reason = "calls a function of the process's OpenMP runtime")]
+//! The calling thread takes part and the others help; nothing outlives the call. Where the process
+//! has an OpenMP runtime (vLLM on a CPU always has, and torch brings one), the helpers are that
+//! runtime's own threads: they sit on the cores the model computes on and are waiting there
+//! already, while threads of ours would compete with them for the same cores. Elsewhere they are
+//! started for the call.
+#![allow(
+    unsafe_code,
+    reason = "calls a function of the process's OpenMP runtime"
+)]
 
 use std::ffi::{c_uint, c_void};
 use std::num::NonZeroUsize;
@@ -50,7 +54,8 @@ impl Team {
     pub fn new(threads: usize) -> Result<Self> {
         let threads = NonZeroUsize::new(threads).filter(|threads| threads.get() <= MAX_THREADS);
         let threads = threads.ok_or_else(|| {
-            Error::invalid("a call has at least one thread, and not that many").with("limit", MAX_THREADS)
+            Error::invalid("a call has at least one thread, and not that many")
+                .with("limit", MAX_THREADS)
         })?;
         Ok(Self {
             threads,
@@ -67,7 +72,8 @@ impl Team {
         }
     }
 
-    /// Calls `work` once for each item from 0 to `items - 1`, in any order, and returns when all are done.
+    /// Calls `work` once for each item from 0 to `items - 1`, in any order, and returns when all
+    /// are done.
     ///
     /// # Errors
     ///
@@ -85,9 +91,10 @@ impl Team {
         } else if let Some(parallel) = openmp().filter(|_| self.openmp) {
             let threads = c_uint::try_from(threads).unwrap_or(c_uint::MAX);
             let data = std::ptr::from_ref(&share).cast_mut().cast::<c_void>();
-            // SAFETY: this is the entry point by which compiled OpenMP programs start a parallel region: it calls the
-            // function with the pointer on its threads, the calling one among them, and returns after all of them have
-            // returned, so `share` outlives every use. `take_share` does not unwind.
+            // SAFETY: this is the entry point by which compiled OpenMP programs start a parallel
+            // region: it calls the function with the pointer on its threads, the calling one among
+            // them, and returns after all of them have returned, so `share` outlives every use.
+            // `take_share` does not unwind.
             unsafe { parallel(take_share, data, threads, 0) };
         } else {
             std::thread::scope(|scope| {
@@ -110,7 +117,8 @@ impl Team {
     }
 }
 
-/// Whether calls of several threads use those of an OpenMP runtime of the process. Decided at the first such call.
+/// Whether calls of several threads use those of an OpenMP runtime of the process. Decided at the
+/// first such call.
 pub fn has_openmp() -> bool {
     openmp().is_some()
 }
@@ -142,7 +150,8 @@ impl Share<'_> {
 }
 
 extern "C" fn take_share(data: *mut c_void) {
-    // SAFETY: `run` passes the address of a share that lives until all of these calls have returned.
+    // SAFETY: `run` passes the address of a share that lives until all of these calls have
+    // returned.
     let share = unsafe { &*data.cast_const().cast::<Share<'_>>() };
     share.take();
 }
@@ -154,8 +163,9 @@ fn openmp() -> Option<Parallel> {
     static FOUND: OnceLock<Option<Parallel>> = OnceLock::new();
     *FOUND.get_or_init(|| {
         let process = libloading::os::unix::Library::this();
-        // SAFETY: the name is part of the ABI between compilers and OpenMP runtimes, with these parameters. The runtime
-        // was loaded for the whole process, and such libraries are never unloaded.
+        // SAFETY: the name is part of the ABI between compilers and OpenMP runtimes, with these
+        // parameters. The runtime was loaded for the whole process, and such libraries are never
+        // unloaded.
         unsafe {
             process
                 .get::<Parallel>(b"GOMP_parallel\0")

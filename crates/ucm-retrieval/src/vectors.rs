@@ -37,15 +37,16 @@ impl<'a> Vectors<'a> {
             .iter()
             .try_fold(element.size(), |size, &part| size.checked_mul(part));
         if size != Some(bytes.len()) {
-            let error =
-                Error::invalid("there are other bytes than the vectors need").with("bytes", bytes.len());
+            let error = Error::invalid("there are other bytes than the vectors need")
+                .with("bytes", bytes.len());
             return Err(error.with("shape", format!("{shape:?}")));
         }
         // SAFETY: all of it lies in `bytes`.
         Ok(unsafe { Self::from_raw(bytes.as_ptr(), element, shape, [heads * dim, dim]) })
     }
 
-    /// Vectors at an address; `strides` are the elements from one token, and from one head, to the next.
+    /// Vectors at an address; `strides` are the elements from one token, and from one head, to the
+    /// next.
     ///
     /// # Safety
     ///
@@ -113,8 +114,8 @@ unsafe fn copy<N: Number>(from: *const N, to: &mut [f32]) {
     }
 }
 
-/// The mean of the query heads that share one of `heads` KV heads: `[row, heads * group, dim]` becomes `[row, heads,
-/// dim]`.
+/// The mean of the query heads that share one of `heads` KV heads: `[row, heads * group, dim]`
+/// becomes `[row, heads, dim]`.
 ///
 /// ```
 /// use ucm_retrieval::{Element, Vectors, group_mean};
@@ -129,8 +130,11 @@ unsafe fn copy<N: Number>(from: *const N, to: &mut [f32]) {
 /// `InvalidInput` where the query heads cannot be shared among so many.
 pub fn group_mean(queries: &Vectors<'_>, heads: usize) -> Result<Vec<f32>> {
     if heads == 0 || queries.heads == 0 || !queries.heads.is_multiple_of(heads) {
-        let error = Error::invalid("every KV head has the same number of query heads, at least one");
-        return Err(error.with("query_heads", queries.heads).with("kv_heads", heads));
+        let error =
+            Error::invalid("every KV head has the same number of query heads, at least one");
+        return Err(error
+            .with("query_heads", queries.heads)
+            .with("kv_heads", heads));
     }
     let (group, dim) = (queries.heads / heads, queries.dim);
     let mut means = vec![0.0; queries.tokens * heads * dim];

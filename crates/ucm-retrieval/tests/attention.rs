@@ -13,7 +13,9 @@ const POOL: usize = 90;
 fn value(bytes: &[u8], element: Element) -> f32 {
     match element {
         Element::F32 => f32::from_ne_bytes(bytes.try_into().unwrap()),
-        Element::Bf16 => f32::from_bits(u32::from(u16::from_ne_bytes(bytes.try_into().unwrap())) << 16),
+        Element::Bf16 => {
+            f32::from_bits(u32::from(u16::from_ne_bytes(bytes.try_into().unwrap())) << 16)
+        }
         _ => {
             let bits = u16::from_ne_bytes(bytes.try_into().unwrap());
             assert_ne!(bits & 0x7c00, 0x7c00);
@@ -21,7 +23,11 @@ fn value(bytes: &[u8], element: Element) -> f32 {
                 0 => f32::from(bits & 0x3ff) * 2f32.powi(-24),
                 power => f32::from(bits & 0x3ff | 0x400) * 2f32.powi(i32::from(power) - 25),
             };
-            if bits >> 15 == 1 { -magnitude } else { magnitude }
+            if bits >> 15 == 1 {
+                -magnitude
+            } else {
+                magnitude
+            }
         }
     }
 }
@@ -102,7 +108,8 @@ proptest! {
             attention(&vectors, &pages, &rows, scale, &mut target, isa, team).unwrap();
             for (found, right) in out.chunks(element.size()).zip(&right) {
                 let found = f64::from(value(found, element));
-                prop_assert!((found - right).abs() <= near, "{} instead of {} on {}", found, right, isa);
+                prop_assert!((found - right).abs() <= near, "{} instead of {} on \
+                {}", found, right, isa);
             }
             if isa > Isa::Scalar {
                 prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out, "on {}", isa);
@@ -111,7 +118,8 @@ proptest! {
     }
 }
 
-/// Parts are whole blocks, which need not divide them: every token is seen once, however many parts there are.
+/// Parts are whole blocks, which need not divide them: every token is seen once, however many parts
+/// there are.
 #[test]
 fn every_token_of_a_long_row_is_seen() {
     let (dim, block_size, element) = (16, 48, Element::F32);
@@ -186,7 +194,11 @@ fn what_lies_behind_the_last_token_is_not_seen() {
     };
     for (isa, _) in ways() {
         let alone = run(1, &[0, 1], &[tokens], isa);
-        assert!(alone.chunks(4).all(|found| value(found, element).is_finite()));
+        assert!(
+            alone
+                .chunks(4)
+                .all(|found| value(found, element).is_finite())
+        );
         let together = run(2, &[0, 1, 2, 0], &[tokens, 32], isa);
         assert_eq!(together[..alone.len()], alone);
     }
@@ -202,23 +214,45 @@ fn what_does_not_fit_is_refused() {
         heads: 1,
         dim: 16,
     };
-    let refused = |pages: Pages<'_>, shape: [usize; 3], table: &[i32], tokens: &[i32], block_size: usize| {
-        let len = shape.iter().product::<usize>() * 4;
-        let vectors = Vectors::new(&BYTES[..len], element, shape).unwrap();
-        let rows = Rows::new(Ints::I32(table), 2, Ints::I32(tokens), block_size).unwrap();
-        let mut out = vec![0; len];
-        let mut target = Output::new(&mut out, element, shape).unwrap();
-        attention(&vectors, &pages, &rows, 1.0, &mut target, Isa::Scalar, Team::ONE).is_err()
-    };
+    let refused =
+        |pages: Pages<'_>, shape: [usize; 3], table: &[i32], tokens: &[i32], block_size: usize| {
+            let len = shape.iter().product::<usize>() * 4;
+            let vectors = Vectors::new(&BYTES[..len], element, shape).unwrap();
+            let rows = Rows::new(Ints::I32(table), 2, Ints::I32(tokens), block_size).unwrap();
+            let mut out = vec![0; len];
+            let mut target = Output::new(&mut out, element, shape).unwrap();
+            attention(
+                &vectors,
+                &pages,
+                &rows,
+                1.0,
+                &mut target,
+                Isa::Scalar,
+                Team::ONE,
+            )
+            .is_err()
+        };
     assert!(!refused(pages, [1, 2, 16], &[0, 1], &[32], 16));
-    assert!(refused(pages, [1, 2, 16], &[0, 2], &[32], 16), "no such block");
+    assert!(
+        refused(pages, [1, 2, 16], &[0, 2], &[32], 16),
+        "no such block"
+    );
     assert!(
         refused(pages, [1, 2, 16], &[0, -1], &[32], 16),
         "a block that is not there"
     );
-    assert!(refused(pages, [1, 2, 16], &[0, 1], &[32], 32), "larger blocks");
-    assert!(refused(pages, [1, 2, 16], &[0, 1], &[10], 8), "no whole sixteens");
-    assert!(refused(pages, [1, 2, 32], &[0, 1], &[32], 16), "longer queries");
+    assert!(
+        refused(pages, [1, 2, 16], &[0, 1], &[32], 32),
+        "larger blocks"
+    );
+    assert!(
+        refused(pages, [1, 2, 16], &[0, 1], &[10], 8),
+        "no whole sixteens"
+    );
+    assert!(
+        refused(pages, [1, 2, 32], &[0, 1], &[32], 16),
+        "longer queries"
+    );
     assert!(
         refused(pages, [3, 2, 16], &[0, 1, 0, 1], &[16, 16], 16),
         "two tables for three queries"

@@ -88,7 +88,11 @@ fn of_head(
             row * heads + head
         };
         let scale = f64::from(if case.scaled { scales[rep_at] } else { 1.0 });
-        let unit = if case.element == Element::I8 { 16.0 } else { 1.0 };
+        let unit = if case.element == Element::I8 {
+            16.0
+        } else {
+            1.0
+        };
         let pairs = (0..dim).map(|at| {
             let rep = f64::from(reps[rep_at * dim + at]) * unit * scale;
             (f64::from(queries[query_at * dim + at]), rep)
@@ -170,7 +174,8 @@ proptest! {
                         Heads::Mean => (0..heads).map(of).sum::<f64>() / heads as f64,
                     };
                     let near = 1e-4 * (right.abs() + dim as f64);
-                    prop_assert!((f64::from(found) - right).abs() < near, "{} instead of {} on {}", found, right, isa);
+                    prop_assert!((f64::from(found) - right).abs() < near, "{} instead of {} on \
+                    {}", found, right, isa);
                 }
             }
             // The sets with registers agree to the bit, whatever the threads.
@@ -247,7 +252,8 @@ fn what_does_not_fit_is_refused() {
         over_heads: Heads::Sum,
         windows: Windows::default(),
     };
-    let refused = |spec: DotScores<'_>| dot_scores(&spec, &mut [0.0; 2], 2, Isa::Scalar, Team::ONE).is_err();
+    let refused =
+        |spec: DotScores<'_>| dot_scores(&spec, &mut [0.0; 2], 2, Isa::Scalar, Team::ONE).is_err();
     assert!(!refused(fits));
     for wrong in [
         Representations { heads: 3, ..reps },
@@ -266,7 +272,13 @@ fn what_does_not_fit_is_refused() {
             ..reps
         },
     ] {
-        assert!(refused(DotScores { reps: wrong, ..fits }), "{wrong:?}");
+        assert!(
+            refused(DotScores {
+                reps: wrong,
+                ..fits
+            }),
+            "{wrong:?}"
+        );
     }
     assert!(refused(DotScores {
         queries: &[0.0; 5],

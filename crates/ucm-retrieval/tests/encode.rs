@@ -103,9 +103,18 @@ fn what_does_not_fit_is_refused() {
         .is_err()
     };
     assert!(!refused(&[0; 16], [2, 1, 8], &mut [0; 2], 1));
-    assert!(refused(&[0; 16], [2, 1, 8], &mut [0; 1], 1), "room for one token");
-    assert!(refused(&[0; 16], [1, 2, 8], &mut [0; 1], 1), "room for one head");
-    assert!(refused(&[0; 18], [2, 1, 9], &mut [0; 2], 1), "longer vectors");
+    assert!(
+        refused(&[0; 16], [2, 1, 8], &mut [0; 1], 1),
+        "room for one token"
+    );
+    assert!(
+        refused(&[0; 16], [1, 2, 8], &mut [0; 1], 1),
+        "room for one head"
+    );
+    assert!(
+        refused(&[0; 18], [2, 1, 9], &mut [0; 2], 1),
+        "longer vectors"
+    );
     assert!(Vectors::new(&[0; 15], Element::I8, [2, 1, 8]).is_err());
     assert!(Codes::new(&mut [0; 15], 2).is_err());
     let of_three = Encoder::new(&[0.0; 192], 3, 8, 8).unwrap();

@@ -107,11 +107,15 @@ fn what_does_not_fit_is_refused() {
         heads_apart: false,
         windows: Windows::default(),
     };
-    let refused =
-        |spec: HammingScores<'_>| hamming_scores(&spec, &mut [0; 2], 2, Isa::Scalar, Team::ONE).is_err();
+    let refused = |spec: HammingScores<'_>| {
+        hamming_scores(&spec, &mut [0; 2], 2, Isa::Scalar, Team::ONE).is_err()
+    };
     assert!(!refused(fits));
     assert!(refused(HammingScores { heads: 1, ..fits }));
-    assert!(refused(HammingScores { code_len: 8, ..fits }));
+    assert!(refused(HammingScores {
+        code_len: 8,
+        ..fits
+    }));
     assert!(refused(HammingScores {
         queries_per_head: 2,
         ..fits

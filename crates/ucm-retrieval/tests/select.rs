@@ -150,28 +150,32 @@ proptest! {
 #[test]
 fn what_does_not_fit_is_refused() {
     let rows = Rows::new(Ints::I32(&[3, 4, -1]), 3, Ints::I32(&[8]), 4).unwrap();
-    let refused = |scores: &[f32], heads: usize, budgets: &[usize], width: usize, rows: &Rows<'_>| {
-        let mut kept = Kept::new(heads, width);
-        let windows = Windows { init: 0, local: 1 };
-        let places = kept.places(width);
-        select(
-            Scores::F32(scores),
-            3,
-            heads,
-            rows,
-            budgets,
-            windows,
-            places,
-            Team::ONE,
-        )
-        .is_err()
-    };
+    let refused =
+        |scores: &[f32], heads: usize, budgets: &[usize], width: usize, rows: &Rows<'_>| {
+            let mut kept = Kept::new(heads, width);
+            let windows = Windows { init: 0, local: 1 };
+            let places = kept.places(width);
+            select(
+                Scores::F32(scores),
+                3,
+                heads,
+                rows,
+                budgets,
+                windows,
+                places,
+                Team::ONE,
+            )
+            .is_err()
+        };
     assert!(!refused(&[0.0; 3], 1, &[1], 2, &rows));
     assert!(refused(&[0.0; 3], 1, &[1], 1, &rows), "no place for both");
     assert!(!refused(&[0.0; 3], 1, &[0], 1, &rows));
     assert!(refused(&[0.0; 3], 2, &[1], 2, &rows), "scores of one head");
     assert!(refused(&[0.0; 3], 0, &[1], 2, &rows));
-    assert!(refused(&[0.0; 3], 1, &[1, 1], 2, &rows), "budgets of two rows");
+    assert!(
+        refused(&[0.0; 3], 1, &[1, 1], 2, &rows),
+        "budgets of two rows"
+    );
     let absent = Rows::new(Ints::I32(&[3, 4, -1]), 3, Ints::I32(&[9]), 4).unwrap();
     assert!(
         refused(&[0.0; 3], 1, &[2], 3, &absent),

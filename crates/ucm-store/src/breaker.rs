@@ -1,6 +1,7 @@
-//! The breaker of one backend: after a run of failures that speak of the medium (not of one block), everything
-//! answers at once for a while, then a single request is let through to see whether it is back. A tier has a second one for
-//! writes alone: a medium that is read and takes no writes is used for what it has.
+//! The breaker of one backend: after a run of failures that speak of the medium (not of one block),
+//! everything answers at once for a while, then a single request is let through to see whether it
+//! is back. A tier has a second one for writes alone: a medium that is read and takes no writes is
+//! used for what it has.
 
 use std::time::Duration;
 
@@ -9,8 +10,8 @@ use ucm_core::{Error, ErrorKind};
 use ucm_infra::MonotonicTime;
 use ucm_io::EROFS;
 
-/// Error numbers (the same on every Linux) that do not speak of a sick medium: it answers that we may not, or the
-/// process itself has too little of something.
+/// Error numbers (the same on every Linux) that do not speak of a sick medium: it answers that we
+/// may not, or the process itself has too little of something.
 const EPERM: i32 = 1;
 const ENOMEM: i32 = 12;
 const EACCES: i32 = 13;
@@ -95,12 +96,14 @@ fn is_own_lack(error: &Error) -> bool {
     matches!(error.os_code(), Some(ENOMEM | ENFILE | EMFILE))
 }
 
-/// What this failure says of a medium. A file that is absent, foreign or damaged, a full or read-only medium, or one that
-/// does not let us in, is an answer all the same; a queue that is full, or a process that has no descriptors left, says
-/// nothing.
+/// What this failure says of a medium. A file that is absent, foreign or damaged, a full or
+/// read-only medium, or one that does not let us in, is an answer all the same; a queue that is
+/// full, or a process that has no descriptors left, says nothing.
 fn of_medium(error: &Error) -> Verdict {
     match error.kind() {
-        ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => Verdict::Answers,
+        ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => {
+            Verdict::Answers
+        }
         ErrorKind::Io if is_own_lack(error) => Verdict::Nothing,
         ErrorKind::Timeout | ErrorKind::Io => Verdict::Sick,
         ErrorKind::NotFound | ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Foreign => {
@@ -110,8 +113,9 @@ fn of_medium(error: &Error) -> Verdict {
     }
 }
 
-/// What the failure of a write says of writes. A backend reports as `Unhealthy` that it takes none for now. One that is full
-/// makes room, and a directory that is read-only or does not let us in says so without a look at the medium (`ucm_quota`).
+/// What the failure of a write says of writes. A backend reports as `Unhealthy` that it takes none
+/// for now. One that is full makes room, and a directory that is read-only or does not let us in
+/// says so without a look at the medium (`ucm_quota`).
 fn of_writes(error: &Error) -> Verdict {
     match error.kind() {
         ErrorKind::Unhealthy => Verdict::Refuses,
@@ -140,12 +144,13 @@ impl Breaker {
         }
     }
 
-    /// Whether an operation of this request may go ahead now; an open breaker past its cool-down lets all of one request
-    /// through.
+    /// Whether an operation of this request may go ahead now; an open breaker past its cool-down
+    /// lets all of one request through.
     pub fn allows(&self, request: u64, now: MonotonicTime) -> bool {
         let mut state = self.state.lock();
         let allowed = state.would_allow(request, now);
-        let of_this = matches!(*state, State::Probing { request: let_through, .. } if let_through == request);
+        let of_this =
+            matches!(*state, State::Probing { request: let_through, .. } if let_through == request);
         if allowed && !of_this && !matches!(*state, State::Closed { .. }) {
             let until = now.after(self.config.cool_down);
             *state = State::Probing { until, request };
@@ -178,8 +183,8 @@ impl Breaker {
         self.judged(of_medium(error), now)
     }
 
-    /// A write failed: what that says of writes, for the breaker of writes. One that the medium refuses as such opens it at
-    /// once.
+    /// A write failed: what that says of writes, for the breaker of writes. One that the medium
+    /// refuses as such opens it at once.
     pub fn write_failure(&self, error: &Error, now: MonotonicTime) -> Option<Change> {
         self.judged(of_writes(error), now)
     }
@@ -210,7 +215,10 @@ impl Breaker {
                 *state = if opens {
                     open
                 } else {
-                    State::Closed { failures, last: now }
+                    State::Closed {
+                        failures,
+                        last: now,
+                    }
                 };
                 opens.then_some(Change::Opened)
             }
@@ -243,7 +251,8 @@ impl Breaker {
         self.open(now, false)
     }
 
-    /// Opens at once, for all of the cool-down whatever is answered meanwhile (answers that are wrong).
+    /// Opens at once, for all of the cool-down whatever is answered meanwhile (answers that are
+    /// wrong).
     pub fn hold(&self, now: MonotonicTime) -> Option<Change> {
         self.open(now, true)
     }
@@ -287,7 +296,10 @@ mod tests {
         assert_eq!(breaker.failure(&timeout, at(1002)), None);
         assert!(!breaker.allows(5, at(2001)));
         assert!(breaker.allows(6, at(2002)));
-        assert!(breaker.allows(7, at(3002)), "a lost probe is followed by another");
+        assert!(
+            breaker.allows(7, at(3002)),
+            "a lost probe is followed by another"
+        );
         assert_eq!(breaker.success(), Some(Change::Recovered));
         assert!(breaker.allows(8, at(3003)) && breaker.is_closed());
         assert_eq!(breaker.success(), None);
@@ -301,7 +313,8 @@ mod tests {
             window: Duration::from_secs(60),
             max_stuck: 1,
         });
-        let fail = |kind, ms: u64| breaker.failure(&Error::new(kind, "x"), MonotonicTime(ms * 1_000_000));
+        let fail =
+            |kind, ms: u64| breaker.failure(&Error::new(kind, "x"), MonotonicTime(ms * 1_000_000));
         for kind in [
             ErrorKind::NotFound,
             ErrorKind::NoSpace,
@@ -342,10 +355,17 @@ mod tests {
         let (medium, writes) = (two_in_a_row(), two_in_a_row());
         let read_only = Error::new(ErrorKind::Unhealthy, "takes no writes");
         assert_eq!(medium.failure(&read_only, at(0)), None);
-        assert_eq!(writes.write_failure(&read_only, at(0)), Some(Change::Opened));
+        assert_eq!(
+            writes.write_failure(&read_only, at(0)),
+            Some(Change::Opened)
+        );
         assert!(medium.is_closed() && !writes.allows(1, at(0)));
         assert!(writes.allows(2, at(1)), "one is let through");
-        assert_eq!(writes.write_failure(&read_only, at(1)), None, "it is said once");
+        assert_eq!(
+            writes.write_failure(&read_only, at(1)),
+            None,
+            "it is said once"
+        );
         assert!(!writes.allows(3, at(1)) && writes.allows(4, at(2)));
         assert_eq!(writes.success(), Some(Change::Recovered));
         let (full, broken) = (
@@ -401,7 +421,8 @@ mod tests {
             }
         }
         assert!(breaker.is_closed());
-        // A probe that finds no descriptor is followed by another; one that may not has found the medium.
+        // A probe that finds no descriptor is followed by another; one that may not has found the
+        // medium.
         breaker.trip(at(0));
         assert!(breaker.allows(16, at(1)));
         assert_eq!(breaker.failure(&os(EMFILE), at(1)), None);

@@ -64,7 +64,8 @@ pub struct StoreSpec {
     /// The tiers, top first.
     #[serde(rename = "stages")]
     pub tiers: Vec<TierSpec>,
-    /// Name of the device whose memory blocks are loaded into and dumped from; the host if nothing is said.
+    /// Name of the device whose memory blocks are loaded into and dumped from; the host if nothing
+    /// is said.
     #[serde(default = "default_device")]
     pub device: String,
     /// How a device that has a choice copies: auto, dma, sm or staging.
@@ -99,10 +100,12 @@ pub struct StoreSpec {
     pub scheduler_elsewhere: bool,
     /// Opens the store for lookups only.
     pub lookup_only: bool,
-    /// Host memory for staging; where nobody says how much, it holds the blocks of two steps, within a share of the memory.
+    /// Host memory for staging; where nobody says how much, it holds the blocks of two steps,
+    /// within a share of the memory.
     #[serde(default)]
     pub staging_bytes: Option<u64>,
-    /// Bytes of the blocks that one step of the engine can compute at most; 0 where that is not known.
+    /// Bytes of the blocks that one step of the engine can compute at most; 0 where that is not
+    /// known.
     #[serde(default)]
     pub step_bytes: u64,
     /// Threads that copy from the device.
@@ -119,11 +122,12 @@ pub struct StoreSpec {
     pub shutdown_s: f64,
     /// Reads back what was published.
     pub paranoid: bool,
-    /// Where the keys stand that records are encrypted with ([`Keys::parse`]); where none is named they stand in the
-    /// environment, in `UCM_ENCRYPTION_KEY`, or nothing is encrypted.
+    /// Where the keys stand that records are encrypted with ([`Keys::parse`]); where none is named
+    /// they stand in the environment, in `UCM_ENCRYPTION_KEY`, or nothing is encrypted.
     #[serde(default)]
     pub encryption_key_file: Option<PathBuf>,
-    /// What the blocks of each tenant may come to in every level below memory: bytes, or a share of what the level may hold.
+    /// What the blocks of each tenant may come to in every level below memory: bytes, or a share of
+    /// what the level may hold.
     #[serde(default)]
     pub tenant_quota: Option<Amount>,
     /// Failures in a row that open the breaker.
@@ -170,7 +174,11 @@ fn part_of((group, pipeline_rank, tensor_rank): (u32, u32, u32)) -> Part {
 
 /// A layout with room for what encryption adds, if records are `encrypted`.
 fn with_room(record: RecordLayout, encrypted: bool) -> Result<RecordLayout> {
-    if encrypted { record.encrypted() } else { Ok(record) }
+    if encrypted {
+        record.encrypted()
+    } else {
+        Ok(record)
+    }
 }
 
 /// Staging of a process where nothing more is known, and the least.
@@ -178,9 +186,10 @@ const STAGING: u64 = 256 << 20;
 /// How much of the memory of machine and container all its processes may come to.
 const STAGING_SHARE: u64 = 16;
 
-/// The staging of a process whose engine computes blocks of so many bytes in a step, one of so many on this host. All of
-/// a step's blocks are offered at once, and those without a slot only when their request takes another step: there is
-/// room for two steps, of which a quarter is kept for loads.
+/// The staging of a process whose engine computes blocks of so many bytes in a step, one of so many
+/// on this host. All of a step's blocks are offered at once, and those without a slot only when
+/// their request takes another step: there is room for two steps, of which a quarter is kept for
+/// loads.
 fn staging(step_bytes: u64, processes: u32, memory: Option<&MachineMemory>) -> u64 {
     let most = memory.map_or(0, |memory| {
         memory.total / STAGING_SHARE / u64::from(processes.max(1))
@@ -204,7 +213,8 @@ impl StoreSpec {
     /// Opens the engine over its tiers.
     pub fn open(self, clock: Arc<dyn Clock>) -> Result<Engine> {
         ucm_infra::threads_begin_with(ucm_io::use_batch_policy);
-        // Who only looks up copies nothing: it touches no device, which may belong to other processes.
+        // Who only looks up copies nothing: it touches no device, which may belong to other
+        // processes.
         let device = open_device(
             if self.lookup_only {
                 DEFAULT_DEVICE
@@ -226,7 +236,10 @@ impl StoreSpec {
         let record = record.with_sides(sides.clone())?;
         let keys = encryption_keys(self.encryption_key_file.as_deref())?;
         let record = with_room(record, keys.is_some())?;
-        let other_parts = self.parts.into_iter().map(|other| other.record(keys.is_some()));
+        let other_parts = self
+            .parts
+            .into_iter()
+            .map(|other| other.record(keys.is_some()));
         let other_parts: Vec<PartRecord> = other_parts.collect::<Result<_>>()?;
         let staging_bytes = match self.staging_bytes {
             _ if self.lookup_only => 0,
@@ -260,7 +273,8 @@ impl StoreSpec {
             labels: &self.labels,
             lookup_only: self.lookup_only,
             writer,
-            slots: usize::try_from(staging_bytes / record.record_len() as u64).unwrap_or(usize::MAX),
+            slots: usize::try_from(staging_bytes / record.record_len() as u64)
+                .unwrap_or(usize::MAX),
             processes: self.processes,
             scheduler_elsewhere: self.scheduler_elsewhere,
             clock: Arc::clone(&clock),
@@ -299,7 +313,8 @@ impl StoreSpec {
     }
 }
 
-/// The keys of this file, or else of the environment. `Config` where they cannot be read or are none.
+/// The keys of this file, or else of the environment. `Config` where they cannot be read or are
+/// none.
 fn encryption_keys(file: Option<&Path>) -> Result<Option<Arc<Keys>>> {
     const VARIABLE: &str = "UCM_ENCRYPTION_KEY";
     let (text, origin) = match file {

@@ -1,13 +1,14 @@
 //! How far two computations of the same KV lie apart: the measure of the self-audit.
 //!
-//! Computing a block again does not give the same bytes: the order of sums depends on the batch. So what is compared
-//! is the largest difference within a tensor, relative to the largest value in it, against a tolerance that depends
-//! on the element type. A relative difference per element would say nothing, since some values are close to zero.
+//! Computing a block again does not give the same bytes: the order of sums depends on the batch. So
+//! what is compared is the largest difference within a tensor, relative to the largest value in it,
+//! against a tolerance that depends on the element type. A relative difference per element would
+//! say nothing, since some values are close to zero.
 
 use ucm_core::DType;
 
-/// How far apart two computations may lie before it is worth a word. Quantised and unknown types compare as far as
-/// they mean something: bytes of unknown meaning must be equal.
+/// How far apart two computations may lie before it is worth a word. Quantised and unknown types
+/// compare as far as they mean something: bytes of unknown meaning must be equal.
 pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 1e-3,
@@ -20,9 +21,9 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Largest difference between two equally long tensors, relative to the largest value in either; 0 when they are
-/// equal byte for byte, infinite when one has a value that is not a number (or endless) where the other has not.
-/// Bytes without a known meaning deviate by 1 or not at all.
+/// Largest difference between two equally long tensors, relative to the largest value in either; 0
+/// when they are equal byte for byte, infinite when one has a value that is not a number (or
+/// endless) where the other has not. Bytes without a known meaning deviate by 1 or not at all.
 pub fn numeric_diff(dtype: DType, one: &[u8], other: &[u8]) -> f64 {
     if one == other {
         return 0.0;
@@ -71,7 +72,10 @@ fn finite(value: f32) -> f64 {
 /// The value of an IEEE half.
 fn half(bits: u16) -> f32 {
     let sign = if bits & 0x8000 == 0 { 1.0 } else { -1.0 };
-    let (exponent, mantissa) = (i32::from(bits >> 10 & 0x1f), f32::from(bits & 0x3ff) / 1024.0);
+    let (exponent, mantissa) = (
+        i32::from(bits >> 10 & 0x1f),
+        f32::from(bits & 0x3ff) / 1024.0,
+    );
     sign * match exponent {
         0 => mantissa * 2f32.powi(-14),
         31 if mantissa == 0.0 => f32::INFINITY,
@@ -120,8 +124,14 @@ mod tests {
 
     #[test]
     fn the_largest_difference_relative_to_the_largest_value() {
-        let floats = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-        let of = |one: &[f32], other: &[f32]| numeric_diff(DType::F32, &floats(one), &floats(other));
+        let floats = |values: &[f32]| {
+            values
+                .iter()
+                .flat_map(|v| v.to_le_bytes())
+                .collect::<Vec<u8>>()
+        };
+        let of =
+            |one: &[f32], other: &[f32]| numeric_diff(DType::F32, &floats(one), &floats(other));
         assert_eq!(of(&[1.0, 2.0], &[1.0, 2.0]), 0.0);
         assert_eq!(
             of(&[8.0, 0.0, -1.0], &[8.0, 1.0, -1.0]),

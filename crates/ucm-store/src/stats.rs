@@ -1,4 +1,5 @@
-//! What the engine counted: plain atomics and fixed-bucket histograms, readable at any time by a snapshot.
+//! What the engine counted: plain atomics and fixed-bucket histograms, readable at any time by a
+//! snapshot.
 //!
 //! Names here are the names in `ucm inspect`, in logs and (prefixed `ucm_`) in Prometheus.
 
@@ -30,7 +31,11 @@ impl Histogram {
 
     /// The counts now.
     pub fn snapshot(&self) -> HistogramSnapshot {
-        let buckets: Vec<u64> = self.buckets.iter().map(|b| b.load(Ordering::Relaxed)).collect();
+        let buckets: Vec<u64> = self
+            .buckets
+            .iter()
+            .map(|b| b.load(Ordering::Relaxed))
+            .collect();
         HistogramSnapshot {
             count: buckets.iter().sum(),
             sum_seconds: self.sum_ns.load(Ordering::Relaxed) as f64 / 1e9,
@@ -93,7 +98,8 @@ macro_rules! counters {
         }
 
         impl Stats {
-            /// Everything as one JSON object (histograms nested, misses as a map of the reasons seen).
+            /// Everything as one JSON object (histograms nested, misses as a map of the reasons
+            /// seen).
             pub fn to_json(&self) -> serde_json::Value {
                 let mut map = serde_json::Map::new();
                 $(map.insert(stringify!($name).into(), self.$name.load(Ordering::Relaxed).into());)+

@@ -1,5 +1,5 @@
-//! The self-audit: blocks that were marked are compared when they are dumped; the outcome is counted and told, and
-//! nothing else happens.
+//! The self-audit: blocks that were marked are compared when they are dumped; the outcome is
+//! counted and told, and nothing else happens.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -43,7 +43,10 @@ fn small_differences_are_usual_and_large_ones_are_told() {
         });
         store.engine.audit(&ids(3)).unwrap();
         store.dump(&again, &ids(3)).unwrap();
-        assert_eq!((store.stat("audits"), store.stat("audit_deviations")), (3, 1));
+        assert_eq!(
+            (store.stat("audits"), store.stat("audit_deviations")),
+            (3, 1)
+        );
         assert_eq!(
             (store.stat("blocks_present"), store.stat("blocks_published")),
             (3, 3)
@@ -103,7 +106,10 @@ fn what_cannot_be_compared_is_dumped_as_usual() {
     // A refused one is replaced, not compared.
     store.engine.audit(&ids(1)).unwrap();
     store.dump(&device, &ids(1)).unwrap();
-    assert_eq!((store.stat("audits"), store.stat("records_replaced")), (0, 1));
+    assert_eq!(
+        (store.stat("audits"), store.stat("records_replaced")),
+        (0, 1)
+    );
     store.engine.close();
     assert!(store.engine.audit(&ids(1)).is_err());
 }

@@ -1,5 +1,5 @@
-//! Several roots side by side: records are spread over them and found in whichever has them, each root is well or not by
-//! itself, and a tiered level moves what is used and what is not.
+//! Several roots side by side: records are spread over them and found in whichever has them, each
+//! root is well or not by itself, and a tiered level moves what is used and what is not.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -41,7 +41,10 @@ fn files(dir: &Path) -> Vec<(String, SystemTime)> {
         let path = entry.path();
         if path.is_dir() {
             found.extend(files(&path));
-        } else if path.extension().is_some_and(|end| end == "bin" || end == "seg") {
+        } else if path
+            .extension()
+            .is_some_and(|end| end == "bin" || end == "seg")
+        {
             let time = entry.metadata().unwrap().modified().unwrap();
             found.push((entry.file_name().into_string().unwrap(), time));
         }
@@ -56,7 +59,9 @@ fn records_are_spread_and_found_by_all() {
             let (dir, several) = (directory(), over(layout, Several::new(policy, 3)));
             let store = Beside::open(dir.path(), &several);
             assert!(store.dump(&ids(60)).is_empty());
-            let shares: Vec<u64> = (0..3).map(|tier| store.tier(tier, "blocks_written")).collect();
+            let shares: Vec<u64> = (0..3)
+                .map(|tier| store.tier(tier, "blocks_written"))
+                .collect();
             assert_eq!(shares.iter().sum::<u64>(), 60, "one copy of each");
             assert!(shares.iter().all(|&share| share > 5), "{shares:?}");
             store.await_all(&ids(60));
@@ -81,14 +86,20 @@ fn a_root_that_is_added_takes_its_share_of_what_is_new() {
         let store = Beside::open(dir.path(), &four);
         let found = |store: &Beside| store.hits(&ids(80)).iter().filter(|&&hit| hit).count();
         if layout != Layout::File {
-            eventually("segments are found wherever they are", || found(&store) == 80);
+            eventually("segments are found wherever they are", || {
+                found(&store) == 80
+            });
             continue;
         }
         // Who has to ask asks the root that a record belongs to: those that moved are stored again.
         let hits = found(&store);
-        // Three of four stay: sixty, give or take four, for the names of the roots differ each time.
+        // Three of four stay: sixty, give or take four, for the names of the roots differ each
+        // time.
         assert!((40..78).contains(&hits), "{hits}");
-        let missing: Vec<BlockId> = ids(80).into_iter().filter(|&id| !store.hits(&[id])[0]).collect();
+        let missing: Vec<BlockId> = ids(80)
+            .into_iter()
+            .filter(|&id| !store.hits(&[id])[0])
+            .collect();
         assert!(store.dump(&missing).is_empty());
         assert_eq!(
             store.tier(3, "blocks_written"),
@@ -133,7 +144,10 @@ fn a_lost_root_costs_its_own_blocks_and_is_taken_back() {
         assert_eq!((store.tier(0, "healthy"), store.tier(2, "healthy")), (1, 1));
         assert_eq!(store.stat("healthy"), 1, "the store goes on");
         assert!(store.load(&others).is_empty(), "the others' are hits");
-        assert!(store.hits(&theirs).iter().all(|&hit| !hit), "its own are misses");
+        assert!(
+            store.hits(&theirs).iter().all(|&hit| !hit),
+            "its own are misses"
+        );
         // What was its own is stored again beside it, whether or not it is time to try it again.
         clock.leap(OFF);
         assert!(store.dump(&theirs).is_empty());
@@ -148,7 +162,10 @@ fn a_lost_root_costs_its_own_blocks_and_is_taken_back() {
         store.await_all(&ids(60));
         let fresh: Vec<BlockId> = (100..160).map(id).collect();
         assert!(store.dump(&fresh).is_empty());
-        assert!(store.places(&fresh).contains(&1), "and gets its share again");
+        assert!(
+            store.places(&fresh).contains(&1),
+            "and gets its share again"
+        );
     }
 }
 
@@ -156,7 +173,10 @@ fn a_lost_root_costs_its_own_blocks_and_is_taken_back() {
 fn new_blocks_go_to_the_hottest_with_room() {
     for layout in layouts() {
         // One grant is for a 16th: all of the blocks below fit into the first of a colder root.
-        let (dir, several) = (directory(), over(layout, Several::tiered(&[24, 4000, 4000])));
+        let (dir, several) = (
+            directory(),
+            over(layout, Several::tiered(&[24, 4000, 4000])),
+        );
         let store = Beside::open(dir.path(), &several);
         assert!(store.dump(&ids(4)).is_empty());
         assert_eq!(store.places(&ids(4)), [0; 4]);
@@ -170,7 +190,10 @@ fn new_blocks_go_to_the_hottest_with_room() {
         assert!(store.tier(1, "blocks_written") > 50);
         let colder = store.tier(2, "blocks_written");
         assert_eq!(colder, 0, "there was room in a hotter one");
-        assert!(stored(&store.roots[0]) <= 24 * RECORD, "its own limit holds");
+        assert!(
+            stored(&store.roots[0]) <= 24 * RECORD,
+            "its own limit holds"
+        );
         store.faults[0].clear();
         let before = store.tier(0, "blocks_written");
         fill_until(&store, 100, || store.tier(0, "blocks_written") > before); // there is room again
@@ -217,7 +240,9 @@ fn what_a_root_has_to_remove_it_copies_to_the_next_one() {
         store.await_all(&all); // not one is lost
         if layout == Layout::File {
             // Segments have a kept one closed later; files never use it again.
-            eventually("the colder root can be unmounted", || !is_open(&store.roots[1]));
+            eventually("the colder root can be unmounted", || {
+                !is_open(&store.roots[1])
+            });
         }
         let colder = files(&store.roots[1]);
         let moved = colder
@@ -230,7 +255,8 @@ fn what_a_root_has_to_remove_it_copies_to_the_next_one() {
         assert!(as_old.iter().all(|&old| old), "as old as they were");
         let private = |root: &Path| {
             let namespaces = std::fs::read_dir(root).unwrap().flatten();
-            let tmp = namespaces.filter_map(|entry| std::fs::read_dir(entry.path().join("tmp")).ok());
+            let tmp =
+                namespaces.filter_map(|entry| std::fs::read_dir(entry.path().join("tmp")).ok());
             tmp.flatten().count()
         };
         drop(store);
@@ -263,9 +289,14 @@ fn another_models_blocks_are_moved_too() {
     );
     assert!(other.dump(&ids(8)).is_empty());
     drop(other);
-    let theirs_at = roots(dir.path(), 1)[0].join(namespace("theirs")).join("segments");
+    let theirs_at = roots(dir.path(), 1)[0]
+        .join(namespace("theirs"))
+        .join("segments");
     for segment in std::fs::read_dir(theirs_at).unwrap().flatten() {
-        let file = std::fs::File::options().write(true).open(segment.path()).unwrap();
+        let file = std::fs::File::options()
+            .write(true)
+            .open(segment.path())
+            .unwrap();
         let old = SystemTime::now() - Duration::from_secs(3600);
         file.set_modified(old).unwrap();
     }
@@ -285,7 +316,10 @@ fn another_models_blocks_are_moved_too() {
     eventually("some of them are there still", || {
         other.hits(&ids(8)).contains(&true)
     });
-    let there: Vec<BlockId> = ids(8).into_iter().filter(|&id| other.hits(&[id])[0]).collect();
+    let there: Vec<BlockId> = ids(8)
+        .into_iter()
+        .filter(|&id| other.hits(&[id])[0])
+        .collect();
     assert!(other.load(&there).is_empty());
 }
 
@@ -357,7 +391,9 @@ fn what_is_read_often_in_a_colder_root_is_brought_up() {
         assert_eq!(store.tier(0, "promotions"), 0);
         assert!(store.load(&ids(2)).is_empty()); // two of them for the third time
         eventually("two are up", || store.tier(0, "promotions") == 2);
-        eventually("and read there", || store.places(&ids(6)) == [0, 0, 1, 1, 1, 1]);
+        eventually("and read there", || {
+            store.places(&ids(6)) == [0, 0, 1, 1, 1, 1]
+        });
         assert_eq!(store.tier(1, "blocks_read"), 8);
         assert!(store.load(&ids(6)).is_empty());
         assert_eq!(
@@ -405,7 +441,10 @@ fn a_copy_that_is_not_sound_when_it_is_read_back_is_no_copy() {
 
 #[test]
 fn moves_wait_for_their_rate() {
-    let (dir, mut several) = (directory(), over(Layout::File, Several::tiered(&[200, 200])));
+    let (dir, mut several) = (
+        directory(),
+        over(Layout::File, Several::tiered(&[200, 200])),
+    );
     let below = roots(dir.path(), 2).pop().unwrap();
     let cold_only = Several {
         heats: vec![Some(Heat::Cold)],
@@ -445,7 +484,11 @@ fn the_measured_speed_orders_roots_and_stays_in_their_markers() {
         let block = id(slow as u8);
         assert!(store.dump(&[block]).is_empty());
         assert_eq!(store.places(&[block]), [fast as u8]);
-        assert_eq!(read(slow)["read_ns"], 9_000_000u64, "it is not measured again");
+        assert_eq!(
+            read(slow)["read_ns"],
+            9_000_000u64,
+            "it is not measured again"
+        );
     }
 }
 
@@ -472,7 +515,10 @@ fn memory_above_several_gives_up_to_them() {
         let store = Beside::open(dir.path(), &several);
         let count = || store.hits(&ids(80)).iter().filter(|&&hit| hit).count() as u64;
         eventually("they are found", || count() >= 50);
-        let there: Vec<BlockId> = ids(80).into_iter().filter(|&id| store.hits(&[id])[0]).collect();
+        let there: Vec<BlockId> = ids(80)
+            .into_iter()
+            .filter(|&id| store.hits(&[id])[0])
+            .collect();
         assert!(store.load(&there[..5]).is_empty());
         eventually("they are brought up", || store.tier(0, "promotions") == 5);
     }
@@ -520,7 +566,11 @@ fn sided_over(layout: Layout, several: Several) -> Several {
 
 /// Whether both side shards of each of these blocks are there, and right.
 fn have_sides(store: &Beside, blocks: &[BlockId]) -> bool {
-    let there = |name| sides_in(&store.engine, blocks, name).iter().all(|&found| found);
+    let there = |name| {
+        sides_in(&store.engine, blocks, name)
+            .iter()
+            .all(|&found| found)
+    };
     there(MEAN) && there(CODES)
 }
 
@@ -534,13 +584,18 @@ fn side_shards_lie_with_their_blocks_or_in_the_root_that_their_own_record_belong
         for layout in layouts() {
             let (dir, several) = (directory(), sided_over(layout, Several::new(policy, 3)));
             let store = Beside::open(dir.path(), &several);
-            let (with, without): (Vec<BlockId>, Vec<BlockId>) = (ids(30), (100..130).map(id).collect());
+            let (with, without): (Vec<BlockId>, Vec<BlockId>) =
+                (ids(30), (100..130).map(id).collect());
             assert!(store.dump(&with).is_empty());
             without
                 .chunks(4)
                 .for_each(|some| store.dump_alone(some, &[MEAN, CODES]));
             let written = |number| store.tier(number, "blocks_written");
-            assert_eq!((0..3).map(written).sum::<u64>(), 90, "one copy of each record");
+            assert_eq!(
+                (0..3).map(written).sum::<u64>(),
+                90,
+                "one copy of each record"
+            );
             if policy == StoragePolicy::RoundRobin {
                 assert!(
                     (0..3).all(|number| written(number) > 10),
@@ -551,7 +606,10 @@ fn side_shards_lie_with_their_blocks_or_in_the_root_that_their_own_record_belong
                 have_sides(&store, &with) && have_sides(&store, &without),
                 "{policy:?} {layout:?}"
             );
-            assert!(store.hits(&without).iter().all(|&hit| !hit), "they are no blocks");
+            assert!(
+                store.hits(&without).iter().all(|&hit| !hit),
+                "they are no blocks"
+            );
             drop(store);
             let other = Beside::open(dir.path(), &several);
             eventually("another process finds them", || {
@@ -566,7 +624,10 @@ fn side_shards_lie_with_their_blocks_or_in_the_root_that_their_own_record_belong
 fn side_shards_go_down_and_up_with_their_blocks() {
     for layout in layouts() {
         // Of whole records: header, KV, and a page and two of side shards.
-        let (dir, mut several) = (directory(), sided_over(layout, Several::tiered(&[96, 8000])));
+        let (dir, mut several) = (
+            directory(),
+            sided_over(layout, Several::tiered(&[96, 8000])),
+        );
         several.promotion.hits = 1;
         let store = Beside::open(dir.path(), &several);
         store.dump_alone(&[id(200)], &[MEAN, CODES]); // the oldest, which go first
@@ -590,6 +651,9 @@ fn side_shards_go_down_and_up_with_their_blocks() {
         store.await_all(&below[..2]);
         eventually("two are up", || store.places(&below[..2]) == [0, 0]);
         assert!(have_sides(&store, &below[..2]));
-        assert!(store.tier(0, "sides_read") >= 4, "and theirs are read there");
+        assert!(
+            store.tier(0, "sides_read") >= 4,
+            "and theirs are read there"
+        );
     }
 }

@@ -1,6 +1,7 @@
-//! The codec of a tier of segments: what is stored is shorter, what comes back is the same, and what was damaged on the
-//! way is a miss. The rules that hold with and without it are those of the other suites (`UCM_TEST_COMPRESS`). What is asked of
-//! one codec here, `UCM_TEST_COMPRESS=lz4` asks of the other.
+//! The codec of a tier of segments: what is stored is shorter, what comes back is the same, and
+//! what was damaged on the way is a miss. The rules that hold with and without it are those of the
+//! other suites (`UCM_TEST_COMPRESS`). What is asked of one codec here, `UCM_TEST_COMPRESS=lz4`
+//! asks of the other.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -24,7 +25,8 @@ fn compressed() -> Setup {
     Setup::default().compressed()
 }
 
-/// The same records in the same segments, by a store that does not compress and does not know of it.
+/// The same records in the same segments, by a store that does not compress and does not know of
+/// it.
 fn plain() -> Setup {
     Setup {
         codec: None,
@@ -42,7 +44,10 @@ fn loads(store: &Store, blocks: &[BlockId]) -> bool {
     let device = Device::blank(&compressed(), blocks);
     let loaded = store.load(&device, blocks).is_ok();
     for &block in blocks {
-        assert!(device.is_right(block) || device.is_blank(block), "wrong bytes");
+        assert!(
+            device.is_right(block) || device.is_blank(block),
+            "wrong bytes"
+        );
         assert!(!loaded || device.is_right(block));
     }
     loaded
@@ -69,7 +74,12 @@ fn what_is_stored_is_shorter_and_what_comes_back_is_the_same() {
         let blocks = ids(8);
         store.dump(&filled(&blocks), &blocks).unwrap();
         assert!(loads(&store, &blocks));
-        assert!(store.places().iter().all(|place| place.len * 4 < RECORD * 3));
+        assert!(
+            store
+                .places()
+                .iter()
+                .all(|place| place.len * 4 < RECORD * 3)
+        );
         assert_eq!(compression(&store, "records_compressed"), 8);
         assert_eq!(compression(&store, "records_decompressed"), 8);
         assert_eq!(compression(&store, "bytes_compressed"), 8 * RECORD as u64);
@@ -86,7 +96,11 @@ fn what_is_stored_is_shorter_and_what_comes_back_is_the_same() {
             "what is there is not written again"
         );
         assert_eq!(later.places().len(), 8);
-        assert_eq!(compression(&later, "records_compressed"), 0, "nor compressed");
+        assert_eq!(
+            compression(&later, "records_compressed"),
+            0,
+            "nor compressed"
+        );
     }
 }
 
@@ -105,7 +119,8 @@ fn a_store_of_one_codec_reads_what_the_other_wrote() {
     }
 }
 
-/// Its checksums are right: to the readers of this version a codec that none of them has is newer, and a wrong one is damage.
+/// Its checksums are right: to the readers of this version a codec that none of them has is newer,
+/// and a wrong one is damage.
 #[test]
 fn a_record_that_names_another_codec_is_a_miss() {
     for (algorithm, codec, reason) in [
@@ -154,7 +169,9 @@ fn single_shards_of_a_compressed_record() {
         ..compressed()
     };
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+        .unwrap();
     let target = Device::blank(&setup, &ids(2));
     store.load(&target, &ids(2)).unwrap();
     assert!(ids(2).iter().all(|&block| target.is_right(block)));
@@ -170,7 +187,9 @@ fn one_segment_holds_both_kinds() {
     let mut state = 1_u64;
     device.change(id(1), |bytes| {
         bytes.iter_mut().for_each(|byte| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
             *byte = (state >> 56) as u8;
         });
     });
@@ -195,7 +214,8 @@ fn damage_at_any_place_of_what_is_stored_is_a_miss_and_heals() {
         .unwrap();
     let whole = place(&Store::open(dir.path(), compressed()), id(0));
     let before = std::fs::read(&whole.file).unwrap();
-    // The fields of the header that are looked at, the tables, then every page of what is behind it, its end too.
+    // The fields of the header that are looked at, the tables, then every page of what is behind
+    // it, its end too.
     let fields = [
         0, 4, 8, 36, 44, 60, 64, 90, 120, 136, 140, 152, 576, 584, 592, 596, 600, 4092,
     ];
@@ -211,13 +231,17 @@ fn damage_at_any_place_of_what_is_stored_is_a_miss_and_heals() {
     change(&whole.file, |bytes| bytes[whole.offset + 5000] ^= 0x10);
     let store = Store::open(dir.path(), compressed());
     assert!(!loads(&store, &ids(1)));
-    assert_eq!((store.missed("bad_checksum"), store.stat("second_reads")), (1, 1));
+    assert_eq!(
+        (store.missed("bad_checksum"), store.stat("second_reads")),
+        (1, 1)
+    );
     store.dump(&filled(&ids(1)), &ids(1)).unwrap();
     assert!(loads(&store, &ids(1)), "the next dump replaces it");
     assert_eq!(compression(&store, "records_undecodable"), 0);
 }
 
-/// Damage that came before the checksums of what is stored were taken: those are right, and the record's own tell.
+/// Damage that came before the checksums of what is stored were taken: those are right, and the
+/// record's own tell.
 #[test]
 fn what_is_whole_as_stored_and_does_not_decode_is_a_miss() {
     let dir = directory();
@@ -244,8 +268,9 @@ fn what_is_whole_as_stored_and_does_not_decode_is_a_miss() {
 
 /// Makes the checksums of what is stored right again: of the first layer, and of the header.
 fn seal(record: &mut [u8]) {
-    let number =
-        |record: &[u8], at: usize| u64::from_le_bytes(record[at..at + 8].try_into().unwrap()) as usize;
+    let number = |record: &[u8], at: usize| {
+        u64::from_le_bytes(record[at..at + 8].try_into().unwrap()) as usize
+    };
     let (first, second) = (number(record, 576), number(record, 600));
     let crc = ucm_core::crc32c(&record[first..second]);
     record[592..596].copy_from_slice(&crc.to_le_bytes());
@@ -261,7 +286,10 @@ fn without_a_codec_compressed_records_are_misses_and_stay_as_they_are() {
         .unwrap();
     let files = |store: &Store| -> Vec<Vec<u8>> {
         let files = store.segments();
-        files.iter().map(|file| std::fs::read(file).unwrap()).collect()
+        files
+            .iter()
+            .map(|file| std::fs::read(file).unwrap())
+            .collect()
     };
     let store = Store::open(dir.path(), plain());
     let before = files(&store);
@@ -273,7 +301,8 @@ fn without_a_codec_compressed_records_are_misses_and_stay_as_they_are() {
     assert_eq!(store.stat("second_reads"), 0);
     assert_eq!(store.stat("records_quarantined"), 0);
     assert_eq!(files(&store), before);
-    // A dump stores them as they are, beside the others; the newer copies count, for those who decompress too.
+    // A dump stores them as they are, beside the others; the newer copies count, for those who
+    // decompress too.
     store.dump(&filled(&ids(2)), &ids(2)).unwrap();
     assert!(loads(&store, &ids(2)));
     assert_eq!(finds(&store, &ids(3)), [true, true, false]);
@@ -321,7 +350,9 @@ fn the_whole_records_of_a_dead_writer_are_taken_over_in_the_form_they_have() {
 /// Where records begin in the bytes of a segment.
 fn beginnings(bytes: &[u8]) -> Vec<usize> {
     let pages = (0..bytes.len()).step_by(4096);
-    pages.filter(|&at| bytes[at..].starts_with(b"UCMB")).collect()
+    pages
+        .filter(|&at| bytes[at..].starts_with(b"UCMB"))
+        .collect()
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! A store over the software CUDA driver, each of whose calls fails once: a dump that fails or a miss, never a wrong
-//! byte, and afterwards everything works.
+//! A store over the software CUDA driver, each of whose calls fails once: a dump that fails or a
+//! miss, never a wrong byte, and afterwards everything works.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
@@ -42,9 +42,19 @@ fn after(store: &Store, event: u64, mut rows: Vec<Row>) -> Vec<Row> {
 fn good(store: &Store, task: ucm_core::Result<Task>, of: &[BlockId]) -> Vec<BlockId> {
     let shards = (store.setup.layers / store.setup.layers_per_shard) as usize;
     let Ok(task) = task else { return Vec::new() };
-    assert!(task.wait(store.engine.clock(), Until::Published, None), "it ends");
-    let failed: Vec<BlockId> = task.failures().iter().map(|(row, _)| of[row / shards]).collect();
-    of.iter().copied().filter(|id| !failed.contains(id)).collect()
+    assert!(
+        task.wait(store.engine.clock(), Until::Published, None),
+        "it ends"
+    );
+    let failed: Vec<BlockId> = task
+        .failures()
+        .iter()
+        .map(|(row, _)| of[row / shards])
+        .collect();
+    of.iter()
+        .copied()
+        .filter(|id| !failed.contains(id))
+        .collect()
 }
 
 /// Lets the `nth` call fail; streams are made anew only where others failed.
@@ -56,7 +66,14 @@ fn fail(driver: &SoftCuda, call: &CStr, nth: u64) {
 }
 
 /// Dumps and loads blocks, the `nth` call failing in both. How many of them failed.
-fn fail_once(driver: &SoftCuda, event: u64, store: &Store, call: &CStr, nth: u64, ids: &[BlockId]) -> usize {
+fn fail_once(
+    driver: &SoftCuda,
+    event: u64,
+    store: &Store,
+    call: &CStr,
+    nth: u64,
+    ids: &[BlockId],
+) -> usize {
     let source = Device::filled(&store.setup, ids);
     fail(driver, call, nth);
     let dumped = good(
@@ -82,7 +99,9 @@ fn fail_once(driver: &SoftCuda, event: u64, store: &Store, call: &CStr, nth: u64
     fail(driver, call, nth);
     let loaded = good(
         store,
-        store.engine.load(after(store, event, target.rows(ids)), None),
+        store
+            .engine
+            .load(after(store, event, target.rows(ids)), None),
         ids,
     );
     driver.mend();
@@ -100,7 +119,12 @@ fn a_call_of_the_driver_that_fails_is_a_miss_or_a_failed_dump() {
     let driver = SoftCuda::beside();
     let event = driver.recorded_event();
     let mut failed = [0; CALLS.len()];
-    for transfer in [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging] {
+    for transfer in [
+        Transfer::Auto,
+        Transfer::Dma,
+        Transfer::Sm,
+        Transfer::Staging,
+    ] {
         for (number, call) in CALLS.into_iter().enumerate() {
             let (dir, setup) = (
                 directory(),

@@ -1,5 +1,5 @@
-//! The kind `ds3fs` over 3FS's client library in software: its records go through rings. That it is a store like any other is
-//! what the suite shows, of which it is a column.
+//! The kind `ds3fs` over 3FS's client library in software: its records go through rings. That it is
+//! a store like any other is what the suite shows, of which it is a column.
 
 #![allow(
     clippy::unwrap_used,
@@ -29,7 +29,9 @@ fn it_is_a_column_of_the_suite_and_its_records_go_through_rings() {
     assert!(media().contains(&Medium::Kind("ds3fs")));
     let (dir, setup) = (directory(), on(Medium::Kind("ds3fs")));
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(4)), &ids(4)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(4)), &ids(4))
+        .unwrap();
     let (read, written) = (calls(c"read"), calls(c"write"));
     assert!(written >= 2, "{written}");
     drop(store);

@@ -1,6 +1,6 @@
-//! Encryption at rest: what lies on a medium is ciphertext, what comes back is the same, a wrong key is a miss that
-//! destroys nothing, and what was changed is no hit. Over every medium, with and without a codec, memory above or
-//! not.
+//! Encryption at rest: what lies on a medium is ciphertext, what comes back is the same, a wrong
+//! key is a miss that destroys nothing, and what was changed is no hit. Over every medium, with and
+//! without a codec, memory above or not.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
@@ -15,7 +15,9 @@ use ucm_store::tiers::WritePolicy;
 use common::device::content;
 use common::segments::finds;
 use common::sides::{columns, dump, dump_alone, has_all, loads, sided};
-use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on};
+use common::{
+    Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on,
+};
 
 /// Files and segments of blocks that are long enough to be found by their content.
 fn on_disk() -> [Setup; 2] {
@@ -99,7 +101,9 @@ fn nothing_of_a_block_lies_open_below_memory() {
                 },
             );
             let store = Store::open(dir.path(), setup.clone());
-            store.dump(&Device::filled(&setup, &ids(4)), &ids(4)).unwrap();
+            store
+                .dump(&Device::filled(&setup, &ids(4)), &ids(4))
+                .unwrap();
             drop(store); // what is written back is written then
             assert!(
                 !lies_open(dir.path(), &setup, &ids(4)),
@@ -107,9 +111,17 @@ fn nothing_of_a_block_lies_open_below_memory() {
                 setup.layout
             );
         }
-        let (dir, plain) = (directory(), Setup { keys: None, ..setup });
+        let (dir, plain) = (
+            directory(),
+            Setup {
+                keys: None,
+                ..setup
+            },
+        );
         let store = Store::open(dir.path(), plain.clone());
-        store.dump(&Device::filled(&plain, &ids(4)), &ids(4)).unwrap();
+        store
+            .dump(&Device::filled(&plain, &ids(4)), &ids(4))
+            .unwrap();
         drop(store);
         assert!(lies_open(dir.path(), &plain, &ids(4)), "this test can tell");
     }
@@ -130,9 +142,14 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
     let mut setups: Vec<_> = on_others.map(|medium| on(medium).encrypted(1)).collect();
     setups.extend(on_disk());
     for setup in setups {
-        let (dir, what) = (directory(), format!("{:?} {:?}", setup.medium, setup.layout));
+        let (dir, what) = (
+            directory(),
+            format!("{:?} {:?}", setup.medium, setup.layout),
+        );
         let owner = Store::open(dir.path(), setup.clone());
-        owner.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+        owner
+            .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+            .unwrap();
         let others = [
             setup.clone().encrypted(2),
             Setup {
@@ -144,7 +161,11 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
             let store = Store::open(dir.path(), other);
             eventually("it is found", || finds(&store, &ids(1)) == [true]);
             assert_eq!(misses(&store, id(0), "wrong_key"), 1, "{what}");
-            assert_eq!(finds(&store, &ids(1)), [false], "it is no hit any more, {what}");
+            assert_eq!(
+                finds(&store, &ids(1)),
+                [false],
+                "it is no hit any more, {what}"
+            );
             // A dump of the same block leaves it alone too, and says so: what cannot be read is not
             // stored.
             for _ in 0..3 {
@@ -183,12 +204,21 @@ fn what_is_not_encrypted_is_a_miss_where_a_key_is_and_is_replaced() {
             },
         );
         let store = Store::open(dir.path(), plain.clone());
-        store.dump(&Device::filled(&plain, &ids(1)), &ids(1)).unwrap();
+        store
+            .dump(&Device::filled(&plain, &ids(1)), &ids(1))
+            .unwrap();
         drop(store);
         let store = Store::open(dir.path(), setup.clone());
         eventually("it is found", || finds(&store, &ids(1)) == [true]);
-        assert_eq!(misses(&store, id(0), "not_encrypted"), 1, "{:?}", setup.layout);
-        store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+        assert_eq!(
+            misses(&store, id(0), "not_encrypted"),
+            1,
+            "{:?}",
+            setup.layout
+        );
+        store
+            .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+            .unwrap();
         assert_eq!(store.stat("records_replaced"), 1, "{:?}", setup.layout);
         assert!(loads(&store, &ids(1)), "{:?}", setup.layout);
         // In segments the one that was replaced lies there still.
@@ -211,7 +241,9 @@ fn a_flipped_bit_is_a_miss_and_the_next_dump_replaces_it() {
     for setup in on_disk() {
         let dir = directory();
         let store = Store::open(dir.path(), setup.clone());
-        store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+        store
+            .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+            .unwrap();
         let len = store.record(id(0)).len();
         for (block, at) in [(id(0), 4096), (id(1), len - 1), (id(2), 700)] {
             store.edit(block, |record| record[at] ^= 0x10);
@@ -220,7 +252,9 @@ fn a_flipped_bit_is_a_miss_and_the_next_dump_replaces_it() {
         }
         let reasons = (store.missed("bad_checksum"), store.missed("bad_header"));
         assert_eq!(reasons, (2, 1), "{:?}", setup.layout);
-        store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+        store
+            .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+            .unwrap();
         assert!(loads(&store, &ids(3)), "{:?}", setup.layout);
     }
 }
@@ -239,7 +273,9 @@ fn layers_come_one_by_one_from_encrypted_blocks() {
         let store = Store::open(dir.path(), setup.clone());
         let rows = |device: &Device| (0..4).map(|shard| device.row(id(0), shard)).collect();
         let filled = Device::filled(&setup, &ids(1));
-        store.outcome(&store.engine.dump(rows(&filled)).unwrap()).unwrap();
+        store
+            .outcome(&store.engine.dump(rows(&filled)).unwrap())
+            .unwrap();
         let blank = Device::blank(&setup, &ids(1));
         let task = store.engine.load(vec![blank.row(id(0), 2)], None).unwrap();
         store.outcome(&task).unwrap();

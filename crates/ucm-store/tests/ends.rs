@@ -1,4 +1,5 @@
-//! Every task ends, exactly once and with the right word, whatever hangs: copies, reads, writes, or the end of the store.
+//! Every task ends, exactly once and with the right word, whatever hangs: copies, reads, writes, or
+//! the end of the store.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -31,7 +32,11 @@ fn failed_as(task: &Task, kind: ErrorKind) -> bool {
 /// A store on a clock moved by hand, whose end waits for nothing.
 fn manual(setup: &Setup) -> (tempfile::TempDir, Store, Arc<ManualClock>) {
     let (dir, clock) = (directory(), ManualClock::new());
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     (dir, store, clock)
 }
 
@@ -66,11 +71,13 @@ fn closing_waits_for_every_step_of_what_is_under_way() {
     Store::open(dir.path(), setup.clone())
         .dump(&device, &[id(0)])
         .unwrap();
-    // Again and again, because the end of the store and the next step of each task meet somewhere else each time.
+    // Again and again, because the end of the store and the next step of each task meet somewhere
+    // else each time.
     for n in 1..=40 {
         let store = Store::open(dir.path(), setup.clone());
         let blank = Device::blank(&setup, &[id(0)]);
-        // The first of two operations each: the look before a publication, the read before a copy to the device.
+        // The first of two operations each: the look before a publication, the read before a copy
+        // to the device.
         let gate = Gate::new();
         for kind in [OpKind::Stat, OpKind::Read] {
             store.fault(Rule::on(kind, Fault::HangBefore(gate.clone())));
@@ -98,8 +105,8 @@ fn closing_ends_loads_that_never_got_a_slot() {
     let (_dir, store, _clock) = manual(&small());
     let gate = store.hang(OpKind::Read);
     let device = Device::blank(&store.setup, &ids(30));
-    let tasks =
-        [ids(10), ids(30)[10..30].to_vec()].map(|ids| store.engine.load(device.rows(&ids), None).unwrap());
+    let tasks = [ids(10), ids(30)[10..30].to_vec()]
+        .map(|ids| store.engine.load(device.rows(&ids), None).unwrap());
     gate.await_waiting(4);
     store.engine.close();
     for task in &tasks {
@@ -235,7 +242,10 @@ fn a_dump_for_which_the_queue_of_copies_has_no_place_is_refused_and_changes_noth
         };
         assert_eq!(refused.kind(), ErrorKind::Busy);
         assert_eq!(dump(&[id(1)]).err().unwrap().kind(), ErrorKind::Busy);
-        assert_eq!((store.stat("slots_free"), store.stat("blocks_in_flight")), (3, 1));
+        assert_eq!(
+            (store.stat("slots_free"), store.stat("blocks_in_flight")),
+            (3, 1)
+        );
         slow.go();
         for task in &tasks {
             store.outcome(task).unwrap();
@@ -250,19 +260,28 @@ fn a_load_that_joined_a_late_read_has_its_own_time() {
     only_over!(NothingKept, "a memory has what it loads");
     let setup = Setup::default();
     let (_dir, store, clock) = manual(&setup);
-    store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+        .unwrap();
     let gate = Gate::new();
-    // Neighbours in a segment are one read; they lie in two if the first was sealed before the second was there.
+    // Neighbours in a segment are one read; they lie in two if the first was sealed before the
+    // second was there.
     let reads = match setup.layout {
         Layout::File => 2,
         Layout::Segment(_) => store.segments().len(),
     };
     let hang = Rule::on(OpKind::Read, Fault::HangBefore(gate.clone()));
     store.fault(hang.lane(0).times(reads as u64));
-    let (one, other) = (Device::blank(&setup, &ids(2)), Device::blank(&setup, &ids(1)));
+    let (one, other) = (
+        Device::blank(&setup, &ids(2)),
+        Device::blank(&setup, &ids(1)),
+    );
     let hasty = store.engine.load(one.rows(&ids(2)), Some(SECOND)).unwrap();
     gate.await_waiting(reads);
-    let patient = store.engine.load(other.rows(&ids(1)), Some(9 * SECOND)).unwrap();
+    let patient = store
+        .engine
+        .load(other.rows(&ids(1)), Some(9 * SECOND))
+        .unwrap();
     clock.advance(SECOND);
     eventually("the first is late", || ended(&store, &hasty));
     assert!(ended(&store, &hasty), "looking twice counts once");
@@ -291,9 +310,16 @@ fn a_load_whose_copy_to_the_device_hangs_is_not_reported_before_it_returns() {
             device: Some(Arc::clone(&slow)),
             ..Setup::default()
         };
-        let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+        let store = Store::with_clock(
+            dir.path(),
+            setup.clone(),
+            Arc::clone(&clock) as Arc<dyn Clock>,
+        );
         let target = Device::blank(&setup, &ids(1));
-        let task = store.engine.load(target.rows(&ids(1)), Some(SECOND)).unwrap();
+        let task = store
+            .engine
+            .load(target.rows(&ids(1)), Some(SECOND))
+            .unwrap();
         slow.await_hanging(1);
         clock.advance(SECOND);
         assert!(!ended(&store, &task), "device memory may still be written");
@@ -305,9 +331,15 @@ fn a_load_whose_copy_to_the_device_hangs_is_not_reported_before_it_returns() {
 
 #[test]
 fn nothing_to_move_is_done_at_once_and_one_bad_row_names_itself() {
-    only_over!(Files, "it goes by the words for a block file that is not there");
+    only_over!(
+        Files,
+        "it goes by the words for a block file that is not there"
+    );
     let (_dir, store, _clock) = manual(&Setup::default());
-    for task in [store.engine.load(Vec::new(), None), store.engine.dump(Vec::new())] {
+    for task in [
+        store.engine.load(Vec::new(), None),
+        store.engine.dump(Vec::new()),
+    ] {
         assert!(ended(&store, &task.unwrap()));
     }
     assert!(store.engine.lookup(&[]).unwrap().is_empty());
@@ -323,7 +355,10 @@ fn nothing_to_move_is_done_at_once_and_one_bad_row_names_itself() {
 
 #[test]
 fn a_huge_load_never_fills_the_queues_of_the_backend() {
-    only_over!(FilesUnkept, "it counts what a directory of files is asked for");
+    only_over!(
+        FilesUnkept,
+        "it counts what a directory of files is asked for"
+    );
     let slow = SlowDevice::new(4);
     let setup = Setup {
         slots: 1200,

@@ -1,5 +1,6 @@
-//! At the first failure of a load the blocks before the failed one finish, those behind it that still read are given up: a
-//! reader of a prefix loses nothing that lies before the first bad block, whatever order the reads end in.
+//! At the first failure of a load the blocks before the failed one finish, those behind it that
+//! still read are given up: a reader of a prefix loses nothing that lies before the first bad
+//! block, whatever order the reads end in.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -36,7 +37,8 @@ fn stored(setup: &Setup, blocks: &[BlockId]) -> (tempfile::TempDir, Store) {
 fn fill(store: &Store, blocks: &[BlockId]) {
     let device = Device::filled(&store.setup, blocks);
     for &block in blocks {
-        store.dump(&device, &[block]).unwrap(); // in a segment of its own, where segments are sealed at once
+        // in a segment of its own, where segments are sealed at once
+        store.dump(&device, &[block]).unwrap();
         if store.setup.medium == Medium::Posix {
             store.forget(block);
         }
@@ -65,7 +67,11 @@ fn outcome(store: &Store, task: &Task) -> Vec<(usize, ErrorKind)> {
     let failures = store.outcome(task).err().unwrap_or_default();
     for (row, error) in &failures {
         let given_up = error.to_string().contains("another block");
-        assert_eq!(given_up, error.kind() == ErrorKind::Busy, "row {row}: {error}");
+        assert_eq!(
+            given_up,
+            error.kind() == ErrorKind::Busy,
+            "row {row}: {error}"
+        );
     }
     failures
         .into_iter()
@@ -92,7 +98,10 @@ fn those_before_the_first_bad_block_arrive_and_those_behind_it_are_given_up() {
     let device = Device::blank(&store.setup, &ids(5));
     let task = store.engine.load(device.rows(&ids(5)), None).unwrap();
     await_failures(&task, 1);
-    assert!(!is_over(&store, &task), "what lies before it is still wanted");
+    assert!(
+        !is_over(&store, &task),
+        "what lies before it is still wanted"
+    );
     before.open();
     assert_eq!(
         outcome(&store, &task),
@@ -103,7 +112,10 @@ fn those_before_the_first_bad_block_arrive_and_those_behind_it_are_given_up() {
         ]
     );
     assert!(ids(2).iter().all(|&block| device.is_right(block)));
-    assert_eq!((store.stat("blocks_loaded"), store.stat("blocks_failed")), (2, 3));
+    assert_eq!(
+        (store.stat("blocks_loaded"), store.stat("blocks_failed")),
+        (2, 3)
+    );
     behind.open();
     slots_come_back(&store);
     assert!((2..5).all(|n| device.is_blank(id(n))), "no late bytes");
@@ -150,7 +162,10 @@ fn loads_that_share_a_read_go_by_their_own_order() {
         Device::blank(&store.setup, &ids(2)),
     );
     let forward = store.engine.load(one.rows(&ids(2)), None).unwrap();
-    let backward = store.engine.load(other.rows(&[id(1), id(0)]), None).unwrap();
+    let backward = store
+        .engine
+        .load(other.rows(&[id(1), id(0)]), None)
+        .unwrap();
     assert_eq!(store.stat("loads_joined"), 2);
     bad.open();
     assert_eq!(
@@ -174,7 +189,9 @@ fn a_block_counts_where_its_first_row_stands() {
     let (before, behind) = (hang(&store, &[id(0)]), hang(&store, &[id(2)]));
     let device = Device::blank(&setup, &ids(3));
     let rows = (0..3).flat_map(|shard| ids(3).into_iter().map(move |block| (block, shard)));
-    let rows = rows.map(|(block, shard)| device.row(block, shard)).collect();
+    let rows = rows
+        .map(|(block, shard)| device.row(block, shard))
+        .collect();
     let task = store.engine.load(rows, None).unwrap();
     await_failures(&task, 3);
     before.open();
@@ -209,7 +226,10 @@ fn a_record_refused_before_costs_nothing_before_it() {
         );
         assert!(device.is_right(id(0)) && device.is_right(id(1)));
         assert!(device.is_blank(id(2)) && device.is_blank(id(3)));
-        let task = store.engine.load(device.rows(&[id(2), id(3)]), None).unwrap();
+        let task = store
+            .engine
+            .load(device.rows(&[id(2), id(3)]), None)
+            .unwrap();
         assert!(is_over(&store, &task), "there is nothing to wait for");
         assert_eq!(outcome(&store, &task).len(), 2);
     }
@@ -245,7 +265,9 @@ fn what_is_given_up_takes_no_slot_from_others() {
     let task = store.engine.load(device.rows(&ids(20)), None).unwrap();
     eventually("every slot is taken", || store.stat("loads_queued") == 16);
     bad.open();
-    eventually("nothing waits for a slot", || store.stat("loads_queued") == 0);
+    eventually("nothing waits for a slot", || {
+        store.stat("loads_queued") == 0
+    });
     assert!(!is_over(&store, &task));
     let other = Device::blank(&setup, &[id(19)]);
     store.load(&other, &[id(19)]).unwrap();

@@ -51,13 +51,19 @@ fn one_lookup_of_many_pieces_is_one_failure() {
     let (_dir, store, _clock) = opened(2, usize::MAX);
     store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
     assert_eq!(store.engine.lookup(&ids(250)).unwrap(), [false; 250]);
-    assert_eq!((store.stat("breaker_opened"), store.missed("io_error")), (0, 250));
+    assert_eq!(
+        (store.stat("breaker_opened"), store.missed("io_error")),
+        (0, 250)
+    );
     assert_eq!(store.missed("absent"), 0, "nobody said that");
     let io_error = (0, Some(MissReason::IoError));
     assert_eq!(store.engine.explain_on_prefix(&ids(250)).unwrap(), io_error);
     assert_eq!(store.stat("breaker_opened"), 1);
     let unhealthy = (0, Some(MissReason::Unhealthy));
-    assert_eq!(store.engine.explain_on_prefix(&ids(250)).unwrap(), unhealthy);
+    assert_eq!(
+        store.engine.explain_on_prefix(&ids(250)).unwrap(),
+        unhealthy
+    );
     assert_eq!(store.engine.explain_on_prefix(&[]).unwrap(), (0, None));
 }
 
@@ -75,7 +81,10 @@ fn one_late_load_is_one_failure_and_late_loads_open_it() {
     let device = Device::blank(&store.setup, &ids(8));
     for opened in [0, 1] {
         let before = gate.waiting();
-        let task = store.engine.load(device.rows(&ids(8)), Some(SECOND)).unwrap();
+        let task = store
+            .engine
+            .load(device.rows(&ids(8)), Some(SECOND))
+            .unwrap();
         eventually("a read hangs", || gate.waiting() > before);
         clock.advance(SECOND);
         eventually("the load is late", || {
@@ -109,7 +118,11 @@ fn a_block_that_is_absent_is_an_answer_of_a_medium_that_is_back() {
 fn what_never_reaches_the_medium_does_not_use_up_the_one_try() {
     let (_dir, store, clock) = opened(1, usize::MAX);
     // Of blocks: over segments no lookup asks for files, and the dump must not meet it.
-    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)).path("/blocks/").times(1));
+    store.fault(
+        Rule::on(OpKind::Stat, Fault::Errno(5))
+            .path("/blocks/")
+            .times(1),
+    );
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     clock.advance(10 * SECOND);
     assert!(store.engine.lookup(&[]).unwrap().is_empty());
@@ -122,7 +135,10 @@ fn what_never_reaches_the_medium_does_not_use_up_the_one_try() {
 
 #[test]
 fn too_many_stuck_operations_open_it_until_they_return() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
     let (_dir, store, clock) = opened(u32::MAX, 2);
     let device = Device::filled(&store.setup, &ids(3));
     store.dump(&device, &[id(2)]).unwrap();
@@ -172,7 +188,11 @@ fn all_windows_of_a_prefix_lookup_share_one_deadline() {
         gates[1].await_waiting(1);
         clock.advance(2 * SECOND);
         eventually("it is late", || asking.is_finished());
-        assert_eq!(asking.join().unwrap(), 64, "what was answered in time counts");
+        assert_eq!(
+            asking.join().unwrap(),
+            64,
+            "what was answered in time counts"
+        );
     });
     gates[1].open();
     assert_eq!(store.missed("lookup_late"), 36);
@@ -243,8 +263,14 @@ fn two_looks_that_hang() -> (tempfile::TempDir, Store, Arc<ManualClock>, [Gate; 
         },
         ..Setup::default()
     };
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store.dump(&Device::filled(&setup, &ids(64)), &ids(64)).unwrap();
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
+    store
+        .dump(&Device::filled(&setup, &ids(64)), &ids(64))
+        .unwrap();
     let gates = [Gate::new(), Gate::new()];
     for gate in &gates {
         let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gate.clone()));
@@ -309,7 +335,10 @@ fn opening_and_recovery_are_said_once_each() {
         }
         clock.advance(10 * SECOND);
     }
-    assert_eq!((store.missed("io_error"), store.missed("unhealthy")), (2 + 4, 14));
+    assert_eq!(
+        (store.missed("io_error"), store.missed("unhealthy")),
+        (2 + 4, 14)
+    );
     store.faults.clear();
     for _ in 0..3 {
         store.engine.lookup(&ids(1)).unwrap();
@@ -317,7 +346,10 @@ fn opening_and_recovery_are_said_once_each() {
     let said = store.said();
     assert_eq!(said.len(), 2, "{said:?}");
     assert!(said[0].contains("switched off") && said[1].contains("answers again"));
-    assert_eq!((store.stat("breaker_opened"), store.stat("healthy")), (1, 1));
+    assert_eq!(
+        (store.stat("breaker_opened"), store.stat("healthy")),
+        (1, 1)
+    );
 }
 
 #[test]

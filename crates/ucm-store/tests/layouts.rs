@@ -1,4 +1,5 @@
-//! The layout that no one named: what the root has, segments on a new one, the same for everybody from then on.
+//! The layout that no one named: what the root has, segments on a new one, the same for everybody
+//! from then on.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -64,7 +65,9 @@ fn a_new_root_gets_segments_and_says_so() {
         (&kept["kind"], &kept["why"]),
         (&json!("segment"), &json!("default"))
     );
-    store.dump(&Device::filled(&unnamed(), &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&unnamed(), &ids(2)), &ids(2))
+        .unwrap();
     assert!(!store.segments().is_empty());
     drop(store);
     let again = Store::open(dir.path(), unnamed());
@@ -74,10 +77,13 @@ fn a_new_root_gets_segments_and_says_so() {
 
 #[test]
 fn what_the_marker_says_is_kept() {
-    for (kind, why) in [("file", "measured"), ("file", "large"), ("segment", "measured")] {
+    for (kind, why) in [
+        ("file", "measured"),
+        ("file", "large"),
+        ("segment", "measured"),
+    ] {
         let dir = directory();
-        let layout =
-            json!({"kind": kind, "why": why, "decided": 1, "record_bytes": 5, "file_bytes_per_s": 7});
+        let layout = json!({"kind": kind, "why": why, "decided": 1, "record_bytes": 5, "file_bytes_per_s": 7});
         marked(dir.path(), &layout);
         let store = Store::open(dir.path(), unnamed());
         assert!(
@@ -85,7 +91,9 @@ fn what_the_marker_says_is_kept() {
             "{}",
             says(&store)
         );
-        store.dump(&Device::filled(&unnamed(), &ids(2)), &ids(2)).unwrap();
+        store
+            .dump(&Device::filled(&unnamed(), &ids(2)), &ids(2))
+            .unwrap();
         assert_eq!(store.segments().is_empty(), kind == "file");
         assert_eq!(marker(dir.path())["layout"], layout);
     }
@@ -97,15 +105,31 @@ fn records_that_are_there_decide() {
         let dir = directory();
         let named = named(layout);
         let device = Device::filled(&named, &ids(4));
-        Store::open(dir.path(), named).dump(&device, &ids(4)).unwrap();
+        Store::open(dir.path(), named)
+            .dump(&device, &ids(4))
+            .unwrap();
         assert_eq!(marker(dir.path()).get("layout"), None);
         let store = Store::open(dir.path(), unnamed());
-        assert_eq!(store.engine.lookup(&ids(4)).unwrap(), [true; 4], "{layout:?}");
-        let name = if layout == Layout::File { "file" } else { "segment" };
+        assert_eq!(
+            store.engine.lookup(&ids(4)).unwrap(),
+            [true; 4],
+            "{layout:?}"
+        );
+        let name = if layout == Layout::File {
+            "file"
+        } else {
+            "segment"
+        };
         let kept = marker(dir.path())["layout"].clone();
-        assert_eq!((&kept["kind"], &kept["why"]), (&json!(name), &json!("records")));
+        assert_eq!(
+            (&kept["kind"], &kept["why"]),
+            (&json!(name), &json!("records"))
+        );
         let said = says(&store);
-        assert!(said.starts_with(&format!(" {name} (marked: records)")), "{said}");
+        assert!(
+            said.starts_with(&format!(" {name} (marked: records)")),
+            "{said}"
+        );
     }
 }
 
@@ -154,7 +178,11 @@ fn a_layout_that_is_named_wins_and_the_others_records_make_room() {
     }
     assert!(!store.segments().is_empty());
     eventually("they are removed", || store.stat("records_removed") > 0);
-    assert_eq!(marker(dir.path())["layout"]["kind"], "file", "the decision stays");
+    assert_eq!(
+        marker(dir.path())["layout"]["kind"],
+        "file",
+        "the decision stays"
+    );
 }
 
 #[test]

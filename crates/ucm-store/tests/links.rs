@@ -1,5 +1,6 @@
-//! Directories below a root that are replaced by symbolic links, before a store is opened and while it is used: nothing is
-//! read from, written to or removed at what they lead to, and the log names the link.
+//! Directories below a root that are replaced by symbolic links, before a store is opened and while
+//! it is used: nothing is read from, written to or removed at what they lead to, and the log names
+//! the link.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -58,7 +59,10 @@ impl Linked {
     }
 
     fn new(dir: tempfile::TempDir, name: &Path) -> Self {
-        let (at, outside) = (Self::root(dir.path()).join(name), dir.path().join("outside"));
+        let (at, outside) = (
+            Self::root(dir.path()).join(name),
+            dir.path().join("outside"),
+        );
         std::fs::create_dir(&outside).unwrap();
         copy_all(&at, &outside);
         let before = all_below(&outside);
@@ -212,7 +216,11 @@ fn a_root_that_only_looks_up_follows_no_link_and_says_so_once() {
         let mut said = 0;
         eventually("it is said", || {
             let _ = store.engine.lookup(&ids(6));
-            said += store.said().iter().filter(|line| line.contains(&text)).count();
+            said += store
+                .said()
+                .iter()
+                .filter(|line| line.contains(&text))
+                .count();
             said > 0
         });
         assert_eq!(said, 1, "once");

@@ -1,5 +1,5 @@
-//! Reads of records that this process does not know of yet: it looks at what others have stored, once for all of them, and
-//! nothing else waits meanwhile.
+//! Reads of records that this process does not know of yet: it looks at what others have stored,
+//! once for all of them, and nothing else waits meanwhile.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -40,7 +40,9 @@ fn what_was_looked_for_is_read_as_neighbours_are() {
     let setup = roomy(segments::patient());
     let store = Store::open(dir.path(), setup.clone());
     let reader = on(&ManualClock::new(), dir.path(), &setup);
-    store.dump(&Device::filled(&setup, &blocks), &blocks).unwrap();
+    store
+        .dump(&Device::filled(&setup, &blocks), &blocks)
+        .unwrap();
     reader.faults.forget();
     assert!(loads(&reader, &blocks));
     assert_eq!((reader.segments().len(), reads_of_loads(&reader)), (1, 1));
@@ -67,11 +69,18 @@ fn one_look_is_for_all_records_of_a_segment_that_is_gone() {
 fn what_is_known_is_read_while_others_wait_for_a_look_that_hangs() {
     let (dir, clock, setup) = (directory(), ManualClock::new(), roomy(segments::quick()));
     let store = on(&clock, dir.path(), &setup);
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     assert!(loads(&store, &ids(1)));
     let gate = store.hang(OpKind::List);
     let device = Device::blank(&setup, &ids(20));
-    let load = |n| store.engine.load(device.rows(&[id(n)]), Some(LONG)).unwrap();
+    let load = |n| {
+        store
+            .engine
+            .load(device.rows(&[id(n)]), Some(LONG))
+            .unwrap()
+    };
     let unknown: Vec<_> = (10..18).map(load).collect();
     eventually("all of them wait for the look that hangs", || {
         (store.stat("reads_awaiting_a_look"), gate.waiting()) == (8, 1)
@@ -93,7 +102,12 @@ fn a_read_waits_for_a_look_no_longer_than_it_has_time() {
     let store = on(&clock, dir.path(), &setup);
     let gate = store.hang(OpKind::List);
     let device = Device::blank(&setup, &ids(2));
-    let load = |n, time| store.engine.load(device.rows(&[id(n)]), Some(time)).unwrap();
+    let load = |n, time| {
+        store
+            .engine
+            .load(device.rows(&[id(n)]), Some(time))
+            .unwrap()
+    };
     let (short, long) = (load(0, Duration::from_secs(1)), load(1, LONG));
     eventually("both wait for the look that hangs", || {
         (store.stat("reads_awaiting_a_look"), gate.waiting()) == (2, 1)
@@ -107,7 +121,10 @@ fn a_read_waits_for_a_look_no_longer_than_it_has_time() {
     });
     let failed = store.outcome(&short).unwrap_err();
     assert_eq!(failed[0].1.kind(), ErrorKind::Timeout);
-    assert!(!segments::is_over(&store, &long), "nobody has looked for it");
+    assert!(
+        !segments::is_over(&store, &long),
+        "nobody has looked for it"
+    );
     gate.open();
     let failed = store.outcome(&long).unwrap_err();
     assert_eq!(failed[0].1.kind(), ErrorKind::NotFound);
@@ -117,14 +134,21 @@ fn a_read_waits_for_a_look_no_longer_than_it_has_time() {
 fn a_look_that_fails_is_no_error_of_what_is_known_by_then() {
     let (dir, clock, setup) = (directory(), ManualClock::new(), roomy(segments::quick()));
     let store = on(&clock, dir.path(), &setup);
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     let gate = store.gate();
     let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gate.clone())).path("segments");
     store.fault(hang.times(1));
     store.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("segments"));
     let device = Device::blank(&setup, &ids(3));
     let tasks: Vec<_> = (1..3)
-        .map(|n| store.engine.load(device.rows(&[id(n)]), Some(LONG)).unwrap())
+        .map(|n| {
+            store
+                .engine
+                .load(device.rows(&[id(n)]), Some(LONG))
+                .unwrap()
+        })
         .collect();
     eventually("both wait for the look that hangs", || {
         (store.stat("reads_awaiting_a_look"), gate.waiting()) == (2, 1)
@@ -146,7 +170,9 @@ fn prefetching_what_is_nowhere_keeps_no_load_waiting() {
         ..roomy(segments::quick())
     };
     let store = on(&clock, dir.path(), &setup);
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     assert!(loads(&store, &ids(1)));
     let gate = store.hang(OpKind::List);
     let absent: Vec<_> = (10..18).map(id).collect();
@@ -174,11 +200,18 @@ fn a_lookup_from_memory_does_not_heal_a_medium_that_cannot_read() {
         assert_eq!(finds(&reader, &blocks), [true; 8]);
         assert!(!loads(&reader, &blocks));
     }
-    assert_eq!((reader.stat("breaker_opened"), reader.stat("healthy")), (1, 0));
+    assert_eq!(
+        (reader.stat("breaker_opened"), reader.stat("healthy")),
+        (1, 0)
+    );
     assert_eq!(finds(&reader, &blocks), [false; 8], "switched off");
     reader.faults.clear();
     clock.advance(Duration::from_secs(10));
-    assert_eq!(finds(&reader, &blocks), [true; 8], "and the root is looked at");
+    assert_eq!(
+        finds(&reader, &blocks),
+        [true; 8],
+        "and the root is looked at"
+    );
     eventually("it is well again", || reader.stat("healthy") == 1);
     assert!(loads(&reader, &blocks));
 }

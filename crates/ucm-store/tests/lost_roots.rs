@@ -1,5 +1,6 @@
-//! A root that goes away, changes or refuses while an engine runs: misses with the right reason, no byte written where
-//! it does not belong, and all as before when the cause is gone, without a restart.
+//! A root that goes away, changes or refuses while an engine runs: misses with the right reason, no
+//! byte written where it does not belong, and all as before when the cause is gone, without a
+//! restart.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -52,7 +53,8 @@ fn all_is_well(store: &Store, device: &Device, stored: &[BlockId]) {
     assert!(known.iter().all(|&block| target.is_right(block)));
 }
 
-/// Lookups answer this: at once over files; who knows segments finds out by looking what came and went.
+/// Lookups answer this: at once over files; who knows segments finds out by looking what came and
+/// went.
 fn finds(store: &Store, blocks: &[BlockId], expected: &[bool]) {
     let found = || store.engine.lookup(blocks).unwrap();
     match store.setup.layout {
@@ -62,7 +64,11 @@ fn finds(store: &Store, blocks: &[BlockId], expected: &[bool]) {
 }
 
 fn said(store: &Store, text: &str) -> usize {
-    store.said().iter().filter(|line| line.contains(text)).count()
+    store
+        .said()
+        .iter()
+        .filter(|line| line.contains(text))
+        .count()
 }
 
 /// Files below a directory.
@@ -81,8 +87,13 @@ fn files(dir: &Path) -> usize {
 
 #[test]
 fn a_read_only_root_is_read_and_said_once() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
-    let Some(place) = Place::new(4096) else { return };
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
+    let Some(place) = Place::new(4096) else {
+        return;
+    };
     let (store, device) = opened(&place.path("root"));
     place.read_only("root", true);
     let blocks = ids(12);
@@ -91,11 +102,17 @@ fn a_read_only_root_is_read_and_said_once() {
         assert_eq!((error.kind(), error.os_code()), (ErrorKind::Io, Some(30)));
     }
     assert_eq!(said(&store, "could not be stored"), 1);
-    assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (1, 0));
+    assert_eq!(
+        (store.stat("healthy"), store.stat("breaker_opened")),
+        (1, 0)
+    );
     let target = Device::blank(&store.setup, &ids(3));
     store.load(&target, &ids(3)).unwrap();
     assert!(target.is_right(id(2)));
-    assert_eq!(store.engine.lookup(&ids(4)).unwrap(), [true, true, true, false]);
+    assert_eq!(
+        store.engine.lookup(&ids(4)).unwrap(),
+        [true, true, true, false]
+    );
     place.read_only("root", false);
     all_is_well(&store, &device, &ids(3));
     assert_eq!(said(&store, "stored again"), 1);
@@ -103,7 +120,9 @@ fn a_read_only_root_is_read_and_said_once() {
 
 #[test]
 fn a_root_that_is_read_only_at_the_start_is_read_too() {
-    let Some(place) = Place::new(4096) else { return };
+    let Some(place) = Place::new(4096) else {
+        return;
+    };
     drop(opened(&place.path("root")));
     place.read_only("root", true);
     let device = Device::filled(&setup(), &ids(60));
@@ -134,13 +153,18 @@ fn an_unmarked_root_that_is_read_only_is_taken_up_when_it_can_be_marked() {
         OneMedium,
         "a memory is there whatever the root is, so the engine is well: tiers.rs"
     );
-    let Some(place) = Place::new(4096) else { return };
+    let Some(place) = Place::new(4096) else {
+        return;
+    };
     place.read_only("root", true);
     let store = Store::open(&place.path("root"), patient());
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
     assert_eq!((store.missed("unhealthy"), store.stat("healthy")), (2, 0));
     let log = store.said();
-    let off: Vec<&String> = log.iter().filter(|line| line.contains("switched off")).collect();
+    let off: Vec<&String> = log
+        .iter()
+        .filter(|line| line.contains("switched off"))
+        .collect();
     assert_eq!(off.len(), 1, "{log:?}");
     for words in [
         "posix is switched off until it can be used",
@@ -182,11 +206,17 @@ fn a_limit_above_its_file_system_is_logged_once_with_both_numbers_and_what_happe
             .unwrap()
             .total;
         let then = match floor {
-            None => format!("less than {} of the file system is free", in_units(total / 20)),
+            None => format!(
+                "less than {} of the file system is free",
+                in_units(total / 20)
+            ),
             Some(_) => then.to_owned(),
         };
         let log = store.said();
-        let large: Vec<&String> = log.iter().filter(|line| line.contains("never reached")).collect();
+        let large: Vec<&String> = log
+            .iter()
+            .filter(|line| line.contains("never reached"))
+            .collect();
         assert_eq!(large.len(), 1, "{log:?}");
         let root = dir.path().display();
         for words in [
@@ -244,8 +274,13 @@ fn taken_up(store: &Store) {
 
 #[test]
 fn an_unmounted_share_is_never_written_beside() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
-    let Some(mut place) = Place::new(4096) else { return };
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
+    let Some(mut place) = Place::new(4096) else {
+        return;
+    };
     place.bind("root", "share");
     let share = place.path("share");
     let (store, device) = opened(&share);
@@ -263,7 +298,8 @@ fn an_unmounted_share_is_never_written_beside() {
     all_is_well(&store, &device, &ids(3));
 }
 
-/// Has the root looked for again, several times: every look begins only when the one before it has ended.
+/// Has the root looked for again, several times: every look begins only when the one before it has
+/// ended.
 fn looked_for(store: &Store, again: impl Fn()) {
     let marker = store.root.join("ucm-root.json");
     store.faults.forget();
@@ -283,8 +319,13 @@ fn is_empty(dir: &Path) -> bool {
 
 #[test]
 fn a_root_below_a_mount_point_is_made_again_where_it_was_removed_and_not_where_it_was_unmounted() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
-    let Some(mut place) = Place::new(4096) else { return };
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
+    let Some(mut place) = Place::new(4096) else {
+        return;
+    };
     // On the same file system as the mount point, so that device numbers say nothing.
     std::fs::create_dir(place.path("root/kept")).unwrap();
     place.bind("root/kept", "root/share");
@@ -309,8 +350,13 @@ fn a_root_below_a_mount_point_is_made_again_where_it_was_removed_and_not_where_i
 
 #[test]
 fn a_root_that_is_looked_at_while_it_is_unmounted_is_not_made() {
-    only_over!(OneMedium, "a memory has what was dumped, and it is a hit there");
-    let Some(mut place) = Place::new(4096) else { return };
+    only_over!(
+        OneMedium,
+        "a memory has what was dumped, and it is a hit there"
+    );
+    let Some(mut place) = Place::new(4096) else {
+        return;
+    };
     place.bind("root", "share");
     let share = place.path("share");
     // Over segments a breaker that is open has the root looked at, as it is at the start.
@@ -345,8 +391,13 @@ fn a_root_that_is_looked_at_while_it_is_unmounted_is_not_made() {
 
 #[test]
 fn directories_that_a_write_misses_are_not_made_where_a_share_was_unmounted() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
-    let Some(mut place) = Place::new(4096) else { return };
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
+    let Some(mut place) = Place::new(4096) else {
+        return;
+    };
     place.bind("root", "share");
     let share = place.path("share");
     let (store, device) = opened(&share);
@@ -375,8 +426,13 @@ fn directories_that_a_write_misses_are_not_made_where_a_share_was_unmounted() {
 
 #[test]
 fn the_same_root_on_another_device_is_taken_up_and_another_root_is_not() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
-    let Some(mut place) = Place::new(4096) else { return };
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
+    let Some(mut place) = Place::new(4096) else {
+        return;
+    };
     place.bind("root", "share");
     let share = place.path("share");
     let (store, device) = opened(&share);
@@ -403,7 +459,10 @@ fn the_same_root_on_another_device_is_taken_up_and_another_root_is_not() {
 
 #[test]
 fn a_root_that_was_removed_is_made_again() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
     let dir = directory();
     let root = dir.path().join("a").join("b");
     let (store, device) = opened(&root);
@@ -469,14 +528,18 @@ fn a_full_file_system_costs_dumps_only() {
     let free = vec![0u8; 1 << 20];
     let _ = std::fs::write(&filler, free); // as far as it goes
     assert_eq!(refused(&store, &device, id(3)).kind(), ErrorKind::NoSpace);
-    // Dumps pause for a quarter of a second while room is made; a test that is slower than that finds room.
+    // Dumps pause for a quarter of a second while room is made; a test that is slower than that
+    // finds room.
     for &block in &ids(12)[4..] {
         match store.dump(&device, &[block]) {
             Ok(()) => break,
             Err(failures) => assert_eq!(failures[0].1.kind(), ErrorKind::NoSpace),
         }
     }
-    assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (1, 0));
+    assert_eq!(
+        (store.stat("healthy"), store.stat("breaker_opened")),
+        (1, 0)
+    );
     // The oldest go to make room; what is there is right.
     for block in ids(3) {
         let target = Device::blank(&store.setup, &[block]);
@@ -485,26 +548,30 @@ fn a_full_file_system_costs_dumps_only() {
             Err(_) => assert!(target.is_blank(block)),
         }
     }
-    let private = place.path("root").join(identity("w").namespace()).join("tmp");
+    let private = place
+        .path("root")
+        .join(identity("w").namespace())
+        .join("tmp");
     assert_eq!(files(&private), 0, "what was begun is gone");
     std::fs::remove_file(&filler).unwrap();
     all_is_well(&store, &device, &[]);
 }
 
-/// What the operating system may say to every operation, for how long it likes: (error number, kind of a dump's
-/// failure, kind of a load's).
+/// What the operating system may say to every operation, for how long it likes: (error number, kind
+/// of a dump's failure, kind of a load's).
 #[test]
 fn what_every_operation_is_refused_with_is_a_bounded_miss() {
     only_over!(
         FilesAlone,
-        "a lookup of segments asks no file system, and one through tiers ends a prefix at the first block that is missing"
+        "a lookup of segments asks no file system, and one through tiers ends a prefix at the \
+         first block that is missing"
     );
     for (code, dumped, loaded) in [
-        (13, ErrorKind::Io, ErrorKind::Io),            // wrong owner or mode
-        (1, ErrorKind::Io, ErrorKind::Io),             // likewise
-        (24, ErrorKind::Io, ErrorKind::Io),            // no descriptors left in this process
-        (23, ErrorKind::Io, ErrorKind::Io),            // nor on this machine
-        (12, ErrorKind::Io, ErrorKind::Io),            // no memory
+        (13, ErrorKind::Io, ErrorKind::Io), // wrong owner or mode
+        (1, ErrorKind::Io, ErrorKind::Io),  // likewise
+        (24, ErrorKind::Io, ErrorKind::Io), // no descriptors left in this process
+        (23, ErrorKind::Io, ErrorKind::Io), // nor on this machine
+        (12, ErrorKind::Io, ErrorKind::Io), // no memory
         (122, ErrorKind::NoSpace, ErrorKind::NoSpace), // over quota
     ] {
         let dir = directory();
@@ -531,7 +598,8 @@ fn what_every_operation_is_refused_with_is_a_bounded_miss() {
         store.faults.clear();
         assert_eq!(store.stat("refused_now"), 0, "{code}: no record's fault");
         store.dump(&device, &ids(1)).unwrap();
-        // Where the collector's heartbeat found the medium full it may make room meanwhile, of anything.
+        // Where the collector's heartbeat found the medium full it may make room meanwhile, of
+        // anything.
         let stay = if dumped == ErrorKind::NoSpace { 0 } else { 3 };
         all_is_well(&store, &device, &ids(stay));
     }

@@ -1,4 +1,5 @@
-//! The memory tier as the only backend, between stores of one host: what is kept, what goes, who sees it.
+//! The memory tier as the only backend, between stores of one host: what is kept, what goes, who
+//! sees it.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -14,10 +15,14 @@ use ucm_tier::backend::{Backend, Listed, LocallyVisible};
 use ucm_tier::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
 
 use common::memory::{keep, record, setup, tier};
-use common::{Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape};
+use common::{
+    Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape,
+};
 
 fn list(tier: &MemoryBackend) -> Vec<Listed> {
-    let mut listed = tier.list(&tier.pool().here(0, MonotonicTime::NEVER)).unwrap();
+    let mut listed = tier
+        .list(&tier.pool().here(0, MonotonicTime::NEVER))
+        .unwrap();
     listed.sort_by_key(|listed| listed.id);
     listed
 }
@@ -48,22 +53,32 @@ fn a_scheduler_and_another_rank_see_and_load_what_one_rank_dumped() {
         },
     );
     let all = ids(12);
-    writer.dump(&Device::filled(&writer.setup, &all), &all).unwrap();
+    writer
+        .dump(&Device::filled(&writer.setup, &all), &all)
+        .unwrap();
     for other in [&reader, &scheduler] {
         sees(
             other.memory.as_ref().unwrap(),
             if other.setup.lookup_only { 2 } else { 1 },
         );
         assert_eq!(other.engine.lookup_on_prefix(&all).unwrap(), 12);
-        assert_eq!(other.engine.lookup(&[id(3), id(200)]).unwrap(), [true, false]);
+        assert_eq!(
+            other.engine.lookup(&[id(3), id(200)]).unwrap(),
+            [true, false]
+        );
     }
     let target = Device::blank(&reader.setup, &all);
     reader.load(&target, &all).unwrap();
     assert!(all.iter().all(|&id| target.is_right(id)));
     // It is there already: nothing is kept twice on one host.
-    reader.dump(&Device::filled(&reader.setup, &all), &all).unwrap();
+    reader
+        .dump(&Device::filled(&reader.setup, &all), &all)
+        .unwrap();
     assert_eq!(
-        (reader.stat("blocks_present"), reader.stat("storage_records")),
+        (
+            reader.stat("blocks_present"),
+            reader.stat("storage_records")
+        ),
         (12, 0)
     );
     drop(writer);
@@ -353,7 +368,10 @@ fn lists_usage_and_touches() {
         listed.len()
     );
     assert!(list(&ours).is_empty());
-    assert!(!ours.contains(id(0)) && ours.contains(id(4)), "others' stay");
+    assert!(
+        !ours.contains(id(0)) && ours.contains(id(4)),
+        "others' stay"
+    );
 }
 
 #[test]
@@ -364,7 +382,8 @@ fn a_size_is_bytes_or_a_share_and_never_more_than_there_is() {
         limited_by: "the control group /x".into(),
     };
     let bytes = |bytes| Capacity::Bytes(std::num::NonZeroU64::new(bytes).unwrap());
-    let resolve = |asked, processes| cache_bytes(asked, processes, &memory).map(|bytes| bytes.get() >> 30);
+    let resolve =
+        |asked, processes| cache_bytes(asked, processes, &memory).map(|bytes| bytes.get() >> 30);
     assert_eq!(resolve(bytes(32 << 30), 1).unwrap(), 32);
     assert_eq!(
         resolve(Capacity::Percent(50.0), 8).unwrap(),

@@ -1,5 +1,5 @@
-//! Records in this process's own memory go to the device from where they lie: verified there, and kept until the copy
-//! is over.
+//! Records in this process's own memory go to the device from where they lie: verified there, and
+//! kept until the copy is over.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
@@ -24,21 +24,30 @@ fn records_of_the_own_memory_go_to_the_device_from_where_they_lie() {
         ..setup(8)
     };
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(4)), &ids(4)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(4)), &ids(4))
+        .unwrap();
     let staged = driver.registrations();
     assert_eq!(memory(&store).counts().lent, 0);
     let target = Device::blank(&setup, &ids(4));
     store.load(&target, &ids(4)).unwrap();
     assert!(ids(4).into_iter().all(|id| target.is_right(id)));
     assert_eq!(memory(&store).counts().lent, 4);
-    assert_eq!(driver.registrations(), staged + 1, "the region, at its first use");
+    assert_eq!(
+        driver.registrations(),
+        staged + 1,
+        "the region, at its first use"
+    );
 
     // A wrong byte is found where it lies, and once more in a slot.
     assert!(pages::flip(id(0), memory(&store).region().unwrap(), 5000));
     let target = Device::blank(&setup, &ids(4));
     store.load(&target, &[id(0)]).unwrap_err();
     assert!(target.is_blank(id(0)));
-    assert_eq!((memory(&store).counts().lent, store.stat("second_reads")), (5, 1));
+    assert_eq!(
+        (memory(&store).counts().lent, store.stat("second_reads")),
+        (5, 1)
+    );
 
     // One that goes while it is copied stays where it is until that is over.
     driver.hold(true);

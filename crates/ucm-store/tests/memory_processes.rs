@@ -1,6 +1,8 @@
-//! Loads from the memory of another process that stores, evicts and is killed: exact or a miss, and nothing stays.
+//! Loads from the memory of another process that stores, evicts and is killed: exact or a miss, and
+//! nothing stays.
 //!
-//! The other process is this test binary again, running `other_process` with its part in the environment.
+//! The other process is this test binary again, running `other_process` with its part in the
+//! environment.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -137,7 +139,9 @@ fn what_another_process_evicts_while_it_is_copied_is_exact_or_a_miss() {
             .all(|&there| !there)
     });
     assert_eq!(
-        std::fs::read_dir(dir.path().join("regions")).unwrap().count(),
+        std::fs::read_dir(dir.path().join("regions"))
+            .unwrap()
+            .count(),
         1,
         "the reader's own"
     );
@@ -183,7 +187,11 @@ fn ranks_and_engines_share_and_of_one_that_is_killed_while_it_stores_nothing_sta
     let survivor = Other::start(dir.path(), 1);
     let some = |store: &Store, rank| {
         store.memory.as_ref().unwrap().look_around();
-        store.engine.lookup(&blocks_of(rank)).unwrap().contains(&true)
+        store
+            .engine
+            .lookup(&blocks_of(rank))
+            .unwrap()
+            .contains(&true)
     };
     for _ in 0..3 {
         let victim = Other::start(dir.path(), 0);

@@ -1,4 +1,5 @@
-//! What the memory tier sends away: handed out whole, readable until it is let go, and never damaged.
+//! What the memory tier sends away: handed out whole, readable until it is let go, and never
+//! damaged.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -29,7 +30,8 @@ fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {
     let gone = first.id();
     drop(first);
     assert!(!tier.contains(gone));
-    // More is stored than is taken away: at most two of sixteen are out, the others go all the same.
+    // More is stored than is taken away: at most two of sixteen are out, the others go all the
+    // same.
     for n in 16..60 {
         keep(&tier, [id(n)]);
         assert!(taken.lock().len() <= 2);
@@ -92,7 +94,12 @@ fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
         let hands = Arc::clone(&taken);
         tier.evicted(move |victim| hands.lock().push(victim));
         let uses: [fn(&MemoryBackend, BlockId); 3] = [
-            |tier, block| assert_eq!(tier.insert(block, &record(block), 0).unwrap(), Inserted::Present),
+            |tier, block| {
+                assert_eq!(
+                    tier.insert(block, &record(block), 0).unwrap(),
+                    Inserted::Present
+                )
+            },
             |tier, block| assert!(tier.copy_out(block, &mut vec![0; 1 << 16]).is_some()),
             |tier, block| tier.touch(&[(block, 0)], MonotonicTime::NEVER),
         ];

@@ -1,4 +1,5 @@
-//! Merging of segments under readers and writers: what is gained, how long the old ones stay, which copy counts.
+//! Merging of segments under readers and writers: what is gained, how long the old ones stay, which
+//! copy counts.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -16,7 +17,9 @@ use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
 use ucm_tier::backend::Flush;
 
-use common::merging::{eager, fill, filling, finds, loads, loads_each, many, privates, seal, there};
+use common::merging::{
+    eager, fill, filling, finds, loads, loads_each, many, privates, seal, there,
+};
 use common::segments::{change, places};
 use common::shared::{LONG, in_time, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, ids};
@@ -40,7 +43,10 @@ fn small_segments_become_one_from_which_everything_is_read() {
     );
     assert!(loads_each(&reader, &ids(8)), "it looks again");
     assert_eq!(
-        (reader.stat("records_refused"), store.stat("segments_merged")),
+        (
+            reader.stat("records_refused"),
+            store.stat("segments_merged")
+        ),
         (0, 8)
     );
     eventually("no claim is left", || privates(&store).is_empty());
@@ -59,7 +65,9 @@ fn segments_of_another_part_are_left_alone() {
     let theirs = BTreeSet::from_iter(Store::open(dir.path(), filling()).segments());
     let store = Store::open(dir.path(), filling());
     let device = Device::filled(&store.setup, &ids(8));
-    ids(8).iter().for_each(|block| seal(&store, &device, &[*block]));
+    ids(8)
+        .iter()
+        .for_each(|block| seal(&store, &device, &[*block]));
     drop(store);
     let store = Store::open(dir.path(), eager(Duration::ZERO));
     eventually("its own are merged", || store.segments().len() == 9);
@@ -84,7 +92,9 @@ fn merged_segments_stay_a_minute_and_count_as_used() {
     let removal = store.gate();
     let hang = Rule::on(OpKind::Remove, Fault::HangBefore(removal.clone())).path("/segments/");
     store.fault(hang);
-    in_time(&clock, LONG, "they are merged", || store.segments().len() == 9);
+    in_time(&clock, LONG, "they are merged", || {
+        store.segments().len() == 9
+    });
     let merged = clock.now();
     assert!(
         merged.0 >= 60_000_000_000,
@@ -94,7 +104,9 @@ fn merged_segments_stay_a_minute_and_count_as_used() {
         store.stat("storage_used_bytes") >= before + 8 * 8192
     });
     assert!(loads(&store, &ids(8)));
-    in_time(&clock, LONG, "they are to be removed", || removal.waiting() > 0);
+    in_time(&clock, LONG, "they are to be removed", || {
+        removal.waiting() > 0
+    });
     let stayed = clock.now().since(merged);
     assert!(stayed >= Duration::from_secs(58), "{stayed:?}");
     assert_eq!(store.segments().len(), 9);
@@ -110,7 +122,10 @@ fn stored(dir: &Path) -> u64 {
         let path = entry.path();
         if path.is_dir() {
             bytes += stored(&path);
-        } else if path.extension().is_some_and(|end| end == "seg" || end == "tmp") {
+        } else if path
+            .extension()
+            .is_some_and(|end| end == "seg" || end == "tmp")
+        {
             bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed meanwhile
         }
     }
@@ -166,7 +181,8 @@ fn readers_and_writers_go_on_while_segments_are_merged() {
             scope.spawn(move || {
                 let mut at = turn * 7;
                 while !over.load(Ordering::Relaxed) {
-                    // A minute's grace is a blink here, so it may come too late; its bytes are right or there are none.
+                    // A minute's grace is a blink here, so it may come too late; its bytes are
+                    // right or there are none.
                     loads(reader, &[stored[at % 60], stored[(at + 30) % 60]]);
                     at += 13;
                 }
@@ -188,7 +204,9 @@ fn readers_and_writers_go_on_while_segments_are_merged() {
     });
     for store in mergers.iter().chain([&reader]) {
         let all: Vec<_> = stored.iter().chain(&more).copied().collect();
-        eventually("all is found", || finds(store, &all).iter().all(|&found| found));
+        eventually("all is found", || {
+            finds(store, &all).iter().all(|&found| found)
+        });
         eventually("and read", || loads_each(store, &all));
         assert_eq!(store.stat("records_refused"), 0);
     }
@@ -205,12 +223,18 @@ fn store_again(store: &Store, device: &Device, blocks: &[BlockId], file: &Path) 
         });
     };
     flip();
-    blocks.iter().for_each(|block| assert!(!loads(store, &[*block])));
+    blocks
+        .iter()
+        .for_each(|block| assert!(!loads(store, &[*block])));
     // Refused until they are published, so no one sees when they are written.
     let task = store.engine.dump(device.rows(blocks)).unwrap();
     eventually("they are published", || {
         store.backend.flush(Flush::Now);
-        task.wait(store.engine.clock(), Until::Published, Some(MonotonicTime(0)))
+        task.wait(
+            store.engine.clock(),
+            Until::Published,
+            Some(MonotonicTime(0)),
+        )
     });
     store.outcome(&task).unwrap();
     flip();
@@ -220,7 +244,10 @@ fn store_again(store: &Store, device: &Device, blocks: &[BlockId], file: &Path) 
 fn without_evidence(setup: Setup) -> Setup {
     let mut quarantine = setup.quarantine;
     quarantine.enabled = false;
-    Setup { quarantine, ..setup }
+    Setup {
+        quarantine,
+        ..setup
+    }
 }
 
 #[test]
@@ -235,7 +262,9 @@ fn of_a_sparse_segment_only_what_is_taken_from_it_is_kept() {
     drop(store);
     let store = Store::open(dir.path(), eager(Duration::ZERO));
     // What was merged goes a file at a time.
-    eventually("it is merged", || !sparse.exists() && store.places().len() == 4);
+    eventually("it is merged", || {
+        !sparse.exists() && store.places().len() == 4
+    });
     assert_eq!(there(&store), BTreeSet::from_iter(ids(4)));
     assert!(loads(&store, &ids(4)));
     assert!(loads(&Store::open(dir.path(), filling()), &ids(4)));
@@ -267,11 +296,18 @@ fn a_copy_is_no_newer_than_what_it_was_made_of() {
     );
     let store = Store::open(dir.path(), setup.clone());
     store_again(&store, &Device::filled(&setup, &ids(1)), &ids(1), &merged);
-    let newest = store.segments().into_iter().find(|file| *file != merged).unwrap();
+    let newest = store
+        .segments()
+        .into_iter()
+        .find(|file| *file != merged)
+        .unwrap();
     drop(store);
     change(&newest, |bytes| bytes[4096 + 5000] ^= 1);
     let store = Store::open(dir.path(), setup);
-    assert!(!loads(&store, &ids(1)), "what was stored last is what is read");
+    assert!(
+        !loads(&store, &ids(1)),
+        "what was stored last is what is read"
+    );
 }
 
 /// The clock of a host that is an hour ahead.
@@ -293,7 +329,12 @@ impl Clock for SystemTimeAhead {
         self.0.wall_ns() + 3_600_000_000_000
     }
 
-    fn sleep(&self, notify: &ucm_infra::Notify, seen: u64, until: Option<ucm_infra::MonotonicTime>) {
+    fn sleep(
+        &self,
+        notify: &ucm_infra::Notify,
+        seen: u64,
+        until: Option<ucm_infra::MonotonicTime>,
+    ) {
         self.0.sleep(notify, seen, until);
     }
 }

@@ -1,4 +1,5 @@
-//! Merging of segments with everything that can go wrong at it: processes that die, sleep, meet damage or find no room.
+//! Merging of segments with everything that can go wrong at it: processes that die, sleep, meet
+//! damage or find no room.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -17,7 +18,11 @@ use common::{Device, Setup, Store, directory, eventually, ids};
 
 #[test]
 fn a_process_that_dies_at_it_leaves_every_record_and_nothing_else() {
-    for (kind, nth) in [(OpKind::WriteAt, 1), (OpKind::WriteAt, 6), (OpKind::Finish, 1)] {
+    for (kind, nth) in [
+        (OpKind::WriteAt, 1),
+        (OpKind::WriteAt, 6),
+        (OpKind::Finish, 1),
+    ] {
         let dir = directory();
         fill(dir.path(), &filling(), &ids(8));
         let setup = Setup {
@@ -55,7 +60,11 @@ fn who_dies_before_the_removal_leaves_that_to_the_next() {
     drop(store);
     let heir = Store::open(dir.path(), eager(Duration::ZERO));
     eventually("they are removed", || heir.segments().len() == 1);
-    assert_eq!(heir.faults.count(OpKind::Finish), 0, "nothing was copied again");
+    assert_eq!(
+        heir.faults.count(OpKind::Finish),
+        0,
+        "nothing was copied again"
+    );
     assert!(loads(&heir, &ids(8)));
 }
 
@@ -75,7 +84,9 @@ fn two_that_merge_the_same_at_once_do_no_harm() {
     let other = Store::open(dir.path(), eager(Duration::from_millis(50)));
     // As if neither saw the other's claim.
     std::fs::remove_file(&claim[0]).unwrap();
-    eventually("the other one merges them", || other.stat("segments_merged") == 8);
+    eventually("the other one merges them", || {
+        other.stat("segments_merged") == 8
+    });
     gate.open();
     for store in [&one, &other] {
         eventually("one copy stays", || store.segments().len() == 1);
@@ -105,7 +116,10 @@ fn the_claim_of_another_is_respected_while_it_may_be_alive() {
             .count()
     };
     eventually("the other one asks a few times", || claims(&other) >= 3);
-    assert_eq!((other.stat("segments_merged"), other.segments().len()), (0, 8));
+    assert_eq!(
+        (other.stat("segments_merged"), other.segments().len()),
+        (0, 8)
+    );
     gate.open();
     eventually("they are merged", || one.segments().len() == 1);
     assert_eq!(one.stat("segments_merged"), 8);
@@ -150,8 +164,14 @@ fn a_segment_with_a_record_that_is_not_sound_stays_as_it_is() {
             .unwrap();
         let there: Vec<_> = places(&merged).into_iter().map(|place| place.id).collect();
         assert!(there.len() == 7 && !there.contains(&bad.id), "{what}");
-        let others: Vec<_> = ids(8).into_iter().filter(|block| *block != bad.id).collect();
-        assert!(loads(&store, &others) && !loads(&store, &[bad.id]), "{what}");
+        let others: Vec<_> = ids(8)
+            .into_iter()
+            .filter(|block| *block != bad.id)
+            .collect();
+        assert!(
+            loads(&store, &others) && !loads(&store, &[bad.id]),
+            "{what}"
+        );
         let dumped = store.dump(&Device::filled(&store.setup, &ids(8)), &[bad.id]);
         match dumped {
             Ok(()) => assert_eq!(what, "damaged", "it is not replaced"),

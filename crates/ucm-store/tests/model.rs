@@ -1,4 +1,5 @@
-//! The engine against a map: whatever is dumped, damaged, removed, refused or made to fail, a hit is exact.
+//! The engine against a map: whatever is dumped, damaged, removed, refused or made to fail, a hit
+//! is exact.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -105,7 +106,8 @@ fn in_order(ns: &[u8]) -> Vec<BlockId> {
 
 /// Whether a block failed because another one of its load did.
 fn given_up(error: &Error) -> bool {
-    let reason = |(key, value): &(&str, String)| *key == "reason" && *value == MissReason::LoadFailed.name();
+    let reason =
+        |(key, value): &(&str, String)| *key == "reason" && *value == MissReason::LoadFailed.name();
     error.context().iter().any(reason)
 }
 
@@ -144,7 +146,8 @@ fn run(setup: Setup, acts: &[Act]) {
                 let ended = store.dump(&Device::filled(&setup, &ids), &ids);
                 assert!(ended.is_ok() || faulty, "{ended:?}");
                 for id in ids {
-                    // What goes down when it is given up is nowhere for a moment, and may find no room on its way.
+                    // What goes down when it is given up is nowhere for a moment, and may find no
+                    // room on its way.
                     let back = matches!(
                         above,
                         Above::Map(_, WritePolicy::Back) | Above::Memory(_, WritePolicy::Back)
@@ -156,8 +159,12 @@ fn run(setup: Setup, acts: &[Act]) {
             Act::Load(ns) => {
                 let ids = in_order(ns);
                 let device = Device::blank(&setup, &ids);
-                let failed: BTreeMap<usize, Error> =
-                    store.load(&device, &ids).err().into_iter().flatten().collect();
+                let failed: BTreeMap<usize, Error> = store
+                    .load(&device, &ids)
+                    .err()
+                    .into_iter()
+                    .flatten()
+                    .collect();
                 let shards = (setup.layers / layers_per_shard) as usize;
                 for (i, &id) in ids.iter().enumerate() {
                     let rows = failed.range(i * shards..(i + 1) * shards).count();
@@ -171,7 +178,10 @@ fn run(setup: Setup, acts: &[Act]) {
                 }
                 // Every block before the first bad one arrives, so that one failed by itself.
                 if let Some((row, error)) = failed.first_key_value() {
-                    assert!(!given_up(error), "the first that failed was given up: {error}");
+                    assert!(
+                        !given_up(error),
+                        "the first that failed was given up: {error}"
+                    );
                     let sound = truth[&ids[row / shards]] == Truth::Whole;
                     assert!(!sound || faulty, "a sound block failed: {error}");
                 }
@@ -205,7 +215,9 @@ fn run(setup: Setup, acts: &[Act]) {
                     let there = sides(&store, &ids, name); // what is a hit is exact
                     let stored = |id: &BlockId| truth[id] != Truth::Absent || alone.contains(id);
                     assert!(
-                        ids.iter().zip(there).all(|(id, there)| !there || stored(id)),
+                        ids.iter()
+                            .zip(there)
+                            .all(|(id, there)| !there || stored(id)),
                         "a hit on nothing"
                     );
                 }
@@ -224,7 +236,11 @@ fn run(setup: Setup, acts: &[Act]) {
                 alone.extend(ids);
             }
             Act::Flip(n, at) if !lasts => {
-                let region = store.memory.as_ref().and_then(|memory| memory.region()).unwrap();
+                let region = store
+                    .memory
+                    .as_ref()
+                    .and_then(|memory| memory.region())
+                    .unwrap();
                 // A slot that is free may still hold what it held.
                 let there = store
                     .memory
@@ -240,17 +256,21 @@ fn run(setup: Setup, acts: &[Act]) {
             }),
             Act::Cut(..) | Act::Grow(_) | Act::Swap(..) if !lasts => {} // not in memory
             Act::Fault(_) if medium != Medium::Posix => {}              // a file's troubles
-            Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| bytes.truncate(len % bytes.len())),
+            Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| {
+                bytes.truncate(len % bytes.len())
+            }),
             Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
             Act::Remove(n) if layout != Layout::File => {
-                // Its process may not have noticed yet; whatever it says, no load brings wrong bytes.
+                // Its process may not have noticed yet; whatever it says, no load brings wrong
+                // bytes.
                 for file in damage_segments(&store, &mut truth, *n) {
                     let _ = std::fs::remove_file(file);
                 }
             }
             Act::Remove(n) => {
-                // A load that failed at another block leaves its reads to end by themselves, and the next load of the
-                // same block joins them: it may have what was there when they began.
+                // A load that failed at another block leaves its reads to end by themselves, and
+                // the next load of the same block joins them: it may have what was there when they
+                // began.
                 eventually("no read is under way", || {
                     store.stat("slots_free") == store.stat("slots")
                 });
@@ -259,8 +279,8 @@ fn run(setup: Setup, acts: &[Act]) {
                     memory.delete(&here, &[id(*n)]).unwrap();
                 }
                 store.remove_stored(id(*n));
-                // Whether this process refused it decides nothing about a file that is gone; there may be a copy above.
-                // What goes on a server is known to be there for a while.
+                // Whether this process refused it decides nothing about a file that is gone; there
+                // may be a copy above. What goes on a server is known to be there for a while.
                 let alone = above == Above::Nothing && !matches!(medium, Medium::Kind(_));
                 let gone = alone || truth[&id(*n)] == Truth::Absent;
                 truth.insert(id(*n), if gone { Truth::Absent } else { Truth::Unsure });
@@ -281,7 +301,8 @@ fn run(setup: Setup, acts: &[Act]) {
                 store = Store::open(&root, setup.clone());
                 faulty = lasting;
                 if !lasts {
-                    truth.values_mut().for_each(|known| *known = Truth::Absent); // memory goes with its process
+                    // memory goes with its process
+                    truth.values_mut().for_each(|known| *known = Truth::Absent);
                 }
             }
             Act::Fault(n) => {
@@ -292,8 +313,8 @@ fn run(setup: Setup, acts: &[Act]) {
             }
         }
     }
-    // Healthy again without help: what is dumped now is there, whatever came before, at the latest after a refusal and
-    // a pause.
+    // Healthy again without help: what is dumped now is there, whatever came before, at the latest
+    // after a refusal and a pause.
     store.faults.clear();
     let ids: Vec<BlockId> = (0..if scarce { 3 } else { 6 }).map(id).collect();
     eventually("all is well again", || {
@@ -355,7 +376,12 @@ fn swap_places(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, a: u8, b: u8
     }
 }
 
-fn damage(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8, change: impl FnOnce(&mut Vec<u8>)) {
+fn damage(
+    store: &Store,
+    truth: &mut BTreeMap<BlockId, Truth>,
+    n: u8,
+    change: impl FnOnce(&mut Vec<u8>),
+) {
     if store.setup.layout != Layout::File {
         if let Some(file) = damage_segments(store, truth, n).pop_first() {
             common::segments::change(&file, change);
@@ -377,7 +403,10 @@ fn policy() -> impl Strategy<Value = Policy> {
 /// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` asks for more.
 fn cases() -> u32 {
     let asked = std::env::var("PROPTEST_CASES");
-    asked.ok().and_then(|cases| cases.parse().ok()).unwrap_or(48)
+    asked
+        .ok()
+        .and_then(|cases| cases.parse().ok())
+        .unwrap_or(48)
 }
 
 /// A setup of these rows, this medium, and what stands above it.

@@ -1,5 +1,6 @@
-//! What holds in a bucket besides what holds everywhere: segments as objects, what others find of them and when, a server that
-//! is gone or silent, damage, the limit, ages, and a server that cannot put only what is not there.
+//! What holds in a bucket besides what holds everywhere: segments as objects, what others find of
+//! them and when, a server that is gone or silent, damage, the limit, ages, and a server that
+//! cannot put only what is not there.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
@@ -108,7 +109,10 @@ fn many_records_are_one_object_that_others_find() {
     let all = ids(24);
     let device = Device::filled(&store.setup, &all);
     let task = begin(&store, &device, &all);
-    assert!(loads(&store, &all), "from memory, as long as they were not put");
+    assert!(
+        loads(&store, &all),
+        "from memory, as long as they were not put"
+    );
     assert!(!is_over(&store, &task));
     assert_eq!(store.segments().len(), 0);
     assert_eq!(finds(&other, &all), [false; 24]);
@@ -116,10 +120,16 @@ fn many_records_are_one_object_that_others_find() {
     store.outcome(&task).unwrap();
     assert_eq!(store.segments().len(), 1);
     assert!(loads(&store, &all));
-    eventually("the other one finds it", || finds(&other, &all) == [true; 24]);
+    eventually("the other one finds it", || {
+        finds(&other, &all) == [true; 24]
+    });
     assert!(loads(&other, &all));
     dumped(&other, &all);
-    assert_eq!(store.segments().len(), 1, "what is there is not written again");
+    assert_eq!(
+        store.segments().len(),
+        1,
+        "what is there is not written again"
+    );
     let mut listed: Vec<BlockId> = other
         .backend
         .list(&job())
@@ -150,7 +160,8 @@ fn what_waits_is_put_when_a_store_closes_and_when_it_is_old() {
     let device = Device::filled(&store.setup, &[id(7)]);
     let task = begin(&store, &device, &[id(7)]);
     assert!(!is_over(&store, &task));
-    clock.advance(setup.deadlines.dump / 2); // sooner than its age, or no one would wait for it any more
+    // sooner than its age, or no one would wait for it any more
+    clock.advance(setup.deadlines.dump / 2);
     eventually("it is old enough", || is_over(&store, &task));
     store.outcome(&task).unwrap();
 }
@@ -163,7 +174,10 @@ fn a_long_segment_goes_in_parts() {
     let setup = Setup {
         tensors: vec![1 << 20, 1 << 20],
         slots: 16,
-        ..with(&patient(&setup), &[("storage_capacity", json!(8_u64 << 30))])
+        ..with(
+            &patient(&setup),
+            &[("storage_capacity", json!(8_u64 << 30))],
+        )
     };
     let store = Store::open(dir.path(), setup.clone());
     let blocks = ids(5);
@@ -208,7 +222,11 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
     };
     let clock = ManualClock::new();
     let setup = Setup { slots: 4, ..setup };
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     dumped(&store, &ids(4));
     server.server.freeze();
     assert_eq!(finds(&store, &ids(4)), [true; 4], "lookups ask nobody");
@@ -225,7 +243,10 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
         let failures = load.failures();
         let late = |(_, error): &(usize, ucm_core::Error)| error.kind() == ErrorKind::Timeout;
         assert!(failures.iter().any(late), "{failures:?}");
-        assert!(ids(4).iter().all(|&id| device.is_blank(id)), "nothing came late");
+        assert!(
+            ids(4).iter().all(|&id| device.is_blank(id)),
+            "nothing came late"
+        );
         eventually("every slot and every thread comes back", || {
             store.stat("slots_free") == store.stat("slots") && store.stat("workers_stuck") == 0
         });
@@ -236,7 +257,10 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
         clock.advance(Duration::from_secs(1));
         is_over(&store, &dump)
     });
-    assert_eq!(store.outcome(&dump).unwrap_err()[0].1.kind(), ErrorKind::Timeout);
+    assert_eq!(
+        store.outcome(&dump).unwrap_err()[0].1.kind(),
+        ErrorKind::Timeout
+    );
     eventually("every slot comes back", || {
         store.stat("slots_free") == store.stat("slots")
     });
@@ -257,7 +281,9 @@ fn damage_of_an_object_is_a_miss_and_is_replaced() {
     let places = store.places();
     let of = |block: BlockId| places.iter().find(|place| place.id == block).unwrap();
     change(&of(id(0)).file, |bytes| bytes[of(id(0)).offset + 300] ^= 1);
-    change(&of(id(1)).file, |bytes| bytes.truncate(of(id(1)).offset + 100));
+    change(&of(id(1)).file, |bytes| {
+        bytes.truncate(of(id(1)).offset + 100)
+    });
     std::fs::remove_file(&of(id(2)).file).unwrap();
     for n in 0..3 {
         assert!(!loads(&store, &[id(n)]), "block {n}");
@@ -275,7 +301,10 @@ fn damage_of_an_object_is_a_miss_and_is_replaced() {
     });
     std::fs::copy(&of(id(5)).file, other).unwrap();
     let anew = Store::open(dir.path(), setup);
-    assert_eq!(finds(&anew, &ids(6)), [true, true, true, false, false, true]);
+    assert_eq!(
+        finds(&anew, &ids(6)),
+        [true, true, true, false, false, true]
+    );
     assert!(loads(&anew, &[id(0), id(1), id(2), id(5)]));
     dumped(&anew, &ids(6));
     assert!(loads(&anew, &ids(6)));
@@ -396,7 +425,10 @@ fn keys_that_are_wrong_are_told_to_no_one() {
         &keys,
         "[default]\naws_access_key_id=falsch\naws_secret_access_key=geheim\n",
     );
-    let store = Store::open(dir.path(), with(&setup, &[("object_credentials", json!(keys))]));
+    let store = Store::open(
+        dir.path(),
+        with(&setup, &[("object_credentials", json!(keys))]),
+    );
     assert_eq!(store.stat("healthy"), 0);
     assert_eq!(finds(&store, &ids(1)), [false]);
     assert!(
@@ -406,7 +438,10 @@ fn keys_that_are_wrong_are_told_to_no_one() {
     );
     let said = store.said().join("\n");
     assert!(said.contains("keys"), "{said}");
-    assert!(!said.contains("geheim") && !said.contains("falsch"), "{said}");
+    assert!(
+        !said.contains("geheim") && !said.contains("falsch"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -438,14 +473,18 @@ fn numbered(n: u16) -> BlockId {
     BlockId(std::array::from_fn(|at| n.to_le_bytes()[at % 2] ^ at as u8))
 }
 
-/// Copies a segment of one record, as if a writer had put another one with this id `later` ns after it.
+/// Copies a segment of one record, as if a writer had put another one with this id `later` ns after
+/// it.
 fn copy_with(segment: &Path, block: BlockId, later: u64) {
     let mut bytes = std::fs::read(segment).unwrap();
     let trailer = bytes.len() - 128;
     let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let (footer, writer) = (number(trailer + 8) as usize, number(trailer + 64));
     // Its writer goes on with the next sequence.
-    let (sequence, time) = (number(trailer + 72) + 1000 + later, number(trailer + 80) + later);
+    let (sequence, time) = (
+        number(trailer + 72) + 1000 + later,
+        number(trailer + 80) + later,
+    );
     let mut put = |at: usize, put: &[u8]| bytes[at..at + put.len()].copy_from_slice(put);
     put(footer, &block.0);
     put(trailer + 72, &sequence.to_le_bytes());
@@ -458,14 +497,21 @@ fn copy_with(segment: &Path, block: BlockId, later: u64) {
     std::fs::write(segment.with_file_name(name), bytes).unwrap();
 }
 
-/// More segments than one turn of a finder reads, and a young one behind them: a restart finds them all.
+/// More segments than one turn of a finder reads, and a young one behind them: a restart finds them
+/// all.
 #[test]
 fn a_restart_finds_the_old_segments_too() {
     let Some((dir, _server, setup)) = started() else {
         return;
     };
     let clock = ManualClock::new();
-    let open = || Store::with_clock_now(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let open = || {
+        Store::with_clock_now(
+            dir.path(),
+            setup.clone(),
+            Arc::clone(&clock) as Arc<dyn Clock>,
+        )
+    };
     let store = open();
     let blocks: Vec<BlockId> = (0..300_u16).map(numbered).collect();
     dumped(&store, &blocks[..1]);
@@ -505,7 +551,9 @@ fn pass_on(mut client: TcpStream, server: u16, refusal: &Refusal) -> Option<()> 
         let len = client.read(&mut buffer).ok().filter(|&len| len > 0)?;
         request.extend_from_slice(&buffer[..len]);
         if let Some(end) = request.windows(4).position(|bytes| bytes == b"\r\n\r\n") {
-            break String::from_utf8(request[..end].to_vec()).ok()?.to_lowercase();
+            break String::from_utf8(request[..end].to_vec())
+                .ok()?
+                .to_lowercase();
         }
     };
     let len = head
@@ -537,7 +585,10 @@ fn before(setup: &Setup, port: u16) -> Setup {
     let endpoint = format!("http://127.0.0.1:{port}");
     with(
         setup,
-        &[("object_endpoint", json!(endpoint)), ("object_retries", json!(0))],
+        &[
+            ("object_endpoint", json!(endpoint)),
+            ("object_retries", json!(0)),
+        ],
     )
 }
 
@@ -571,11 +622,15 @@ fn a_listing_that_is_refused_is_not_repeated_at_once() {
     let Some((dir, server, setup)) = started() else {
         return;
     };
-    let (refuses, refused) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let (refuses, refused) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(AtomicU64::new(0)),
+    );
     let (when, count) = (Arc::clone(&refuses), Arc::clone(&refused));
     let refusal = move |head: &str| {
         let line = head.lines().next().unwrap_or_default();
-        let refused = when.load(Ordering::Acquire) && line.contains("list-type") && line.contains("segments");
+        let refused =
+            when.load(Ordering::Acquire) && line.contains("list-type") && line.contains("segments");
         refused.then(|| {
             count.fetch_add(1, Ordering::AcqRel);
             "403 Forbidden"
@@ -586,8 +641,11 @@ fn a_listing_that_is_refused_is_not_repeated_at_once() {
     let store = Store::with_clock_now(dir.path(), behind, Arc::clone(&clock) as Arc<dyn Clock>);
     refuses.store(true, Ordering::Release);
     clock.advance(Duration::from_secs(1));
-    eventually("a listing is refused", || refused.load(Ordering::Acquire) > 0);
-    // As long as its clock stands it does not try again, whatever it is asked and however long others take.
+    eventually("a listing is refused", || {
+        refused.load(Ordering::Acquire) > 0
+    });
+    // As long as its clock stands it does not try again, whatever it is asked and however long
+    // others take.
     let other = Store::open(dir.path(), setup);
     dumped(&other, &ids(40));
     assert_eq!(finds(&store, &ids(40)), [false; 40]);
@@ -614,7 +672,10 @@ fn a_segment_that_cannot_be_removed_does_not_end_a_count() {
     };
     let limit: u64 = 1 << 20;
     let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
-    let store = Store::open(dir.path(), with(&behind, &[("storage_capacity", json!(limit))]));
+    let store = Store::open(
+        dir.path(),
+        with(&behind, &[("storage_capacity", json!(limit))]),
+    );
     dumped(&store, &[id(0)]);
     let first = store.segments().pop().unwrap();
     let file_name = first.file_name().unwrap().to_string_lossy().into_owned();

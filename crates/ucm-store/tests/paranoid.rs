@@ -1,4 +1,5 @@
-//! `verify: paranoid`: what was written is read back before it counts, what was loaded is fetched again.
+//! `verify: paranoid`: what was written is read back before it counts, what was loaded is fetched
+//! again.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "device addresses of the tests' own buffers")]
@@ -58,11 +59,17 @@ fn a_medium_that_lies_about_a_write_is_found_out_before_it_counts() {
             (1, 1),
             "{reason}"
         );
-        assert_eq!((store.stat("blocks_published"), store.stat("healthy")), (0, 1));
+        assert_eq!(
+            (store.stat("blocks_published"), store.stat("healthy")),
+            (0, 1)
+        );
         assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
         store.dump(&device, &ids(1)).unwrap();
         assert_eq!(
-            (store.stat("records_replaced"), store.stat("blocks_published")),
+            (
+                store.stat("records_replaced"),
+                store.stat("blocks_published")
+            ),
             (1, 1)
         );
         let target = Device::blank(&store.setup, &ids(1));
@@ -73,7 +80,10 @@ fn a_medium_that_lies_about_a_write_is_found_out_before_it_counts() {
 
 #[test]
 fn without_it_the_lie_is_found_by_the_first_reader() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
     let (_dir, store, device) = opened(false);
     store.faults.forget();
     store.fault(of_records(Layout::of_this_run().writing(), Fault::Flip(vec![5000])).times(1));
@@ -93,7 +103,11 @@ fn what_cannot_be_read_back_is_not_published_and_not_blamed() {
         "it lets the read fail that is the first one of a block file"
     );
     let (_dir, store, device) = opened(true);
-    store.fault(Rule::on(OpKind::Read, Fault::Errno(5)).lane(LANE_DUMP).times(1));
+    store.fault(
+        Rule::on(OpKind::Read, Fault::Errno(5))
+            .lane(LANE_DUMP)
+            .times(1),
+    );
     let failures = store.dump(&device, &ids(1)).unwrap_err();
     assert_eq!(failures[0].1.kind(), ErrorKind::Io);
     assert_eq!(
@@ -118,7 +132,8 @@ fn a_device_that_does_not_hold_what_it_was_given_fails_the_load() {
             unreachable!("the rows of this device list their pieces");
         };
         let first = spans[0];
-        // The last layer's second tensor lies on the first layer's first one, as by a wrong table of addresses.
+        // The last layer's second tensor lies on the first layer's first one, as by a wrong table
+        // of addresses.
         // SAFETY: within the target's own buffer, which outlives the task.
         spans[5] = unsafe { DeviceSpan::new(first.addr(), store.setup.tensors[1]) };
         let task = store.engine.load(rows, None).unwrap();
@@ -128,7 +143,10 @@ fn a_device_that_does_not_hold_what_it_was_given_fails_the_load() {
                 assert!(paranoid);
                 assert_eq!(failures[0].1.kind(), ErrorKind::Io);
                 assert!(failures[0].1.to_string().contains("does not hold"));
-                assert_eq!((store.missed("io_error"), store.stat("blocks_failed")), (1, 1));
+                assert_eq!(
+                    (store.missed("io_error"), store.stat("blocks_failed")),
+                    (1, 1)
+                );
             }
         }
         assert_eq!(store.stat("refused_now"), 0, "not the record's fault");

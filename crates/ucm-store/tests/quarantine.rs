@@ -1,4 +1,5 @@
-//! Evidence of damage: what is moved aside, what is left alone, and that healing never depends on it.
+//! Evidence of damage: what is moved aside, what is left alone, and that healing never depends on
+//! it.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -43,7 +44,10 @@ fn damage_of_every_kind_is_kept_as_it_was_found() {
         bench.refuse(id(0));
         bench.kept(1);
         assert_eq!(bench.evidence(), [(id(0).to_string(), reason.to_owned())]);
-        let kept = std::fs::read_dir(bench.quarantine()).unwrap().next().unwrap();
+        let kept = std::fs::read_dir(bench.quarantine())
+            .unwrap()
+            .next()
+            .unwrap();
         assert_eq!(std::fs::read(kept.unwrap().path()).unwrap(), bytes);
         bench.assert_gone(id(0), true);
         bench.heals(id(0));
@@ -86,7 +90,13 @@ fn what_is_whole_is_left_where_it_is() {
 fn a_young_record_of_another_writer_is_a_miss_and_no_more() {
     let theirs = Bench::new(QuarantineConfig::default());
     let (dir, clock) = (Arc::clone(&theirs.dir), Arc::clone(&theirs.clock));
-    let ours = || Bench::on(Arc::clone(&dir), Arc::clone(&clock), QuarantineConfig::default());
+    let ours = || {
+        Bench::on(
+            Arc::clone(&dir),
+            Arc::clone(&clock),
+            QuarantineConfig::default(),
+        )
+    };
     theirs.dump(&ids(2));
     theirs.damage(id(0), |bytes| bytes[5000] ^= 1);
     theirs.damage(id(1), |bytes| bytes[..4096].fill(0));
@@ -116,7 +126,9 @@ fn a_record_that_reads_well_past_the_caches_is_not_moved() {
     bench.dump(&ids(1));
     bench.store.forget(id(0));
     // Both reads of the load lie, those of housekeeping do not.
-    let lie = Rule::on(OpKind::Read, Fault::Flip(vec![5000])).lane(0).times(2);
+    let lie = Rule::on(OpKind::Read, Fault::Flip(vec![5000]))
+        .lane(0)
+        .times(2);
     bench.store.fault(lie);
     bench.refuse(id(0));
     assert_eq!(bench.store.stat("second_reads"), 1);
@@ -148,9 +160,14 @@ fn too_much_damage_opens_the_breaker_and_moves_nothing_more() {
     }
     assert_eq!(bench.store.stat("healthy"), 1);
     bench.refuse(id(3));
-    eventually("it was stopped", || bench.store.stat("quarantine_stopped") == 1);
+    eventually("it was stopped", || {
+        bench.store.stat("quarantine_stopped") == 1
+    });
     assert_eq!(
-        (bench.store.stat("healthy"), bench.store.stat("breaker_opened")),
+        (
+            bench.store.stat("healthy"),
+            bench.store.stat("breaker_opened")
+        ),
         (0, 1)
     );
     bench.assert_gone(id(3), false);
@@ -210,7 +227,9 @@ fn the_oldest_evidence_makes_room_and_what_is_kept_counts_as_used() {
         bench.kept(n);
         bench.clock.advance(Duration::from_secs(1));
     }
-    let names = |evidence: Vec<(String, String)>| evidence.into_iter().map(|(id, _)| id).collect::<Vec<_>>();
+    let names = |evidence: Vec<(String, String)>| {
+        evidence.into_iter().map(|(id, _)| id).collect::<Vec<_>>()
+    };
     let mut newest = [id(2).to_string(), id(3).to_string()];
     newest.sort();
     assert_eq!(names(bench.evidence()), newest);
@@ -260,7 +279,8 @@ const SPACE: usize = 3;
 fn a_record_replaced_in_time_is_not_moved() {
     only_over!(
         Files,
-        "in a segment the damaged copy stays beside the new one, and is copied as evidence all the same"
+        "in a segment the damaged copy stays beside the new one, and is copied as evidence all the \
+         same"
     );
     let (bench, gate) = (Bench::new(QuarantineConfig::default()), Gate::new());
     let hang = Rule::on(OpKind::Read, Fault::HangAfter(gate.clone()));

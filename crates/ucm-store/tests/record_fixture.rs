@@ -1,7 +1,9 @@
-//! The frozen fixtures of record version 1: what is on disk today stays readable, or cleanly refused, for ever.
+//! The frozen fixtures of record version 1: what is on disk today stays readable, or cleanly
+//! refused, for ever.
 //!
-//! The same files are read by `tests/unit/test_format.py`, which shares no code with this. They were written once by
-//! `cargo test -p ucm-store --test record_fixture -- --ignored`, which never replaces a file that is there.
+//! The same files are read by `tests/unit/test_format.py`, which shares no code with this. They
+//! were written once by `cargo test -p ucm-store --test record_fixture -- --ignored`, which never
+//! replaces a file that is there.
 
 #![allow(
     clippy::unwrap_used,
@@ -12,11 +14,12 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use ucm_core::{
-    BlockHasher, BlockId, DType, ExtraKey, Geometry, HashMethod, IdMask, Identity, MissReason, Part, crc32c,
+    BlockHasher, BlockId, DType, ExtraKey, Geometry, HashMethod, IdMask, Identity, MissReason,
+    Part, crc32c,
 };
 use ucm_record::{
-    Expect, Keys, MAGIC, MARK, Opened, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta, SideSpec,
-    seal_side_alone, verify, verify_side, verify_side_bytes, verify_stored,
+    Expect, Keys, MAGIC, MARK, Opened, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta,
+    SideSpec, seal_side_alone, verify, verify_side, verify_side_bytes, verify_stored,
 };
 
 const IDENTITY: &str = concat!(
@@ -34,9 +37,13 @@ const PART: Part = Part {
 const SIDE: &str = "mean-k";
 
 fn path(name: &str) -> PathBuf {
-    [env!("CARGO_MANIFEST_DIR"), "../../tests/fixtures/record-v1", name]
-        .iter()
-        .collect()
+    [
+        env!("CARGO_MANIFEST_DIR"),
+        "../../tests/fixtures/record-v1",
+        name,
+    ]
+    .iter()
+    .collect()
 }
 
 fn read(name: &str) -> Vec<u8> {
@@ -186,7 +193,11 @@ fn plain_and_sided_are_hits_byte_for_byte() {
     let side = header.side(SIDE).unwrap();
     let data = verify_side_bytes(side, &bytes[side.offset as usize..]).unwrap();
     assert_eq!((side.version, data.len()), (3, 50));
-    assert!(data.iter().enumerate().all(|(j, &byte)| byte == content(2, j)));
+    assert!(
+        data.iter()
+            .enumerate()
+            .all(|(j, &byte)| byte == content(2, j))
+    );
 }
 
 #[test]
@@ -201,7 +212,11 @@ fn a_side_shard_that_lies_alone_is_a_hit_byte_for_byte() {
     let len = bytes.len() as u64;
     assert_eq!(verify_stored(&bytes, len, &expect).unwrap().meta, meta);
     let data = verify_side(&bytes, len, &expect, &layout.sides()[0]).unwrap();
-    assert!(data.iter().enumerate().all(|(j, &byte)| byte == content(2, j)));
+    assert!(
+        data.iter()
+            .enumerate()
+            .all(|(j, &byte)| byte == content(2, j))
+    );
     assert_eq!(
         check(&bytes),
         Err(MissReason::ForeignId),
@@ -209,11 +224,14 @@ fn a_side_shard_that_lies_alone_is_a_hit_byte_for_byte() {
     );
 }
 
-/// Made by `tests/unit/test_encrypted_format.py` by the words of the format's page, with another library.
+/// Made by `tests/unit/test_encrypted_format.py` by the words of the format's page, with another
+/// library.
 #[test]
 fn an_encrypted_record_comes_back_byte_for_byte() {
     let keys = |first: u8| {
-        let digits: String = (first..first + 32).map(|byte| format!("{byte:02x}")).collect();
+        let digits: String = (first..first + 32)
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
         Keys::parse(&digits).unwrap()
     };
     let (stored, plain) = (read("encrypted.bin"), read("sided.bin"));
@@ -227,7 +245,10 @@ fn an_encrypted_record_comes_back_byte_for_byte() {
     let mut one = stored;
     let layout = sided_layout();
     let wanted = &layout.sides()[0];
-    assert_eq!(keys(0).decrypt_side(&mut one, wanted).unwrap(), Opened::Decrypted);
+    assert_eq!(
+        keys(0).decrypt_side(&mut one, wanted).unwrap(),
+        Opened::Decrypted
+    );
     assert_eq!(one[8192..], plain[8192..]);
 }
 
@@ -244,7 +265,9 @@ fn this_version_still_writes_the_frozen_bytes() {
     }
     assert_eq!(
         meta().id,
-        "222e7f2cb188546f7bd0db51838996eb".parse::<BlockId>().unwrap()
+        "222e7f2cb188546f7bd0db51838996eb"
+            .parse::<BlockId>()
+            .unwrap()
     );
 }
 

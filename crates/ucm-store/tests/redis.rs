@@ -1,5 +1,5 @@
-//! What holds on a Redis server besides what holds everywhere: lengths, times, a server that is full, gone, silent, that asks
-//! for a password or speaks TLS, and a cluster.
+//! What holds on a Redis server besides what holds everywhere: lengths, times, a server that is
+//! full, gone, silent, that asks for a password or speaks TLS, and a cluster.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
@@ -40,7 +40,8 @@ fn at(address: &str) -> Setup {
     }
 }
 
-/// A server of this test with these arguments, and a store on it; none where the machine has no server.
+/// A server of this test with these arguments, and a store on it; none where the machine has no
+/// server.
 fn started(more: &str) -> Option<(TempDir, Server, Store)> {
     let dir = directory();
     let server = redis(dir.path(), more)?;
@@ -64,7 +65,9 @@ fn loads(store: &Store, ids: &[BlockId]) -> bool {
 
 /// Why the first of these blocks is not dumped now.
 fn refusal(store: &Store, ids: &[BlockId]) -> ErrorKind {
-    let failed = store.dump(&Device::filled(&store.setup, ids), ids).unwrap_err();
+    let failed = store
+        .dump(&Device::filled(&store.setup, ids), ids)
+        .unwrap_err();
     failed[0].1.kind()
 }
 
@@ -197,7 +200,11 @@ fn a_full_server_pauses_dumps_and_nothing_else() {
     };
     dumped(&store, &ids(2));
     let limit = |bytes: &[u8]| store.redis(&[b"CONFIG", b"SET", b"maxmemory", bytes]);
-    assert_eq!(limit(b"100kb"), Reply::Text("OK".into()), "less than it has");
+    assert_eq!(
+        limit(b"100kb"),
+        Reply::Text("OK".into()),
+        "less than it has"
+    );
     assert_eq!(refusal(&store, &[id(5)]), ErrorKind::NoSpace);
     assert_eq!(
         refusal(&store, &[id(6)]),
@@ -251,7 +258,11 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
         slots: 4,
         ..on_server(&server)
     };
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     dumped(&store, &ids(4));
     server.freeze();
     for _ in 0..3 {
@@ -270,7 +281,10 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
                 .iter()
                 .any(|(_, error)| error.kind() == ErrorKind::Timeout)
         );
-        assert!(ids(4).iter().all(|&id| device.is_blank(id)), "nothing came late");
+        assert!(
+            ids(4).iter().all(|&id| device.is_blank(id)),
+            "nothing came late"
+        );
         eventually("every slot and every thread comes back", || {
             store.stat("slots_free") == store.stat("slots") && store.stat("workers_stuck") == 0
         });
@@ -339,7 +353,10 @@ fn a_lookup_over_a_silent_server_ends_at_its_deadline() {
         });
         assert_eq!(asking.join().unwrap(), [false; 4]);
     });
-    assert!(clock.now().since(began) >= lookup, "it waited as long as it may");
+    assert!(
+        clock.now().since(began) >= lookup,
+        "it waited as long as it may"
+    );
     assert_eq!(store.missed("lookup_late"), 4);
     server.thaw();
     eventually("they are found", || {
@@ -371,7 +388,10 @@ fn two_stores_share_a_server_and_a_password_is_never_told() {
     let said = wrong.said().join("\n");
     assert!(said.contains("redis_password"), "{said}");
     for text in [said, right.said().join("\n"), apart.said().join("\n")] {
-        assert!(!text.contains("geheim") && !text.contains("falsch"), "{text}");
+        assert!(
+            !text.contains("geheim") && !text.contains("falsch"),
+            "{text}"
+        );
     }
 }
 
@@ -381,11 +401,14 @@ fn certificates(dir: &Path) -> bool {
         return false;
     }
     let script = "set -e
-        openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=authority \
+        openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj \
+        /CN=authority \
             -keyout ca.key -out ca.pem
-        openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=localhost -keyout server.key -out server.csr
+        openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=localhost -keyout \
+        server.key -out server.csr
         printf 'subjectAltName=DNS:localhost,IP:127.0.0.1' > names
-        openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile names -out server.pem";
+        openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile \
+        names -out server.pem";
     let made = Command::new("sh")
         .args(["-c", script])
         .current_dir(dir)
@@ -403,7 +426,8 @@ fn a_server_is_believed_by_its_certificate() {
     }
     let port = free_port();
     let tls = format!(
-        "--tls-port {port} --tls-cert-file server.pem --tls-key-file server.key --tls-ca-cert-file ca.pem \
+        "--tls-port {port} --tls-cert-file server.pem --tls-key-file server.key --tls-ca-cert-file \
+         ca.pem \
          --tls-auth-clients no"
     );
     let Some(_server) = redis(dir.path(), &tls) else {
@@ -433,12 +457,15 @@ fn cluster(dir: &Path) -> Option<Vec<Server>> {
     let node = |n: usize| {
         let own = dir.join(n.to_string());
         std::fs::create_dir(&own).unwrap();
-        // The bus has its own port, and the usual one, 10000 above, may be out of range. On a busy machine a node may
-        // say nothing for seconds; the others must not take it for gone.
+        // The bus has its own port, and the usual one, 10000 above, may be out of range. On a busy
+        // machine a node may say nothing for seconds; the others must not take it for gone.
         let bus = free_port();
         redis(
             &own,
-            &format!("--cluster-enabled yes --cluster-node-timeout 60000 --cluster-require-full-coverage no --cluster-port {bus}"),
+            &format!(
+                "--cluster-enabled yes --cluster-node-timeout 60000 \
+                      --cluster-require-full-coverage no --cluster-port {bus}"
+            ),
         )
         .map(|server| (server, bus))
     };
@@ -487,7 +514,9 @@ fn cluster(dir: &Path) -> Option<Vec<Server>> {
 #[test]
 fn the_nodes_of_a_cluster_are_one_store() {
     let dir = directory();
-    let Some(nodes) = cluster(dir.path()) else { return };
+    let Some(nodes) = cluster(dir.path()) else {
+        return;
+    };
     let store = Store::open(dir.path(), on_server(&nodes[1]));
     let all = ids(40);
     dumped(&store, &all);
@@ -532,7 +561,8 @@ fn a_node_that_is_gone_takes_its_own_blocks_alone() {
     let setup = Setup {
         options: vec![("storage_backends", json!(addresses))],
         deadlines: Deadlines {
-            lookup: Duration::from_secs(4), // the others answer in it; for the one that is gone it waits to the end
+            // the others answer in it; for the one that is gone it waits to the end
+            lookup: Duration::from_secs(4),
             ..Deadlines::default()
         },
         ..on_server(&nodes[0])
@@ -553,8 +583,8 @@ fn a_node_that_is_gone_takes_its_own_blocks_alone() {
     eventually("and give what they have", || loads(&anew, &those));
 }
 
-/// A server that answers a question for a record with a value of 8 GiB, announced, and sends that until the connection is
-/// closed or [`FLOOD`] bytes are sent.
+/// A server that answers a question for a record with a value of 8 GiB, announced, and sends that
+/// until the connection is closed or [`FLOOD`] bytes are sent.
 struct Liar {
     address: String,
     is_cluster: bool,
@@ -643,7 +673,9 @@ impl Liar {
                     let range = |(n, node): (usize, &String)| {
                         let (host, port) = node.split_once(':').unwrap();
                         let (first, last) = (n * share, (n + 1) * share - 1);
-                        format!("*3\r\n:{first}\r\n:{last}\r\n*3\r\n$9\r\n{host}\r\n:{port}\r\n$2\r\nid\r\n")
+                        format!(
+                            "*3\r\n:{first}\r\n:{last}\r\n*3\r\n$9\r\n{host}\r\n:{port}\r\n$2\r\nid\r\n"
+                        )
                     };
                     let ranges: String = nodes.iter().enumerate().map(range).collect();
                     format!("*{}\r\n{ranges}", nodes.len())
@@ -715,7 +747,8 @@ fn question_from(stream: &mut impl BufRead) -> std::io::Result<Vec<String>> {
 
 #[test]
 fn a_missing_server_is_a_skip_and_where_servers_are_required_a_failure() {
-    let missing = |required| std::panic::catch_unwind(|| has("ucm-no-such-server", "make servers", required));
+    let missing =
+        |required| std::panic::catch_unwind(|| has("ucm-no-such-server", "make servers", required));
     assert!(!missing(false).unwrap());
     assert!(missing(true).is_err());
 }
@@ -754,7 +787,11 @@ fn a_connection_is_closed_once_a_question_on_it_is_late() {
     let (dir, liar) = (directory(), Liar::start(false));
     liar.is_silent.store(true, Ordering::Relaxed);
     let clock = ManualClock::new();
-    let store = Store::with_clock(dir.path(), liar.setup(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        liar.setup(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     eventually("only connections of the store are open", || {
         liar.closed.load(Ordering::Relaxed) > 0
     });
@@ -764,7 +801,9 @@ fn a_connection_is_closed_once_a_question_on_it_is_late() {
         .engine
         .load(device.rows(&ids(1)), Some(Duration::from_millis(100)))
         .unwrap();
-    eventually("the server is asked", || liar.asked.load(Ordering::Relaxed) > 0);
+    eventually("the server is asked", || {
+        liar.asked.load(Ordering::Relaxed) > 0
+    });
     eventually("the load ends", || {
         clock.advance(Duration::from_millis(10));
         load.check(store.engine.clock(), ucm_store::engine::Until::Published)
@@ -825,7 +864,9 @@ fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
             let info = String::from_utf8(info).unwrap();
             let line = info.lines().find(|line| line.starts_with("cmdstat_set:"));
             let rejected = line.and_then(|line| line.split("rejected_calls=").nth(1));
-            rejected.map_or(0, |rest| rest.split(',').next().unwrap().parse::<u64>().unwrap())
+            rejected.map_or(0, |rest| {
+                rest.split(',').next().unwrap().parse::<u64>().unwrap()
+            })
         }
         other => unreachable!("{other:?}"),
     };

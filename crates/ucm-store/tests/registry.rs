@@ -1,4 +1,5 @@
-//! Every medium of the registry, and one that another crate adds, through the description that Python sends.
+//! Every medium of the registry, and one that another crate adds, through the description that
+//! Python sends.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
@@ -70,8 +71,13 @@ fn every_medium_of_the_registry_makes_a_store() {
 #[test]
 fn the_toy_is_a_column_of_the_suite() {
     assert!(media().contains(&Medium::Kind("toy")));
-    let wrong = open(&json!([{"kind": "toy", "toy_record": 3}])).err().unwrap();
-    assert!(wrong.to_string().contains("not what they should be"), "{wrong}");
+    let wrong = open(&json!([{"kind": "toy", "toy_record": 3}]))
+        .err()
+        .unwrap();
+    assert!(
+        wrong.to_string().contains("not what they should be"),
+        "{wrong}"
+    );
 }
 
 /// Options of a kind that another crate adds: a toy under another name.

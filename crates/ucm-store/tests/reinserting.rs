@@ -64,7 +64,10 @@ fn records_in_use_outlive_their_segment() {
     // As a collector does now.
     std::fs::remove_file(&oldest).unwrap();
     assert!(loads(&store, &many(3..5)) && !loads(&store, &many(0..3)));
-    assert!(loads(&Store::open(dir.path(), small(filling())), &many(3..5)));
+    assert!(loads(
+        &Store::open(dir.path(), small(filling())),
+        &many(3..5)
+    ));
 }
 
 /// Two of the blocks in the oldest segment, as a request tells of them.
@@ -114,7 +117,9 @@ fn what_several_use_is_reinserted_by_one_of_them() {
     }
     // It is granted room, of which what it copies would be taken.
     let block = many(720..721);
-    other.dump(&Device::filled(&other.setup, &block), &block).unwrap();
+    other
+        .dump(&Device::filled(&other.setup, &block), &block)
+        .unwrap();
     let finished = other.faults.count(OpKind::Finish);
     one.engine.touch_own(&in_use()).unwrap();
     gate.await_waiting(1);
@@ -126,12 +131,20 @@ fn what_several_use_is_reinserted_by_one_of_them() {
             .filter(|seen| seen.kind == kind && seen.paths.iter().any(is_claim))
             .count()
     };
-    eventually("the other one asks a few times", || claims(OpKind::Create) >= 3);
+    eventually("the other one asks a few times", || {
+        claims(OpKind::Create) >= 3
+    });
     gate.open();
     eventually("they are reinserted", || one.stat("records_carried") == 2);
-    eventually("the other one has had its turn", || claims(OpKind::Remove) > 0);
+    eventually("the other one has had its turn", || {
+        claims(OpKind::Remove) > 0
+    });
     assert_eq!(other.stat("records_carried"), 0);
-    assert_eq!(other.faults.count(OpKind::Finish), finished, "it copied nothing");
+    assert_eq!(
+        other.faults.count(OpKind::Finish),
+        finished,
+        "it copied nothing"
+    );
 }
 
 #[test]
@@ -152,8 +165,14 @@ fn compressed_records_in_use_are_reinserted_each_by_itself() {
         filled += 12;
     }
     let places = store.places();
-    let oldest = places.iter().find(|place| place.id == many(3..4)[0]).unwrap();
-    assert!(oldest.len < 4096 + 3 * 8192, "shorter than header and layers are");
+    let oldest = places
+        .iter()
+        .find(|place| place.id == many(3..4)[0])
+        .unwrap();
+    assert!(
+        oldest.len < 4096 + 3 * 8192,
+        "shorter than header and layers are"
+    );
     let oldest = oldest.file.clone();
     drop(store);
     set_age(&oldest, 3600);
@@ -205,7 +224,13 @@ fn an_index_that_is_full_says_so() {
         ..Setup::default()
     };
     let store = Store::open(dir.path(), setup);
-    assert_eq!(finds(&store, &ids(6)).iter().filter(|&&found| found).count(), 4);
+    assert_eq!(
+        finds(&store, &ids(6))
+            .iter()
+            .filter(|&&found| found)
+            .count(),
+        4
+    );
     assert_eq!(store.stat("records_not_indexed"), 2);
     let said = store.said().join("\n");
     assert!(

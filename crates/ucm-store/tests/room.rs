@@ -1,4 +1,5 @@
-//! How room is made and kept: the floor of free space, a full medium, quotas, expiry, what is left over of the dead.
+//! How room is made and kept: the floor of free space, a full medium, quotas, expiry, what is left
+//! over of the dead.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -29,7 +30,10 @@ fn with(rules: Rules) -> Setup {
     let setup = Setup::default();
     let free_floor = rules.free_floor.or(setup.rules.free_floor);
     Setup {
-        rules: Rules { free_floor, ..rules },
+        rules: Rules {
+            free_floor,
+            ..rules
+        },
         ..setup
     }
 }
@@ -67,7 +71,11 @@ fn a_full_medium_pauses_dumps_makes_room_and_goes_on() {
     only_over!(Files, "its limit is a number of block files");
     for errno in [ucm_io::errno::ENOSPC, ucm_io::errno::EDQUOT] {
         let (dir, setup, clock) = (directory(), Setup::default(), ManualClock::new());
-        let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+        let store = Store::with_clock(
+            dir.path(),
+            setup.clone(),
+            Arc::clone(&clock) as Arc<dyn Clock>,
+        );
         let all = ids(20);
         let device = Device::filled(&setup, &all);
         for &block in &all[..18] {
@@ -108,7 +116,9 @@ fn a_namespace_keeps_to_its_quota() {
         ..Setup::default()
     };
     let store = Store::open(dir.path(), other.clone());
-    store.dump(&Device::filled(&other, &ids(3)), &ids(3)).unwrap();
+    store
+        .dump(&Device::filled(&other, &ids(3)), &ids(3))
+        .unwrap();
     drop(store);
     let store = Store::open(dir.path(), Setup::default());
     let device = Device::filled(&store.setup, &ids(10));
@@ -122,7 +132,9 @@ fn a_namespace_keeps_to_its_quota() {
         age(&file, Duration::from_secs(100 - n));
     }
     let store = Store::open(dir.path(), quota);
-    eventually("it keeps to its quota", || store.stat("records_removed") == 6);
+    eventually("it keeps to its quota", || {
+        store.stat("records_removed") == 6
+    });
     let kept = store.engine.lookup(&ids(10)).unwrap();
     assert_eq!(kept, [vec![false; 6], vec![true; 4]].concat(), "the newest");
     drop(store);
@@ -191,7 +203,11 @@ fn what_the_dead_left_is_swept_and_nothing_else() {
     for path in stay {
         assert!(path.exists(), "{path:?}");
     }
-    assert_eq!(store.stat("storage_used_bytes"), 1000, "the evidence counts");
+    assert_eq!(
+        store.stat("storage_used_bytes"),
+        1000,
+        "the evidence counts"
+    );
 }
 
 #[test]
@@ -231,7 +247,11 @@ fn room_for_a_write_that_no_one_waits_for_any_more_goes_back() {
     only_over!(OneMedium, "a dump of a pipeline may be written elsewhere");
     let (dir, clock) = (directory(), ManualClock::new());
     let setup = Setup::default();
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     let device = Device::filled(&setup, &ids(3));
     store.dump(&device, &[id(0)]).unwrap();
     let used = store.stat("storage_used_bytes");
@@ -247,7 +267,9 @@ fn room_for_a_write_that_no_one_waits_for_any_more_goes_back() {
     eventually("its thread is stuck", || store.stat("workers_stuck") == 1);
     gate.open(); // it looked, and would take room now
     eventually("its thread is back", || store.stat("workers_stuck") == 0);
-    eventually("nothing is held", || store.stat("storage_used_bytes") == used);
+    eventually("nothing is held", || {
+        store.stat("storage_used_bytes") == used
+    });
     assert_eq!(store.engine.lookup(&[id(1)]).unwrap(), [false]);
     store.dump(&device, &[id(2)]).unwrap();
 }
@@ -295,7 +317,9 @@ fn as_many_blocks_wait_for_room_as_there_are_slots() {
     let device = Device::filled(&setup, &many);
     let task = store.engine.dump(device.rows(&many)).unwrap();
     let last = many[399];
-    eventually("the last one asked", || store.asked(OpKind::Stat, last) == 1);
+    eventually("the last one asked", || {
+        store.asked(OpKind::Stat, last) == 1
+    });
     gate.open();
     store.outcome(&task).unwrap();
     assert_eq!(store.stat("blocks_published"), 400);

@@ -68,7 +68,10 @@ fn a_marker_written_over_later_counts_with_the_next_count() {
 fn a_part_that_another_rank_wrote_over_is_added_again() {
     let dir = directory();
     let gate = Gate::new();
-    let manifest = dir.path().join(identity("w").namespace()).join("manifest.json");
+    let manifest = dir
+        .path()
+        .join(identity("w").namespace())
+        .join("manifest.json");
     // Reads of the manifest: none there, ours there, and the one before the first count.
     let hang = Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).path("manifest.json");
     let _store = Store::open_faulty(dir.path(), Setup::default(), vec![hang.nth(3)]);
@@ -104,9 +107,14 @@ fn a_namespace_that_somebody_removed_is_made_again() {
     store.dump(&device, &ids(1)).unwrap();
     std::fs::remove_dir_all(dir.path().join(identity("w").namespace())).unwrap();
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
-    eventually("it is written again", || store.dump(&device, &ids(1)).is_ok());
+    eventually("it is written again", || {
+        store.dump(&device, &ids(1)).is_ok()
+    });
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
-    let manifest = dir.path().join(identity("w").namespace()).join("manifest.json");
+    let manifest = dir
+        .path()
+        .join(identity("w").namespace())
+        .join("manifest.json");
     eventually("it is explained again", || manifest.exists());
 }
 
@@ -170,7 +178,11 @@ fn lookups_do_not_trust_a_root_of_a_newer_format() {
 fn a_write_that_may_have_happened_counts() {
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
     let setup = Setup::default();
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     store.fault(of_records(OpKind::Publish, Fault::HangAfter(gate.clone())));
     let device = Device::filled(&setup, &ids(1));
     let task = store.engine.dump(device.rows(&ids(1))).unwrap();
@@ -206,7 +218,9 @@ fn a_count_that_fails_says_why_nothing_is_stored() {
 fn a_prefix_counts_only_what_was_looked_at() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+        .unwrap();
     assert_eq!(store.engine.lookup_on_prefix(&ids(10)).unwrap(), 3);
     assert_eq!((store.missed("absent"), store.stat("lookup_hits")), (1, 3));
     assert_eq!(store.engine.lookup_on_prefix(&ids(3)).unwrap(), 3);
@@ -228,7 +242,9 @@ fn what_is_made_has_the_configured_permissions() {
         };
         let root = dir.path().join(name);
         let store = Store::open(&root, setup.clone());
-        store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+        store
+            .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+            .unwrap();
         drop(store);
         let (mut files, mut dirs) = (Vec::new(), vec![root]);
         let mut looked = 0;

@@ -1,4 +1,5 @@
-//! The rules of the engine, one by one: no late bytes, two levels of a dump, bounded queues, deadlines, refusal.
+//! The rules of the engine, one by one: no late bytes, two levels of a dump, bounded queues,
+//! deadlines, refusal.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -26,7 +27,10 @@ fn kinds(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> Vec<(usize, ErrorK
 
 #[test]
 fn staged_comes_before_published_and_only_published_is_a_hit() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     let gate = store.hang(Layout::of_this_run().writing());
@@ -66,7 +70,12 @@ fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
     let hung = store.engine.dump(device.rows(&ids(3))).unwrap();
     assert_eq!(store.engine.free_dump_slots(), 0);
     assert_eq!(
-        store.engine.dump(device.rows(&[id(5)])).err().unwrap().kind(),
+        store
+            .engine
+            .dump(device.rows(&[id(5)]))
+            .err()
+            .unwrap()
+            .kind(),
         ErrorKind::Busy
     );
     let target = Device::blank(&setup, &[id(8)]);
@@ -103,9 +112,14 @@ fn loads_of_one_block_share_a_read() {
     only_over!(FilesUnkept, "it counts the reads of a block file");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     let gate = store.hang(OpKind::Read);
-    let (one, other) = (Device::blank(&setup, &ids(1)), Device::blank(&setup, &ids(1)));
+    let (one, other) = (
+        Device::blank(&setup, &ids(1)),
+        Device::blank(&setup, &ids(1)),
+    );
     let tasks = [
         store.engine.load(one.rows(&ids(1)), None),
         store.engine.load(other.rows(&ids(1)), None),
@@ -128,10 +142,15 @@ fn a_load_that_came_after_a_read_of_nothing_gets_its_own() {
     let store = Store::open(dir.path(), setup.clone());
     let gate = store.gate();
     store.fault(of_records(OpKind::Read, Fault::HangAfter(gate.clone())));
-    let (early, late) = (Device::blank(&setup, &ids(1)), Device::blank(&setup, &ids(1)));
+    let (early, late) = (
+        Device::blank(&setup, &ids(1)),
+        Device::blank(&setup, &ids(1)),
+    );
     let before = store.engine.load(early.rows(&ids(1)), None).unwrap();
     gate.await_waiting(1); // it has found nothing, and has not said so yet
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     let after = store.engine.load(late.rows(&ids(1)), None).unwrap();
     assert_eq!(store.stat("loads_joined"), 1);
     gate.open();
@@ -150,8 +169,14 @@ fn nothing_reaches_the_device_after_the_deadline() {
     only_over!(NothingKept, "a memory has what it loads");
     let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
     let clock = ManualClock::new();
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
+    store
+        .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+        .unwrap();
     store.fault(of_records(OpKind::Read, Fault::HangAfter(gate.clone())));
     let device = Device::blank(&setup, &ids(3));
     let task = store
@@ -183,7 +208,9 @@ fn the_first_failure_ends_the_reads_behind_it() {
     only_over!(FilesUnkept, "it lets the read of one block file hang");
     let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     let name = format!("{}.bin", id(0));
     store.fault(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())).path(name));
     let device = Device::blank(&setup, &ids(2));
@@ -239,14 +266,21 @@ fn an_incomplete_block_is_dropped_at_its_deadline() {
             layers_per_shard: 1,
             ..Setup::default()
         };
-        let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+        let store = Store::with_clock(
+            dir.path(),
+            setup.clone(),
+            Arc::clone(&clock) as Arc<dyn Clock>,
+        );
         let device = Device::filled(&setup, &ids(1));
         let task = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
         store.outcome(&task).unwrap();
         assert_eq!(store.stat("blocks_in_flight"), 1);
         clock.advance(Deadlines::default().dump);
         assert_eq!(
-            (store.stat("blocks_incomplete"), store.stat("blocks_in_flight")),
+            (
+                store.stat("blocks_incomplete"),
+                store.stat("blocks_in_flight")
+            ),
             (1, 0)
         );
         assert_eq!(store.stat("slots_free"), store.stat("slots"));
@@ -278,12 +312,18 @@ fn dumps_of_one_block_join_and_all_learn_the_end() {
 
 #[test]
 fn a_failed_publish_is_reported_and_is_no_hit() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     store.fault(of_records(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
     let device = Device::filled(&setup, &ids(1));
-    assert_eq!(kinds(store.dump(&device, &ids(1))), [(0, ErrorKind::NoSpace)]);
+    assert_eq!(
+        kinds(store.dump(&device, &ids(1))),
+        [(0, ErrorKind::NoSpace)]
+    );
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     common::eventually("the pause after a full medium ends", || {
         store.dump(&device, &ids(1)).is_ok()
@@ -293,17 +333,28 @@ fn a_failed_publish_is_reported_and_is_no_hit() {
 
 #[test]
 fn a_hung_dump_is_written_off_and_its_slot_stays_away_until_the_call_returns() {
-    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
+    only_over!(
+        NothingKept,
+        "a memory has what was dumped, and it is a hit there"
+    );
     let (dir, setup) = (directory(), Setup::default());
     let clock = ManualClock::new();
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     let gate = store.hang(Layout::of_this_run().writing());
     let device = Device::filled(&setup, &ids(1));
     let task = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
     clock.advance(Deadlines::default().dump);
     assert_eq!(kinds(store.outcome(&task)), [(0, ErrorKind::Timeout)]);
-    assert_eq!(store.stat("slots") - store.stat("slots_free"), 1, "quarantined");
+    assert_eq!(
+        store.stat("slots") - store.stat("slots_free"),
+        1,
+        "quarantined"
+    );
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     gate.open();
     eventually("the slot comes back", || {

@@ -1,5 +1,5 @@
-//! The segment layout as a reader sees it: other writers, segments that vanish or are damaged, what is refused and what
-//! is found again.
+//! The segment layout as a reader sees it: other writers, segments that vanish or are damaged, what
+//! is refused and what is found again.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -25,7 +25,9 @@ fn what_is_dumped_is_found_by_a_store_that_opens_the_root_and_by_who_had_it_open
     let watcher = Store::open(dir.path(), quick());
     let store = Store::open(dir.path(), quick());
     let blocks = ids(8);
-    store.dump(&Device::filled(&quick(), &blocks), &blocks).unwrap();
+    store
+        .dump(&Device::filled(&quick(), &blocks), &blocks)
+        .unwrap();
     assert!(loads(&store, &blocks));
     let later = Store::open(dir.path(), quick());
     assert_eq!(finds(&later, &blocks), [true; 8]);
@@ -44,7 +46,9 @@ fn a_record_no_one_has_seen_yet_is_looked_for_before_it_is_a_miss() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = Store::open(dir.path(), quick());
     let reader = on(&clock, dir.path(), &quick());
-    store.dump(&Device::filled(&quick(), &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&quick(), &ids(1)), &ids(1))
+        .unwrap();
     assert!(loads(&reader, &ids(1)));
     assert_eq!(finds(&reader, &ids(1)), [true]);
 }
@@ -58,7 +62,10 @@ fn harms_the_footers_beside_their_writer(harm: fn(&mut Vec<u8>)) {
     for file in store.segments() {
         change(&file, harm); // its footer is none now, its records are right
     }
-    assert_eq!(finds(&on(&clock, dir.path(), &quick()), &ids(2)), [false; 2]);
+    assert_eq!(
+        finds(&on(&clock, dir.path(), &quick()), &ids(2)),
+        [false; 2]
+    );
     in_time(&clock, LONG, "its writer knows", || {
         finds(&store, &ids(2)) == [false; 2]
     });
@@ -124,7 +131,11 @@ fn what_is_no_file_under_the_name_of_a_segment_is_no_hit_and_blames_no_medium() 
     }
     for block in ids(2) {
         assert!(!loads(&store, &[block]));
-        assert_eq!(finds(&store, &[block]), [false], "not promised a second time");
+        assert_eq!(
+            finds(&store, &[block]),
+            [false],
+            "not promised a second time"
+        );
     }
     assert_eq!(store.stat("healthy"), 1);
     store.dump(&device, &ids(2)).unwrap();
@@ -134,7 +145,10 @@ fn what_is_no_file_under_the_name_of_a_segment_is_no_hit_and_blames_no_medium() 
 #[test]
 fn two_writers_of_one_block_keep_two_copies_and_either_will_do() {
     let dir = directory();
-    let stores = [Store::open(dir.path(), quick()), Store::open(dir.path(), quick())];
+    let stores = [
+        Store::open(dir.path(), quick()),
+        Store::open(dir.path(), quick()),
+    ];
     let device = Device::filled(&quick(), &ids(1));
     for store in &stores {
         store.dump(&device, &ids(1)).unwrap();
@@ -263,7 +277,9 @@ fn a_record_that_was_refused_is_written_again_and_the_new_copy_counts() {
 fn a_store_for_lookups_finds_segments_and_writes_nothing() {
     let dir = directory();
     let store = Store::open(dir.path(), quick());
-    store.dump(&Device::filled(&quick(), &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&quick(), &ids(2)), &ids(2))
+        .unwrap();
     let setup = Setup {
         lookup_only: true,
         ..quick()
@@ -271,7 +287,9 @@ fn a_store_for_lookups_finds_segments_and_writes_nothing() {
     let reader = Store::open(dir.path(), setup);
     assert_eq!(finds(&reader, &ids(3)), [true, true, false]);
     assert_eq!(reader.engine.lookup_on_prefix(&ids(3)).unwrap(), 2);
-    store.dump(&Device::filled(&quick(), &ids(3)), &ids(3)).unwrap();
+    store
+        .dump(&Device::filled(&quick(), &ids(3)), &ids(3))
+        .unwrap();
     eventually("it finds new ones", || finds(&reader, &ids(3)) == [true; 3]);
 }
 
@@ -279,8 +297,17 @@ fn a_store_for_lookups_finds_segments_and_writes_nothing() {
 fn a_lookup_asks_the_medium_nothing() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &quick());
-    store.dump(&Device::filled(&quick(), &ids(4)), &ids(4)).unwrap();
-    let asked = |store: &Store| store.faults.log().iter().filter(|seen| seen.lane == 1).count();
+    store
+        .dump(&Device::filled(&quick(), &ids(4)), &ids(4))
+        .unwrap();
+    let asked = |store: &Store| {
+        store
+            .faults
+            .log()
+            .iter()
+            .filter(|seen| seen.lane == 1)
+            .count()
+    };
     let before = asked(&store);
     for _ in 0..100 {
         finds(&store, &ids(9));
@@ -293,7 +320,9 @@ fn a_lookup_asks_the_medium_nothing() {
 fn use_of_a_record_is_use_of_its_segment_once_a_minute() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = Store::with_clock(dir.path(), quick(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store.dump(&Device::filled(&quick(), &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&quick(), &ids(1)), &ids(1))
+        .unwrap();
     let file = store.segments().remove(0);
     let time = || std::fs::metadata(&file).unwrap().modified().unwrap();
     let before = time();
@@ -304,7 +333,11 @@ fn use_of_a_record_is_use_of_its_segment_once_a_minute() {
     assert!(time() > before);
     let touches = store.faults.count(OpKind::Touch);
     store.engine.touch(&[(id(0), 3)]).unwrap();
-    assert_eq!(store.faults.count(OpKind::Touch), touches, "told this minute");
+    assert_eq!(
+        store.faults.count(OpKind::Touch),
+        touches,
+        "told this minute"
+    );
 }
 
 #[test]
@@ -321,11 +354,15 @@ fn what_was_found_is_read_while_its_segment_gets_its_name() {
         });
         for block in &blocks {
             eventually("it is found", || finds(&store, &[*block]) == [true]);
-            // Before, during and after the renaming: the place may change under the read, the bytes never.
+            // Before, during and after the renaming: the place may change under the read, the bytes
+            // never.
             assert!(loads(&store, &[*block]), "{block}");
         }
     });
-    assert_eq!((store.stat("records_refused"), store.privates().len()), (0, 0));
+    assert_eq!(
+        (store.stat("records_refused"), store.privates().len()),
+        (0, 0)
+    );
 }
 
 #[test]
@@ -334,7 +371,9 @@ fn a_segment_whose_footer_could_not_be_read_for_a_while_is_found_when_it_can() {
     let store = Store::open(dir.path(), quick());
     let reader = on(&clock, dir.path(), &quick());
     reader.fault(Rule::on(OpKind::Read, Fault::Errno(5)).path(".seg"));
-    store.dump(&Device::filled(&quick(), &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&quick(), &ids(2)), &ids(2))
+        .unwrap();
     for _ in 0..5 {
         assert!(!loads(&reader, &ids(2)), "each looks around");
     }
@@ -384,11 +423,14 @@ fn stores_that_write_read_and_lose_segments_at_once_never_give_wrong_bytes() {
                     let some: Vec<BlockId> = (0..3)
                         .map(|n| blocks[(turn * 7 + number * 11 + n * 5) % 30])
                         .collect();
-                    let _ = store.dump(device, &some); // an error is no harm: its segment may be taken away below
+                    // an error is no harm: its segment may be taken away below
+                    let _ = store.dump(device, &some);
                     loads(store, &some);
                     if turn % 9 == 8 {
                         let files = store.segments();
-                        let _ = files.get(turn % files.len().max(1)).map(std::fs::remove_file);
+                        let _ = files
+                            .get(turn % files.len().max(1))
+                            .map(std::fs::remove_file);
                     }
                 }
             });
@@ -396,7 +438,9 @@ fn stores_that_write_read_and_lose_segments_at_once_never_give_wrong_bytes() {
     });
     for store in &stores {
         eventually("all is well again", || {
-            let stored = blocks.iter().all(|block| store.dump(&device, &[*block]).is_ok());
+            let stored = blocks
+                .iter()
+                .all(|block| store.dump(&device, &[*block]).is_ok());
             stored && loads(store, &blocks)
         });
         eventually("every slot comes back", || {
@@ -425,7 +469,10 @@ fn a_damaged_record_of_a_segment_is_kept_as_evidence_and_its_neighbours_stay() {
         .collect();
     assert_eq!(kept.len(), 1);
     let name = kept[0].file_name().into_string().unwrap();
-    assert!(name.starts_with(&format!("{}.bad_checksum.", id(1))), "{name}");
+    assert!(
+        name.starts_with(&format!("{}.bad_checksum.", id(1))),
+        "{name}"
+    );
     assert_eq!(std::fs::read(kept[0].path()).unwrap(), damaged);
     assert!(bad.file.exists() && loads(&store, &[id(0)]) && loads(&store, &[id(2)]));
     assert_eq!(finds(&store, &ids(3)), [true, false, true]);
@@ -450,7 +497,8 @@ fn who_closes_while_evidence_is_written_makes_room_for_the_next_at_once() {
         gate.open();
         closing.join().unwrap();
     });
-    // Its clock stands still: if the first had not resigned, this would wait for its silence for ever.
+    // Its clock stands still: if the first had not resigned, this would wait for its silence for
+    // ever.
     let next = Store::with_clock(dir.path(), quick(), Arc::clone(&clock) as Arc<dyn Clock>);
     let task = next.engine.dump(device.rows(&[id(2)])).unwrap();
     eventually("room is granted", || is_over(&next, &task));

@@ -1,4 +1,5 @@
-//! Loads of single layers from segments: the header and those layers are read and verified, and nothing else.
+//! Loads of single layers from segments: the header and those layers are read and verified, and
+//! nothing else.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -12,7 +13,8 @@ use ucm_store::tiers::WritePolicy;
 use common::segments::{change, write};
 use common::{Above, Device, Layout, Setup, Store, content, directory, eventually, id, ids};
 
-/// Bytes of a layer, and layers of a block: its header takes a page. The whole is read in four parts.
+/// Bytes of a layer, and layers of a block: its header takes a page. The whole is read in four
+/// parts.
 const LAYER: usize = 64 << 10;
 const LAYERS: u32 = 16;
 const WHOLE: usize = 4;
@@ -45,11 +47,15 @@ fn store(setup: &Setup, blocks: &[BlockId]) -> (tempfile::TempDir, Store) {
 }
 
 fn begin(store: &Store, device: &Device, blocks: &[BlockId], shard: u32) -> Task {
-    let rows = blocks.iter().map(|&block| device.row(block, shard)).collect();
+    let rows = blocks
+        .iter()
+        .map(|&block| device.row(block, shard))
+        .collect();
     store.engine.load(rows, None).unwrap()
 }
 
-/// Loads one layer of each block; whether that went well. Exact, or untouched, and nothing else is ever touched.
+/// Loads one layer of each block; whether that went well. Exact, or untouched, and nothing else is
+/// ever touched.
 fn loads(store: &Store, blocks: &[BlockId], shard: u32) -> bool {
     let mut device = Device::blank(&store.setup, blocks);
     let task = begin(store, &device, blocks, shard);
@@ -183,7 +189,10 @@ fn a_block_is_verified_whole() {
     gate.open();
     store.outcome(&part).unwrap();
     store.outcome(&whole).unwrap();
-    assert_eq!((asked(&store), store.stat("blocks_verified")), (1 + WHOLE, 1));
+    assert_eq!(
+        (asked(&store), store.stat("blocks_verified")),
+        (1 + WHOLE, 1)
+    );
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Reading from segments: neighbours with one operation and each with an outcome of its own, descriptors that are kept
-//! open and let go.
+//! Reading from segments: neighbours with one operation and each with an outcome of its own,
+//! descriptors that are kept open and let go.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -70,7 +70,10 @@ fn neighbours_are_read_with_one_operation() {
     reader.faults.forget();
     // As they lie there: several threads gather them.
     let blocks: Vec<BlockId> = reader.places().iter().map(|place| place.id).collect();
-    assert!(loads(&reader, &[blocks[3], blocks[5], blocks[4], blocks[9]]));
+    assert!(loads(
+        &reader,
+        &[blocks[3], blocks[5], blocks[4], blocks[9]]
+    ));
     assert_eq!(
         asked(&reader),
         2,
@@ -215,7 +218,10 @@ fn a_damaged_record_is_refused_and_its_neighbours_are_not() {
     change(&bad.file, |bytes| bytes[bad.offset + 5000] ^= 1);
     let device = Device::blank(&patient(), &blocks);
     let failures = reader.load(&device, &blocks).unwrap_err();
-    assert_eq!((failures[0].0, failures[0].1.kind()), (4, ErrorKind::Corrupt));
+    assert_eq!(
+        (failures[0].0, failures[0].1.kind()),
+        (4, ErrorKind::Corrupt)
+    );
     assert!(blocks[..4].iter().all(|&block| device.is_right(block)));
     eventually("only it is refused", || {
         let mut found = [true; 8];
@@ -233,13 +239,15 @@ fn a_segment_that_is_cut_off_gives_what_it_has() {
     let (dir, blocks) = (directory(), ids(8));
     write(dir.path(), &patient(), &blocks);
     let reader = on(&ManualClock::new(), dir.path(), &patient());
-    // After this look at the directory, in which nothing changes, the next one is half a minute away: it would see the
-    // other length, and take the segment for gone.
+    // After this look at the directory, in which nothing changes, the next one is half a minute
+    // away: it would see the other length, and take the segment for gone.
     assert!(!loads(&reader, &ids(9)[8..]));
     let places = reader.places();
     let cut = places.iter().map(|place| place.offset).max().unwrap() - RECORD + 100;
     change(&places[0].file, |bytes| bytes.truncate(cut));
-    let (whole, lost): (Vec<_>, Vec<_>) = places.iter().partition(|place| place.offset + place.len <= cut);
+    let (whole, lost): (Vec<_>, Vec<_>) = places
+        .iter()
+        .partition(|place| place.offset + place.len <= cut);
     assert_eq!((whole.len(), lost.len()), (6, 2));
     assert!(!loads(&reader, &blocks));
     let whole: Vec<BlockId> = whole.iter().map(|place| place.id).collect();
@@ -324,7 +332,8 @@ fn what_no_one_reads_is_closed() {
 #[test]
 fn descriptors_are_bounded_whatever_is_read() {
     let dir = directory();
-    let store = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands: none is closed because no one reads it
+    // whose time stands: none is closed because no one reads it
+    let store = on(&ManualClock::new(), dir.path(), &quick());
     let blocks: Vec<BlockId> = (0..140u8).map(|n| BlockId([n; 16])).collect();
     let device = Device::filled(&store.setup, &blocks);
     for block in &blocks {
@@ -353,7 +362,9 @@ fn readers_of_whole_prefixes_see_exact_bytes_while_segments_come_and_go() {
                 let _ = store.dump(&device, &blocks); // its segment may be taken away below
                 let files = store.segments();
                 if turn % 2 == 1 {
-                    let _ = files.get(turn % files.len().max(1)).map(std::fs::remove_file);
+                    let _ = files
+                        .get(turn % files.len().max(1))
+                        .map(std::fs::remove_file);
                 }
             }
         });

@@ -1,5 +1,5 @@
-//! The segment layout as a writer sees it: when a segment is sealed, everything that goes wrong at it, and what can be
-//! read before.
+//! The segment layout as a writer sees it: when a segment is sealed, everything that goes wrong at
+//! it, and what can be read before.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -52,7 +52,9 @@ fn who_waits_for_a_dump_does_not_wait_for_the_age_of_its_segment() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &patient());
     let (first, second) = (ids(6), vec![id(90), id(91)]);
-    store.dump(&Device::filled(&patient(), &first), &first).unwrap();
+    store
+        .dump(&Device::filled(&patient(), &first), &first)
+        .unwrap();
     assert_eq!(store.segments().len(), 1, "all of one dump in one segment");
     // A moment later the next one that waits gets its own segment no sooner than a little later.
     let task = begin(&store, &Device::filled(&patient(), &second), &second);
@@ -109,7 +111,12 @@ fn a_segment_that_is_full_is_sealed_at_once() {
     eventually("two segments are sealed", || store.segments().len() == 2);
     assert!(!is_over(&store, &task), "the last two wait for more");
     eventually("they are written", || {
-        store.engine.lookup(&ids(6)).unwrap().iter().all(|&found| found)
+        store
+            .engine
+            .lookup(&ids(6))
+            .unwrap()
+            .iter()
+            .all(|&found| found)
     });
     store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
@@ -154,11 +161,16 @@ fn whatever_fails_at_a_seal_no_dump_is_told_to_be_stored_that_is_not() {
         assert!(told.is_err(), "{kind:?} {fault:?}");
         // The writer's own next look, a second later, may find what has its name all the same.
         let there = matches!(fault, Fault::LostReply(_));
-        assert!(there || finds(&store, &ids(1)) == [false], "{kind:?} {fault:?}");
+        assert!(
+            there || finds(&store, &ids(1)) == [false],
+            "{kind:?} {fault:?}"
+        );
         assert!(store.backend.features().locally_visible().gained.is_empty());
         let later = Store::open(dir.path(), quick());
         assert_eq!(finds(&later, &ids(1)), [there], "{kind:?} {fault:?}");
-        eventually("it is stored again", || store.dump(&device, &ids(1)).is_ok());
+        eventually("it is stored again", || {
+            store.dump(&device, &ids(1)).is_ok()
+        });
         assert!(loads(&store, &ids(1)));
         drop(store);
         assert!(
@@ -192,7 +204,11 @@ fn a_footer_that_did_not_reach_the_medium_is_a_miss_for_who_comes_later() {
         let _ = store.dump(&device, &ids(1));
         let later = Store::open(dir.path(), quick());
         assert_eq!(finds(&later, &ids(1)), [false]);
-        assert_eq!(later.segments().len(), 1, "nobody removes it before its time");
+        assert_eq!(
+            later.segments().len(),
+            1,
+            "nobody removes it before its time"
+        );
         later.dump(&device, &ids(1)).unwrap();
         drop(store);
         assert!(loads(&Store::open(dir.path(), quick()), &ids(1)));
@@ -241,14 +257,20 @@ fn a_seal_that_hangs_costs_its_dumps_their_deadline_and_no_more() {
     let gate = store.hang(OpKind::Finish);
     let device = Device::filled(&quick(), &ids(1));
     let task = store.engine.dump(device.rows(&ids(1))).unwrap();
-    eventually("the seal was begun", || store.faults.count(OpKind::Finish) == 1);
+    eventually("the seal was begun", || {
+        store.faults.count(OpKind::Finish) == 1
+    });
     clock.advance(store.setup.deadlines.dump + Duration::from_secs(1));
     eventually("the dump ends", || is_over(&store, &task));
     assert!(!task.failures().is_empty());
-    eventually("it is not found any more", || finds(&store, &ids(1)) == [false]);
+    eventually("it is not found any more", || {
+        finds(&store, &ids(1)) == [false]
+    });
     gate.open();
     store.faults.clear();
-    eventually("it is stored again", || store.dump(&device, &ids(1)).is_ok());
+    eventually("it is stored again", || {
+        store.dump(&device, &ids(1)).is_ok()
+    });
 }
 
 #[test]
@@ -271,7 +293,9 @@ fn a_segment_that_cannot_be_opened_costs_its_dumps_their_deadline_and_no_more() 
     });
     gate.open();
     store.faults.clear();
-    eventually("it is stored again", || store.dump(&device, &ids(2)).is_ok());
+    eventually("it is stored again", || {
+        store.dump(&device, &ids(2)).is_ok()
+    });
     assert!(loads(&store, &ids(2)));
 }
 
@@ -343,7 +367,14 @@ fn a_block_that_the_index_has_no_room_for_is_not_said_to_be_stored() {
     store.dump(&device, &ids(2)).unwrap();
     let refused = store.dump(&device, &[id(2)]).unwrap_err();
     assert_eq!(refused[0].1.kind(), ErrorKind::NoSpace);
-    assert!(!store.backend.features().locally_visible().gained.contains(&id(2)));
+    assert!(
+        !store
+            .backend
+            .features()
+            .locally_visible()
+            .gained
+            .contains(&id(2))
+    );
     assert_eq!(
         (finds(&store, &ids(3)), store.places().len()),
         (vec![true, true, false], 2)
@@ -356,7 +387,10 @@ fn no_age_keeps_a_segment_open_until_its_dumps_are_too_late() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &patient());
     let task = begin(&store, &Device::filled(&patient(), &ids(2)), &ids(2));
-    clock.advance(store.setup.deadlines.dump / 10 * 9); // and it stands still from now on, however long the seal takes
-    eventually("its seal is begun", || store.faults.count(OpKind::Finish) > 0);
+    // and it stands still from now on, however long the seal takes
+    clock.advance(store.setup.deadlines.dump / 10 * 9);
+    eventually("its seal is begun", || {
+        store.faults.count(OpKind::Finish) > 0
+    });
     store.outcome(&task).unwrap();
 }

@@ -42,7 +42,13 @@ fn whole_records_of_a_dead_writer_are_taken_over() {
     change(&left, |bytes| bytes[4096 + 8192 + 4096 + 10] ^= 1);
     let store = Store::open(dir.path(), quick());
     await_taken_over(&store);
-    assert_eq!(finds(&store, &ids(4)).iter().filter(|&&found| found).count(), 3);
+    assert_eq!(
+        finds(&store, &ids(4))
+            .iter()
+            .filter(|&&found| found)
+            .count(),
+        3
+    );
     let whole: Vec<_> = ids(4)
         .into_iter()
         .filter(|&block| finds(&store, &[block])[0])
@@ -68,7 +74,8 @@ fn the_private_segment_of_a_living_writer_is_left_alone() {
         assert_eq!(store.privates().len(), 1);
     }
     assert_eq!(std::fs::read(&left).unwrap(), before);
-    // Silent for ten minutes: no one writes there any more. Only of a process of another host that is believed.
+    // Silent for ten minutes: no one writes there any more. Only of a process of another host that
+    // is believed.
     for (path, taken) in [(&left, false), (&left_there, true)] {
         let file = std::fs::File::options().write(true).open(path).unwrap();
         file.set_modified(SystemTime::now() - Duration::from_secs(601))
@@ -121,7 +128,11 @@ fn what_is_not_a_segment_of_ours_is_never_taken_up() {
 
 #[test]
 fn a_recovery_that_fails_is_tried_again_by_the_next() {
-    for (kind, nth) in [(OpKind::Rename, 1), (OpKind::WriteAt, 2), (OpKind::Finish, 1)] {
+    for (kind, nth) in [
+        (OpKind::Rename, 1),
+        (OpKind::WriteAt, 2),
+        (OpKind::Finish, 1),
+    ] {
         let dir = directory();
         let dead = Setup {
             process: gone(),
@@ -172,7 +183,8 @@ fn an_opening_keeps_its_time_and_the_recovery_goes_on_behind_it() {
 fn a_read_waits_for_a_look_around_and_not_for_a_recovery() {
     let wanted = [ids(9)[8]];
     let (dir, clock) = (directory(), ManualClock::new());
-    let writer = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands still: it recovers nothing
+    // whose time stands still: it recovers nothing
+    let writer = on(&ManualClock::new(), dir.path(), &quick());
     let reader = on(&clock, dir.path(), &quick());
     let dead = Setup {
         process: gone(),
@@ -212,7 +224,8 @@ fn a_read_waits_for_a_look_around_and_not_for_a_recovery() {
 fn a_read_waits_for_a_look_around_and_not_for_many_dead_writers() {
     let wanted = [ids(9)[8]];
     let (dir, clock) = (directory(), ManualClock::new());
-    let writer = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands still: it recovers nothing
+    // whose time stands still: it recovers nothing
+    let writer = on(&ManualClock::new(), dir.path(), &quick());
     let reader = on(&clock, dir.path(), &quick());
     let dead = Setup {
         process: gone(),
@@ -243,17 +256,24 @@ fn a_read_waits_for_a_look_around_and_not_for_many_dead_writers() {
     });
 }
 
-/// What another process stores while a turn of taking over hangs at a gate is read once that is open, before the next one is.
+/// What another process stores while a turn of taking over hangs at a gate is read once that is
+/// open, before the next one is.
 fn assert_read_between(writer: &Store, reader: &Store, wanted: [BlockId; 1], gate: &Gate) {
     let device = Device::blank(&quick(), &wanted);
-    writer.dump(&Device::filled(&quick(), &wanted), &wanted).unwrap();
+    writer
+        .dump(&Device::filled(&quick(), &wanted), &wanted)
+        .unwrap();
     let task = reader.engine.load(device.rows(&wanted), None).unwrap();
     eventually("it waits for a look", || {
         reader.stat("reads_awaiting_a_look") == 1
     });
     gate.open();
     eventually("it is read while the rest hangs", || {
-        task.wait(reader.engine.clock(), Until::Published, Some(MonotonicTime(0)))
+        task.wait(
+            reader.engine.clock(),
+            Until::Published,
+            Some(MonotonicTime(0)),
+        )
     });
     assert!(reader.outcome(&task).is_ok() && device.is_right(wanted[0]));
 }
@@ -310,21 +330,33 @@ fn the_limit_holds_over_segments_and_files_of_one_root() {
     ];
     let all: Vec<BlockId> = (0..90u8).map(|n| BlockId([n; 16])).collect();
     let device = Device::filled(&stores[0].setup, &all);
-    let published = || -> u64 { stores.iter().map(|store| store.stat("blocks_published")).sum() };
+    let published = || -> u64 {
+        stores
+            .iter()
+            .map(|store| store.stat("blocks_published"))
+            .sum()
+    };
     let mut turns = 0..;
     eventually("more than fit at once are stored", || {
         let turn = turns.next().unwrap_or_default();
-        // What finds no room is refused, and room is made meanwhile: by a thread that may get no turn for seconds.
+        // What finds no room is refused, and room is made meanwhile: by a thread that may get no
+        // turn for seconds.
         let _ = stores[turn % 3].dump(&device, &[all[turn % all.len()]]);
         let bytes = stored(dir.path());
         assert!(bytes <= limit, "{bytes} of {limit} after {turn}");
         turn >= all.len() && published() > 40
     });
-    let removed: u64 = stores.iter().map(|store| store.stat("records_removed")).sum();
+    let removed: u64 = stores
+        .iter()
+        .map(|store| store.stat("records_removed"))
+        .sum();
     assert!(removed > 0);
     let reader = Store::open(dir.path(), setup(Layout::segments()));
     eventually("what is found is there, once nobody removes", || {
-        let found = all.iter().copied().filter(|&block| finds(&reader, &[block])[0]);
+        let found = all
+            .iter()
+            .copied()
+            .filter(|&block| finds(&reader, &[block])[0]);
         let found: Vec<_> = found.collect();
         !found.is_empty() && loads(&reader, &found)
     });
@@ -349,11 +381,16 @@ fn old_segments_expire_whole() {
         .into_iter()
         .find(|place| place.id == ids(1)[0])
         .unwrap();
-    let file = std::fs::File::options().write(true).open(&old.file).unwrap();
+    let file = std::fs::File::options()
+        .write(true)
+        .open(&old.file)
+        .unwrap();
     file.set_modified(SystemTime::now() - Duration::from_secs(7200))
         .unwrap();
     drop(store);
     let store = Store::open(dir.path(), setup);
     eventually("the old segment is gone", || !old.file.exists());
-    eventually("and known to be", || finds(&store, &ids(2)) == [false, true]);
+    eventually("and known to be", || {
+        finds(&store, &ids(2)) == [false, true]
+    });
 }

@@ -1,5 +1,5 @@
-//! Segments that are written side by side: one file is filled by one thread at a time, and where it cannot keep up others
-//! are opened beside it.
+//! Segments that are written side by side: one file is filled by one thread at a time, and where it
+//! cannot keep up others are opened beside it.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -25,7 +25,8 @@ const BLOCK: u64 = 512 << 10;
 /// Records of one dump: 4 MiB.
 const RUN: usize = 8;
 
-/// Records of half a MiB, in segments that stay open for so long or until somebody waits, and threads to write two at once.
+/// Records of half a MiB, in segments that stay open for so long or until somebody waits, and
+/// threads to write two at once.
 fn large(slots: u64, age: Duration) -> Setup {
     Setup {
         above: Above::Nothing,
@@ -83,7 +84,11 @@ fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
         .map(|some| begin(&store, &device, some))
         .collect();
     eventually("two are written", || gate.waiting() == 2);
-    assert_eq!(store.faults.count(OpKind::WriteAt), 2, "one of each at a time");
+    assert_eq!(
+        store.faults.count(OpKind::WriteAt),
+        2,
+        "one of each at a time"
+    );
     assert_eq!(
         store.privates().len(),
         2,
@@ -100,7 +105,10 @@ fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
     assert_eq!(files.values().map(Vec::len).sum::<usize>(), blocks.len());
     assert_loads(&store, &blocks);
     let later = Store::open(dir.path(), setup);
-    assert_eq!(later.engine.lookup(&blocks).unwrap(), vec![true; blocks.len()]);
+    assert_eq!(
+        later.engine.lookup(&blocks).unwrap(),
+        vec![true; blocks.len()]
+    );
 }
 
 #[test]
@@ -138,7 +146,12 @@ fn all_that_are_open_are_no_more_than_a_share_of_the_limit() {
     gate.open();
     store.faults.clear();
     eventually("all is written", || {
-        store.engine.lookup(&blocks).unwrap().iter().all(|&found| found)
+        store
+            .engine
+            .lookup(&blocks)
+            .unwrap()
+            .iter()
+            .all(|&found| found)
     });
     assert_eq!(store.faults.count(OpKind::Create), 1);
     store.outcome(&task).unwrap();
@@ -155,7 +168,10 @@ fn closing_waits_for_what_is_in_turn_and_leaves_nothing_private() {
     store.outcome(&task).unwrap();
     assert!(store.privates().is_empty());
     let later = Store::open(dir.path(), setup);
-    assert_eq!(later.engine.lookup(&blocks).unwrap(), vec![true; blocks.len()]);
+    assert_eq!(
+        later.engine.lookup(&blocks).unwrap(),
+        vec![true; blocks.len()]
+    );
 }
 
 #[test]
@@ -179,11 +195,15 @@ fn writes_that_fail_at_once_cost_only_themselves_however_many_wait() {
 #[test]
 fn who_waits_for_a_dump_does_not_wait_for_the_age_of_segments_its_records_had_still_to_find() {
     let (dir, setup, clock) = (directory(), large(64, LONG), ManualClock::new());
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     let blocks = ids(RUN as u8);
     let device = Device::filled(&setup, &blocks);
-    // A segment is opened while all others wait for it. Then both threads hang at a write, and the rest has no place yet
-    // when one of the two ends and the dump is flushed.
+    // A segment is opened while all others wait for it. Then both threads hang at a write, and the
+    // rest has no place yet when one of the two ends and the dump is flushed.
     let (opening, first, second) = (store.gate(), store.gate(), store.gate());
     let hang = |kind, gate: &Gate| Rule::on(kind, Fault::HangBefore(gate.clone())).times(1);
     store.fault(hang(OpKind::Create, &opening));

@@ -1,4 +1,5 @@
-//! Loads of blocks in shards: each layer is verified and goes to the device when its bytes have arrived, and the task says so.
+//! Loads of blocks in shards: each layer is verified and goes to the device when its bytes have
+//! arrived, and the task says so.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -13,9 +14,12 @@ use ucm_store::engine::{Task, Until};
 use ucm_store::tiers::WritePolicy;
 
 use common::segments::{change, is_over};
-use common::{Above, Device, Layout, Setup, SlowDevice, Store, content, directory, eventually, id, ids};
+use common::{
+    Above, Device, Layout, Setup, SlowDevice, Store, content, directory, eventually, id, ids,
+};
 
-/// Bytes of a layer, and layers of a block. An operation brings four layers, the first one the header too.
+/// Bytes of a layer, and layers of a block. An operation brings four layers, the first one the
+/// header too.
 const LAYER: usize = 64 << 10;
 const LAYERS: usize = 16;
 const STEP: usize = 4;
@@ -42,16 +46,25 @@ fn stored(
     let dir = directory();
     let store = Store::with_clock(&dir.path().join("root"), setup.clone(), clock.clone());
     for &block in blocks {
-        store.dump(&Device::filled(setup, &[block]), &[block]).unwrap();
+        store
+            .dump(&Device::filled(setup, &[block]), &[block])
+            .unwrap();
         store.forget(block);
     }
     (dir, store)
 }
 
-fn begin(store: &Store, device: &Device, blocks: &[BlockId], shards: std::ops::Range<usize>) -> Task {
-    let rows = blocks
-        .iter()
-        .flat_map(|&block| shards.clone().map(move |shard| device.row(block, shard as u32)));
+fn begin(
+    store: &Store,
+    device: &Device,
+    blocks: &[BlockId],
+    shards: std::ops::Range<usize>,
+) -> Task {
+    let rows = blocks.iter().flat_map(|&block| {
+        shards
+            .clone()
+            .map(move |shard| device.row(block, shard as u32))
+    });
     store.engine.load(rows.collect(), None).unwrap()
 }
 
@@ -96,7 +109,10 @@ fn slots_come_back(store: &Store) {
 }
 
 fn kinds(failed: &[(usize, ucm_core::Error)]) -> Vec<(usize, ErrorKind)> {
-    failed.iter().map(|(row, error)| (*row, error.kind())).collect()
+    failed
+        .iter()
+        .map(|(row, error)| (*row, error.kind()))
+        .collect()
 }
 
 #[test]
@@ -158,7 +174,10 @@ fn a_bad_layer_after_reported_ones_fails_the_block() {
             (store.stat("second_reads"), store.stat("records_refused")),
             (1, 1)
         );
-        assert_eq!((store.stat("blocks_loaded"), store.stat("blocks_failed")), (0, 1));
+        assert_eq!(
+            (store.stat("blocks_loaded"), store.stat("blocks_failed")),
+            (0, 1)
+        );
         assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     }
 }
@@ -184,7 +203,9 @@ fn damage_on_the_way_is_read_again_and_the_rest_arrives() {
 fn another(setup: &Setup, block: BlockId) -> Vec<u8> {
     let (_dir, store) = stored(setup, &[], &ManualClock::new());
     let mut device = Device::filled(setup, &[block]);
-    device.change(block, |bytes| bytes.iter_mut().for_each(|byte| *byte ^= 0x55));
+    device.change(block, |bytes| {
+        bytes.iter_mut().for_each(|byte| *byte ^= 0x55)
+    });
     store.dump(&device, &[block]).unwrap();
     let mut found = Vec::new();
     store.edit(block, |record| found.clone_from(record));
@@ -204,15 +225,26 @@ fn the_layers_of_a_block_do_not_come_from_two_records() {
     store.edit(id(0), |record| record.clone_from(&other)); // it is replaced meanwhile
     gate.open();
     let failed = store.outcome(&task).unwrap_err();
-    assert!(failed.len() == LAYERS && failed.iter().all(|(_, error)| error.kind() == ErrorKind::Busy));
-    assert_eq!((store.missed("busy"), store.stat("records_refused")), (1, 0));
+    assert!(
+        failed.len() == LAYERS
+            && failed
+                .iter()
+                .all(|(_, error)| error.kind() == ErrorKind::Busy)
+    );
+    assert_eq!(
+        (store.missed("busy"), store.stat("records_refused")),
+        (1, 0)
+    );
     assert!(holds(&mut device, &setup, id(0), &first(STEP)));
     // It is sound, and the next load has all of it.
     let mut device = Device::blank(&setup, &ids(1));
     store
         .outcome(&begin(&store, &device, &ids(1), 0..LAYERS))
         .unwrap();
-    let right: Vec<u8> = content(&setup, id(0)).iter().map(|byte| byte ^ 0x55).collect();
+    let right: Vec<u8> = content(&setup, id(0))
+        .iter()
+        .map(|byte| byte ^ 0x55)
+        .collect();
     device.change(id(0), |bytes| assert!(*bytes == right));
     slots_come_back(&store);
 }
@@ -227,13 +259,26 @@ fn a_read_that_hangs_leaves_nothing_scattering_and_ends_with_its_block() {
         let task = begin(&store, &device, &ids(1), 0..LAYERS);
         gate.await_waiting(1);
         clock.advance(Duration::from_secs(100));
-        eventually("it has ended while its read hangs", || is_over(&store, &task));
+        eventually("it has ended while its read hangs", || {
+            is_over(&store, &task)
+        });
         let failed = store.outcome(&task).unwrap_err();
-        assert!(failed.len() == LAYERS && failed.iter().all(|(_, error)| error.kind() == ErrorKind::Timeout));
-        assert_eq!((done(&task, LAYERS), store.missed("timeout")), (first(STEP), 1));
+        assert!(
+            failed.len() == LAYERS
+                && failed
+                    .iter()
+                    .all(|(_, error)| error.kind() == ErrorKind::Timeout)
+        );
+        assert_eq!(
+            (done(&task, LAYERS), store.missed("timeout")),
+            (first(STEP), 1)
+        );
         gate.open();
         slots_come_back(&store);
-        assert!(holds(&mut device, &setup, id(0), &first(STEP)), "no late bytes");
+        assert!(
+            holds(&mut device, &setup, id(0), &first(STEP)),
+            "no late bytes"
+        );
     }
 }
 
@@ -380,11 +425,18 @@ fn two_roots(clock: &std::sync::Arc<ManualClock>) -> (tempfile::TempDir, Store) 
 #[test]
 fn layers_of_one_block_never_come_from_two_tiers() {
     let (_dir, store) = two_roots(&ManualClock::new());
-    change(&store.upper_file(id(0)), |record| record[4096 + 9 * LAYER] ^= 1);
+    change(&store.upper_file(id(0)), |record| {
+        record[4096 + 9 * LAYER] ^= 1
+    });
     let mut device = Device::blank(&store.setup, &ids(1));
     let task = begin(&store, &device, &ids(1), 0..LAYERS);
     let failed = store.outcome(&task).unwrap_err();
-    assert!(failed.len() == LAYERS && failed.iter().all(|(_, error)| error.kind() == ErrorKind::Corrupt));
+    assert!(
+        failed.len() == LAYERS
+            && failed
+                .iter()
+                .all(|(_, error)| error.kind() == ErrorKind::Corrupt)
+    );
     assert_eq!(
         (&task.served()[..4], done(&task, LAYERS)),
         (&[0; 4][..], first(2 * STEP))
@@ -396,14 +448,19 @@ fn layers_of_one_block_never_come_from_two_tiers() {
     );
     let task = begin(&store, &device, &ids(1), 0..LAYERS);
     store.outcome(&task).unwrap();
-    assert!(device.is_right(id(0)), "the copy below is as good as before");
+    assert!(
+        device.is_right(id(0)),
+        "the copy below is as good as before"
+    );
     assert_eq!(task.served()[..4], [0, 1, 0, 0]);
 }
 
 #[test]
 fn what_has_nothing_yet_is_asked_of_the_next_tier() {
     let (_dir, store) = two_roots(&ManualClock::new());
-    change(&store.upper_file(id(0)), |record| record[4096 + 9 * LAYER] ^= 1);
+    change(&store.upper_file(id(0)), |record| {
+        record[4096 + 9 * LAYER] ^= 1
+    });
     let gate = store.gate();
     let upper = store.upper.as_ref().unwrap();
     upper.add(
@@ -440,7 +497,12 @@ fn a_tier_that_hangs_after_some_layers_ends_their_block() {
     gate.await_waiting(1);
     clock.advance(store.setup.deadlines.load / 5 * 3); // more than its half of the time
     let failed = store.outcome(&task).unwrap_err();
-    assert!(failed.len() == LAYERS && failed.iter().all(|(_, error)| error.kind() == ErrorKind::Timeout));
+    assert!(
+        failed.len() == LAYERS
+            && failed
+                .iter()
+                .all(|(_, error)| error.kind() == ErrorKind::Timeout)
+    );
     gate.open();
     slots_come_back(&store);
     assert!(

@@ -1,4 +1,5 @@
-//! Side shards: written with their blocks or alone, and read without the KV. Over every medium, layout and codec.
+//! Side shards: written with their blocks or alone, and read without the KV. Over every medium,
+//! layout and codec.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -15,7 +16,9 @@ use common::segments::patient;
 use common::sides::{
     CODES, MEAN, columns, default, dump, dump_alone, each_way, has_all, loads, plain, sided, sides,
 };
-use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on};
+use common::{
+    Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on,
+};
 
 #[test]
 fn they_come_back_on_every_medium_by_block_and_by_layer() {
@@ -25,10 +28,17 @@ fn they_come_back_on_every_medium_by_block_and_by_layer() {
             let store = Store::open(dir.path(), setup);
             dump(&store, &ids(4));
             assert!(has_all(&store, &ids(4)), "{medium:?}");
-            assert_eq!(sides(&store, &[id(9), id(1), id(8)], MEAN), [false, true, false]);
+            assert_eq!(
+                sides(&store, &[id(9), id(1), id(8)], MEAN),
+                [false, true, false]
+            );
             assert!(loads(&store, &ids(4)), "{medium:?}");
             dump_alone(&store, &[id(9)], &[CODES]);
-            assert_eq!(sides(&store, &[id(9), id(1)], CODES), [true, true], "{medium:?}");
+            assert_eq!(
+                sides(&store, &[id(9), id(1)], CODES),
+                [true, true],
+                "{medium:?}"
+            );
             assert_eq!(sides(&store, &[id(9)], MEAN), [false]);
             assert!(!store.engine.lookup(&[id(9)]).unwrap()[0], "it is no block");
             assert_eq!(store.stat("sides_published"), 1);
@@ -101,7 +111,8 @@ fn only_the_header_and_the_side_shard_are_read() {
         let what = format!("{:?} {:?} {:?}", setup.medium, setup.layout, setup.codec);
         let store = Store::open(dir.path(), setup.clone());
         dump(&store, &ids(BLOCKS));
-        // Another process, which has nothing in its memory; one that reads the first one's, where that is all there is.
+        // Another process, which has nothing in its memory; one that reads the first one's, where
+        // that is all there is.
         let reader = Store::open(dir.path(), setup);
         eventually("the other's memory is found", || {
             reader
@@ -198,7 +209,9 @@ fn dumps_at_once_and_in_parts_agree() {
                     for block in ids(8) {
                         let task = loop {
                             match store.engine.dump(device.rows(&[block])) {
-                                Err(error) if error.kind() == ErrorKind::Busy => std::thread::yield_now(),
+                                Err(error) if error.kind() == ErrorKind::Busy => {
+                                    std::thread::yield_now()
+                                }
                                 task => break task.unwrap(),
                             }
                         };
@@ -211,7 +224,9 @@ fn dumps_at_once_and_in_parts_agree() {
                         let bytes = side_content(block, 0, 96);
                         let task = loop {
                             match store.engine.dump_sides(&[block], &[(MEAN, &bytes)]) {
-                                Err(error) if error.kind() == ErrorKind::Busy => std::thread::yield_now(),
+                                Err(error) if error.kind() == ErrorKind::Busy => {
+                                    std::thread::yield_now()
+                                }
                                 task => break task.unwrap(),
                             }
                         };
@@ -242,7 +257,10 @@ fn more_than_there_are_slots_stream_through_a_few() {
     eventually("the slots come back", || store.stat("slots_free") == 4);
     assert_eq!(store.stat("sides_queued"), 0);
     let bytes = vec![0; 40 * 96];
-    let busy = store.engine.dump_sides(&ids(40), &[(MEAN, &bytes)]).map(|_| ());
+    let busy = store
+        .engine
+        .dump_sides(&ids(40), &[(MEAN, &bytes)])
+        .map(|_| ());
     assert_eq!(busy.unwrap_err().kind(), ErrorKind::Busy);
     assert_eq!(store.stat("slots_free"), 4);
 }
@@ -270,7 +288,9 @@ fn what_a_store_cannot_keep_is_refused_by_name() {
     };
     let (kind, text) = error(store.engine.load_sides(ids(1), "no-such", None));
     assert!(
-        kind == ErrorKind::InvalidInput && text.contains("no-such") && text.contains("mean-k, codes"),
+        kind == ErrorKind::InvalidInput
+            && text.contains("no-such")
+            && text.contains("mean-k, codes"),
         "{text}"
     );
     let wrong = store

@@ -1,4 +1,5 @@
-//! Side shards under faults: what is wrong with one is a miss of that one, and what is wrong with the KV none of it.
+//! Side shards under faults: what is wrong with one is a miss of that one, and what is wrong with
+//! the KV none of it.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -13,8 +14,8 @@ use ucm_store::engine::Until;
 use common::device::side_content;
 use common::segments::quick;
 use common::sides::{
-    CODES, CUTS, MEAN, alone, assert_cut, default, dump, dump_alone, has_all, loads, of_one_root, sided,
-    sides,
+    CODES, CUTS, MEAN, alone, assert_cut, default, dump, dump_alone, has_all, loads, of_one_root,
+    sided, sides,
 };
 use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
@@ -42,7 +43,10 @@ fn damage_in_a_side_shard_is_a_miss_of_that_one_alone() {
                 store.setup.layout
             );
         }
-        assert_eq!(sides(&store, &ids(5), MEAN), [true, true, true, false, true]);
+        assert_eq!(
+            sides(&store, &ids(5), MEAN),
+            [true, true, true, false, true]
+        );
         assert_eq!(store.engine.lookup(&ids(5)).unwrap(), [true; 5]);
         assert!(loads(&store, &ids(5)), "the KV is as good as before");
         assert_eq!(store.stat("sides_refused"), 2, "each once");
@@ -57,7 +61,10 @@ fn damage_in_a_side_shard_is_a_miss_of_that_one_alone() {
         let before = store.record(block);
         dump_alone(&store, &[block], &[MEAN]);
         assert_eq!(sides(&store, &ids(5), MEAN), [true; 5]);
-        assert_eq!(sides(&store, &ids(5), CODES), [true, true, true, false, true]);
+        assert_eq!(
+            sides(&store, &ids(5), CODES),
+            [true, true, true, false, true]
+        );
         dump(&store, &[block]);
         assert_eq!(
             store.record(block),
@@ -125,7 +132,11 @@ fn a_torn_file_is_a_block_without_side_shards_or_none() {
     let store = Store::open(dir.path(), setup);
     dump(&store, &ids(3));
     let whole = std::fs::metadata(store.file(id(0))).unwrap().len();
-    for (block, len) in [(id(0), whole - 3 * 4096), (id(1), whole - 4096), (id(2), 5000)] {
+    for (block, len) in [
+        (id(0), whole - 3 * 4096),
+        (id(1), whole - 4096),
+        (id(2), 5000),
+    ] {
         std::fs::File::options()
             .write(true)
             .open(store.file(block))
@@ -293,9 +304,18 @@ fn a_block_with_the_id_of_anothers_side_shard_is_refused() {
             ..default()
         },
     );
-    store.fault(Rule::on(store.setup.layout.writing(), Fault::HangBefore(gate.clone())).times(1));
+    store.fault(
+        Rule::on(
+            store.setup.layout.writing(),
+            Fault::HangBefore(gate.clone()),
+        )
+        .times(1),
+    );
     let bytes = side_content(id(0), 0, 96);
-    let task = store.engine.dump_sides(&[id(0)], &[(MEAN, &bytes)]).unwrap();
+    let task = store
+        .engine
+        .dump_sides(&[id(0)], &[(MEAN, &bytes)])
+        .unwrap();
     let twin = alone(id(0), MEAN);
     let device = Device::filled(&store.setup, &[twin]);
     let mixed = store.engine.dump(device.rows(&[twin])).unwrap();

@@ -1,5 +1,5 @@
-//! Side shards on a root that others use too: stores without any or with others, those that merge, clear away and
-//! remove.
+//! Side shards on a root that others use too: stores without any or with others, those that merge,
+//! clear away and remove.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -17,7 +17,8 @@ use common::device::side_content;
 use common::merging::{eager, filling, gone, seal};
 use common::segments::{await_taken_over, die_at_seal, patient, quick};
 use common::sides::{
-    CODES, MEAN, alone, begin, columns, come, default, dump, dump_alone, has_all, loads, plain, sided, sides,
+    CODES, MEAN, alone, begin, columns, come, default, dump, dump_alone, has_all, loads, plain,
+    sided, sides,
 };
 use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
@@ -28,19 +29,26 @@ fn a_block_that_was_stored_without_is_never_written_again() {
         let root = dir.path().join("root");
         let store = Store::open(&root, plain(setup.clone()));
         dump(&store, &ids(4));
-        let before: Vec<_> = ids(4).into_iter().map(|block| store.record(block)).collect();
+        let before: Vec<_> = ids(4)
+            .into_iter()
+            .map(|block| store.record(block))
+            .collect();
         drop(store);
         let store = Store::open(&root, setup.clone());
         assert_eq!(store.engine.lookup(&ids(4)).unwrap(), [true; 4]);
         assert_eq!(sides(&store, &ids(4), MEAN), [false; 4]);
         dump(&store, &ids(4)); // with them this time
         assert_eq!(store.stat("blocks_present"), 4);
-        let alone = setup.above == Above::Nothing; // what stands above may have had no copy yet, and has one with them now
+        // what stands above may have had no copy yet, and has one with them now
+        let alone = setup.above == Above::Nothing;
         assert!(!alone || sides(&store, &ids(4), MEAN) == [false; 4]);
         assert!(loads(&store, &ids(4)));
         dump_alone(&store, &ids(4), &[MEAN, CODES]);
         assert!(has_all(&store, &ids(4)), "{:?}", setup.above);
-        let after: Vec<_> = ids(4).into_iter().map(|block| store.record(block)).collect();
+        let after: Vec<_> = ids(4)
+            .into_iter()
+            .map(|block| store.record(block))
+            .collect();
         assert_eq!(after, before);
         dump_alone(&store, &ids(4), &[MEAN]);
         assert_eq!(
@@ -61,13 +69,22 @@ fn a_store_without_side_shards_reads_the_blocks_of_one_that_has_them() {
     {
         let dir = directory();
         let root = dir.path().join("root");
-        let first = Store::open(&root, plain(setup.clone())); // before anybody wrote records of another length
+        // before anybody wrote records of another length
+        let first = Store::open(&root, plain(setup.clone()));
         dump(&first, &[id(9)]);
         let writer = Store::open(&root, setup.clone());
         dump(&writer, &ids(4));
         dump_alone(&writer, &[id(9)], &[MEAN]);
-        let before: Vec<_> = ids(4).into_iter().map(|block| writer.record(block)).collect();
-        assert!(loads(&first, &ids(4)), "{:?} {:?}", setup.layout, setup.above);
+        let before: Vec<_> = ids(4)
+            .into_iter()
+            .map(|block| writer.record(block))
+            .collect();
+        assert!(
+            loads(&first, &ids(4)),
+            "{:?} {:?}",
+            setup.layout,
+            setup.above
+        );
         eventually("their lengths are known", || {
             first.engine.lookup(&ids(4)).unwrap() == [true; 4]
         });
@@ -84,13 +101,25 @@ fn a_store_without_side_shards_reads_the_blocks_of_one_that_has_them() {
             ..setup.clone()
         };
         let other = Store::open(&root, other);
-        assert!(loads(&other, &ids(4)), "{:?} {:?}", setup.layout, setup.above);
-        assert_eq!(sides(&other, &ids(4), CODES), [true; 4], "where the header says");
+        assert!(
+            loads(&other, &ids(4)),
+            "{:?} {:?}",
+            setup.layout,
+            setup.above
+        );
+        assert_eq!(
+            sides(&other, &ids(4), CODES),
+            [true; 4],
+            "where the header says"
+        );
         let task = begin(&other.engine, &ids(4), "other");
         assert_eq!(come(&other.engine, &task, 4), [None, None, None, None]);
         dump(&other, &ids(4));
         assert_eq!(other.stat("blocks_present"), 4);
-        let after: Vec<_> = ids(4).into_iter().map(|block| writer.record(block)).collect();
+        let after: Vec<_> = ids(4)
+            .into_iter()
+            .map(|block| writer.record(block))
+            .collect();
         assert_eq!(after, before);
         assert!(has_all(&writer, &ids(4)) && loads(&writer, &ids(4)));
     }
@@ -152,7 +181,11 @@ fn touching_a_block_touches_its_side_shards() {
     );
     store.engine.touch(&[(id(0), 3)]).unwrap();
     let young = |file: &std::path::PathBuf| {
-        let age = std::fs::metadata(file).unwrap().modified().unwrap().elapsed();
+        let age = std::fs::metadata(file)
+            .unwrap()
+            .modified()
+            .unwrap()
+            .elapsed();
         age.is_ok_and(|age| age < Duration::from_secs(600))
     };
     eventually("both are touched", || young(&files[0]) && young(&files[1]));
@@ -164,7 +197,9 @@ fn touching_a_block_touches_its_side_shards() {
         store.stat("storage_used_bytes") == used + 2 * 4096
     });
     assert_eq!(
-        std::fs::metadata(store.file(alone(id(2), MEAN))).unwrap().len(),
+        std::fs::metadata(store.file(alone(id(2), MEAN)))
+            .unwrap()
+            .len(),
         2 * 4096
     );
 }
@@ -177,7 +212,10 @@ fn merging_keeps_side_shards_and_those_that_lie_alone() {
             Some(algorithm) => sided(setup).compressed_by(algorithm),
         };
         // A store without side shards merges them too: it knows their lengths.
-        for merger in [with(eager(Duration::ZERO)), plain(with(eager(Duration::ZERO)))] {
+        for merger in [
+            with(eager(Duration::ZERO)),
+            plain(with(eager(Duration::ZERO))),
+        ] {
             let dir = directory();
             let store = Store::open(dir.path(), with(filling()));
             let device = Device::filled(&store.setup, &ids(6));
@@ -188,10 +226,17 @@ fn merging_keeps_side_shards_and_those_that_lie_alone() {
             store.edit(id(2), |record| *record.last_mut().unwrap() ^= 1);
             for block in [id(7), id(8)] {
                 let bytes = side_content(block, 0, 96);
-                let task = store.engine.dump_sides(&[block], &[(MEAN, &bytes)]).unwrap();
+                let task = store
+                    .engine
+                    .dump_sides(&[block], &[(MEAN, &bytes)])
+                    .unwrap();
                 eventually("it is published", || {
                     store.backend.flush(Flush::Now);
-                    task.wait(store.engine.clock(), Until::Published, Some(MonotonicTime(0)))
+                    task.wait(
+                        store.engine.clock(),
+                        Until::Published,
+                        Some(MonotonicTime(0)),
+                    )
                 });
             }
             drop(store);
@@ -253,7 +298,10 @@ fn memory_gives_what_it_has_beside_the_kv_to_the_tier_below() {
     drop(store);
     let store = Store::open(&root, setup);
     assert!(has_all(&store, &ids(5)) && loads(&store, &ids(5)));
-    assert_eq!(sides(&store, &[id(6), id(7), id(8)], MEAN), [false, true, true]);
+    assert_eq!(
+        sides(&store, &[id(6), id(7), id(8)], MEAN),
+        [false, true, true]
+    );
 }
 
 #[test]

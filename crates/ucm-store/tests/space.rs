@@ -36,7 +36,10 @@ fn of_many_writers_one_is_collector_and_all_write() {
     let stores: Vec<Store> = std::thread::scope(|scope| {
         let open = || Store::open(dir.path(), setup.clone());
         let opening: Vec<_> = (0..4).map(|_| scope.spawn(open)).collect();
-        opening.into_iter().map(|store| store.join().unwrap()).collect()
+        opening
+            .into_iter()
+            .map(|store| store.join().unwrap())
+            .collect()
     });
     let all: Vec<&Store> = stores.iter().collect();
     eventually("one is collector", || collectors(&all) == 1);
@@ -56,13 +59,18 @@ fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
     let first = Store::open(dir.path(), setup.clone());
     let second = Store::open(dir.path(), setup.clone());
     assert_eq!(
-        (first.stat("storage_collector"), second.stat("storage_collector")),
+        (
+            first.stat("storage_collector"),
+            second.stat("storage_collector")
+        ),
         (1, 0)
     );
     let device = Device::filled(&setup, &ids(4));
     first.dump(&device, &ids(3)).unwrap();
     drop(first);
-    eventually("the other one follows", || second.stat("storage_collector") == 1);
+    eventually("the other one follows", || {
+        second.stat("storage_collector") == 1
+    });
     eventually("it writes", || second.dump(&device, &[id(3)]).is_ok());
     // What is written during a count may count twice until the next, but never not at all.
     eventually("all is counted", || {
@@ -110,7 +118,8 @@ fn a_collector_of_another_host_is_followed_when_it_does_not_move_and_the_limit_h
     in_time(&clock, LONG, "it takes over", || {
         next.stat("storage_collector") == 1
     });
-    // Both believe to be collector for a while: what the first granted itself is in the book of the second.
+    // Both believe to be collector for a while: what the first granted itself is in the book of the
+    // second.
     in_time(&clock, LONG, "it took over what was granted", || {
         let grants = documents(dir.path(), "grants").pop();
         grants.is_some_and(|grants| grants["writers"].as_object().unwrap().len() == 2)
@@ -122,9 +131,12 @@ fn a_collector_of_another_host_is_followed_when_it_does_not_move_and_the_limit_h
         clock.advance(Duration::from_millis(600));
     }
     stalled.faults.clear();
-    in_time(&clock, LONG, "the first one sees that it was followed", || {
-        stalled.stat("storage_collector") == 0
-    });
+    in_time(
+        &clock,
+        LONG,
+        "the first one sees that it was followed",
+        || stalled.stat("storage_collector") == 0,
+    );
     assert_eq!(next.stat("storage_collector"), 1);
 }
 
@@ -141,7 +153,8 @@ fn a_writer_whose_grant_is_spent_refuses_and_does_not_hang() {
     });
     // The collector stands still: no one grants, and no one follows it yet.
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
-    let refused = |&(_, &block): &(usize, &BlockId)| match attempt(&writer, &clock, &device, block) {
+    let refused = |&(_, &block): &(usize, &BlockId)| match attempt(&writer, &clock, &device, block)
+    {
         Ok(()) => false,
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
@@ -170,7 +183,9 @@ fn what_a_silent_writer_was_granted_is_free_again_and_it_comes_back_as_another()
     let writers = || {
         let grants = documents(dir.path(), "grants");
         let last = grants.last().cloned().unwrap_or_default();
-        last["writers"].as_object().map_or(0, |writers| writers.len())
+        last["writers"]
+            .as_object()
+            .map_or(0, |writers| writers.len())
     };
     assert_eq!(writers(), 2);
     silent.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
@@ -181,7 +196,10 @@ fn what_a_silent_writer_was_granted_is_free_again_and_it_comes_back_as_another()
         std::fs::remove_file(collector.file(id(1))).is_ok() && writers() == 1
     });
     let refused = attempt(&silent, &clock, &device, id(2));
-    assert!(refused.is_err(), "its own clock says that the grant is void");
+    assert!(
+        refused.is_err(),
+        "its own clock says that the grant is void"
+    );
     silent.faults.clear();
     eventually("it is another one now", || {
         clock.advance(Duration::from_millis(200));
@@ -232,7 +250,10 @@ fn act() -> impl Strategy<Value = Act> {
 /// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` asks for more.
 fn cases() -> u32 {
     let asked = std::env::var("PROPTEST_CASES");
-    asked.ok().and_then(|cases| cases.parse().ok()).unwrap_or(12)
+    asked
+        .ok()
+        .and_then(|cases| cases.parse().ok())
+        .unwrap_or(12)
 }
 
 proptest! {

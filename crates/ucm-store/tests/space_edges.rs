@@ -1,5 +1,6 @@
-//! Space where things go wrong at the edges: another root in the place of ours, records that move while others are
-//! removed, a store that closes in the middle of its writes, a medium that gives room back late.
+//! Space where things go wrong at the edges: another root in the place of ours, records that move
+//! while others are removed, a store that closes in the middle of its writes, a medium that gives
+//! room back late.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -19,7 +20,9 @@ use ucm_store::engine::{Task, Until};
 
 use common::mount::{Place, copy_all};
 use common::only_over;
-use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, keep, on, small, stored};
+use common::shared::{
+    LONG, RECORD, attempt, documents, elsewhere, in_time, keep, on, small, stored,
+};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 
 /// All files below a directory.
@@ -34,19 +37,27 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 }
 
 fn ended(store: &Store, task: &Task) -> bool {
-    task.wait(store.engine.clock(), Until::Published, Some(MonotonicTime(0)))
+    task.wait(
+        store.engine.clock(),
+        Until::Published,
+        Some(MonotonicTime(0)),
+    )
 }
 
 /// Lets the keeper of a store make a few turns.
 fn turns(store: &Store, clock: &ManualClock) {
     let begun = |store: &Store| store.faults.count(OpKind::Stat) + store.faults.count(OpKind::List);
     let before = begun(store);
-    in_time(clock, LONG, "its keeper looks", || begun(store) > before + 20);
+    in_time(clock, LONG, "its keeper looks", || {
+        begun(store) > before + 20
+    });
 }
 
 #[test]
 fn the_space_of_another_root_is_left_alone() {
-    let Some(mut place) = Place::new(4096) else { return };
+    let Some(mut place) = Place::new(4096) else {
+        return;
+    };
     let setup = small(64);
     place.tmpfs("theirs", 4096);
     let clock = ManualClock::new();
@@ -75,7 +86,9 @@ fn the_space_of_another_root_is_left_alone() {
 
 #[test]
 fn a_root_that_comes_back_with_more_in_it_is_counted_before_anything_is_granted() {
-    let Some(mut place) = Place::new(4096) else { return };
+    let Some(mut place) = Place::new(4096) else {
+        return;
+    };
     let setup = small(24);
     place.bind("root", "share");
     let (share, clock) = (place.path("share"), ManualClock::new());
@@ -120,7 +133,10 @@ fn what_became_evidence_while_room_was_made_still_counts() {
     let more = Device::filled(&setup, &[id(40)]);
     attempt(&store, &clock, &more, id(40)).unwrap_err();
     in_time(&clock, LONG, "room is made", || gate.waiting() > 0);
-    let quarantine = dir.path().join(identity("w").namespace()).join("quarantine");
+    let quarantine = dir
+        .path()
+        .join(identity("w").namespace())
+        .join("quarantine");
     std::fs::create_dir(&quarantine).unwrap();
     for block in ids(20) {
         let name = evidence_name(block, MissReason::BadChecksum, 1_700_000_000);
@@ -144,7 +160,9 @@ fn what_became_evidence_while_room_was_made_still_counts() {
 fn a_directory_that_only_looks_like_one_of_ours_has_no_say() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     let file = store.file(id(0));
     drop(store);
     let odd = file.parent().unwrap().with_file_name("+0");
@@ -169,7 +187,9 @@ fn a_directory_that_only_looks_like_one_of_ours_has_no_say() {
 
 #[test]
 fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
-    let Some(place) = Place::new(4096) else { return };
+    let Some(place) = Place::new(4096) else {
+        return;
+    };
     let (root, clock) = (place.path("root"), ManualClock::new());
     let store = on(&clock, &root, &small(128));
     let device = Device::filled(&store.setup, &ids(100));
@@ -195,7 +215,9 @@ fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
             ..small(128)
         },
     );
-    in_time(&clock, LONG, "room is made", || store.stat("records_removed") > 0);
+    in_time(&clock, LONG, "room is made", || {
+        store.stat("records_removed") > 0
+    });
     for _ in 0..5 {
         turns(&store, &clock);
     }
@@ -288,7 +310,8 @@ fn who_is_refused_does_not_make_the_keeper_run() {
         .position(|&block| attempt(&writer, &clock, &device, block).is_err())
         .unwrap();
     let before = writer.faults.count(OpKind::List);
-    // They are refused at once, so the clock stands still: it would run ahead of a busy machine, and the keeper with it.
+    // They are refused at once, so the clock stands still: it would run ahead of a busy machine,
+    // and the keeper with it.
     for &block in &all[spent..] {
         writer.dump(&device, &[block]).unwrap_err();
     }
@@ -340,8 +363,11 @@ fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_
         task.failures().is_empty()
     });
     let known = || {
-        let space = std::fs::read_dir(dir.path().join("space")).unwrap().flatten();
-        let grants = space.filter(|entry| entry.file_name().to_string_lossy().starts_with("grants-"));
+        let space = std::fs::read_dir(dir.path().join("space"))
+            .unwrap()
+            .flatten();
+        let grants =
+            space.filter(|entry| entry.file_name().to_string_lossy().starts_with("grants-"));
         let texts = grants.map(|entry| std::fs::read(entry.path()).unwrap_or_default());
         let read = |text: Vec<u8>| serde_json::from_slice::<serde_json::Value>(&text).ok();
         texts
@@ -360,7 +386,8 @@ fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_
     let begun = |store: &Store| store.faults.count(OpKind::Stat);
     for _ in 0..4 {
         let before = begun(&sleeper);
-        let moment = Duration::from_millis(2500); // together less than the silence after which it takes over
+        // together less than the silence after which it takes over
+        let moment = Duration::from_millis(2500);
         in_time(&asleep, moment, "it looks", || begun(&sleeper) > before);
     }
     let task = sleeper.engine.dump(device.rows(&[id(117)])).unwrap();
@@ -375,20 +402,26 @@ fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_
 fn a_collector_that_left_is_forgotten_though_the_next_one_left_before_it_counted() {
     let (dir, setup) = (directory(), small(64));
     let first = Store::open(dir.path(), setup.clone());
-    first.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    first
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     drop(first);
     let no_count = Rule::on(OpKind::List, Fault::Errno(5)).path("/blocks");
     let second = Store::open_faulty(dir.path(), setup.clone(), vec![no_count]);
     eventually("it follows and tells what it took over", || {
         let grants = documents(dir.path(), "grants").pop().unwrap_or_default();
         second.stat("storage_collector") == 1
-            && grants["writers"].as_object().is_some_and(|all| all.len() == 2)
+            && grants["writers"]
+                .as_object()
+                .is_some_and(|all| all.len() == 2)
     });
     drop(second);
     let _third = Store::open(dir.path(), setup);
     eventually("only the third is left in the book", || {
         let grants = documents(dir.path(), "grants").pop().unwrap_or_default();
-        grants["writers"].as_object().is_some_and(|all| all.len() == 1)
+        grants["writers"]
+            .as_object()
+            .is_some_and(|all| all.len() == 1)
     });
 }
 
@@ -424,14 +457,21 @@ fn what_was_written_while_it_was_counted_is_counted_once_when_no_one_writes() {
     });
     let (gate, shard) = (store.gate(), store.file(twin));
     let hang = Rule::on(OpKind::List, Fault::HangBefore(gate.clone())).lane(LANE_SPACE);
-    store.fault(hang.path(shard.parent().unwrap().to_string_lossy()).times(1));
-    keep(&store, &clock, &device, blocks[4]); // more than a 16th of the limit: time for another count
+    store.fault(
+        hang.path(shard.parent().unwrap().to_string_lossy())
+            .times(1),
+    );
+    // more than a 16th of the limit: time for another count
+    keep(&store, &clock, &device, blocks[4]);
     in_time(&clock, LONG, "it is counted again", || gate.waiting() == 1);
     keep(&store, &clock, &device, twin);
     gate.open();
     let uses = |records| store.stat("storage_used_bytes") == records * RECORD;
-    in_time(&clock, LONG, "the count has seen one that is charged too", || {
-        uses(7)
-    });
+    in_time(
+        &clock,
+        LONG,
+        "the count has seen one that is charged too",
+        || uses(7),
+    );
     in_time(&clock, LONG, "it is counted once", || uses(6));
 }

@@ -1,4 +1,5 @@
-//! A thread that gathered a block writes it too, but one thread always gathers on: what a device waits for is no medium.
+//! A thread that gathered a block writes it too, but one thread always gathers on: what a device
+//! waits for is no medium.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -49,7 +50,11 @@ fn who_gathered_a_block_writes_it() {
 #[test]
 fn a_writing_that_hangs_is_the_tiers_and_gathering_goes_on() {
     let (dir, clock, setup) = (directory(), ManualClock::new(), two_that_copy());
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     let gate = store.hang(Layout::of_this_run().writing());
     let device = Device::filled(&setup, &ids(12));
     let first = store.engine.dump(device.rows(&ids(6))).unwrap();
@@ -97,7 +102,8 @@ fn who_waits_for_blocks_waits_for_the_medium_to_have_them_and_for_no_age() {
     gate.await_waiting(2);
     assert!(task.wait(store.engine.clock(), Until::Staged, None));
     std::thread::scope(|scope| {
-        let waits = scope.spawn(|| store.outcome(&task).unwrap()); // before the medium has all of it
+        // before the medium has all of it
+        let waits = scope.spawn(|| store.outcome(&task).unwrap());
         gate.open();
         waits.join().unwrap();
     });

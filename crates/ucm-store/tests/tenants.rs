@@ -1,5 +1,6 @@
-//! A quota for each tenant: over every medium the oldest blocks of who has too much go, and no one else's; what others
-//! wrote and what was there before counts too; what cannot be removed is tried again.
+//! A quota for each tenant: over every medium the oldest blocks of who has too much go, and no one
+//! else's; what others wrote and what was there before counts too; what cannot be removed is tried
+//! again.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
@@ -21,7 +22,9 @@ use ucm_store::tiers::WritePolicy;
 use common::merging::{eager, there};
 use common::segments::{finds, loads};
 use common::shared::in_time;
-use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, media, on, shape};
+use common::{
+    Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, media, on, shape,
+};
 
 /// No tenant.
 const NOBODY: u8 = 0;
@@ -85,7 +88,9 @@ fn dump(store: &Store, tenant: u8, blocks: &[BlockId]) {
         .unwrap();
     for block in blocks {
         let block = std::slice::from_ref(block);
-        store.dump(&Device::filled(&store.setup, block), block).unwrap();
+        store
+            .dump(&Device::filled(&store.setup, block), block)
+            .unwrap();
     }
 }
 
@@ -100,7 +105,9 @@ fn has_newest(store: &Store, blocks: &[BlockId], newest: usize) -> bool {
 fn removed(store: &Store) -> u64 {
     let stats = store.engine.stats();
     let tiers = stats["tiers"].as_array().unwrap().iter();
-    tiers.map(|tier| tier["quota_removed"].as_u64().unwrap()).sum()
+    tiers
+        .map(|tier| tier["quota_removed"].as_u64().unwrap())
+        .sum()
 }
 
 #[test]
@@ -192,7 +199,9 @@ fn what_another_engine_writes_counts_at_the_next_scan() {
         dump(&other, 1, &blocks(2..8));
         dump(&other, 2, &blocks(20..24));
         let scan = Duration::from_secs(200);
-        in_time(&clock, scan, "all count", || has_newest(&store, &blocks(0..8), 4));
+        in_time(&clock, scan, "all count", || {
+            has_newest(&store, &blocks(0..8), 4)
+        });
         in_time(&clock, scan, "they are found", || {
             finds(&store, &blocks(20..24)) == [true; 4]
         });
@@ -221,7 +230,11 @@ fn a_removal_that_fails_is_tried_again() {
         }
         dump(&store, 2, &blocks(20..22));
         eventually("it was tried", || {
-            store.faults.log().iter().any(|seen| seen.kind == OpKind::Remove)
+            store
+                .faults
+                .log()
+                .iter()
+                .any(|seen| seen.kind == OpKind::Remove)
         });
         if matches!(fault, Fault::Errno(_)) {
             assert_eq!(finds(&store, &blocks(0..4)), [true; 4]);
@@ -298,7 +311,8 @@ fn below_memory_the_quota_holds_and_memory_keeps_its_own() {
         let store = Store::open(dir.path(), bounded(&setup, 3));
         // Of what memory gives up some may be dropped, so it is as many as it takes.
         dump(&store, 1, &blocks(0..16));
-        let mut next = (16..u8::MAX).cycle(); // however long those who write and remove below get no turn
+        // however long those who write and remove below get no turn
+        let mut next = (16..u8::MAX).cycle();
         eventually("more than the quota came down", || {
             let block = next.next().unwrap();
             dump(&store, 1, &blocks(block..block + 1));
@@ -320,7 +334,9 @@ fn below_memory_the_quota_holds_and_memory_keeps_its_own() {
 fn a_share_is_one_of_what_the_level_may_hold() {
     let setup = of(Medium::Posix);
     let blocks_wanted = shape(&setup).1.record_len() as f64 * 3.5;
-    let share = Some(Capacity::Percent(blocks_wanted * 100.0 / (1u64 << 30) as f64));
+    let share = Some(Capacity::Percent(
+        blocks_wanted * 100.0 / (1u64 << 30) as f64,
+    ));
     for layout in [Layout::File, Layout::segments()] {
         let dir = directory();
         let store = Store::open(
@@ -333,7 +349,9 @@ fn a_share_is_one_of_what_the_level_may_hold() {
             },
         );
         dump(&store, 1, &blocks(0..8));
-        eventually("it is within its share", || has_newest(&store, &blocks(0..8), 3));
+        eventually("it is within its share", || {
+            has_newest(&store, &blocks(0..8), 3)
+        });
     }
 }
 
@@ -347,7 +365,9 @@ fn the_room_of_what_went_from_segments_is_given_back() {
     let store = Store::open(dir.path(), bounded(&setup, 2));
     dump(&store, 2, &blocks(20..22));
     dump(&store, 1, &blocks(0..12));
-    eventually("it is within its quota", || has_newest(&store, &blocks(0..12), 2));
+    eventually("it is within its quota", || {
+        has_newest(&store, &blocks(0..12), 2)
+    });
     let kept: BTreeSet<_> = blocks(10..12).into_iter().chain(blocks(20..22)).collect();
     // A segment of which half is kept stays as it is.
     eventually("most of what went is gone", || {

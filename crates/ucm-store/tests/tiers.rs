@@ -1,4 +1,5 @@
-//! Pipelines: what one tier has, the whole has; what one tier lacks, loses or refuses, the others make good.
+//! Pipelines: what one tier has, the whole has; what one tier lacks, loses or refuses, the others
+//! make good.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -118,7 +119,10 @@ fn a_copy_refused_above_is_found_and_served_below() {
     let task = store.engine.load(device.rows(&ids(1)), None).unwrap();
     store.outcome(&task).unwrap();
     assert_eq!(task.served()[..4], [0, 1, 0, 0]);
-    assert_eq!(store.engine.locate_on_prefix(&ids(1)).unwrap(), (vec![1], None));
+    assert_eq!(
+        store.engine.locate_on_prefix(&ids(1)).unwrap(),
+        (vec![1], None)
+    );
 }
 
 #[test]
@@ -155,7 +159,9 @@ fn a_damaged_copy_above_is_made_good_from_below() {
             "the block itself is as good as before"
         );
         assert!(lookup(&store, &ids(1))[0]);
-        eventually("a sound copy took its place", || store.tier(0, "promotions") == 1);
+        eventually("a sound copy took its place", || {
+            store.tier(0, "promotions") == 1
+        });
         load(&store, &ids(1));
         assert_eq!(store.tier(1, "blocks_read"), 1, "from above again");
     }
@@ -205,7 +211,11 @@ fn a_newer_version_below_memory_is_no_hit_and_is_left_alone() {
         let failed = store.load(&target, &ids(1)).unwrap_err();
         assert_eq!(failed[0].1.kind(), ErrorKind::Foreign);
         let dumped = store.dump(&Device::filled(&store.setup, &ids(1)), &ids(1));
-        assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign, "{layout:?}");
+        assert_eq!(
+            dumped.unwrap_err()[0].1.kind(),
+            ErrorKind::Foreign,
+            "{layout:?}"
+        );
         assert_eq!(lookup(&store, &ids(1)), [false], "{layout:?}");
         assert_eq!(std::fs::read(&file).unwrap(), newer);
         assert!(store.places().len() <= 1, "nothing was put over it");
@@ -235,7 +245,9 @@ fn an_upper_root_that_lost_a_record_or_errs_is_passed_by() {
         (store.tier(0, "blocks_read"), store.tier(1, "blocks_read")),
         (1, 1)
     );
-    eventually("it is brought up again", || store.upper_file(id(0)).exists());
+    eventually("it is brought up again", || {
+        store.upper_file(id(0)).exists()
+    });
     let upper = store.upper.as_ref().unwrap();
     upper.add(of_blocks(OpKind::Read, Fault::Errno(5)));
     load(&store, &ids(2));
@@ -252,7 +264,9 @@ fn many_loads_of_a_lost_copy_stream_through_few_slots() {
     let (_dir, store) = open(&setup);
     let all = ids(24);
     for block in &all {
-        store.dump(&Device::filled(&setup, &[*block]), &[*block]).unwrap();
+        store
+            .dump(&Device::filled(&setup, &[*block]), &[*block])
+            .unwrap();
         // One copy at a time: a copy that finds its tier busy is dropped.
         eventually("written above", || store.upper_file(*block).exists());
         std::fs::remove_file(store.upper_file(*block)).unwrap();
@@ -279,7 +293,9 @@ fn a_dead_lower_stage_costs_once_and_memory_serves_on() {
     let (dir, clock, setup) = (directory(), ManualClock::new(), brittle(with_memory()));
     let root = dir.path().join("root");
     let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+        .unwrap();
     let rule = store.faults.add(of_blocks(OpKind::Stat, Fault::Errno(5)));
     // Id 2 is nowhere: the lower tier is asked for it, once.
     for _ in 0..5 {
@@ -303,12 +319,17 @@ fn a_dead_lower_stage_costs_once_and_memory_serves_on() {
     clock.advance(Duration::from_secs(10));
     assert_eq!(lookup(&store, &ids(3)), [true, true, false]);
     assert_eq!(store.tier(1, "healthy"), 1);
-    store.dump(&Device::filled(&setup, &[id(8)]), &[id(8)]).unwrap();
+    store
+        .dump(&Device::filled(&setup, &[id(8)]), &[id(8)])
+        .unwrap();
     assert!(store.file(id(8)).exists());
     let said = store.said();
     let of = |text: &str| said.iter().filter(|line| line.contains(text)).count();
     assert_eq!(
-        (of("tier posix is switched off"), of("tier posix answers again")),
+        (
+            of("tier posix is switched off"),
+            of("tier posix answers again")
+        ),
         (1, 1)
     );
 }
@@ -329,7 +350,11 @@ fn a_hanging_lower_stage_hides_no_hit_of_memory() {
     store.fault(of_blocks(OpKind::Stat, Fault::HangBefore(gate.clone())));
     assert_eq!(lookup(&store, &ids(3)), [true, true, false]);
     assert_eq!(store.missed("lookup_late"), 1);
-    assert_eq!(lookup(&store, &ids(3)), [true, true, false], "at once, by now");
+    assert_eq!(
+        lookup(&store, &ids(3)),
+        [true, true, false],
+        "at once, by now"
+    );
     assert_eq!(store.missed("unhealthy"), 1);
     gate.open();
 }
@@ -356,7 +381,9 @@ fn a_load_that_hangs_above_is_read_below_in_its_time() {
     let (dir, clock, setup) = (directory(), ManualClock::new(), brittle(with_file()));
     let root = dir.path().join("root");
     let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+        .unwrap();
     eventually("copies are above", || store.tier(0, "blocks_written") == 2);
     let gate = store.gate();
     let upper = store.upper.as_ref().unwrap();
@@ -396,7 +423,8 @@ fn a_full_lower_stage_is_reported_and_memory_serves() {
 #[test]
 fn a_lower_stage_that_is_not_there_at_first_is_used_when_it_is() {
     let (dir, clock, mut setup) = (directory(), ManualClock::new(), brittle(with_memory()));
-    setup.deadlines.probe = LONG; // the clock below runs ahead of the look in the background, which is of many steps
+    // the clock below runs ahead of the look in the background, which is of many steps
+    setup.deadlines.probe = LONG;
     let root = dir.path().join("root");
     std::fs::write(&root, "a file, not a directory").unwrap();
     let store = Store::with_clock_now(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);

@@ -1,4 +1,5 @@
-//! What moves between the tiers of a pipeline: what only memory has goes down, what is prefetched comes up.
+//! What moves between the tiers of a pipeline: what only memory has goes down, what is prefetched
+//! comes up.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -18,7 +19,10 @@ use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids
 
 #[test]
 fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {
-    let memories = [with_memory().above, Above::Memory(100, WritePolicy::Through)];
+    let memories = [
+        with_memory().above,
+        Above::Memory(100, WritePolicy::Through),
+    ];
     for (above, layout) in memories.into_iter().zip([Layout::File, Layout::segments()]) {
         let setup = Setup {
             above,
@@ -53,7 +57,9 @@ fn what_is_written_back_goes_down_when_it_is_given_up() {
     };
     let (_dir, store) = open(&setup);
     for block in ids(5) {
-        store.dump(&Device::filled(&setup, &[block]), &[block]).unwrap();
+        store
+            .dump(&Device::filled(&setup, &[block]), &[block])
+            .unwrap();
     }
     assert!(!store.file(id(4)).exists(), "the latest is in memory only");
     eventually("three went down", || store.tier(1, "demotions") == 3);
@@ -76,7 +82,10 @@ fn a_block_dumped_again_on_its_way_down_stays_in_memory_though_the_move_fails() 
     let root = dir.path().join("root");
     let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     let gate = store.gate();
-    store.fault(Rule::on(setup.layout.writing(), Fault::HangBefore(gate.clone())));
+    store.fault(Rule::on(
+        setup.layout.writing(),
+        Fault::HangBefore(gate.clone()),
+    ));
     let device = Device::filled(&setup, &ids(16));
     for block in &ids(16) {
         store.dump(&device, &[*block]).unwrap();
@@ -85,7 +94,8 @@ fn a_block_dumped_again_on_its_way_down_stays_in_memory_though_the_move_fails() 
     store.dump(&device, &ids(1)).unwrap(); // the oldest was the first to go
     clock.advance(setup.deadlines.dump);
     eventually("no move ended in time", || {
-        store.tier(1, "copies_dropped") >= 1 && store.memory.as_ref().unwrap().counts().returned == 1
+        store.tier(1, "copies_dropped") >= 1
+            && store.memory.as_ref().unwrap().counts().returned == 1
     });
     assert_eq!(store.tier(1, "blocks_written"), 0);
     load(&store, &ids(1));
@@ -105,7 +115,9 @@ fn shutdown_writes_back_what_only_memory_has() {
     let store = Store::with_clock(&root, setup.clone(), ManualClock::new());
     let blocks = ids(20);
     for block in &blocks {
-        store.dump(&Device::filled(&setup, &[*block]), &[*block]).unwrap();
+        store
+            .dump(&Device::filled(&setup, &[*block]), &[*block])
+            .unwrap();
     }
     store.map().change(id(3), |record| record[4200] ^= 1);
     assert!(!store.file(id(0)).exists());
@@ -168,7 +180,9 @@ fn shutdown_says_what_there_was_no_time_for() {
     let root = dir.path().join("root");
     let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     for block in &ids(20) {
-        store.dump(&Device::filled(&setup, &[*block]), &[*block]).unwrap();
+        store
+            .dump(&Device::filled(&setup, &[*block]), &[*block])
+            .unwrap();
     }
     let gate = store.gate();
     store.fault(of_blocks(OpKind::Publish, Fault::HangBefore(gate.clone())));
@@ -181,7 +195,8 @@ fn shutdown_says_what_there_was_no_time_for() {
     });
     let said = store.said();
     assert!(
-        said.iter().any(|line| line.contains("were not written back")),
+        said.iter()
+            .any(|line| line.contains("were not written back")),
         "{said:?}"
     );
     gate.open();
@@ -192,14 +207,18 @@ fn a_stage_that_is_never_written_is_only_read() {
     let (dir, stored) = (directory(), Setup::default());
     let root = dir.path().join("root");
     let store = Store::open(&root, stored.clone());
-    store.dump(&Device::filled(&stored, &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&stored, &ids(2)), &ids(2))
+        .unwrap();
     drop(store);
     let setup = Setup {
         above: Above::Map(100, WritePolicy::Never),
         ..Setup::default()
     };
     let store = Store::open(&root, setup.clone());
-    store.dump(&Device::filled(&setup, &ids(4)), &ids(4)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(4)), &ids(4))
+        .unwrap();
     assert!(!store.file(id(3)).exists() && store.map().has(id(3)));
     store.map().forget();
     assert_eq!(lookup(&store, &ids(4)), [true, true, false, false]);
@@ -236,7 +255,10 @@ fn prefetch_lets_loads_go_first_and_can_be_cancelled() {
     let task = store.engine.load(device.rows(&[id(0)]), None).unwrap();
     eventually("the load reads", || reads(&store, 8) == 1);
     let later = &ids(8)[1..];
-    assert_eq!(store.engine.prefetch(later, Priority::Speculative).unwrap(), 7);
+    assert_eq!(
+        store.engine.prefetch(later, Priority::Speculative).unwrap(),
+        7
+    );
     assert_eq!(reads(&store, 8), 1, "the load goes first");
     store.engine.prefetch(&[id(7)], Priority::Urgent).unwrap();
     eventually("what is urgent does not wait", || reads(&store, 8) == 2);
@@ -314,7 +336,8 @@ fn segments_written_back_to_do_not_wait_for_their_age_while_memory_makes_room() 
     let mut blocks = ids(100).into_iter().cycle();
     eventually("they are published", || {
         let block = blocks.next().unwrap();
-        store.dump(&device, &[block]).unwrap(); // what memory gives up for it may find no spare slot
+        // what memory gives up for it may find no spare slot
+        store.dump(&device, &[block]).unwrap();
         store.places().len() >= 16
     });
 }

@@ -1,5 +1,5 @@
-//! What moves between the device and the store: in one transfer for each block, after the events that it is told to wait
-//! for, and before those that it is told to record.
+//! What moves between the device and the store: in one transfer for each block, after the events
+//! that it is told to wait for, and before those that it is told to record.
 
 #![allow(
     unsafe_code,
@@ -18,7 +18,9 @@ use ucm_device::{DeviceSpan, Event};
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_store::engine::{Deadlines, Pieces, Row, Task, Until};
 
-use common::{Device, Setup, SlowDevice, SoftCuda, Store, directory, eventually, id, ids, media, on};
+use common::{
+    Device, Setup, SlowDevice, SoftCuda, Store, directory, eventually, id, ids, media, on,
+};
 
 /// An event that says when somebody begins to wait for it.
 struct Watched {
@@ -41,7 +43,10 @@ fn waited_for(waiting: &mpsc::Receiver<()>, store: &Store, task: &Task) {
     eventually("the event is waited for", || {
         let is_over = task.check(store.engine.clock(), Until::Staged);
         waiting.try_recv().is_ok() || {
-            assert!(!is_over, "the task is over, and its event was not waited for");
+            assert!(
+                !is_over,
+                "the task is over, and its event was not waited for"
+            );
             false
         }
     });
@@ -83,8 +88,14 @@ fn a_dump_reads_nothing_before_its_event_is_recorded() {
         let (dir, setup) = (directory(), on(medium));
         let store = Store::open(dir.path(), setup.clone());
         let (event, waiting) = Watched::of(&store);
-        let (mut source, right) = (Device::blank(&setup, &ids(1)), common::content(&setup, id(0)));
-        let task = store.engine.dump(after(&event, source.rows(&ids(1)))).unwrap();
+        let (mut source, right) = (
+            Device::blank(&setup, &ids(1)),
+            common::content(&setup, id(0)),
+        );
+        let task = store
+            .engine
+            .dump(after(&event, source.rows(&ids(1))))
+            .unwrap();
         let staged = recorded_by(&store, &task);
         waited_for(&waiting, &store, &task);
         assert!(!task.check(store.engine.clock(), Until::Staged) && !staged.done());
@@ -98,7 +109,10 @@ fn a_dump_reads_nothing_before_its_event_is_recorded() {
         assert!(target.is_right(id(0)));
         // One that is done holds nothing up.
         let source = Device::filled(&setup, &[id(1)]);
-        let task = store.engine.dump(after(&event, source.rows(&[id(1)]))).unwrap();
+        let task = store
+            .engine
+            .dump(after(&event, source.rows(&[id(1)])))
+            .unwrap();
         store.outcome(&task).unwrap();
         let target = Device::blank(&setup, &[id(1)]);
         store.load(&target, &[id(1)]).unwrap();
@@ -111,7 +125,8 @@ fn a_load_writes_nothing_before_its_event_and_records_one_after_its_last_byte() 
     for medium in media() {
         let (dir, setup) = (directory(), on(medium));
         let store = Store::open(dir.path(), setup.clone());
-        // The one with an event is dumped last: neighbours in a segment are brought by one thread, in their order there.
+        // The one with an event is dumped last: neighbours in a segment are brought by one thread,
+        // in their order there.
         for those in [ids(2), vec![id(2)]] {
             store.dump(&Device::filled(&setup, &those), &those).unwrap();
         }
@@ -119,7 +134,8 @@ fn a_load_writes_nothing_before_its_event_and_records_one_after_its_last_byte() 
         let target = Device::blank(&setup, &ids(3));
         let mut rows = target.rows(&ids(2));
         rows.extend(after(&event, target.rows(&[id(2)])));
-        let patience = Some(Duration::from_secs(60)); // a busy machine may need more than a load's own
+        // a busy machine may need more than a load's own
+        let patience = Some(Duration::from_secs(60));
         let task = store.engine.load(rows, patience).unwrap();
         let over = recorded_by(&store, &task);
         waited_for(&waiting, &store, &task);
@@ -154,7 +170,8 @@ fn a_block_is_copied_after_the_events_of_all_its_rows() {
         for loads in [false, true] {
             let mut device = Device::blank(&setup, &block);
             let mut rows = device.rows(&block);
-            let (events, waiting): (Vec<_>, Vec<_>) = (0..shards).map(|_| Watched::of(&store)).unzip();
+            let (events, waiting): (Vec<_>, Vec<_>) =
+                (0..shards).map(|_| Watched::of(&store)).unzip();
             for (row, event) in rows.iter_mut().zip(&events) {
                 row.ready = Some(Arc::clone(event));
             }
@@ -167,7 +184,9 @@ fn a_block_is_copied_after_the_events_of_all_its_rows() {
             for other in (0..shards).filter(|&other| other != last) {
                 let its = other * share..(other + 1) * share;
                 if !loads {
-                    device.change(block[0], |bytes| bytes[its.clone()].copy_from_slice(&right[its]));
+                    device.change(block[0], |bytes| {
+                        bytes[its.clone()].copy_from_slice(&right[its])
+                    });
                 }
                 events[other].record();
             }
@@ -183,11 +202,15 @@ fn a_block_is_copied_after_the_events_of_all_its_rows() {
         }
         let target = Device::blank(&setup, &block);
         store.load(&target, &block).unwrap();
-        assert!(target.is_right(block[0]), "dumped before event {last} was done");
+        assert!(
+            target.is_right(block[0]),
+            "dumped before event {last} was done"
+        );
     }
 }
 
-/// Two streams of the caller's, which lag, write the source of a dump and read the target of a load.
+/// Two streams of the caller's, which lag, write the source of a dump and read the target of a
+/// load.
 #[test]
 fn copies_are_behind_all_that_the_callers_streams_do() {
     let (dir, setup) = (
@@ -219,7 +242,8 @@ fn copies_are_behind_all_that_the_callers_streams_do() {
             );
         }
         let behind = |device: &Device| {
-            let events = streams.map(|stream| store.engine.event_of(driver.record(stream)).unwrap());
+            let events =
+                streams.map(|stream| store.engine.event_of(driver.record(stream)).unwrap());
             let mut rows = device.rows(&block);
             for (shard, row) in rows.iter_mut().enumerate() {
                 row.ready = Some(Arc::clone(&events[shard % 2]));
@@ -230,7 +254,12 @@ fn copies_are_behind_all_that_the_callers_streams_do() {
         store.outcome(&task).unwrap();
         for shard in 0..setup.layers as usize {
             let at = (shard * share) as u64;
-            driver.copy_later(spare + at, target.address(block[0]) + at, share, of_shard(shard));
+            driver.copy_later(
+                spare + at,
+                target.address(block[0]) + at,
+                share,
+                of_shard(shard),
+            );
         }
         let task = store
             .engine
@@ -265,7 +294,11 @@ fn a_load_that_fails_records_its_event_too() {
 #[test]
 fn an_event_that_does_not_come_ends_its_task_at_the_deadline_and_no_other() {
     let (dir, clock, setup) = (directory(), ManualClock::new(), Setup::default());
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     let device = Device::filled(&setup, &ids(2));
     store.dump(&device, &[id(1)]).unwrap();
     let target = Device::blank(&setup, &[id(1)]);
@@ -276,15 +309,25 @@ fn an_event_that_does_not_come_ends_its_task_at_the_deadline_and_no_other() {
             let rows = after(&event, target.rows(&[id(1)]));
             store.engine.load(rows, Some(second)).unwrap()
         } else {
-            store.engine.dump(after(&event, device.rows(&ids(1)))).unwrap()
+            store
+                .engine
+                .dump(after(&event, device.rows(&ids(1))))
+                .unwrap()
         };
         waited_for(&waiting, &store, &task);
-        clock.advance(if loads { second } else { Deadlines::default().dump });
+        clock.advance(if loads {
+            second
+        } else {
+            Deadlines::default().dump
+        });
         eventually("it is given up", || {
             task.check(store.engine.clock(), Until::Published)
         });
         let failures = task.failures();
-        assert_eq!((failures.len(), failures[0].1.kind()), (1, ErrorKind::Timeout));
+        assert_eq!(
+            (failures.len(), failures[0].1.kind()),
+            (1, ErrorKind::Timeout)
+        );
         eventually("the slots come back", || {
             store.stat("slots_free") == store.stat("slots")
         });
@@ -307,7 +350,9 @@ fn all_pieces_of_a_block_are_one_transfer() {
         };
         let dir = directory();
         let store = Store::open(dir.path(), setup.clone());
-        store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+        store
+            .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+            .unwrap();
         let target = Device::blank(&setup, &ids(2));
         store.load(&target, &ids(2)).unwrap();
         assert!(ids(2).into_iter().all(|id| target.is_right(id)));
@@ -332,6 +377,9 @@ fn a_piece_that_is_not_as_long_as_its_tensor_fails_its_block_untouched() {
     let task = store.engine.load(rows, None).unwrap();
     let failures = store.outcome(&task).unwrap_err();
     assert_eq!(failures[0].1.kind(), ErrorKind::InvalidInput);
-    assert!(failures[0].1.to_string().contains("expected"), "{failures:?}");
+    assert!(
+        failures[0].1.to_string().contains("expected"),
+        "{failures:?}"
+    );
     assert!(target.is_blank(id(0)));
 }

@@ -1,4 +1,5 @@
-//! What is stored is verified: refused records, foreign ones, newer ones, a root that goes away, a limit that holds.
+//! What is stored is verified: refused records, foreign ones, newer ones, a root that goes away, a
+//! limit that holds.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -43,7 +44,10 @@ fn a_refused_record_is_no_hit_until_a_dump_replaced_it() {
     let target = Device::blank(&setup, &ids(1));
     assert_eq!(kind(store.load(&target, &ids(1))), ErrorKind::Corrupt);
     assert!(target.is_blank(id(0)));
-    assert_eq!((store.missed("bad_checksum"), store.stat("second_reads")), (1, 1));
+    assert_eq!(
+        (store.missed("bad_checksum"), store.stat("second_reads")),
+        (1, 1)
+    );
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!(
         kind(store.load(&target, &ids(1))),
@@ -65,7 +69,9 @@ fn damage_on_the_way_is_not_blamed_on_the_record() {
     only_over!(NothingKept, "a memory has what it loads");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     store.fault(Rule::on(OpKind::Read, Fault::Flip(vec![5000])).times(1));
     let target = Device::blank(&setup, &ids(1));
     store.load(&target, &ids(1)).unwrap();
@@ -162,7 +168,10 @@ fn a_newer_version_is_a_miss_and_is_left_alone() {
 
 #[test]
 fn a_newer_version_of_another_length_is_left_alone_too() {
-    only_over!(FilesUnkept, "a record in a segment cannot change its length");
+    only_over!(
+        FilesUnkept,
+        "a record in a segment cannot change its length"
+    );
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(2));
@@ -239,14 +248,22 @@ fn records_of_another_identity_or_part_are_refused() {
         store.forget(id(0));
         let theirs = directory();
         let foreign = Store::open(theirs.path(), setup.clone());
-        foreign.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+        foreign
+            .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+            .unwrap();
         std::fs::create_dir_all(store.file(id(0)).parent().unwrap()).unwrap();
         std::fs::copy(foreign.file(id(0)), store.file(id(0))).unwrap();
         let target = Device::blank(&ours, &ids(1));
-        assert_eq!(kind(store.load(&target, &ids(1))), ErrorKind::Foreign, "{reason}");
+        assert_eq!(
+            kind(store.load(&target, &ids(1))),
+            ErrorKind::Foreign,
+            "{reason}"
+        );
         assert!(target.is_blank(id(0)));
         assert_eq!(store.missed(reason), 1);
-        store.dump(&Device::filled(&ours, &ids(1)), &ids(1)).unwrap();
+        store
+            .dump(&Device::filled(&ours, &ids(1)), &ids(1))
+            .unwrap();
         store.load(&target, &ids(1)).unwrap();
     }
 }
@@ -256,7 +273,9 @@ fn identities_and_parts_do_not_meet_in_one_root() {
     let dir = directory();
     let ours = Setup::default();
     let store = Store::open(dir.path(), ours.clone());
-    store.dump(&Device::filled(&ours, &ids(2)), &ids(2)).unwrap();
+    store
+        .dump(&Device::filled(&ours, &ids(2)), &ids(2))
+        .unwrap();
     let other = Store::open(
         dir.path(),
         Setup {
@@ -283,9 +302,17 @@ fn identities_and_parts_do_not_meet_in_one_root() {
     assert_eq!(lookups.engine.lookup_on_prefix(&ids(3)).unwrap(), 2);
     let absent = (2, Some(MissReason::Absent));
     assert_eq!(lookups.engine.explain_on_prefix(&ids(3)).unwrap(), absent);
-    assert_eq!(lookups.engine.explain_on_prefix(&ids(2)).unwrap(), (2, None));
     assert_eq!(
-        lookups.engine.dump(target.rows(&ids(1))).err().unwrap().kind(),
+        lookups.engine.explain_on_prefix(&ids(2)).unwrap(),
+        (2, None)
+    );
+    assert_eq!(
+        lookups
+            .engine
+            .dump(target.rows(&ids(1)))
+            .err()
+            .unwrap()
+            .kind(),
         ErrorKind::Unsupported
     );
 }
@@ -307,25 +334,41 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
         breaker,
         ..Setup::default()
     };
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     let device = Device::filled(&setup, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
     for _ in 0..2 {
         assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     }
-    assert_eq!((store.stat("breaker_opened"), store.stat("healthy")), (1, 0));
+    assert_eq!(
+        (store.stat("breaker_opened"), store.stat("healthy")),
+        (1, 0)
+    );
     let asked = store.asked(OpKind::Stat, id(0));
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!(
-        store.engine.dump(device.rows(&ids(1))).err().unwrap().kind(),
+        store
+            .engine
+            .dump(device.rows(&ids(1)))
+            .err()
+            .unwrap()
+            .kind(),
         ErrorKind::Unhealthy
     );
     assert_eq!(store.asked(OpKind::Stat, id(0)), asked, "not even asked");
     assert_eq!(store.missed("unhealthy"), 1);
     store.faults.clear();
     clock.advance(Duration::from_secs(10));
-    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true], "back without help");
+    assert_eq!(
+        store.engine.lookup(&ids(1)).unwrap(),
+        [true],
+        "back without help"
+    );
     assert_eq!(store.stat("healthy"), 1);
     let said = store.said();
     assert!(
@@ -341,12 +384,18 @@ fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
     let root = dir.path().join("share");
     std::fs::write(&root, "in the way").unwrap();
     let mut setup = Setup::default();
-    setup.deadlines.probe = LONG; // the clock below runs ahead of the look in the background, which is of many steps
+    // the clock below runs ahead of the look in the background, which is of many steps
+    setup.deadlines.probe = LONG;
     let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     let device = Device::filled(&setup, &ids(1));
     assert_eq!(
-        store.engine.dump(device.rows(&ids(1))).err().unwrap().kind(),
+        store
+            .engine
+            .dump(device.rows(&ids(1)))
+            .err()
+            .unwrap()
+            .kind(),
         ErrorKind::Unhealthy
     );
     std::fs::remove_file(&root).unwrap();
@@ -394,7 +443,11 @@ fn the_limit_holds_and_the_oldest_use_goes_first() {
         capacity: Some(20 * record),
         ..Setup::default()
     };
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
     assert_eq!(store.engine.record_len() as u64, record);
     let all = ids(60);
     let device = Device::filled(&setup, &all);
@@ -403,14 +456,21 @@ fn the_limit_holds_and_the_oldest_use_goes_first() {
         eventually("room is made", || match store.dump(&device, &[block]) {
             Ok(()) => true,
             Err(failures) => {
-                assert_eq!(failures[0].1.kind(), ErrorKind::NoSpace, "{}", failures[0].1);
+                assert_eq!(
+                    failures[0].1.kind(),
+                    ErrorKind::NoSpace,
+                    "{}",
+                    failures[0].1
+                );
                 false
             }
         });
         assert!(bytes_below(dir.path()) <= 20 * record);
         clock.advance(Duration::from_secs(60));
         store.engine.touch(&[(all[0], 0)]).unwrap();
-        eventually("the touch was done", || store.stat("blocks_touched") == minute);
+        eventually("the touch was done", || {
+            store.stat("blocks_touched") == minute
+        });
     }
     assert!(
         store.stat("storage_used_bytes") >= bytes_below(dir.path()),
@@ -420,7 +480,9 @@ fn the_limit_holds_and_the_oldest_use_goes_first() {
     assert!(found[0], "used all the time");
     assert!(found[59] && found[58], "the newest stay");
     assert!(!found[1..30].contains(&true), "the oldest went");
-    assert!(store.stat("records_removed") >= 40 && store.stat("bytes_removed").is_multiple_of(record));
+    assert!(
+        store.stat("records_removed") >= 40 && store.stat("bytes_removed").is_multiple_of(record)
+    );
     drop(store);
     let again = Store::open(dir.path(), setup.clone());
     eventually("usage survives a restart", || {
@@ -449,7 +511,10 @@ fn removal_takes_the_deepest_of_a_chain_first() {
         };
         (id, hint)
     };
-    store.engine.describe(chain.iter().enumerate().map(hint)).unwrap();
+    store
+        .engine
+        .describe(chain.iter().enumerate().map(hint))
+        .unwrap();
     for ids in chain.chunks(4) {
         eventually("the root was counted", || store.dump(&device, ids).is_ok());
     }
@@ -498,7 +563,12 @@ fn use_after_close_and_wrong_rows_are_clear_errors() {
         ErrorKind::Closed
     );
     assert_eq!(
-        store.engine.dump(device.rows(&ids(1))).err().unwrap().kind(),
+        store
+            .engine
+            .dump(device.rows(&ids(1)))
+            .err()
+            .unwrap()
+            .kind(),
         ErrorKind::Closed
     );
 }

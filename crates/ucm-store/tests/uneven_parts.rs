@@ -22,7 +22,9 @@ fn columns() -> Vec<Setup> {
         codec: None,
         ..on(Medium::Posix)
     });
-    let others = media().into_iter().filter(|medium| *medium != Medium::Posix);
+    let others = media()
+        .into_iter()
+        .filter(|medium| *medium != Medium::Posix);
     files.into_iter().chain(others.map(on)).collect()
 }
 

@@ -1,4 +1,5 @@
-//! Loads that end in the verified slot: read, joined, verified and ended as any other, with nothing copied anywhere.
+//! Loads that end in the verified slot: read, joined, verified and ended as any other, with nothing
+//! copied anywhere.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -12,7 +13,9 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Gate, OpKind};
 use ucm_store::engine::Until;
 
-use common::{Device, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over};
+use common::{
+    Device, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
+};
 
 fn verify(store: &Store, blocks: &[BlockId]) -> Result<(), Vec<(usize, ucm_core::Error)>> {
     store.outcome(&store.engine.verify(blocks, None).unwrap())
@@ -23,13 +26,18 @@ fn sound_blocks_are_verified_and_none_is_delivered() {
     for medium in media() {
         let (dir, setup) = (directory(), on(medium));
         let store = Store::open(dir.path(), setup.clone());
-        store.dump(&Device::filled(&setup, &ids(9)), &ids(9)).unwrap();
+        store
+            .dump(&Device::filled(&setup, &ids(9)), &ids(9))
+            .unwrap();
         verify(&store, &ids(9)).unwrap();
         verify(&store, &[]).unwrap();
         // Each block once, also where a caller names it twice.
         verify(&store, &[id(3), id(4), id(3)]).unwrap();
         assert_eq!(store.stat("blocks_verified"), 11);
-        assert_eq!((store.stat("blocks_loaded"), store.stat("bytes_loaded")), (0, 0));
+        assert_eq!(
+            (store.stat("blocks_loaded"), store.stat("bytes_loaded")),
+            (0, 0)
+        );
         eventually("the slots come back", || {
             store.stat("slots_free") == store.stat("slots")
         });
@@ -67,7 +75,10 @@ fn what_a_load_would_refuse_is_refused() {
     store.edit(id(1), |bytes| bytes[last] ^= 1);
     let failed = verify(&store, &ids(3)).unwrap_err();
     assert_eq!((failed[0].0, failed[0].1.kind()), (1, ErrorKind::Corrupt));
-    assert_eq!((store.missed("bad_checksum"), store.stat("second_reads")), (1, 1));
+    assert_eq!(
+        (store.missed("bad_checksum"), store.stat("second_reads")),
+        (1, 1)
+    );
     assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [true, false, true]);
     store.dump(&device, &ids(3)).unwrap();
     assert_eq!(store.stat("records_replaced"), 1);
@@ -90,9 +101,18 @@ fn it_is_over_at_its_deadline() {
     only_over!(OneMedium, "a memory has what is verified");
     let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
     let clock = ManualClock::new();
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
-    store.fault(of_records(OpKind::Read, ucm_io::Fault::HangAfter(gate.clone())));
+    let store = Store::with_clock(
+        dir.path(),
+        setup.clone(),
+        Arc::clone(&clock) as Arc<dyn Clock>,
+    );
+    store
+        .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+        .unwrap();
+    store.fault(of_records(
+        OpKind::Read,
+        ucm_io::Fault::HangAfter(gate.clone()),
+    ));
     let task = store
         .engine
         .verify(&ids(3), Some(Duration::from_secs(2)))
@@ -118,7 +138,9 @@ fn it_shares_a_read_with_a_load() {
     only_over!(FilesAlone, "it counts the reads of a block file");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .unwrap();
     let gate = store.hang(OpKind::Read);
     let device = Device::blank(&setup, &ids(1));
     let first = store.engine.verify(&ids(1), None).unwrap();
@@ -141,7 +163,13 @@ fn it_shares_a_read_with_a_load() {
 fn what_cannot_be_asked_for_is_an_error() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    let kind = |blocks: &[BlockId]| store.engine.verify(blocks, None).err().map(|error| error.kind());
+    let kind = |blocks: &[BlockId]| {
+        store
+            .engine
+            .verify(blocks, None)
+            .err()
+            .map(|error| error.kind())
+    };
     assert_eq!(
         kind(&vec![id(0); limits::MAX_IDS_PER_CALL + 1]),
         Some(ErrorKind::InvalidInput)

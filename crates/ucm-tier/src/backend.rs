@@ -1,10 +1,12 @@
 //! The seam between the engine and a medium.
 //!
-//! A backend moves named records between slots and one medium. It is asked on a thread of a pool that keeps the time (a
-//! lookup also on the thread that wants to know, see [`Features`]), and blocks that thread: straight-line code that looks at
-//! its [`IoJob`] before every effect, because no one waits for what comes late. Writing alone may answer later, since
-//! records may be published together. A backend owns a slot until the operation has really ended, never touches device
-//! memory, and knows nothing of tasks, other media or vLLM. A new one is one file that implements this trait.
+//! A backend moves named records between slots and one medium. It is asked on a thread of a pool
+//! that keeps the time (a lookup also on the thread that wants to know, see [`Features`]), and
+//! blocks that thread: straight-line code that looks at its [`IoJob`] before every effect, because
+//! no one waits for what comes late. Writing alone may answer later, since records may be published
+//! together. A backend owns a slot until the operation has really ended, never touches device
+//! memory, and knows nothing of tasks, other media or vLLM. A new one is one file that implements
+//! this trait.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -20,8 +22,8 @@ use ucm_quota::Usage;
 /// Called exactly once with the outcome, on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
 
-/// A callback for work that is handed on as a job, and what that job's end is told to: the callback hears the job's error
-/// where the work did not come to call it. The first of both is heard.
+/// A callback for work that is handed on as a job, and what that job's end is told to: the callback
+/// hears the job's error where the work did not come to call it. The first of both is heard.
 pub fn either<T: 'static>(done: Done<T>) -> (Done<T>, impl FnOnce(Result<()>) + Send + 'static) {
     let shared = Arc::new(Mutex::new(Some(done)));
     let tell = |shared: &Mutex<Option<Done<T>>>, result| {
@@ -48,11 +50,11 @@ pub struct ReadDone {
     pub slot: Slot,
     /// Bytes read.
     pub read: usize,
-    /// Length of the record on the medium: of one that ends before it should, where it ends. What the slot has behind that
-    /// is none of the record.
+    /// Length of the record on the medium: of one that ends before it should, where it ends. What
+    /// the slot has behind that is none of the record.
     pub stored_len: u64,
-    /// The record where it lies, in place of the slot's bytes; what a medium lends to those who ask so
-    /// ([`BlockRead::in_place`]).
+    /// The record where it lies, in place of the slot's bytes; what a medium lends to those who ask
+    /// so ([`BlockRead::in_place`]).
     pub lent: Option<Lent>,
 }
 
@@ -100,7 +102,8 @@ impl ReadDone {
 pub struct Part<'a> {
     /// The slot from its start, in which this part and those before it are.
     pub record: &'a [u8],
-    /// Where it lies. One that begins at 0 begins the record anew: what was told of it before holds no more.
+    /// Where it lies. One that begins at 0 begins the record anew: what was told of it before holds
+    /// no more.
     pub range: Range<usize>,
     /// Length of the record on the medium.
     pub stored_len: u64,
@@ -118,14 +121,15 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Told of the parts of a record as they arrive, on the thread that reads. What it answers is read besides, after the
-/// steps that are left.
+/// Told of the parts of a record as they arrive, on the thread that reads. What it answers is read
+/// besides, after the steps that are left.
 pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) -> Option<Vec<Range<usize>>> + Send>;
 
-/// How a record is read part by part. A medium may bring more than is wanted ([`Features::reads_parts`]), and may bring all at
-/// once and tell no one.
+/// How a record is read part by part. A medium may bring more than is wanted
+/// ([`Features::reads_parts`]), and may bring all at once and tell no one.
 pub struct Parts {
-    /// What one operation after the other brings, in order: stretches, each to where it lies in the whole.
+    /// What one operation after the other brings, in order: stretches, each to where it lies in the
+    /// whole.
     pub steps: Vec<Vec<Range<usize>>>,
     /// Told of each.
     pub arrived: Arrived,
@@ -139,8 +143,8 @@ pub struct BlockRead {
     pub slot: Slot,
     /// Part by part; `None`: all of it at once, or as much as the slot has room for.
     pub parts: Option<Parts>,
-    /// Its parts are the header and a side shard, a few pages of it in the form in which it is stored: a medium reads
-    /// many such one after the other on a thread.
+    /// Its parts are the header and a side shard, a few pages of it in the form in which it is
+    /// stored: a medium reads many such one after the other on a thread.
     pub sides: bool,
     /// Past every cache (after a failed checksum).
     pub again: bool,
@@ -154,8 +158,8 @@ pub struct BlockRead {
 
 /// What a read came to.
 pub enum Outcome {
-    /// The record, or why it could not be read. The error is `Foreign` where something has the record's name that can never
-    /// be read as one, so that nothing is wrong with the medium.
+    /// The record, or why it could not be read. The error is `Foreign` where something has the
+    /// record's name that can never be read as one, so that nothing is wrong with the medium.
     Came(Result<ReadDone>),
     /// It is not where it was known to be: to be read again after [`Indexed::look`].
     Moved(BlockRead),
@@ -177,10 +181,12 @@ impl BlockRead {
     }
 }
 
-/// How soon what was written is to be published, where records wait for others to be published with them.
+/// How soon what was written is to be published, where records wait for others to be published with
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flush {
-    /// Somebody waits for it: but only so often that who waits after every block gets no file of its own for each.
+    /// Somebody waits for it: but only so often that who waits after every block gets no file of
+    /// its own for each.
     Soon,
     /// As soon as it is written.
     Now,
@@ -207,7 +213,8 @@ pub enum Written {
 pub enum Quarantined {
     /// It was moved aside, as evidence.
     Kept,
-    /// It stays where it is, or is gone: nothing is kept here, it was replaced meanwhile, or it may yet be finished.
+    /// It stays where it is, or is gone: nothing is kept here, it was replaced meanwhile, or it may
+    /// yet be finished.
     LeftAlone,
     /// Too many are damaged of late: the medium is sick.
     Stopped,
@@ -237,13 +244,14 @@ pub struct Listed {
     pub used_ns: i64,
 }
 
-/// Records that this process can read and others cannot see yet (in its memory, in a segment it has not sealed), as
-/// changes since the last time they were asked for.
+/// Records that this process can read and others cannot see yet (in its memory, in a segment it has
+/// not sealed), as changes since the last time they were asked for.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LocallyVisible {
     /// They can be read from now on.
     pub gained: Vec<BlockId>,
-    /// No longer only locally visible: published long enough ago for others to have found them, or gone.
+    /// No longer only locally visible: published long enough ago for others to have found them, or
+    /// gone.
     pub lost: Vec<BlockId>,
 }
 
@@ -256,8 +264,8 @@ pub struct InsertOptions {
     pub replace: bool,
 }
 
-/// A record that a memory gives up to make room. It can be found and read there until this is dropped, and stays if it
-/// was used meanwhile.
+/// A record that a memory gives up to make room. It can be found and read there until this is
+/// dropped, and stays if it was used meanwhile.
 pub trait Victim: Send {
     /// Its id.
     fn id(&self) -> BlockId;
@@ -274,17 +282,21 @@ pub type Evicted = Box<dyn Fn(Box<dyn Victim>) + Send + Sync>;
 pub struct Features<'a> {
     /// Name in logs and metrics.
     pub name: &'static str,
-    /// Lookups are answered from memory and without a system call, so that they may be asked on any thread.
+    /// Lookups are answered from memory and without a system call, so that they may be asked on any
+    /// thread.
     pub answers_at_once: bool,
-    /// A lookup is one question to a server, however many ids it has, for whose answer the backend waits no longer than its
-    /// job may: the caller that wants to know asks, and no thread in between.
+    /// A lookup is one question to a server, however many ids it has, for whose answer the backend
+    /// waits no longer than its job may: the caller that wants to know asks, and no thread in
+    /// between.
     pub waits_by_itself: bool,
     /// Parts of a record can be read by themselves.
     pub reads_parts: bool,
-    /// Writes fill memory, the page cache if nothing else, and wait for no device as long as all is well.
+    /// Writes fill memory, the page cache if nothing else, and wait for no device as long as all is
+    /// well.
     pub writes_cached: bool,
-    /// Uses that another process of the same engine has told its own medium must be told here too: they reach only what a
-    /// process has to itself, its memory, and what it knows of the segments that it merges.
+    /// Uses that another process of the same engine has told its own medium must be told here too:
+    /// they reach only what a process has to itself, its memory, and what it knows of the segments
+    /// that it merges.
     pub own_touches: bool,
     /// The same as memory of this host, where it is that: it ends with the processes that use it.
     pub memory: Option<&'a dyn Memory>,
@@ -297,7 +309,8 @@ pub struct Features<'a> {
 }
 
 impl Features<'_> {
-    /// Which of these reads one thread should do together: see [`Indexed::runs`]; without an index each by itself.
+    /// Which of these reads one thread should do together: see [`Indexed::runs`]; without an index
+    /// each by itself.
     pub fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
         match self.index {
             Some(index) => index.runs(reads, threads),
@@ -305,7 +318,8 @@ impl Features<'_> {
         }
     }
 
-    /// Learns what others have stored of late: see [`Indexed::look`]; without an index every lookup asks the medium.
+    /// Learns what others have stored of late: see [`Indexed::look`]; without an index every lookup
+    /// asks the medium.
     pub fn look(&self, deadline: MonotonicTime, done: Done<()>) {
         match self.index {
             Some(index) => index.look(deadline, done),
@@ -313,17 +327,20 @@ impl Features<'_> {
         }
     }
 
-    /// Whether a write would only find this record there, as far as that is known without asking the medium.
+    /// Whether a write would only find this record there, as far as that is known without asking
+    /// the medium.
     pub fn is_published(&self, id: BlockId) -> bool {
         self.index.is_some_and(|index| index.is_published(id))
     }
 
-    /// Whether a record of so many bytes has room without another's having to go, as far as that is known.
+    /// Whether a record of so many bytes has room without another's having to go, as far as that is
+    /// known.
     pub fn has_room(&self, bytes: u64) -> bool {
         self.bounded.is_none_or(|bounded| bounded.has_room(bytes))
     }
 
-    /// What became readable for this process before others can see it: see [`Local::locally_visible`].
+    /// What became readable for this process before others can see it: see
+    /// [`Local::locally_visible`].
     pub fn locally_visible(&self) -> LocallyVisible {
         self.local.map(Local::locally_visible).unwrap_or_default()
     }
@@ -356,11 +373,12 @@ pub trait Memory {
     /// Whether it has a record.
     fn has(&self, id: BlockId) -> bool;
 
-    /// Sets, once, who is handed what is given up to make room. False where there is somebody already.
+    /// Sets, once, who is handed what is given up to make room. False where there is somebody
+    /// already.
     fn on_evicted(&self, hook: Evicted) -> bool;
 
-    /// This process's own memory, from which records are lent: a device copies from it at full speed once it knows of
-    /// it.
+    /// This process's own memory, from which records are lent: a device copies from it at full
+    /// speed once it knows of it.
     fn region(&self) -> Option<&Arc<SharedRegion>> {
         None
     }
@@ -368,13 +386,14 @@ pub trait Memory {
 
 /// An index in memory of what lies on a medium.
 pub trait Indexed {
-    /// Which of these reads one thread should do together, by their numbers, and in which order; each comes once at most.
-    /// What is left out is not known to be here, and comes again after [`Indexed::look`]; with [`BlockRead::looked`] none is
-    /// left out. Never waits. `threads`: how many there are for reads.
+    /// Which of these reads one thread should do together, by their numbers, and in which order;
+    /// each comes once at most. What is left out is not known to be here, and comes again after
+    /// [`Indexed::look`]; with [`BlockRead::looked`] none is left out. Never waits. `threads`: how
+    /// many there are for reads.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>>;
 
-    /// Learns what others have stored of late. Calls back when that is done, with `Timeout` at the deadline, and never waits:
-    /// neither here nor on a thread for reads.
+    /// Learns what others have stored of late. Calls back when that is done, with `Timeout` at the
+    /// deadline, and never waits: neither here nor on a thread for reads.
     fn look(&self, deadline: MonotonicTime, done: Done<()>);
 
     /// Whether a write would only find this record there.
@@ -386,21 +405,24 @@ pub trait Indexed {
 
 /// A medium with a limit that several writers keep to.
 pub trait Bounded {
-    /// Whether so many bytes are stored without something's being removed for them. Never asks the medium.
+    /// Whether so many bytes are stored without something's being removed for them. Never asks the
+    /// medium.
     fn has_room(&self, bytes: u64) -> bool;
 }
 
 /// Records that this process can read and others cannot see yet.
 pub trait Local {
-    /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
-    /// asks is the scheduler of the same engine, through its workers; no one else may count on these. At most as many
-    /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
+    /// What became readable for this process before others can see it, and what no longer is, since
+    /// the last call. Who asks is the scheduler of the same engine, through its workers; no one
+    /// else may count on these. At most as many ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the
+    /// rest with the next call.
     fn locally_visible(&self) -> LocallyVisible;
 }
 
 /// A medium that keeps records. It knows nothing of other media or of engines.
 ///
-/// Every medium implements the methods without a body; default bodies say what holds for those that have nothing to add.
+/// Every medium implements the methods without a body; default bodies say what holds for those that
+/// have nothing to add.
 ///
 /// ```
 /// use std::collections::BTreeMap;
@@ -474,25 +496,36 @@ pub trait Local {
 /// assert!(shelf.features().memory.is_none());
 /// ```
 pub trait Backend: Send + Sync {
-    /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The answer is what it uses and
-    /// why, in words for the log.
+    /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The
+    /// answer is what it uses and why, in words for the log.
     fn open(&self, deadline: MonotonicTime) -> Result<String>;
 
     /// What it is and can do. May change until it was opened.
     fn features(&self) -> Features<'_>;
 
-    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
+    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the
+    /// first that is not.
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>>;
 
-    /// Reads the records of one run: an outcome for each, in the same order, whatever became of the others.
+    /// Reads the records of one run: an outcome for each, in the same order, whatever became of the
+    /// others.
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
 
-    /// Writes a record privately and publishes it whole. The bytes are written here; `done` hears before this returns, or
-    /// later where records are published together or room has to be made first, and by the deadline of `io` in any case. A
-    /// record of a newer version stays, and counts as present.
-    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>);
+    /// Writes a record privately and publishes it whole. The bytes are written here; `done` hears
+    /// before this returns, or later where records are published together or room has to be made
+    /// first, and by the deadline of `io` in any case. A record of a newer version stays, and
+    /// counts as present.
+    fn write(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    );
 
-    /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by the backend.
+    /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by
+    /// the backend.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime);
 
     /// Removes records by name; the answer counts those removed.
@@ -504,8 +537,8 @@ pub trait Backend: Send + Sync {
     /// Publishes what is written and waits for others to be published with it. Never blocks.
     fn flush(&self, _how: Flush) {}
 
-    /// A record was refused for damage: keeps it as evidence, where the medium can, later and best effort. Never
-    /// blocks; nothing depends on it.
+    /// A record was refused for damage: keeps it as evidence, where the medium can, later and best
+    /// effort. Never blocks; nothing depends on it.
     fn quarantine(&self, _id: BlockId, done: Done<Quarantined>) {
         done(Ok(Quarantined::LeftAlone));
     }

@@ -1,4 +1,5 @@
-//! How many damaged records were found of late: more than a few a minute speak against the medium, not the records.
+//! How many damaged records were found of late: more than a few a minute speak against the medium,
+//! not the records.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -15,7 +16,11 @@ pub(crate) struct DamageRate(VecDeque<MonotonicTime>);
 impl DamageRate {
     /// Counts one damaged record; false if there are too many of late.
     pub(crate) fn count(&mut self, now: MonotonicTime, most: u32) -> bool {
-        while self.0.front().is_some_and(|&first| now.since(first) >= MINUTE) {
+        while self
+            .0
+            .front()
+            .is_some_and(|&first| now.since(first) >= MINUTE)
+        {
             self.0.pop_front();
         }
         let room = self.0.len() < most as usize;

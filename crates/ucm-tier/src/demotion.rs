@@ -1,14 +1,16 @@
 //! What a root of several has to remove to make room goes to the next colder one first.
 //!
-//! The collector of a root asks before it removes a file ([`Quota::on_leaving`](ucm_quota::Quota::on_leaving)). The file, a
-//! record or a whole segment, is copied as it is to the same place below the next root, against that root's grant, with the
-//! time of its last use: so it is as old there as it was here, and goes on from there in its turn. A copy gets its name only
-//! when it was read back, past the caches that can be passed, and is the same byte for byte; the file that it was made of
-//! is removed after that. So of a record that moves there is always one copy that was read.
+//! The collector of a root asks before it removes a file
+//! ([`Quota::on_leaving`](ucm_quota::Quota::on_leaving)). The file, a record or a whole segment, is
+//! copied as it is to the same place below the next root, against that root's grant, with the time
+//! of its last use: so it is as old there as it was here, and goes on from there in its turn. A
+//! copy gets its name only when it was read back, past the caches that can be passed, and is the
+//! same byte for byte; the file that it was made of is removed after that. So of a record that
+//! moves there is always one copy that was read.
 //!
-//! All of it is done in the background, on the lane below dumps, and keeps to a rate. What cannot be copied, for want of
-//! room there or because that root does not answer, is removed all the same: the limit of a root holds whatever the others
-//! do.
+//! All of it is done in the background, on the lane below dumps, and keeps to a rate. What cannot
+//! be copied, for want of room there or because that root does not answer, is removed all the same:
+//! the limit of a root holds whatever the others do.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
@@ -61,7 +63,8 @@ struct Move<'a> {
     go_on: &'a dyn Fn() -> bool,
 }
 
-/// Has these roots, which are those of the spread in its order, give each other what they would remove.
+/// Has these roots, which are those of the spread in its order, give each other what they would
+/// remove.
 pub(crate) fn between(spread: &Arc<Spread>, roots: &[Arc<Shared>]) {
     let root = |shared: &Arc<Shared>| Root {
         shared: Arc::downgrade(shared),
@@ -74,14 +77,16 @@ pub(crate) fn between(spread: &Arc<Spread>, roots: &[Arc<Shared>]) {
     });
     for (number, root) in roots.iter().enumerate() {
         let demotion = Arc::clone(&demotion);
-        let leaves =
-            move |leaving: Leaving<'_>, go_on: &dyn Fn() -> bool| demotion.leaves(number, leaving, go_on);
+        let leaves = move |leaving: Leaving<'_>, go_on: &dyn Fn() -> bool| {
+            demotion.leaves(number, leaving, go_on)
+        };
         root.space.on_leaving(Box::new(leaves));
     }
 }
 
 impl Demotion {
-    /// A file of root `number` is about to be removed: copies it down. False where it was used since and is to stay.
+    /// A file of root `number` is about to be removed: copies it down. False where it was used
+    /// since and is to stay.
     fn leaves(&self, number: usize, leaving: Leaving<'_>, go_on: &dyn Fn() -> bool) -> bool {
         let Some(from) = self.roots[number].shared.upgrade() else {
             return true;
@@ -145,7 +150,9 @@ impl Move<'_> {
         let copied = self.copy(&private, &target);
         let kept = match &copied {
             Ok(true) => self.leaving.len,
-            Err(error) if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io) => self.leaving.len,
+            Err(error) if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io) => {
+                self.leaving.len
+            }
             _ => 0,
         };
         self.to.space.commit(room, kept, copied.as_ref().err());
@@ -158,7 +165,8 @@ impl Move<'_> {
         copied.map(|_| ())
     }
 
-    /// Whether the other root takes such files: it was opened, is the one that was, and keeps records in the same way.
+    /// Whether the other root takes such files: it was opened, is the one that was, and keeps
+    /// records in the same way.
     fn check(&self) -> Result<()> {
         let root = self.to.layout.root().display();
         let kind = {
@@ -166,7 +174,9 @@ impl Move<'_> {
             known.uuid.as_ref().and(known.kind)
         };
         let Some(kind) = kind else {
-            return Err(Error::new(ErrorKind::Unhealthy, "this root was not opened yet").with("root", root));
+            return Err(
+                Error::new(ErrorKind::Unhealthy, "this root was not opened yet").with("root", root),
+            );
         };
         let mut names = self.leaving.below.iter();
         if names.nth(1).is_none_or(|name| name != kind.directory()) {
@@ -180,7 +190,11 @@ impl Move<'_> {
     fn room(&self) -> Result<Reservation> {
         let until = self.to.clock.now().after(WAIT_FOR_ROOM);
         loop {
-            let full = match self.to.space.reserve_blocking(self.leaving.len, self.step()) {
+            let full = match self
+                .to
+                .space
+                .reserve_blocking(self.leaving.len, self.step())
+            {
                 Err(error) if error.kind() == ErrorKind::NoSpace => error,
                 answer => return answer,
             };
@@ -192,7 +206,8 @@ impl Move<'_> {
         }
     }
 
-    /// Fills a private file, reads it back and gives it its name; false where somebody else was faster.
+    /// Fills a private file, reads it back and gives it its name; false where somebody else was
+    /// faster.
     fn copy(&self, private: &Path, target: &Path) -> Result<bool> {
         self.create(private)?;
         let len = self.leaving.len;
@@ -216,7 +231,11 @@ impl Move<'_> {
 
     /// Makes the private file, and the directories of the namespace where there are none.
     fn create(&self, private: &Path) -> Result<()> {
-        let (path, len, mode) = (private.to_owned(), self.leaving.len, self.to.config.modes.file);
+        let (path, len, mode) = (
+            private.to_owned(),
+            self.leaving.len,
+            self.to.config.modes.file,
+        );
         let create = move |io: &IoJob| io.create(&path, &[], len, mode);
         let parent = self.leaving.below.parent().unwrap_or(self.leaving.below);
         let parent = self.to.layout.root().join(parent);
@@ -260,8 +279,13 @@ impl Move<'_> {
         let Some(bytes) = self.from.read_document(source, self.step())? else {
             return Ok(());
         };
-        self.to
-            .publish_document(self.private(), root.join(manifest), bytes, false, self.step())
+        self.to.publish_document(
+            self.private(),
+            root.join(manifest),
+            bytes,
+            false,
+            self.step(),
+        )
     }
 
     /// A private name below the other root, in the file's namespace.
@@ -279,10 +303,15 @@ impl Move<'_> {
         self.pace(len)?;
         let path = self.from.layout.root().join(self.leaving.below);
         let read = move |io: &IoJob| io.read_piece(&path, at, len as usize, ReadMode::FreshDirect);
-        let unread =
-            |error| Error::new(ErrorKind::Corrupt, "what is to be moved cannot be read").caused_by(error);
+        let unread = |error| {
+            Error::new(ErrorKind::Corrupt, "what is to be moved cannot be read").caused_by(error)
+        };
         match self.from.call(self.step(), read).map_err(unread)? {
-            Some((bytes, file_len)) if bytes.len() as u64 == len && file_len == self.leaving.len => Ok(bytes),
+            Some((bytes, file_len))
+                if bytes.len() as u64 == len && file_len == self.leaving.len =>
+            {
+                Ok(bytes)
+            }
             _ => Err(Error::new(
                 ErrorKind::NotFound,
                 "what is to be moved is not there any more",
@@ -315,7 +344,8 @@ impl Move<'_> {
         let len = self.leaving.len;
         let offset = len - PAGE.min(len);
         let footer = self.read(offset, len - offset)?;
-        let (private, target, mtime_ns) = (private.to_owned(), target.to_owned(), self.leaving.used_ns);
+        let (private, target, mtime_ns) =
+            (private.to_owned(), target.to_owned(), self.leaving.used_ns);
         let finish = move |io: &IoJob| {
             io.finish(Finish {
                 private: &private,

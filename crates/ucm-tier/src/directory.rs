@@ -1,8 +1,9 @@
-//! A directory whose layout no configuration names: the first opening that goes well decides on it ([`crate::root_layout`]),
-//! and from then on everything is asked of the backend of that layout.
+//! A directory whose layout no configuration names: the first opening that goes well decides on it
+//! ([`crate::root_layout`]), and from then on everything is asked of the backend of that layout.
 //!
-//! Where what is there cannot be seen, that is files until the next start. Who only looks records up decides nothing: it
-//! takes the root for one of files, which may not even exist yet, and reads the marker again while it is asked for records.
+//! Where what is there cannot be seen, that is files until the next start. Who only looks records
+//! up decides nothing: it takes the root for one of files, which may not even exist yet, and reads
+//! the marker again while it is asked for records.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -22,7 +23,8 @@ use crate::posix::PosixBackend;
 use crate::segment::{SegmentBackend, SegmentConfig};
 use crate::shared::{PosixConfig, Shared};
 
-/// How soon a process that only looks up reads the marker again; the time between two looks doubles, up to the other.
+/// How soon a process that only looks up reads the marker again; the time between two looks
+/// doubles, up to the other.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 const LOOK_SELDOM: Duration = Duration::from_secs(60);
 /// How long such a look may take.
@@ -48,7 +50,8 @@ struct Decided {
 }
 
 impl DirectoryBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
+    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the
+    /// limit is too small.
     pub fn new(
         config: PosixConfig,
         segments: SegmentConfig,
@@ -89,7 +92,8 @@ impl Directory {
         }
     }
 
-    /// Decides, if that is possible now, and makes the root usable in the layout that was decided on.
+    /// Decides, if that is possible now, and makes the root usable in the layout that was decided
+    /// on.
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let Some(decision) = self.shared.decide_layout(deadline)? else {
             return self.files.open(deadline);
@@ -97,7 +101,9 @@ impl Directory {
         self.shared.root.lock().kind = Some(decision.kind);
         let segments = match decision.kind {
             LayoutKind::File => None,
-            LayoutKind::Segment => Some(SegmentBackend::over(Arc::clone(&self.shared), self.config)?),
+            LayoutKind::Segment => {
+                Some(SegmentBackend::over(Arc::clone(&self.shared), self.config)?)
+            }
         };
         let opened = match &segments {
             Some(segments) => segments.open(deadline)?,
@@ -108,7 +114,8 @@ impl Directory {
         Ok(opened)
     }
 
-    /// Looks in the background whether the marker says more by now, seldom and while records are asked for.
+    /// Looks in the background whether the marker says more by now, seldom and while records are
+    /// asked for.
     fn follow(self: &Arc<Self>) {
         if self.decided.get().is_some() || !self.shared.config.lookup_only {
             return;
@@ -130,7 +137,9 @@ impl Directory {
             Some(_) => Ok(()),
             None => directory.open(deadline).map(|_| ()),
         };
-        self.shared.space.in_background(deadline, look, Box::new(|_| {}));
+        self.shared
+            .space
+            .in_background(deadline, look, Box::new(|_| {}));
     }
 }
 
@@ -150,7 +159,11 @@ impl Backend for DirectoryBackend {
             None => self.0.open(deadline)?,
         };
         let undecided = "layout not decided yet: by the first that writes here";
-        let words = self.0.decided.get().map_or(undecided, |decided| &decided.words);
+        let words = self
+            .0
+            .decided
+            .get()
+            .map_or(undecided, |decided| &decided.words);
         Ok(format!("{opened}; {words}"))
     }
 
@@ -177,7 +190,8 @@ impl Backend for DirectoryBackend {
 mod tests {
     use std::collections::BTreeSet;
 
-    /// Most methods of the trait have a body: one that is not handed on would be another backend's default.
+    /// Most methods of the trait have a body: one that is not handed on would be another backend's
+    /// default.
     #[test]
     fn every_method_of_a_backend_is_handed_on() {
         let methods = |source: &'static str, from: &str| -> BTreeSet<&'static str> {
@@ -186,9 +200,14 @@ mod tests {
             let lines = body
                 .lines()
                 .filter_map(|line| line.trim_start().strip_prefix("fn "));
-            lines.filter_map(|line| line.split(['(', '<']).next()).collect()
+            lines
+                .filter_map(|line| line.split(['(', '<']).next())
+                .collect()
         };
-        let of_trait = methods(include_str!("backend.rs"), "pub trait Backend: Send + Sync {");
+        let of_trait = methods(
+            include_str!("backend.rs"),
+            "pub trait Backend: Send + Sync {",
+        );
         let handed_on = methods(
             include_str!("directory.rs"),
             "impl Backend for DirectoryBackend {",

@@ -35,8 +35,8 @@ impl LayoutKind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RootLayout {
     pub(crate) kind: LayoutKind,
-    /// `default` where the root was new, `records` where it held records in this layout, and none in files if it is the
-    /// other; early versions had other reasons too.
+    /// `default` where the root was new, `records` where it held records in this layout, and none
+    /// in files if it is the other; early versions had other reasons too.
     pub(crate) why: String,
     /// Unix time of the decision, seconds.
     pub(crate) decided: u64,

@@ -58,7 +58,12 @@ pub(crate) struct Lengths {
 impl Lengths {
     /// Those of the own part and of `others`. `shorter`: records may be shorter, in another form
     /// that the caller can read.
-    pub(crate) fn new(part: Part, record: &RecordLayout, others: &[PartRecord], shorter: bool) -> Self {
+    pub(crate) fn new(
+        part: Part,
+        record: &RecordLayout,
+        others: &[PartRecord],
+        shorter: bool,
+    ) -> Self {
         let own = PartRecord {
             part,
             record: record.clone(),
@@ -113,13 +118,21 @@ impl Lengths {
     /// Whether a copy of a record of the own part may have this length. Side shards of other
     /// writers for which the own layout has no room may be cut off.
     pub(crate) fn is_copy(&self, len: u64) -> bool {
-        let own = self.parts.first().map_or(0, |own| own.record.record_len() as u64);
+        let own = self
+            .parts
+            .first()
+            .map_or(0, |own| own.record.record_len() as u64);
         (self.own_kv_len..=own).contains(&len) || self.is_record(len)
     }
 
     /// The length of the longest record that is known.
     pub(crate) fn longest(&self) -> u64 {
-        self.known.read().iter().map(|known| known.len).max().unwrap_or(0)
+        self.known
+            .read()
+            .iter()
+            .map(|known| known.len)
+            .max()
+            .unwrap_or(0)
     }
 
     /// The least and the most bytes that the longest record of a part can have, whatever its writer
@@ -147,7 +160,9 @@ impl Lengths {
     /// should be is left out.
     pub(crate) fn learn_from(&self, manifest: &Manifest) {
         for (name, entry) in &manifest.parts {
-            let Ok(part) = name.parse::<Part>() else { continue };
+            let Ok(part) = name.parse::<Part>() else {
+                continue;
+            };
             let described = || {
                 let geometry = Geometry::new(entry.tensors.clone(), entry.layers, 1).ok()?;
                 Some(RecordLayout::new(&geometry).kv_len() as u64)
@@ -159,8 +174,8 @@ impl Lengths {
         }
     }
 
-    /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that; the
-    /// next time is some time later.
+    /// Whether a record was met whose length is not known, and it is time to look what the manifest
+    /// says of that; the next time is some time later.
     pub(crate) fn is_look_due(&self, now: MonotonicTime) -> bool {
         let mut next = self.next_look.lock();
         let due = now >= *next && self.met_unknown.swap(false, Ordering::Relaxed);
@@ -228,7 +243,11 @@ mod tests {
             lengths.is_look_due(at(1)) && !lengths.is_look_due(at(1)),
             "nothing was met since"
         );
-        assert!(!lengths.is_record(12288) && !lengths.is_look_due(at(10)) && lengths.is_look_due(at(11)));
+        assert!(
+            !lengths.is_record(12288)
+                && !lengths.is_look_due(at(10))
+                && lengths.is_look_due(at(11))
+        );
         for len in [12288, 4096, u64::MAX, 12288] {
             lengths.learn(len);
         }
@@ -244,14 +263,24 @@ mod tests {
                 record: layout(other),
             };
             let lengths = Lengths::new(part(0), &layout(own), &[named], false);
-            assert!(has_kv(&lengths, 8192) && has_kv(&lengths, 16384), "{own} {other}");
+            assert!(
+                has_kv(&lengths, 8192) && has_kv(&lengths, 16384),
+                "{own} {other}"
+            );
             assert!(!has_kv(&lengths, 12288) && !has_kv(&lengths, 4096));
-            assert_eq!(lengths.longest(), 16384, "the largest part bounds what is read");
+            assert_eq!(
+                lengths.longest(),
+                16384,
+                "the largest part bounds what is read"
+            );
             assert_eq!(lengths.range(), (8192, 16384 + limits::MAX_SIDES_BYTES));
             assert_eq!(lengths.parts().collect::<Vec<_>>(), [part(0), part(1)]);
             assert!(lengths.is_copy(u64::from(own + 1) * 4096) && !lengths.is_copy(12288));
             let most = 16384 + limits::MAX_SIDES_BYTES;
-            assert_eq!((lengths.bound(part(0)), lengths.bound(part(1))), (most, most));
+            assert_eq!(
+                (lengths.bound(part(0)), lengths.bound(part(1))),
+                (most, most)
+            );
             assert_eq!(lengths.bound(part(2)), LONGEST_RECORD);
         }
     }
@@ -294,7 +323,8 @@ mod tests {
         assert_eq!(lengths.longest(), 16384);
         let many = |n: u32| {
             let mut entry = manifest.parts["g0p1t0"].clone();
-            (entry.layers, entry.record_lengths) = (1, (0..64).map(|k| u64::from(64 * n + k)).collect());
+            (entry.layers, entry.record_lengths) =
+                (1, (0..64).map(|k| u64::from(64 * n + k)).collect());
             (part(n).to_string(), entry)
         };
         manifest.parts = (0..200).map(many).collect();

@@ -1,8 +1,9 @@
 //! One medium behind one trait, and the kinds there are.
 //!
-//! A [`backend::Backend`] moves named records between slots and one medium, and knows nothing of other media or of engines.
-//! [`registry`] lists every kind of it by name, with its options and what makes it; a new one is a file in `builtin/` and a
-//! line there, or a call of [`registry::register`] from another crate.
+//! A [`backend::Backend`] moves named records between slots and one medium, and knows nothing of
+//! other media or of engines. [`registry`] lists every kind of it by name, with its options and
+//! what makes it; a new one is a file in `builtin/` and a line there, or a call of
+//! [`registry::register`] from another crate.
 #![forbid(unsafe_code)]
 
 pub mod backend;
@@ -44,5 +45,9 @@ mod writing;
 
 /// 128 random bits as 32 hex digits.
 fn random_hex() -> String {
-    format!("{:016x}{:016x}", ucm_infra::random_u64(), ucm_infra::random_u64())
+    format!(
+        "{:016x}{:016x}",
+        ucm_infra::random_u64(),
+        ucm_infra::random_u64()
+    )
 }

@@ -8,7 +8,8 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, WriteOptions,
+    Written,
 };
 
 /// Has nothing and keeps nothing.

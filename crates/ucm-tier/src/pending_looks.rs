@@ -1,5 +1,5 @@
-//! Those who wait for a look at what others have stored: they are called back when it was made, when their time is over, or
-//! when the store closes, whichever comes first, and once.
+//! Those who wait for a look at what others have stored: they are called back when it was made,
+//! when their time is over, or when the store closes, whichever comes first, and once.
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
@@ -29,8 +29,9 @@ struct Waiting {
 pub(crate) struct Looked(Vec<Waiter>);
 
 impl PendingLooks {
-    /// Calls back after the next look: `Timeout` when none was made by the deadline, `Busy` where too many wait, `Closed` once
-    /// `is_closing`, which is asked in here so that [`PendingLooks::end`] finds everybody. Whether it waits.
+    /// Calls back after the next look: `Timeout` when none was made by the deadline, `Busy` where
+    /// too many wait, `Closed` once `is_closing`, which is asked in here so that
+    /// [`PendingLooks::end`] finds everybody. Whether it waits.
     pub(crate) fn add(
         &self,
         deadline: MonotonicTime,
@@ -52,7 +53,8 @@ impl PendingLooks {
         false
     }
 
-    /// Those whose time is over are told so, however long the look takes; when the next ones are late, if any wait.
+    /// Those whose time is over are told so, however long the look takes; when the next ones are
+    /// late, if any wait.
     pub(crate) fn end_late(&self, now: MonotonicTime) -> Option<MonotonicTime> {
         let mut waiting = self.0.lock();
         let Waiting { next, now: looking } = &mut *waiting;
@@ -61,7 +63,11 @@ impl PendingLooks {
             .extract_if(.., over)
             .chain(looking.extract_if(.., over))
             .collect();
-        let soonest = next.iter().chain(&*looking).map(|(deadline, _)| *deadline).min();
+        let soonest = next
+            .iter()
+            .chain(&*looking)
+            .map(|(deadline, _)| *deadline)
+            .min();
         drop(waiting);
         for (_, done) in late {
             let text = "nobody has looked in time at what others have stored";
@@ -99,7 +105,9 @@ impl PendingLooks {
 impl Looked {
     /// Tells them what came of it.
     pub(crate) fn tell(self, result: &Result<()>) {
-        self.0.into_iter().for_each(|(_, done)| done(result.clone()));
+        self.0
+            .into_iter()
+            .for_each(|(_, done)| done(result.clone()));
     }
 }
 

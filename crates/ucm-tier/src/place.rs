@@ -1,12 +1,14 @@
-//! A place that is no directory, as tools see it: what lies there, and its removal. Engines have no use for this.
+//! A place that is no directory, as tools see it: what lies there, and its removal. Engines have no
+//! use for this.
 
 use ucm_core::Result;
 
 /// Something that lies at a place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Item {
-    /// Where it would lie below a root (`docs/format.md`): `<namespace>/blocks/<hh>/<id>.bin`, `<namespace>/segments/<name>`,
-    /// `<namespace>/manifest-<part>.json`, `ucm-root.json`, `space/<name>`. Empty: it is not ours.
+    /// Where it would lie below a root (`docs/format.md`): `<namespace>/blocks/<hh>/<id>.bin`,
+    /// `<namespace>/segments/<name>`, `<namespace>/manifest-<part>.json`, `ucm-root.json`,
+    /// `space/<name>`. Empty: it is not ours.
     pub path: String,
     /// What the server calls it.
     pub name: String,
@@ -40,6 +42,7 @@ pub trait Place: Send + Sync {
     /// Bytes of what has this name, fewer where it ends before; none where there is nothing.
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>>;
 
-    /// Removes something of ours; false where it is gone, or was used or replaced since it was listed.
+    /// Removes something of ours; false where it is gone, or was used or replaced since it was
+    /// listed.
     fn remove(&self, item: &Item) -> Result<bool>;
 }

@@ -1,7 +1,8 @@
 //! The POSIX backend: one record per file below a marked root, on anything that mounts.
 //!
-//! A record is written to a private name, closed, renamed: it is there whole or not at all, and never written again.
-//! Present means a length that this part's records can have. Every system call runs in the I/O engine's pool.
+//! A record is written to a private name, closed, renamed: it is there whole or not at all, and
+//! never written again. Present means a length that this part's records can have. Every system call
+//! runs in the I/O engine's pool.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +14,8 @@ use ucm_io::{IoJob, IoPool};
 use ucm_quota::visit_records;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, Quarantined, WriteOptions,
-    Written,
+    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, Quarantined,
+    WriteOptions, Written,
 };
 use crate::layout_kind::LayoutKind;
 use crate::shared::Shared;
@@ -27,7 +28,8 @@ pub struct PosixBackend {
 }
 
 impl PosixBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
+    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the
+    /// limit is too small.
     pub fn new(config: PosixConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         Ok(Self {
             shared: Arc::new(Shared::new(config, Some(LayoutKind::File), io, clock)?),
@@ -57,13 +59,22 @@ impl Backend for PosixBackend {
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
-        let paths: Vec<_> = ids.iter().map(|&id| self.shared.layout.record(id)).collect();
+        let paths: Vec<_> = ids
+            .iter()
+            .map(|&id| self.shared.layout.record(id))
+            .collect();
         let metas = io.stat(&paths, stop_at_missing);
         let metas = metas.inspect_err(|error| self.shared.log_link(error))?;
-        let mut found: Vec<_> = metas.iter().map(|&meta| self.shared.presence(meta)).collect();
+        let mut found: Vec<_> = metas
+            .iter()
+            .map(|&meta| self.shared.presence(meta))
+            .collect();
         if found.contains(&Err(MissReason::WrongLength)) && self.shared.has_lengths_to_learn() {
             self.shared.learn_lengths(io);
-            found = metas.iter().map(|&meta| self.shared.presence(meta)).collect();
+            found = metas
+                .iter()
+                .map(|&meta| self.shared.presence(meta))
+                .collect();
         }
         Ok(found)
     }
@@ -74,7 +85,14 @@ impl Backend for PosixBackend {
             .collect()
     }
 
-    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+    fn write(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    ) {
         let write = Write {
             id,
             slot,
@@ -92,9 +110,14 @@ impl Backend for PosixBackend {
         }
         let shared = Arc::clone(&self.shared);
         let touch = move |io: &IoJob| {
-            let files = due.into_iter().map(|(id, time)| (shared.layout.record(id), time));
+            let files = due
+                .into_iter()
+                .map(|(id, time)| (shared.layout.record(id), time));
             let touched = io.touch(&files.collect::<Vec<_>>())?;
-            let count = touched.iter().filter(|file| matches!(file, Ok(true))).count();
+            let count = touched
+                .iter()
+                .filter(|file| matches!(file, Ok(true)))
+                .count();
             shared.recency.count(count as u64);
             Ok(())
         };
@@ -119,13 +142,17 @@ impl Backend for PosixBackend {
 
     fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
         let (namespace, mut records) = (self.shared.layout.namespace(), Vec::new());
-        visit_records(&namespace, &mut |dir| io.list_if_there(&dir), &mut |id, meta| {
-            records.push(Listed {
-                id,
-                len: meta.len,
-                used_ns: meta.mtime_ns,
-            });
-        })?;
+        visit_records(
+            &namespace,
+            &mut |dir| io.list_if_there(&dir),
+            &mut |id, meta| {
+                records.push(Listed {
+                    id,
+                    len: meta.len,
+                    used_ns: meta.mtime_ns,
+                });
+            },
+        )?;
         Ok(records)
     }
 

@@ -1,11 +1,12 @@
-//! Evidence of damage: records that proved to be damaged are moved aside, so that somebody can look at them.
+//! Evidence of damage: records that proved to be damaged are moved aside, so that somebody can look
+//! at them.
 //!
-//! Healing never needs this; the next dump replaces a refused record whatever became of the old one. So everything
-//! here is best effort, on the lane of housekeeping, and must not eat a good store: a record is moved only after one
-//! more look at it past every cache, not while another host may still be writing it, and only a few a minute; when
-//! more are damaged the medium is sick, not the records, and the breaker opens. What was moved is bounded in number,
-//! in bytes and by age. What evidence is and how much of it is kept:
-//! [`ucm_quota::evidence`].
+//! Healing never needs this; the next dump replaces a refused record whatever became of the old
+//! one. So everything here is best effort, on the lane of housekeeping, and must not eat a good
+//! store: a record is moved only after one more look at it past every cache, not while another host
+//! may still be writing it, and only a few a minute; when more are damaged the medium is sick, not
+//! the records, and the breaker opens. What was moved is bounded in number, in bytes and by age.
+//! What evidence is and how much of it is kept: [`ucm_quota::evidence`].
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -83,7 +84,9 @@ impl Shared {
             inner.running = false;
             std::mem::take(&mut inner.queue)
         };
-        queue.into_iter().for_each(|(_, done)| done(Err(error.clone())));
+        queue
+            .into_iter()
+            .for_each(|(_, done)| done(Err(error.clone())));
     }
 
     /// Looks at one record once more and moves it aside if it is damaged, its own and old enough.
@@ -91,7 +94,10 @@ impl Shared {
         let path = self.layout.record(id);
         let paths = [self.layout.marker(), path.clone()];
         let metas = self.call(deadline, move |io| io.stat(&paths, false))?;
-        let (marker, meta) = (metas.first().copied().flatten(), metas.get(1).copied().flatten());
+        let (marker, meta) = (
+            metas.first().copied().flatten(),
+            metas.get(1).copied().flatten(),
+        );
         self.check_root(marker)?;
         let Some(meta) = meta else {
             return Ok(Quarantined::LeftAlone); // removed or not to be seen: nothing to keep
@@ -108,7 +114,11 @@ impl Shared {
         }
         let dir = self.layout.namespace().join(DIR);
         self.make_dir(dir.clone(), deadline)?;
-        let to = dir.join(evidence_name(id, reason, self.clock.wall_ns() / 1_000_000_000));
+        let to = dir.join(evidence_name(
+            id,
+            reason,
+            self.clock.wall_ns() / 1_000_000_000,
+        ));
         let deadline = self.clock.now().after(MOVE);
         let rename = || self.call(deadline, move |io| io.rename(&path, &to, meta.ino));
         if self.waiting.moved(id, rename).transpose()? != Some(true) {
@@ -118,8 +128,8 @@ impl Shared {
         Ok(Quarantined::Kept)
     }
 
-    /// What is wrong with a record by one more read past every cache; `None` if nothing is, if it is not damage, or
-    /// if another writer may be about to finish it.
+    /// What is wrong with a record by one more read past every cache; `None` if nothing is, if it
+    /// is not damage, or if another writer may be about to finish it.
     fn damage(
         &self,
         id: BlockId,
@@ -139,9 +149,13 @@ impl Shared {
         let Err(reason) = self.verify(id, bytes, file_len) else {
             return Ok(None);
         };
-        // The header says who wrote it and when; a damaged one does not, and the file's time is cut to the minute.
+        // The header says who wrote it and when; a damaged one does not, and the file's time is cut
+        // to the minute.
         let (ours, written) = match RecordHeader::decode(bytes) {
-            Ok(header) => (header.meta.writer == self.config.writer, header.meta.time_ns),
+            Ok(header) => (
+                header.meta.writer == self.config.writer,
+                header.meta.time_ns,
+            ),
             Err(_) => {
                 let stamp = u64::try_from(meta.mtime_ns).unwrap_or(0);
                 (false, stamp.saturating_add(YOUNG_NS))

@@ -1,5 +1,6 @@
-//! Reading records, for a load and for a verification on the side of the medium: one just published is read back before
-//! it counts (`verify: paranoid`), a refused one is looked at once more before it is moved ([`crate::quarantine`]).
+//! Reading records, for a load and for a verification on the side of the medium: one just published
+//! is read back before it counts (`verify: paranoid`), a refused one is looked at once more before
+//! it is moved ([`crate::quarantine`]).
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -11,8 +12,8 @@ use ucm_record::{Expect, RecordHeader, verify_sides, verify_stored};
 use crate::backend::{BlockRead, Part, Parts, ReadDone, Written};
 use crate::shared::Shared;
 
-/// Error numbers of what is there for others but never for us as a record: no permission (of the file, or of a
-/// directory above it), a directory, a link.
+/// Error numbers of what is there for others but never for us as a record: no permission (of the
+/// file, or of a directory above it), a directory, a link.
 const FORBIDDEN: [i32; 2] = [1, 13];
 const NO_FILE: [i32; 2] = [21, 40];
 
@@ -64,8 +65,9 @@ impl Shared {
         })
     }
 
-    /// Reads a record that was just written past every cache, over the bytes it was written from, and tells whether all
-    /// of it is sound. It lies at `offset` of the file and is `len` bytes long; none: it is all of the file.
+    /// Reads a record that was just written past every cache, over the bytes it was written from,
+    /// and tells whether all of it is sound. It lies at `offset` of the file and is `len` bytes
+    /// long; none: it is all of the file.
     pub(crate) fn read_back(
         &self,
         io: &IoJob,
@@ -83,8 +85,8 @@ impl Shared {
         Ok(checked.map_or_else(Written::Unsound, |()| Written::Published))
     }
 
-    /// Verifies the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if
-    /// anything. Of one that has KV its side shards are not looked at.
+    /// Verifies the bytes of a record that was read, in whatever form it is stored: what is wrong
+    /// with them, if anything. Of one that has KV its side shards are not looked at.
     pub(crate) fn verify(
         &self,
         id: BlockId,
@@ -105,8 +107,8 @@ impl Shared {
     }
 }
 
-/// Tells why a file could not be read: the record's own fault, whatever the medium's health, or the medium's. No permission
-/// is the record's own fault if its directories can be searched.
+/// Tells why a file could not be read: the record's own fault, whatever the medium's health, or the
+/// medium's. No permission is the record's own fault if its directories can be searched.
 pub(crate) fn explain(io: &IoJob, path: PathBuf, error: Error) -> Error {
     let own = match error.os_code() {
         Some(code) if NO_FILE.contains(&code) => true,

@@ -8,9 +8,10 @@ use ucm_core::BlockId;
 
 /// Time of use, told to the file system as a modification time.
 ///
-/// The time is cut to a minute and the block's ordinal in its chain is taken off in microseconds: within a minute a
-/// descendant is always older than its ancestors, so that removing the oldest first is removing the deepest first,
-/// without reading a header. A request touches its whole prefix, at most once a minute and block.
+/// The time is cut to a minute and the block's ordinal in its chain is taken off in microseconds:
+/// within a minute a descendant is always older than its ancestors, so that removing the oldest
+/// first is removing the deepest first, without reading a header. A request touches its whole
+/// prefix, at most once a minute and block.
 #[derive(Default)]
 pub struct Recency {
     told: Mutex<Option<LruCache<BlockId, i64>>>,
@@ -23,7 +24,8 @@ const STEP_NS: i64 = 60_000_000_000;
 const TOLD: usize = 1 << 17;
 
 impl Recency {
-    /// What counts as the last use of a block at this ordinal of its chain that is used at this time, ns of Unix time.
+    /// What counts as the last use of a block at this ordinal of its chain that is used at this
+    /// time, ns of Unix time.
     pub fn time(ordinal: u32, wall_ns: u64) -> i64 {
         let now = i64::try_from(wall_ns).unwrap_or(i64::MAX);
         now - now % STEP_NS - i64::from(ordinal) * 1000

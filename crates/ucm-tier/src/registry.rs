@@ -1,9 +1,10 @@
 //! Every kind of tier, once: its names, its options and what makes it.
 //!
-//! A kind is one file that ends in a function answering a [`TierKind`], and one line in the list of built-in kinds
-//! (`builtin/mod.rs`); another crate adds its own with [`register`] before a configuration is read. Python asks for all of
-//! it ([`describe`]) and makes from it the keys of the configuration with their checks, the store classes and the tables
-//! of `docs/configuration.md`; the behaviour suite runs over every medium that is listed here.
+//! A kind is one file that ends in a function answering a [`TierKind`], and one line in the list of
+//! built-in kinds (`builtin/mod.rs`); another crate adds its own with [`register`] before a
+//! configuration is read. Python asks for all of it ([`describe`]) and makes from it the keys of
+//! the configuration with their checks, the store classes and the tables of
+//! `docs/configuration.md`; the behaviour suite runs over every medium that is listed here.
 //!
 //! ```
 //! use schemars::JsonSchema;
@@ -32,8 +33,8 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use crate::builtin;
 pub use crate::kind::{
-    Addresses, Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats, Mode, Size,
-    StoreName, TierKind, TierOptions, seconds,
+    Addresses, Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats,
+    Mode, Size, StoreName, TierKind, TierOptions, seconds,
 };
 use crate::place::Place;
 
@@ -76,7 +77,8 @@ pub fn find(word: &str) -> Result<Arc<TierKind>> {
     Err(unknown.with("kind", word).with("known", known.join(", ")))
 }
 
-/// All kinds as a JSON text: a list of names, role, state, schema of the options and their defaults in order.
+/// All kinds as a JSON text: a list of names, role, state, schema of the options and their defaults
+/// in order.
 pub fn describe() -> String {
     let kinds = kinds();
     let described: Vec<_> = kinds.iter().map(|kind| kind.described()).collect();
@@ -86,7 +88,10 @@ pub fn describe() -> String {
 /// What tools see of a kind that keeps nothing in directories, with these options as a JSON text.
 pub fn place(word: &str, options: &str) -> Result<Box<dyn Place>> {
     let options = serde_json::from_str(options).map_err(|error| {
-        let wrong = Error::new(ErrorKind::Config, "the options of a tier are no JSON object");
+        let wrong = Error::new(
+            ErrorKind::Config,
+            "the options of a tier are no JSON object",
+        );
         wrong.caused_by(error)
     })?;
     find(word)?.place(options)
@@ -121,10 +126,14 @@ mod tests {
         for kind in &all {
             let properties = kind["options"]["properties"].as_object();
             let keys: BTreeSet<&String> = properties.iter().flat_map(|all| all.keys()).collect();
-            let defaults: BTreeSet<&String> = kind["defaults"].as_object().unwrap().keys().collect();
+            let defaults: BTreeSet<&String> =
+                kind["defaults"].as_object().unwrap().keys().collect();
             assert_eq!(keys, defaults, "{}", kind["names"][0]["word"]);
             for (key, option) in properties.into_iter().flatten() {
-                assert!(option["description"].is_string(), "{key} has no doc comment");
+                assert!(
+                    option["description"].is_string(),
+                    "{key} has no doc comment"
+                );
                 assert!(
                     option.get("$ref").is_none(),
                     "{key} is not described where it stands"

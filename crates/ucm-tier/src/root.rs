@@ -1,6 +1,8 @@
-//! The root of a POSIX backend: its marker, the namespace's directories and manifest, what the file system is.
+//! The root of a POSIX backend: its marker, the namespace's directories and manifest, what the file
+//! system is.
 //!
-//! Everything here waits, with a deadline, on a thread of the control path; records never go this way.
+//! Everything here waits, with a deadline, on a thread of the control path; records never go this
+//! way.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -47,7 +49,11 @@ impl Shared {
         self.io.call(LANE_SPACE, deadline, work)
     }
 
-    pub(crate) fn read_document(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<Vec<u8>>> {
+    pub(crate) fn read_document(
+        &self,
+        path: PathBuf,
+        deadline: MonotonicTime,
+    ) -> Result<Option<Vec<u8>>> {
         let (len, at) = (limits::MAX_DOCUMENT_BYTES, path.display().to_string());
         let read = self.call(deadline, move |io| {
             io.read_piece(&path, 0, len, ReadMode::Default)
@@ -55,14 +61,17 @@ impl Shared {
         match read {
             Some((_, file_len)) if file_len > len as u64 => {
                 let long = Error::new(ErrorKind::Config, "this document is too long to be ours");
-                Err(long.with("path", at).with("bytes", file_len).with("most", len))
+                Err(long
+                    .with("path", at)
+                    .with("bytes", file_len)
+                    .with("most", len))
             }
             found => Ok(found.map(|(bytes, _)| bytes)),
         }
     }
 
-    /// Publishes the marker or a manifest, durably: they are few, and without its marker a root is no root. A name that a
-    /// power cut left without bytes would switch it off for good.
+    /// Publishes the marker or a manifest, durably: they are few, and without its marker a root is
+    /// no root. A name that a power cut left without bytes would switch it off for good.
     pub(crate) fn publish_document(
         &self,
         private: PathBuf,
@@ -93,8 +102,10 @@ impl Shared {
     }
 
     pub(crate) fn next_private(&self) -> PathBuf {
-        self.layout
-            .private(self.config.writer, self.sequence.fetch_add(1, Ordering::Relaxed))
+        self.layout.private(
+            self.config.writer,
+            self.sequence.fetch_add(1, Ordering::Relaxed),
+        )
     }
 
     fn stat(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<FileMeta>> {
@@ -106,11 +117,13 @@ impl Shared {
         self.check_root(self.stat(self.layout.marker(), deadline)?)
     }
 
-    /// Makes and marks the root where it is new, makes the namespace, writes its manifest, starts the first count. A root
-    /// that was opened before is not made because it is missing: it may be unmounted ([`Shared::readmit`]).
+    /// Makes and marks the root where it is new, makes the namespace, writes its manifest, starts
+    /// the first count. A root that was opened before is not made because it is missing: it may be
+    /// unmounted ([`Shared::readmit`]).
     pub(crate) fn open_root(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         if self.config.lookup_only {
-            // Nothing there yet means that nothing is stored yet; but what is there must be ours to read.
+            // Nothing there yet means that nothing is stored yet; but what is there must be ours to
+            // read.
             let marker = self.read_marker(deadline)?;
             marker.iter().for_each(|marker| self.told_by(marker));
             return Ok(());
@@ -122,7 +135,8 @@ impl Shared {
         self.use_root(marker, deadline)
     }
 
-    /// Makes the root if it is not there, marks it if it is not marked, and remembers where it is mounted.
+    /// Makes the root if it is not there, marks it if it is not marked, and remembers where it is
+    /// mounted.
     fn begin_root(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         self.make_root(deadline)?;
         let mounted = self.mount_point(deadline)?;
@@ -137,7 +151,8 @@ impl Shared {
         self.use_root(marker, deadline)
     }
 
-    /// Says so where the configuration asks for another layout than the root has: what lies there is not found.
+    /// Says so where the configuration asks for another layout than the root has: what lies there
+    /// is not found.
     fn tell_of_another_layout(&self, marker: &Marker) {
         let marked = marker
             .layout
@@ -152,7 +167,8 @@ impl Shared {
             warn!(
                 store = self.config.writer,
                 %root,
-                "{root}: layout {} is asked for (by layout, or by codec), and other processes keep its blocks in layout {}: \
+                "{root}: layout {} is asked for (by layout, or by codec), and other processes keep \
+                 its blocks in layout {}: \
                  neither finds the other's; leave both keys out, or take another directory",
                 own.name(),
                 marked.name()
@@ -160,7 +176,8 @@ impl Shared {
         }
     }
 
-    /// Makes the namespace below a marked root, learns what the file system can do, starts the first count.
+    /// Makes the namespace below a marked root, learns what the file system can do, starts the
+    /// first count.
     fn use_root(self: &Arc<Self>, marker: Marker, deadline: MonotonicTime) -> Result<()> {
         if self.furnish(deadline)? {
             self.probe_io(deadline)?;
@@ -209,14 +226,15 @@ impl Shared {
             let above = root.ancestors().skip(1).map(or_here);
             let same = above.take_while(|above| mount_of(above).is_ok_and(|found| found == mount));
             let path = same.last().unwrap_or(&root).to_owned();
-            let gone = || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
+            let gone =
+                || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
             let FileMeta { dev, ino, .. } = io.look(path.clone())?.ok_or_else(gone)?;
             Ok(MountPoint { path, dev, ino })
         })
     }
 
-    /// Before every count: the root is still ours (nothing is removed from another), and a part that another rank wrote
-    /// over is added again. Answers the limit.
+    /// Before every count: the root is still ours (nothing is removed from another), and a part
+    /// that another rank wrote over is added again. Answers the limit.
     fn tend(self: &Arc<Self>, deadline: MonotonicTime) -> Result<u64> {
         let marker = self.own_marker(deadline)?;
         self.told_by(&marker);
@@ -227,7 +245,8 @@ impl Shared {
         Ok(limit)
     }
 
-    /// The marker of the root that was opened, which is taken up again first where it was lost; an error as long as it is.
+    /// The marker of the root that was opened, which is taken up again first where it was lost; an
+    /// error as long as it is.
     pub(crate) fn own_marker(self: &Arc<Self>, deadline: MonotonicTime) -> Result<Marker> {
         if self
             .check_root(self.stat(self.layout.marker(), deadline)?)
@@ -246,7 +265,8 @@ impl Shared {
         Ok(marker)
     }
 
-    /// The namespace's directories and its manifest; false where none can be made, for the file system is read-only.
+    /// The namespace's directories and its manifest; false where none can be made, for the file
+    /// system is read-only.
     pub(crate) fn furnish(&self, deadline: MonotonicTime) -> Result<bool> {
         let made = unless_read_only(self.make_dirs(deadline))?.is_some();
         if made {
@@ -267,14 +287,18 @@ impl Shared {
         self.space.in_background(deadline, look, ended);
     }
 
-    /// Takes a root up again that was lost: the one that was opened, known by its marker, on whatever device it is now; or
-    /// a new one in the place of one that was removed, if nothing was unmounted there. Another root, or none, is an error.
+    /// Takes a root up again that was lost: the one that was opened, known by its marker, on
+    /// whatever device it is now; or a new one in the place of one that was removed, if nothing was
+    /// unmounted there. Another root, or none, is an error.
     fn readmit(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         if let Some(marker) = self.read_marker(deadline)? {
             let known = self.root.lock().uuid.clone();
             if known.is_none_or(|known| known != marker.uuid) {
-                let text = "another root was mounted or put in the place of the one that was opened";
-                return Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()));
+                let text =
+                    "another root was mounted or put in the place of the one that was opened";
+                return Err(
+                    Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display())
+                );
             }
             let mounted = self.mount_point(deadline)?;
             let Some(meta) = self.stat(self.layout.marker(), deadline)? else {
@@ -289,8 +313,9 @@ impl Shared {
             self.space.lost();
             return Ok(());
         }
-        // Removed, not unmounted: the root is not there at all, and what it was mounted with is. Where a share is
-        // unmounted, its mount point is another directory from then on, though it may be on the same device.
+        // Removed, not unmounted: the root is not there at all, and what it was mounted with is.
+        // Where a share is unmounted, its mount point is another directory from then on, though it
+        // may be on the same device.
         let mounted = {
             let known = self.root.lock();
             known
@@ -332,19 +357,24 @@ impl Shared {
             return;
         }
         let then = match self.config.rules.floor(total) {
-            0 => {
-                "nothing is removed before the file system is full, because free_space_floor is 0".to_owned()
-            }
+            0 => "nothing is removed before the file system is full, because free_space_floor is 0"
+                .to_owned(),
             floor => format!(
-                "the oldest blocks are removed when less than {} of the file system is free (free_space_floor)",
+                "the oldest blocks are removed when less than {} of the file system is free \
+                 (free_space_floor)",
                 in_units(floor)
             ),
         };
-        let (root, limit, total) = (self.layout.root().display(), in_units(limit), in_units(total));
+        let (root, limit, total) = (
+            self.layout.root().display(),
+            in_units(limit),
+            in_units(total),
+        );
         warn!(
             store = self.config.writer,
             %root,
-            "storage_capacity of {root} is {limit}, and its file system has {total}: the limit is never reached, and {then}; \
+            "storage_capacity of {root} is {limit}, and its file system has {total}: the limit is \
+             never reached, and {then}; \
              lower storage_capacity"
         );
     }
@@ -365,7 +395,11 @@ impl Shared {
     /// The directories of the namespace; also later, when somebody removed them.
     pub(crate) fn make_dirs(&self, deadline: MonotonicTime) -> Result<()> {
         let namespace = self.layout.namespace();
-        let records = self.root.lock().kind.map(|kind| namespace.join(kind.directory()));
+        let records = self
+            .root
+            .lock()
+            .kind
+            .map(|kind| namespace.join(kind.directory()));
         for dir in [namespace, self.layout.tmp()].into_iter().chain(records) {
             self.make_dir(dir, deadline)?;
         }
@@ -389,7 +423,9 @@ impl Shared {
             None => String::new(),
             Some(Ok(memory)) => {
                 let mib = memory >> 20;
-                format!(", records through the rings of 3FS, which have {mib} MiB of memory at most")
+                format!(
+                    ", records through the rings of 3FS, which have {mib} MiB of memory at most"
+                )
             }
             Some(Err(why)) => format!(", no rings of 3FS ({why})"),
         };
@@ -410,7 +446,10 @@ impl Shared {
         paths.reverse();
         let asked = paths.clone();
         let metas = self.call(deadline, move |io| io.stat(&asked, false))?;
-        let missing = paths.into_iter().zip(metas).filter(|(_, meta)| meta.is_none());
+        let missing = paths
+            .into_iter()
+            .zip(metas)
+            .filter(|(_, meta)| meta.is_none());
         Ok(missing.map(|(path, _)| path).collect())
     }
 
@@ -421,10 +460,16 @@ impl Shared {
         Ok((space.total, space.free))
     }
 
-    /// Marks the root, with the layout that was decided if one was; the answer is the marker that counts.
+    /// Marks the root, with the layout that was decided if one was; the answer is the marker that
+    /// counts.
     pub(crate) fn mark(&self, deadline: MonotonicTime) -> Result<Marker> {
         let (total, free) = self.space_info(deadline)?;
-        let layout = self.root.lock().layout.as_ref().and_then(RootLayout::to_value);
+        let layout = self
+            .root
+            .lock()
+            .layout
+            .as_ref()
+            .and_then(RootLayout::to_value);
         let marker = Marker {
             format: FORMAT,
             uuid: crate::random_hex(),
@@ -448,7 +493,10 @@ impl Shared {
         replace: bool,
         deadline: MonotonicTime,
     ) -> Result<()> {
-        let private = self.layout.root().join(format!(".{}.tmp", crate::random_hex()));
+        let private = self
+            .layout
+            .root()
+            .join(format!(".{}.tmp", crate::random_hex()));
         self.publish_document(
             private,
             self.layout.marker(),
@@ -458,12 +506,14 @@ impl Shared {
         )
     }
 
-    /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that.
+    /// Whether a record was met whose length is not known, and it is time to look what the manifest
+    /// says of that.
     pub(crate) fn has_lengths_to_learn(&self) -> bool {
         self.lengths.is_look_due(self.clock.now())
     }
 
-    /// Reads which lengths records may have. Where that fails, those that are not known stay misses for now.
+    /// Reads which lengths records may have. Where that fails, those that are not known stay misses
+    /// for now.
     pub(crate) fn learn_lengths(&self, io: &IoJob) {
         let (path, len) = (self.layout.manifest(), limits::MAX_DOCUMENT_BYTES);
         if let Ok(Some((bytes, _))) = io.read_piece(&path, 0, len, ReadMode::Default)
@@ -473,8 +523,8 @@ impl Shared {
         }
     }
 
-    /// Adds this part to the manifest. Ranks do so at the same time: the rank that finds its part lost adds it again,
-    /// at the latest with the next count.
+    /// Adds this part to the manifest. Ranks do so at the same time: the rank that finds its part
+    /// lost adds it again, at the latest with the next count.
     fn describe_part(&self, deadline: MonotonicTime) -> Result<()> {
         let config = &self.config;
         for _ in 0..8 {

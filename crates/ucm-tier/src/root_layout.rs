@@ -1,10 +1,12 @@
-//! Which layout a root has, where no configuration names one: a root keeps what it has, a new one gets segments.
+//! Which layout a root has, where no configuration names one: a root keeps what it has, a new one
+//! gets segments.
 //!
-//! What the marker says counts; where it says nothing, the records that are there; where there are none, the default, and
-//! the marker says so from then on. On a new root the decision stands in the marker from its first byte on: of several
-//! processes that begin at the same time one has its marker stay, and the others go by that. A root that was marked without
-//! a decision (by a process whose configuration names a layout) gets it by writing the marker again; two that do so at
-//! the same time and differ may use both layouts until they are started again, which costs misses.
+//! What the marker says counts; where it says nothing, the records that are there; where there are
+//! none, the default, and the marker says so from then on. On a new root the decision stands in the
+//! marker from its first byte on: of several processes that begin at the same time one has its
+//! marker stay, and the others go by that. A root that was marked without a decision (by a process
+//! whose configuration names a layout) gets it by writing the marker again; two that do so at the
+//! same time and differ may use both layouts until they are started again, which costs misses.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -20,7 +22,8 @@ use crate::root::unless_read_only;
 use crate::shared::{Shared, is_link};
 
 impl Shared {
-    /// Reads which layout was decided on; decides, where no one has and this process writes. `None` where it does not.
+    /// Reads which layout was decided on; decides, where no one has and this process writes. `None`
+    /// where it does not.
     pub(crate) fn decide_layout(&self, deadline: MonotonicTime) -> Result<Option<Decision>> {
         let marker = self.read_marker(deadline)?;
         if let Some(decision) = marker.as_ref().and_then(|marker| self.as_marked(marker)) {
@@ -56,7 +59,8 @@ impl Shared {
         Some(decision.unwrap_or_else(|| Decision::for_now(unknown)))
     }
 
-    /// The layout of the records below the root, of any namespace; where some are in files, that one.
+    /// The layout of the records below the root, of any namespace; where some are in files, that
+    /// one.
     fn layout_of_records(&self, deadline: MonotonicTime) -> Result<Option<LayoutKind>> {
         let root = self.layout.root();
         let mut found = None;
@@ -67,7 +71,8 @@ impl Shared {
             let namespace = root.join(&name);
             // Such a directory is made with its first record.
             let blocks = self.list(namespace.join(BLOCKS), deadline)?;
-            let shard = |(name, meta): &(OsString, FileMeta)| meta.is_dir && shard_name(name).is_some();
+            let shard =
+                |(name, meta): &(OsString, FileMeta)| meta.is_dir && shard_name(name).is_some();
             if blocks.iter().any(shard) {
                 return Ok(Some(LayoutKind::File));
             }
@@ -85,7 +90,8 @@ impl Shared {
     fn list(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Vec<(OsString, FileMeta)>> {
         let listed = self.call(deadline, move |io| io.list_if_there(&dir));
         match listed {
-            Err(error) if is_link(&error) => Ok(Vec::new()), // of any namespace: its own users log it
+            // of any namespace: its own users log it
+            Err(error) if is_link(&error) => Ok(Vec::new()),
             listed => listed,
         }
     }

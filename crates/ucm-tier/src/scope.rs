@@ -23,7 +23,8 @@ pub struct Scope {
     pub record: RecordLayout,
     /// Other parts of the namespace whose records may be looked up.
     pub other_parts: Vec<PartRecord>,
-    /// Whether records may be shorter than the layout says, in another form that the caller can read.
+    /// Whether records may be shorter than the layout says, in another form that the caller can
+    /// read.
     pub shorter: bool,
     /// Never writes.
     pub lookup_only: bool,

@@ -1,7 +1,7 @@
 //! Files that hold a secret: keys of encryption, of TLS, of S3. One rule holds for all of them.
 //!
-//! A file of our own that other users may read is refused. One of another owner is read with a warning: it may be a secret
-//! that was mounted for us, whose mode we cannot change.
+//! A file of our own that other users may read is refused. One of another owner is read with a
+//! warning: it may be a secret that was mounted for us, whose mode we cannot change.
 
 use std::fs::File;
 use std::io::Read;
@@ -38,8 +38,8 @@ impl Readers {
     }
 }
 
-/// The bytes of a file that holds a secret; `what` is its key in the configuration, or what it holds. `Config` where it
-/// cannot be read, or is ours and others may read it.
+/// The bytes of a file that holds a secret; `what` is its key in the configuration, or what it
+/// holds. `Config` where it cannot be read, or is ours and others may read it.
 pub fn read(path: &Path, what: &str) -> Result<Vec<u8>> {
     let unread = |error: std::io::Error| {
         let text = format!("{what} cannot be read");
@@ -73,7 +73,8 @@ pub(crate) fn check(file: &File, path: &Path, what: &str) -> Result<()> {
         Readers::Owner => Ok(()),
         Readers::OthersOfOurs => {
             let text = format!(
-                "{what} is a secret, and its file {path} is open to other users (mode {mode:04o}): run chmod 600 {path} \
+                "{what} is a secret, and its file {path} is open to other users (mode {mode:04o}): \
+                 run chmod 600 {path} \
                  (where Kubernetes mounts it: defaultMode: 0400)"
             );
             Err(Error::new(ErrorKind::Config, text))
@@ -81,7 +82,8 @@ pub(crate) fn check(file: &File, path: &Path, what: &str) -> Result<()> {
         Readers::OthersOfTheirs => {
             warn!(
                 path = %path,
-                "{what} is a secret, and its file {path} is open to other users (mode {mode:04o}); it belongs to another \
+                "{what} is a secret, and its file {path} is open to other users (mode {mode:04o}); \
+                 it belongs to another \
                  user and is used all the same: let its owner run chmod 600 {path}"
             );
             Ok(())
@@ -111,7 +113,10 @@ mod tests {
             let error = read_with(mode).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Config);
             let text = error.to_string();
-            assert!(text.contains(&format!("chmod 600 {}", path.display())), "{text}");
+            assert!(
+                text.contains(&format!("chmod 600 {}", path.display())),
+                "{text}"
+            );
             assert!(
                 text.contains("encryption_key_file") && text.contains(&format!("{mode:04o}")),
                 "{text}"

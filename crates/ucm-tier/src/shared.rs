@@ -53,7 +53,8 @@ pub struct PosixConfig {
     pub capacity: Option<Capacity>,
     /// What is removed beside the oldest above the limit, and how much of the medium stays free.
     pub rules: Rules,
-    /// The process that writes, normally [`Process::this`]: others take over at once when it is gone.
+    /// The process that writes, normally [`Process::this`]: others take over at once when it is
+    /// gone.
     pub process: Process,
     /// Number that tells this writer's private files and records from others'.
     pub writer: u64,
@@ -94,7 +95,8 @@ pub(crate) struct Shared {
     pub(crate) lengths: Lengths,
 }
 
-/// A directory that stands for a mount: an unmounted share leaves another one, or none, at its path.
+/// A directory that stands for a mount: an unmounted share leaves another one, or none, at its
+/// path.
 #[derive(Debug, Clone)]
 pub(crate) struct MountPoint {
     pub(crate) path: PathBuf,
@@ -161,10 +163,17 @@ impl Shared {
             space,
             recency: Recency::default(),
             waiting: Waiting::default(),
-            lengths: Lengths::new(config.part, &config.record, &config.other_parts, config.shorter),
+            lengths: Lengths::new(
+                config.part,
+                &config.record,
+                &config.other_parts,
+                config.shorter,
+            ),
             config,
         };
-        if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
+        if let (Some(Capacity::Bytes(limit)), false) =
+            (shared.config.capacity, shared.config.lookup_only)
+        {
             shared.check_limit(limit.get())?;
         }
         Ok(shared)
@@ -194,9 +203,10 @@ impl Shared {
         }
     }
 
-    /// Whether writes fill the page cache of a local file system. Only one thread at once can fill the pages of one file
-    /// there (ext4 and XFS hold the inode's lock meanwhile), and the others would not sleep but spin: so several files are
-    /// written side by side. Not as long as it is not known where the root lies.
+    /// Whether writes fill the page cache of a local file system. Only one thread at once can fill
+    /// the pages of one file there (ext4 and XFS hold the inode's lock meanwhile), and the others
+    /// would not sleep but spin: so several files are written side by side. Not as long as it is
+    /// not known where the root lies.
     pub(crate) fn writes_cached(&self) -> bool {
         self.writes_cached.load(Ordering::Acquire)
     }
@@ -232,8 +242,8 @@ impl Shared {
         }
     }
 
-    /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is
-    /// not the root that was opened.
+    /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium
+    /// answers, but it is not the root that was opened.
     pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
         let device = self.root.lock().device;
         if marker.is_some_and(|meta| Some(meta.dev) == device) {

@@ -27,8 +27,9 @@ pub struct RootSetup {
     pub io: Arc<IoPool>,
 }
 
-/// A medium for each of these roots, which are those of the spread in its order. Where it moves records, what one would
-/// remove to make room goes to the next colder one first. Nothing is touched before they are opened.
+/// A medium for each of these roots, which are those of the spread in its order. Where it moves
+/// records, what one would remove to make room goes to the next colder one first. Nothing is
+/// touched before they are opened.
 ///
 /// # Errors
 /// `Config` where a limit is too small, or a segment too long.

@@ -1,7 +1,9 @@
-//! How fast a root is, where records are spread by that: what reading a MiB takes, past the caches that can be passed.
+//! How fast a root is, where records are spread by that: what reading a MiB takes, past the caches
+//! that can be passed.
 //!
-//! It is measured once, by the first process that has to know, and stands in the root's marker from then on: all who use the
-//! root go by one number, so that no two move records to and fro between two roots.
+//! It is measured once, by the first process that has to know, and stands in the root's marker from
+//! then on: all who use the root go by one number, so that no two move records to and fro between
+//! two roots.
 
 use ucm_core::Result;
 use ucm_infra::MonotonicTime;
@@ -25,7 +27,8 @@ impl Shared {
         if !self.config.place.measured || marker.read_ns.is_some() {
             return Ok(marker);
         }
-        // One that is full or cannot be written is used as it is, and comes after those that were measured.
+        // One that is full or cannot be written is used as it is, and comes after those that were
+        // measured.
         let Ok(read_ns) = self.measure(deadline) else {
             return Ok(marker);
         };
@@ -42,7 +45,11 @@ impl Shared {
 
     /// What reading a MiB takes, ns.
     fn measure(&self, deadline: MonotonicTime) -> Result<u64> {
-        let (private, target, mode) = (self.next_private(), self.next_private(), self.config.modes.file);
+        let (private, target, mode) = (
+            self.next_private(),
+            self.next_private(),
+            self.config.modes.file,
+        );
         let clock = std::sync::Arc::clone(&self.clock);
         let measure = move |io: &IoJob| {
             io.publish(Publish {

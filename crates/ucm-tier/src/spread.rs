@@ -1,14 +1,17 @@
-//! Several roots side by side: which of them a new record goes to, and in which order they are asked for one.
+//! Several roots side by side: which of them a new record goes to, and in which order they are
+//! asked for one.
 //!
-//! The choice is made when a record is written. Looked for it is in every root, so a root that is lost, added or back
-//! again changes where new records go and makes nothing unfindable; only roots that have to be asked file by file are
-//! spared questions about records that belong elsewhere ([`Spread::keeps_home`]).
+//! The choice is made when a record is written. Looked for it is in every root, so a root that is
+//! lost, added or back again changes where new records go and makes nothing unfindable; only roots
+//! that have to be asked file by file are spared questions about records that belong elsewhere
+//! ([`Spread::keeps_home`]).
 //!
-//! * `round_robin`: by rendezvous hashing of the record's id with the roots' UUIDs. A root that is added takes over its
-//!   share of the ids, and no other id moves; the ids of a root that is lost go to each one's next.
+//! * `round_robin`: by rendezvous hashing of the record's id with the roots' UUIDs. A root that is
+//!   added takes over its share of the ids, and no other id moves; the ids of a root that is lost
+//!   go to each one's next.
 //! * `random`: any of them.
-//! * `tiered`: the hottest that has room. What a root would remove to make room goes to the next colder one first
-//!   ([`crate::demotion`]), and what is read often in a colder one is brought up.
+//! * `tiered`: the hottest that has room. What a root would remove to make room goes to the next
+//!   colder one first ([`crate::demotion`]), and what is read often in a colder one is brought up.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -48,8 +51,8 @@ pub enum Heat {
     Cold,
 }
 
-/// What is known of a root to the store that spreads records over it and others: what its marker says, and what came
-/// from there.
+/// What is known of a root to the store that spreads records over it and others: what its marker
+/// says, and what came from there.
 #[derive(Debug, Default)]
 pub struct RootFacts {
     /// From its UUID; 0 before it was opened.
@@ -62,7 +65,8 @@ pub struct RootFacts {
 }
 
 impl RootFacts {
-    /// Notes what the root's marker says: its UUID, and what reading a MiB took when that was measured, ns.
+    /// Notes what the root's marker says: its UUID, and what reading a MiB took when that was
+    /// measured, ns.
     pub fn learn(&self, uuid: &str, read_ns: Option<u64>) {
         let seed = uuid
             .get(..16)
@@ -96,7 +100,8 @@ struct Member {
 }
 
 impl Member {
-    /// What the hottest has the least of; those no one measured come last among those of their heat.
+    /// What the hottest has the least of; those no one measured come last among those of their
+    /// heat.
     fn coldness(&self) -> (Heat, u64) {
         let read_ns = self.facts.read_ns.load(Ordering::Acquire);
         (self.heat, if read_ns == 0 { u64::MAX } else { read_ns })
@@ -124,7 +129,10 @@ pub struct Spread {
 impl Spread {
     /// One root, or what is no root: nothing to choose.
     pub fn alone() -> Self {
-        Self::of(StoragePolicy::RoundRobin, vec![(Heat::Warm, Arc::default())])
+        Self::of(
+            StoragePolicy::RoundRobin,
+            vec![(Heat::Warm, Arc::default())],
+        )
     }
 
     /// Several roots, at most [`MAX_ROOTS`], as they were named.
@@ -141,7 +149,8 @@ impl Spread {
         }
     }
 
-    /// The same with records moved, where it is `tiered`: brought up like this, and so many bytes in a second at most.
+    /// The same with records moved, where it is `tiered`: brought up like this, and so many bytes
+    /// in a second at most.
     #[must_use]
     pub fn moving(mut self, promotion: Promotion, bytes_per_second: u64) -> Self {
         self.promotion = promotion;
@@ -173,15 +182,16 @@ impl Spread {
         order
     }
 
-    /// The hottest first: by what was said of them, then by what was measured, then as they were named.
+    /// The hottest first: by what was said of them, then by what was measured, then as they were
+    /// named.
     pub fn by_heat(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.members.len()).collect();
         order.sort_by_key(|&member| self.members[member].coldness());
         order
     }
 
-    /// Whether a record lies in the first of its order that could take it when it was written, so that those which would have
-    /// to be asked need not be asked for others.
+    /// Whether a record lies in the first of its order that could take it when it was written, so
+    /// that those which would have to be asked need not be asked for others.
     pub fn keeps_home(&self) -> bool {
         self.policy == StoragePolicy::RoundRobin
     }
@@ -208,7 +218,8 @@ impl Spread {
 
     fn by_hash(&self, id: BlockId) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.members.len()).collect();
-        let score = |&member: &usize| score(self.members[member].facts.seed.load(Ordering::Acquire), id);
+        let score =
+            |&member: &usize| score(self.members[member].facts.seed.load(Ordering::Acquire), id);
         order.sort_by_cached_key(|member| std::cmp::Reverse(score(member)));
         order
     }
@@ -222,7 +233,8 @@ fn score(seed: u64, id: BlockId) -> u64 {
     mixed(mixed(seed ^ u64::from_le_bytes(low)) ^ u64::from_le_bytes(high))
 }
 
-/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the answer depends on every bit of the number.
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the answer depends on
+/// every bit of the number.
 fn mixed(number: u64) -> u64 {
     let mut x = number.wrapping_add(0x9E37_79B9_7F4A_7C15);
     x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -293,7 +305,8 @@ mod tests {
     }
 
     fn ids() -> impl Iterator<Item = BlockId> {
-        (0..4000u128).map(|n| BlockId(n.to_le_bytes())) // alike, as ids never are: the hash has to tell them apart
+        // alike, as ids never are: the hash has to tell them apart
+        (0..4000u128).map(|n| BlockId(n.to_le_bytes()))
     }
 
     #[test]
@@ -368,8 +381,13 @@ mod tests {
     #[test]
     fn moves_keep_to_their_rate() {
         let (throttle, second) = (Throttle::new(1000), 1_000_000_000);
-        assert!(throttle.try_pass(MonotonicTime(0), 1500) && !throttle.try_pass(MonotonicTime(0), 1));
-        assert!(throttle.try_pass(MonotonicTime(second), 1), "a second ahead");
+        assert!(
+            throttle.try_pass(MonotonicTime(0), 1500) && !throttle.try_pass(MonotonicTime(0), 1)
+        );
+        assert!(
+            throttle.try_pass(MonotonicTime(second), 1),
+            "a second ahead"
+        );
         let at = throttle.pass_at(MonotonicTime(second), 1000);
         assert!(at > MonotonicTime(second) && at < MonotonicTime(2 * second));
         assert!(!Throttle::new(0).try_pass(MonotonicTime(0), 1));

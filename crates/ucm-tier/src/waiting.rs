@@ -1,5 +1,5 @@
-//! Records of block files that are written and looked at side by side: what is being written is not moved aside, and what is
-//! being moved is written afterwards.
+//! Records of block files that are written and looked at side by side: what is being written is not
+//! moved aside, and what is being moved is written afterwards.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -25,10 +25,11 @@ pub(crate) struct Inner {
     pub(crate) queue: VecDeque<(BlockId, Done<Quarantined>)>,
     /// A job is taking them from the queue.
     pub(crate) running: bool,
-    /// Records this process is writing, and how many threads at once (one may have been written off): they are not moved.
+    /// Records this process is writing, and how many threads at once (one may have been written
+    /// off): they are not moved.
     writing: HashMap<BlockId, usize>,
-    /// The record that is being looked at, and whether it was written meanwhile. Inodes are used again, so that one
-    /// written since could pass for the one that was read.
+    /// The record that is being looked at, and whether it was written meanwhile. Inodes are used
+    /// again, so that one written since could pass for the one that was read.
     pub(crate) looking: Option<BlockId>,
     pub(crate) overtaken: bool,
     /// The record that is being moved: it is written when that is over.
@@ -56,7 +57,8 @@ impl Drop for Writing<'_> {
 }
 
 impl Waiting {
-    /// Begins to write this record, once no one moves what has its name; `Timeout` if that takes until `until`.
+    /// Begins to write this record, once no one moves what has its name; `Timeout` if that takes
+    /// until `until`.
     pub(crate) fn begin_write(
         &self,
         id: BlockId,

@@ -1,4 +1,5 @@
-//! How a record gets its name: is the root still ours, is the block there already, is there room, and only then the file.
+//! How a record gets its name: is the root still ours, is the block there already, is there room,
+//! and only then the file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -53,7 +54,8 @@ impl Shared {
         let shared = Arc::clone(self);
         let ended = move |result: Result<Result<Written, Slot>>| match result {
             Ok(Ok(written)) => {
-                room.commit(0, None); // where it was made, and somebody else had written the record meanwhile
+                // where it was made, and somebody else had written the record meanwhile
+                room.commit(0, None);
                 done(Ok(written));
             }
             Ok(Err(slot)) => {
@@ -92,8 +94,13 @@ impl Shared {
         });
     }
 
-    /// Goes on with a write on a thread for dumps; where there is none, or not in time, the write ends.
-    pub(crate) fn on_a_thread(&self, write: Write, go_on: impl FnOnce(&IoJob, Write) + Send + 'static) {
+    /// Goes on with a write on a thread for dumps; where there is none, or not in time, the write
+    /// ends.
+    pub(crate) fn on_a_thread(
+        &self,
+        write: Write,
+        go_on: impl FnOnce(&IoJob, Write) + Send + 'static,
+    ) {
         let deadline = write.deadline;
         let (done, ended) = either(write.done);
         let write = Write { done, ..write };
@@ -115,7 +122,10 @@ impl Shared {
     ) -> Result<Option<Written>> {
         let record = self.layout.record(id);
         let found = io.stat(&[self.layout.marker(), record.clone()], false)?;
-        let (marker, present) = (found.first().copied().flatten(), found.get(1).copied().flatten());
+        let (marker, present) = (
+            found.first().copied().flatten(),
+            found.get(1).copied().flatten(),
+        );
         self.check_root(marker).inspect_err(|_| self.look_again())?;
         if let Some(meta) = present.filter(|meta| !meta.is_dir) {
             let known = meta.len == bytes.len() as u64 || self.lengths.presence(meta.len).is_ok();
@@ -140,8 +150,8 @@ impl Shared {
 
     /// The outcome where what has a record's name is not written over: one of a newer version,
     /// whose writer knows what it is, or, unless it is to be replaced, this record with other side
-    /// shards, as long as it says itself. An error where the name could not be read in time, since it
-    /// may be such a record. What cannot be read is no record.
+    /// shards, as long as it says itself. An error where the name could not be read in time, since
+    /// it may be such a record. What cannot be read is no record.
     fn stays(
         &self,
         io: &IoJob,
@@ -165,14 +175,22 @@ impl Shared {
         if RecordHeader::is_newer(&bytes) {
             return Ok(Some(Written::InTheWay(MissReason::NewerVersion)));
         }
-        let sided = verify_header(&bytes, &self.expect(id)).is_ok_and(|header| header.record_len == len);
+        let sided =
+            verify_header(&bytes, &self.expect(id)).is_ok_and(|header| header.record_len == len);
         if sided {
             self.lengths.learn(len);
         }
         Ok((sided && !replace).then_some(Written::Present))
     }
 
-    fn publish(&self, io: &IoJob, id: BlockId, record: &Path, bytes: &[u8], ordinal: u32) -> Result<()> {
+    fn publish(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        record: &Path,
+        bytes: &[u8],
+        ordinal: u32,
+    ) -> Result<()> {
         let dir = usize::from(id.0[0]);
         if !self.dirs.lock()[dir] {
             io.make_dir(&self.layout.shard_dir(id), self.config.modes.dir)?;
@@ -191,8 +209,8 @@ impl Shared {
         io.publish(publish).map(|_| ())
     }
 
-    /// A write that finds no directory: somebody removed them, so they are made again for the next one, with the
-    /// manifest. Not where the root is lost: they would lie on another file system.
+    /// A write that finds no directory: somebody removed them, so they are made again for the next
+    /// one, with the manifest. Not where the root is lost: they would lie on another file system.
     pub(crate) fn missed(self: &Arc<Self>, error: &Error) {
         if error.kind() != ErrorKind::NotFound {
             return;

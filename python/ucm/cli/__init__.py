@@ -1,7 +1,9 @@
-"""The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of the POSIX file layout, live ones too.
+"""The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of the POSIX file layout,
+live ones too.
 
-It reads roots in plain Python, by ``docs/format.md`` alone, and needs neither the compiled core nor vLLM. What a user
-can mend (a wrong path, a root without marker, missing rights) is one sentence and exit status 2, never a traceback.
+It reads roots in plain Python, by ``docs/format.md`` alone, and needs neither the compiled core nor
+vLLM. What a user can mend (a wrong path, a root without marker, missing rights) is one sentence and
+exit status 2, never a traceback.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class _Group(click.Group):
             raise _Failure(f"{where}{error.strerror or error}") from None
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+)
 @click.version_option(__version__, prog_name="ucm")
 def main() -> None:
     """Look into, check and clean roots of ucm, the directories that storage_backends names.

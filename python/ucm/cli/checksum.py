@@ -1,7 +1,8 @@
 """CRC-32C for whole roots: the compiled core's, or plain Python where there is none.
 
-A scrub reads every byte, and the standard library has no CRC-32C. Which one is used is told to the user, because it
-decides how long a scrub takes. The core is imported when records are to be verified, not before.
+A scrub reads every byte, and the standard library has no CRC-32C. Which one is used is told to the
+user, because it decides how long a scrub takes. The core is imported when records are to be
+verified, not before.
 """
 
 from __future__ import annotations

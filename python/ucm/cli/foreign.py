@@ -1,7 +1,9 @@
-"""What lies below a root and is not ours: counted, listed up to a bound, looked at for the original's block files.
+"""What lies below a root and is not ours: counted, listed up to a bound, looked at for the
+original's block files.
 
-The original's own form is a file ``blocks/<hh>/<32 hex>.bin`` that begins with 64 bytes of ``UCMB`` and no checksum
-(``seed_form`` in ``docs/format.md``). Foreign directories are walked without following links, up to a bound.
+The original's own form is a file ``blocks/<hh>/<32 hex>.bin`` that begins with 64 bytes of ``UCMB``
+and no checksum (``seed_form`` in ``docs/format.md``). Foreign directories are walked without
+following links, up to a bound.
 """
 
 from __future__ import annotations
@@ -43,7 +45,12 @@ class Foreigners:
             self._count += 1
             self._bytes += size
             if len(self._listed) < LISTED_MOST:
-                listed = {"path": one.path, "what": one.what, "bytes": size, "seed_form": self._seeds - seeds}
+                listed = {
+                    "path": one.path,
+                    "what": one.what,
+                    "bytes": size,
+                    "seed_form": self._seeds - seeds,
+                }
                 self._listed.append(listed)
 
     def document(self) -> dict[str, Any]:
@@ -88,7 +95,9 @@ class Foreigners:
             if here is None:
                 return
             try:
-                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here)
+                fd = os.open(
+                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here
+                )
             except OSError:  # gone, or not ours to read
                 return
         try:

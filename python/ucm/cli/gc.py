@@ -1,7 +1,8 @@
-"""``ucm gc``: removes what was used longest ago, what is old, a whole namespace, or what the dead left; dry run first.
+"""``ucm gc``: removes what was used longest ago, what is old, a whole namespace, or what the dead
+left; dry run first.
 
-Only files of exactly our names below a marked root are removed, each after one more look: what was used or replaced
-since the root was read stays. What a live engine misses is a miss and is computed.
+Only files of exactly our names below a marked root are removed, each after one more look: what was
+used or replaced since the root was read stays. What a live engine misses is a miss and is computed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,20 @@ _BATCH = 256
     help=f"Come down to this size, or percentage of the limit; default {LOW:.0%}.",
 )
 @click.option(
-    "--older-than", type=options.age, metavar="AGE", help="Remove what was not used for so long: 90s, 30m, 12h, 7d, 2w."
+    "--older-than",
+    type=options.age,
+    metavar="AGE",
+    help="Remove what was not used for so long: 90s, 30m, 12h, 7d, 2w.",
 )
 @click.option(
-    "--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); alone: all of it."
+    "--namespace",
+    "wanted",
+    multiple=True,
+    help="Only this namespace (how its name begins); alone: all of it.",
 )
-@click.option("--stale", is_flag=True, help="Remove private files of dead writers, untouched for an hour.")
+@click.option(
+    "--stale", is_flag=True, help="Remove private files of dead writers, untouched for an hour."
+)
 @click.option("--quarantine", is_flag=True, help="Remove quarantined records.")
 @click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
 @click.option("--list", "listing", is_flag=True, help="Name every file.")
@@ -58,7 +67,8 @@ def gc(
     told: Mapping[str, str],
     as_json: bool,
 ) -> None:
-    """Remove records below each ROOT, those used longest ago first. Without --yes: say what would be removed.
+    """Remove records below each ROOT, those used longest ago first. Without --yes: say what would
+    be removed.
 
     Exit status: 0 done, 1 something could not be removed, 2 it could not be done, 130 interrupted.
     """
@@ -96,7 +106,9 @@ class Wish:
     @property
     def whole(self) -> bool:
         """Whether namespaces go whole."""
-        return self.chosen and not (self.to or self.older_than is not None or self.stale or self.quarantine)
+        return self.chosen and not (
+            self.to or self.older_than is not None or self.stale or self.quarantine
+        )
 
     @property
     def target(self) -> Target | None:
@@ -137,18 +149,22 @@ def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
         contents[""] = root.beside()
     private = [found for inside in contents.values() for found in inside.private]
     dead = [found for found in private if found.mtime_ns < now - STALE_NS]
-    kept = [found for inside in contents.values() for found in (*inside.records, *inside.segments, *inside.quarantined)]
+    kept = [
+        found
+        for inside in contents.values()
+        for found in (*inside.records, *inside.segments, *inside.quarantined)
+    ]
     used = sum(found.size for found in (*kept, *private))
     by_age = wish.older_than is not None or wish.target is not None
     if by_age and isinstance(root, RemoteRoot) and not all(found.mtime_ns for found in kept):
         raise ConfigError(
-            f"{root.shown} does not say when something was last used, so nothing is old there; gc can remove a whole "
-            "namespace: --namespace NAME"
+            f"{root.shown} does not say when something was last used, so nothing is old there; gc"
+            " can remove a whole namespace: --namespace NAME"
         )
     if wish.older_than is not None and isinstance(root, RemoteRoot) and root.age_needs:
         raise ConfigError(
-            f"{root.shown} says how long a record still lives, not when it was used; say how long the engines let them "
-            f"live: -o {root.age_needs}=1d"
+            f"{root.shown} says how long a record still lives, not when it was used; say how long"
+            f" the engines let them live: -o {root.age_needs}=1d"
         )
     removals = list(dead) if wish.stale or wish.whole else []
     target = None
@@ -157,12 +173,16 @@ def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
     elif wish.older_than is not None:
         before = now - int(wish.older_than * 1e9)
         old = [found for found in kept if found.mtime_ns < before]
-        removals += [found for found in old if found.kind is Kind.QUARANTINED or not wish.quarantine]
+        removals += [
+            found for found in old if found.kind is Kind.QUARANTINED or not wish.quarantine
+        ]
     elif wish.quarantine:
         removals += [found for found in kept if found.kind is Kind.QUARANTINED]
     if wish.target is not None:
         if wish.target.bytes is None and not root.limit:
-            raise ConfigError(f"nothing is known of a limit of {root.shown}; say a size: --to 10GiB")
+            raise ConfigError(
+                f"nothing is known of a limit of {root.shown}; say a size: --to 10GiB"
+            )
         target = wish.target.of(root.limit)
         chosen = set(removals)
         surplus = used - target - sum(found.size for found in removals)
@@ -184,7 +204,8 @@ def _oldest(kept: Iterable[Found], surplus: int) -> list[Found]:
 
 
 def carry_out(root: AnyRoot, plan: Plan) -> Outcome:
-    """Removes what is planned; raises :class:`~ucm.errors.StoreIOError` if the root is not there any more."""
+    """Removes what is planned; raises :class:`~ucm.errors.StoreIOError` if the root is not there
+    any more."""
     from tqdm import tqdm
 
     outcome = Outcome()
@@ -215,7 +236,9 @@ def _remove(root: AnyRoot, found: Found, outcome: Outcome) -> None:
         outcome.failure = outcome.failure or f"{root.shown}/{found.path}: {error.strerror or error}"
 
 
-def _document(root: AnyRoot, plan: Plan, outcome: Outcome, done: bool, listing: bool) -> dict[str, Any]:
+def _document(
+    root: AnyRoot, plan: Plan, outcome: Outcome, done: bool, listing: bool
+) -> dict[str, Any]:
     planned = sum(found.size for found in plan.removals)
     files = outcome.removed if done else plan.removals
     document = {
@@ -228,7 +251,9 @@ def _document(root: AnyRoot, plan: Plan, outcome: Outcome, done: bool, listing: 
         "target_bytes": plan.target,
         "planned": len(plan.removals),
         "planned_bytes": planned,
-        "namespaces": [_share(name, inside, plan.removals) for name, inside in plan.contents.items() if name],
+        "namespaces": [
+            _share(name, inside, plan.removals) for name, inside in plan.contents.items() if name
+        ],
         "private_beside": sum(found.namespace == "" for found in plan.removals),
         "removed": len(outcome.removed),
         "removed_bytes": sum(found.size for found in outcome.removed),
@@ -245,7 +270,11 @@ def _document(root: AnyRoot, plan: Plan, outcome: Outcome, done: bool, listing: 
 
 def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]:
     mine = [found for found in removals if found.namespace == name]
-    used = [found.mtime_ns for found in mine if found.kind in (Kind.RECORD, Kind.SEGMENT) and found.mtime_ns]
+    used = [
+        found.mtime_ns
+        for found in mine
+        if found.kind in (Kind.RECORD, Kind.SEGMENT) and found.mtime_ns
+    ]
     kinds = {kind: sum(found.kind is kind for found in mine) for kind in Kind}
     return {
         "namespace": name,
@@ -294,7 +323,9 @@ def _show(result: dict[str, Any]) -> None:
                 space["records_left"],
             )
             for space in result["namespaces"]
-            if any(space[kind] for kind in ("bytes", "records", "segments", "private", "quarantined"))
+            if any(
+                space[kind] for kind in ("bytes", "records", "segments", "private", "quarantined")
+            )
         ],
     )
     for name in result.get("files", ()):
@@ -302,9 +333,14 @@ def _show(result: dict[str, Any]) -> None:
     what = show.many(result["planned"], "file")
     if result["dry_run"]:
         if result["planned"]:
-            click.echo(f"dry run: {what}, {show.size(result['planned_bytes'])} would go; --yes removes them")
+            click.echo(
+                f"dry run: {what}, {show.size(result['planned_bytes'])} would go; --yes removes"
+                " them"
+            )
         return
-    click.echo(f"removed {show.many(result['removed'], 'file')}, {show.size(result['removed_bytes'])}")
+    click.echo(
+        f"removed {show.many(result['removed'], 'file')}, {show.size(result['removed_bytes'])}"
+    )
     if result["interrupted"]:
         click.echo("  interrupted: the rest stays")
     if result["skipped"]:

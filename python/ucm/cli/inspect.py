@@ -1,7 +1,8 @@
-"""``ucm inspect``: what lies below a root, whose it is and how identities differ; or what one record says of itself.
+"""``ucm inspect``: what lies below a root, whose it is and how identities differ; or what one
+record says of itself.
 
-It only reads. Of the records it reads some headers, evenly spread, to say which parts are there: to verify records is
-what ``ucm verify`` is for.
+It only reads. Of the records it reads some headers, evenly spread, to say which parts are there: to
+verify records is what ``ucm verify`` is for.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ _SHOWN = 10
 
 @click.command()
 @options.roots
-@click.option("--tenants", is_flag=True, help="Read every record's header and count records and bytes by tenant.")
+@click.option(
+    "--tenants",
+    is_flag=True,
+    help="Read every record's header and count records and bytes by tenant.",
+)
 @options.of_store
 @options.json_output
 def inspect(paths: Sequence[str], tenants: bool, told: Mapping[str, str], as_json: bool) -> None:
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
 
-    Namespaces with their identity in words, how identities differ, use against storage_capacity, private, quarantined,
-    foreign and seed-form files. Changes nothing.
+    Namespaces with their identity in words, how identities differ, use against storage_capacity,
+    private, quarantined, foreign and seed-form files. Changes nothing.
     """
     roots, records = [], []
     for path in paths:
@@ -103,7 +108,9 @@ def describe(root: AnyRoot) -> dict[str, Any]:
         "quarantined_bytes": total["quarantined_bytes"],
         "file_system_bytes": size,
         "file_system_free_bytes": free,
-        "space_documents": dict(sorted(Counter(_sort_of(found.name) for found in beside.space).items())),
+        "space_documents": dict(
+            sorted(Counter(_sort_of(found.name) for found in beside.space).items())
+        ),
         "namespaces": namespaces,
         "differences": manifests.differences(identities) if len(identities) > 1 else {},
         **foreigners.document(),
@@ -111,8 +118,8 @@ def describe(root: AnyRoot) -> dict[str, Any]:
 
 
 def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
-    """Records and bytes of each tag, most bytes first; the tag of what belongs to no tenant is empty. A record whose
-    header is refused is not counted."""
+    """Records and bytes of each tag, most bytes first; the tag of what belongs to no tenant is
+    empty. A record whose header is refused is not counted."""
     reader, crc = reader_of(root), fastest().of
     records: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -121,21 +128,30 @@ def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
         places = [(found, 0, found.size) for found in contents.records]
         for segment in contents.segments:
             try:
-                places += [(segment, entry.offset, entry.length) for entry in read_footer(reader, segment, crc).entries]
+                places += [
+                    (segment, entry.offset, entry.length)
+                    for entry in read_footer(reader, segment, crc).entries
+                ]
             except (OSError, Refused):
                 continue
         for found, offset, size in places:
             try:
-                tenant = parse_header(reader.read(found, min(size, _HEADER_MOST), offset)[0], crc).tenant
+                tenant = parse_header(
+                    reader.read(found, min(size, _HEADER_MOST), offset)[0], crc
+                ).tenant
             except (OSError, Refused):
                 continue
             tag = tenant.hex() if any(tenant) else ""
             records[tag] += 1
             sizes[tag] += size
-    return [{"tenant": tag, "records": records[tag], "bytes": size} for tag, size in sizes.most_common()]
+    return [
+        {"tenant": tag, "records": records[tag], "bytes": size} for tag, size in sizes.most_common()
+    ]
 
 
-def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests.Manifest) -> dict[str, Any]:
+def _namespace(
+    root: AnyRoot, name: str, contents: Contents, manifest: manifests.Manifest
+) -> dict[str, Any]:
     used = [found.mtime_ns for found in (*contents.records, *contents.segments) if found.mtime_ns]
     sample = _spread(contents.records, HEADERS)
     parts, sides, reasons = _headers(root, sample)
@@ -165,13 +181,17 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests
         "private_bytes": sum(found.size for found in contents.private),
         "quarantined": len(contents.quarantined),
         "quarantined_bytes": sum(found.size for found in contents.quarantined),
-        "quarantined_reasons": dict(sorted(Counter(f.name.split(".")[1] for f in contents.quarantined).items())),
+        "quarantined_reasons": dict(
+            sorted(Counter(f.name.split(".")[1] for f in contents.quarantined).items())
+        ),
     }
 
 
-def _headers(root: AnyRoot, sample: list[Found]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """How many of these records are of which part, how many side shards of which name they have, and how many headers
-    are refused for which reason."""
+def _headers(
+    root: AnyRoot, sample: list[Found]
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """How many of these records are of which part, how many side shards of which name they have,
+    and how many headers are refused for which reason."""
     reader = reader_of(root)
     parts: Counter[str] = Counter()
     sides: Counter[str] = Counter()
@@ -191,7 +211,8 @@ def _headers(root: AnyRoot, sample: list[Found]) -> tuple[dict[str, int], dict[s
 
 
 def _footers(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
-    """Records of each part that the footers of these segments name, and footers refused, by reason."""
+    """Records of each part that the footers of these segments name, and footers refused, by
+    reason."""
     reader, crc = reader_of(root), fastest().of
     records: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -227,7 +248,8 @@ def _inside(records: int) -> str:
 
 
 def _sort_of(name: str) -> str:
-    """What a document about space is; those of a bucket that say what was used are named by their writer alone."""
+    """What a document about space is; those of a bucket that say what was used are named by their
+    writer alone."""
     return "uses" if re.fullmatch(r"[0-9a-f]{16}\.json", name) else name.partition("-")[0]
 
 
@@ -244,7 +266,10 @@ def _show_root(root: dict[str, Any]) -> None:
     used = show.size(root["used_bytes"])
     if root["storage_capacity"]:
         share = "" if root["used_share"] is None else f" ({root['used_share']:.1%})"
-        used += f" of {show.size(root['storage_capacity'])}{share}, storage_capacity as it was at the first start"
+        used += (
+            f" of {show.size(root['storage_capacity'])}{share}, storage_capacity as it was at the"
+            " first start"
+        )
     else:
         used += ", no limit is known"
     rows: list[tuple[str, object]] = [
@@ -254,7 +279,10 @@ def _show_root(root: dict[str, Any]) -> None:
         ("used", used),
         *_free(root),
         ("records", _amount(root["records"], root["record_bytes"])),
-        ("segments", _amount(root["segments"], root["segment_bytes"]) + _inside(root["segment_records"])),
+        (
+            "segments",
+            _amount(root["segments"], root["segment_bytes"]) + _inside(root["segment_records"]),
+        ),
         ("private", _amount(root["private"], root["private_bytes"])),
         ("quarantined", _amount(root["quarantined"], root["quarantined_bytes"])),
         ("foreign", _amount(root["foreign"], root["foreign_bytes"])),
@@ -282,7 +310,10 @@ def _show_root(root: dict[str, Any]) -> None:
     )
     for space in root["namespaces"]:
         click.echo(f"\nnamespace {space['namespace']}")
-        show.pairs(list(space["words"].items()) or [("identity", f"not known: the manifest is {space['manifest']}")])
+        show.pairs(
+            list(space["words"].items())
+            or [("identity", f"not known: the manifest is {space['manifest']}")]
+        )
         for what in ("sides_present", "headers_refused", "quarantined_reasons"):
             if space[what]:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in space[what].items())
@@ -292,13 +323,19 @@ def _show_root(root: dict[str, Any]) -> None:
     _show_differences(root)
     if "tenants" in root:
         click.echo("\ntenants")
-        tags = [(one["tenant"] or "none", one["records"], show.size(one["bytes"])) for one in root["tenants"]]
+        tags = [
+            (one["tenant"] or "none", one["records"], show.size(one["bytes"]))
+            for one in root["tenants"]
+        ]
         show.table(("tag", "records", "bytes"), tags)
     if root["foreign_files"]:
         click.echo("\nnot ours, left alone")
         show.table(
             ("path", "what", "bytes"),
-            [(f["path"], _foreign(f), show.size(f["bytes"])) for f in root["foreign_files"][:_SHOWN]],
+            [
+                (f["path"], _foreign(f), show.size(f["bytes"]))
+                for f in root["foreign_files"][:_SHOWN]
+            ],
         )
         if root["foreign"] > _SHOWN:
             click.echo(f"  and {root['foreign'] - _SHOWN} more")
@@ -320,7 +357,10 @@ def _show_differences(root: dict[str, Any]) -> None:
         return
     show.table(
         ("key", *(name[:8] for name in known)),
-        [(key, *_told([values.get(name, "-") for name in known])) for key, values in root["differences"].items()],
+        [
+            (key, *_told([values.get(name, "-") for name in known]))
+            for key, values in root["differences"].items()
+        ],
     )
 
 
@@ -337,7 +377,9 @@ def _told(values: list[object]) -> list[str]:
 
 def _foreign(found: dict[str, Any]) -> str:
     many = show.many(found["seed_form"], "file") + " " if found["what"] == "directory" else ""
-    return f"{found['what']}, {many}of the seed's form" if found["seed_form"] else str(found["what"])
+    return (
+        f"{found['what']}, {many}of the seed's form" if found["seed_form"] else str(found["what"])
+    )
 
 
 def _amount(count: int, size: int) -> str:

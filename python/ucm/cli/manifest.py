@@ -31,7 +31,8 @@ _SHORT = 100
 
 @dataclass
 class Manifest:
-    """A manifest: its state (``ok``, ``missing``, ``damaged``, ``newer``, ``other digest``) and what it says."""
+    """A manifest: its state (``ok``, ``missing``, ``damaged``, ``newer``, ``other digest``) and
+    what it says."""
 
     state: str
     digest: str = ""
@@ -40,11 +41,15 @@ class Manifest:
     shapes: dict[Part, Shape] = field(default_factory=dict)
 
     def words(self) -> list[tuple[str, str]]:
-        """The identity in words: labels first, then what tells models apart, and the shape of a block's parts."""
+        """The identity in words: labels first, then what tells models apart, and the shape of a
+        block's parts."""
         rows = [(str(name), str(value)) for name, value in self.labels.items()]
         rows += [(key, say(self.identity.get(key))) for key in _WORDS]
         groups = self.identity.get("kv_groups")
-        rows += [(f"kv group {at}", _group(one)) for at, one in enumerate(groups if isinstance(groups, list) else ())]
+        rows += [
+            (f"kv group {at}", _group(one))
+            for at, one in enumerate(groups if isinstance(groups, list) else ())
+        ]
         for key in ("tensor_parallel", "pipeline_parallel", "decode_context_parallel"):
             value = self.identity.get(key)
             parallel = value.get("size") if isinstance(value, dict) else value
@@ -108,7 +113,8 @@ def read(root: AnyRoot, namespace: str) -> Manifest:
 
 
 def differences(identities: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By key (dots between levels) the values of each identity, only for keys in which any two differ.
+    """By key (dots between levels) the values of each identity, only for keys in which any two
+    differ.
 
     A key that an identity does not have is absent there.
     """
@@ -118,7 +124,10 @@ def differences(identities: Mapping[str, dict[str, Any]]) -> dict[str, dict[str,
     return {
         key: {name: values[key] for name, values in flat.items() if key in values}
         for key in keys
-        if any(values.get(key, missing) != next(iter(flat.values())).get(key, missing) for values in flat.values())
+        if any(
+            values.get(key, missing) != next(iter(flat.values())).get(key, missing)
+            for values in flat.values()
+        )
     }
 
 
@@ -132,7 +141,8 @@ def _flatten(value: Any, at: str = "") -> list[tuple[str, Any]]:
 
 
 def _shapes(parts: Any) -> dict[Part, Shape]:
-    """The shapes that can be understood; the others are left out, and their records verified without."""
+    """The shapes that can be understood; the others are left out, and their records verified
+    without."""
     shapes = {}
     for name, entry in parts.items() if isinstance(parts, dict) else ():
         try:

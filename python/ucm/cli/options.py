@@ -1,7 +1,9 @@
-"""What the commands share on the command line: the root, the form of the output, and how values are read.
+"""What the commands share on the command line: the root, the form of the output, and how values are
+read.
 
-Sizes and shares are read as the configuration reads them, ages and beginnings of names here, by plain functions that
-click calls; what is wrong is a :class:`click.BadParameter`, to which click adds the option.
+Sizes and shares are read as the configuration reads them, ages and beginnings of names here, by
+plain functions that click calls; what is wrong is a :class:`click.BadParameter`, to which click
+adds the option.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
 
 
-def _told(_context: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+def _told(
+    _context: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]
+) -> dict[str, str]:
     told = dict(pair.partition("=")[::2] for pair in pairs)
     if unclear := next((pair for pair in pairs if "=" not in pair), None):
         raise click.BadParameter(f"{unclear!r} is no KEY=VALUE")
@@ -37,15 +41,22 @@ of_store = click.option(
     multiple=True,
     callback=_told,
     metavar="KEY=VALUE",
-    help="A key of the store, where ROOT is an address: object_endpoint=http://host:port; repeatable.",
+    help=(
+        "A key of the store, where ROOT is an address: object_endpoint=http://host:port;"
+        " repeatable."
+    ),
 )
 
 
 def _split(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    """The directories of ``a:b:c``, as ``storage_backends`` names several; a path that is there and an address of a
-    server or a bucket stay as they are."""
+    """The directories of ``a:b:c``, as ``storage_backends`` names several; a path that is there and
+    an address of a server or a bucket stay as they are."""
     whole = [bool(scheme_of(text)) or os.path.exists(text) for text in given]
-    paths = [piece for text, one in zip(given, whole, strict=True) for piece in ([text] if one else _pieces(text))]
+    paths = [
+        piece
+        for text, one in zip(given, whole, strict=True)
+        for piece in ([text] if one else _pieces(text))
+    ]
     if missing := [path for path in paths if not scheme_of(path) and not os.path.exists(path)]:
         raise click.BadParameter(f"{missing[0]!r} does not exist")
     return tuple(paths)
@@ -101,7 +112,9 @@ def percent(text: str) -> float:
     """``5%`` or ``5``: a number from 0 to 100."""
     match = _PERCENT.fullmatch(text)
     if match is None or float(match[1]) > 100:
-        raise click.BadParameter(f"{text!r} is no percentage; write a number from 0 to 100, like 5%")
+        raise click.BadParameter(
+            f"{text!r} is no percentage; write a number from 0 to 100, like 5%"
+        )
     return float(match[1])
 
 
@@ -122,15 +135,22 @@ def pick(names: list[str], wanted: tuple[str, ...], where: str) -> list[str]:
     for start in wanted:
         fits = [name for name in names if name.startswith(start)] if start else []
         if len(fits) != 1:
-            problem = f"{len(fits)} namespaces of {where} begin" if fits else f"no namespace of {where} begins"
+            problem = (
+                f"{len(fits)} namespaces of {where} begin"
+                if fits
+                else f"no namespace of {where} begins"
+            )
             known = ", ".join(name[:12] for name in names) or "none"
             raise ConfigError(f"{problem} with {start!r}; there are: {known}")
         picked.add(fits[0])
     return sorted(picked) if wanted else names
 
 
-def pick_each(roots: Sequence[AnyRoot], wanted: tuple[str, ...]) -> Iterable[tuple[AnyRoot, list[str]]]:
-    """The same of each of several roots: a beginning has to fit one namespace of all of them together."""
+def pick_each(
+    roots: Sequence[AnyRoot], wanted: tuple[str, ...]
+) -> Iterable[tuple[AnyRoot, list[str]]]:
+    """The same of each of several roots: a beginning has to fit one namespace of all of them
+    together."""
     names = {root: root.namespaces() for root in roots}
     every = sorted({name for some in names.values() for name in some})
     picked = set(pick(every, wanted, ", ".join(root.shown for root in roots)))
@@ -143,7 +163,10 @@ def together(command: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _size(text: str, otherwise: str) -> int:
-    from ucm.config.sizes import parse_size  # with all of the configuration, which other commands do not need
+    # with all of the configuration, which other commands do not need
+    from ucm.config.sizes import (
+        parse_size,
+    )
 
     try:
         return parse_size(text)

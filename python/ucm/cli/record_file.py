@@ -1,4 +1,5 @@
-"""``ucm inspect FILE``: the fields of one record's header, and the verdict of the second reader on all of it."""
+"""``ucm inspect FILE``: the fields of one record's header, and the verdict of the second reader on
+all of it."""
 
 from __future__ import annotations
 
@@ -58,9 +59,16 @@ def show_file(record: dict[str, Any]) -> None:
         ("length", f"{record['bytes']} bytes"),
     ]
     if not record["name_checked"]:
-        rows.append(("name", "not that of a record in a root, so id and namespace were not compared with it"))
+        rows.append(
+            (
+                "name",
+                "not that of a record in a root, so id and namespace were not compared with it",
+            )
+        )
     if header := record["header"]:
-        rows += [(name.replace("_", " "), value) for name, value in header.items() if name != "sides"]
+        rows += [
+            (name.replace("_", " "), value) for name, value in header.items() if name != "sides"
+        ]
         rows += [(f"side shard {side['name']}", _side(side)) for side in header["sides"]]
         at = rows.index(("time", header["time"]))
         rows[at] = ("time", show.ago(int(header["time"]) * 10**9, show.wall_ns()))
@@ -103,7 +111,10 @@ def _fields(header: Header) -> dict[str, Any]:
         "record_bytes": header.record_len,
         "time": header.time_ns // 10**9,
         "writer": f"{header.writer:016x}",
-        "sides": [{"name": side.name, "version": side.version, "bytes": side.length} for side in header.sides],
+        "sides": [
+            {"name": side.name, "version": side.version, "bytes": side.length}
+            for side in header.sides
+        ],
     }
 
 

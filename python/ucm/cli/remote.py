@@ -1,8 +1,8 @@
 """A server or a bucket that is looked into as a root is, through the compiled core.
 
-Everything that lies there is listed once, when it is first asked for, and told by the path it would have below a root
-(``docs/format.md``). Nothing is ever moved there; what is removed goes by the name it was listed under, after one more
-look.
+Everything that lies there is listed once, when it is first asked for, and told by the path it would
+have below a root (``docs/format.md``). Nothing is ever moved there; what is removed goes by the
+name it was listed under, after one more look.
 """
 
 from __future__ import annotations
@@ -41,13 +41,18 @@ class RemoteRoot:
     """
 
     def __init__(self, url: str, told: Mapping[str, str]) -> None:
-        from ucm.config.sizes import without_login  # with all of the configuration, which directories do not need
+        # with all of the configuration, which directories do not need
+        from ucm.config.sizes import (
+            without_login,
+        )
 
         self.shown = without_login(url)
         self._place = _place(url, told, self.shown)
         self.limit, self._used, self._words = self._place.room()
         #: The option without which ages are not known: Redis tells how long a record still lives.
-        self.age_needs = "expire_after" if scheme_of(url) in _REDIS and "expire_after" not in told else None
+        self.age_needs = (
+            "expire_after" if scheme_of(url) in _REDIS and "expire_after" not in told else None
+        )
         self._items: list[_Item] | None = None
         self._by_path: dict[str, _Item] = {}
         self.marker = self._read_marker()
@@ -82,7 +87,9 @@ class RemoteRoot:
 
     def namespaces(self) -> list[str]:
         """Names of the namespaces, sorted."""
-        return sorted({path.partition("/")[0] for path, *_ in self.items() if self._is_in_namespace(path)})
+        return sorted(
+            {path.partition("/")[0] for path, *_ in self.items() if self._is_in_namespace(path)}
+        )
 
     def beside(self) -> Contents:
         """What lies there beside marker and namespaces."""
@@ -132,14 +139,21 @@ class RemoteRoot:
 
     def written_ns(self, namespace: str) -> int:
         """When something of a namespace was last used."""
-        return max((used for path, _, _, used, _ in self.items() if path.startswith(f"{namespace}/")), default=0)
+        return max(
+            (used for path, _, _, used, _ in self.items() if path.startswith(f"{namespace}/")),
+            default=0,
+        )
 
     def remove_namespace(self, namespace: str) -> bool:
         """Removes the manifests of a namespace in which nothing else lies any more."""
         self._items = None
         left = [item for item in self.items() if item[0].startswith(f"{namespace}/")]
-        foreign = any(not path and namespace in re.split("[:/]", name) for path, name, *_ in self.items())
-        if foreign or any(not _MANIFEST_OF_PART.fullmatch(item[0].rpartition("/")[2]) for item in left):
+        foreign = any(
+            not path and namespace in re.split("[:/]", name) for path, name, *_ in self.items()
+        )
+        if foreign or any(
+            not _MANIFEST_OF_PART.fullmatch(item[0].rpartition("/")[2]) for item in left
+        ):
             return False
         return sum(self._place.remove(item) for item in left) == len(left)
 
@@ -182,7 +196,9 @@ class RemoteRoot:
                 found = self._json(item)
                 if not isinstance(found, dict) or not isinstance(found.get("parts"), dict):
                     raise ValueError(f"{item[1]} is no manifest")
-                whole = found if whole is None else whole | {"parts": whole["parts"] | found["parts"]}
+                whole = (
+                    found if whole is None else whole | {"parts": whole["parts"] | found["parts"]}
+                )
         return whole
 
     def _read_marker(self) -> dict[str, Any]:
@@ -193,12 +209,17 @@ class RemoteRoot:
         except ValueError:
             marker = {}
         if marker is None:
-            raise ConfigError(f"{self.shown} is no root of ucm: it has no {MARKER}, so nothing in it is touched")
+            raise ConfigError(
+                f"{self.shown} is no root of ucm: it has no {MARKER}, so nothing in it is touched"
+            )
         if not isinstance(marker, dict) or not isinstance(marker.get("format"), int):
-            raise ConfigError(f"{MARKER} of {self.shown} is damaged; restore it, or use another prefix")
+            raise ConfigError(
+                f"{MARKER} of {self.shown} is damaged; restore it, or use another prefix"
+            )
         if marker["format"] > FORMAT:
             raise ForeignError(
-                f"{self.shown} was made by a newer ucm (format {marker['format']}, known is {FORMAT}); upgrade ucm"
+                f"{self.shown} was made by a newer ucm (format {marker['format']}, known is"
+                f" {FORMAT}); upgrade ucm"
             )
         return marker
 
@@ -227,7 +248,11 @@ class RemoteReader:
         """At most ``most`` bytes from ``start`` on, and what it is; raises :class:`OSError`."""
         item = self._root.item(found.path)
         try:
-            there = None if item is None else self._root.read(item, start, found.size if most is None else most)
+            there = (
+                None
+                if item is None
+                else self._root.read(item, start, found.size if most is None else most)
+            )
         except UcmError as error:
             raise OSError(errno.EIO, error.message, found.path) from None
         if there is None:
@@ -250,7 +275,8 @@ def open_root(path: str, told: Mapping[str, str]) -> Iterator[AnyRoot]:
 
 
 def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
-    """The place at an address, with the keys of its store that are given or stand in the environment."""
+    """The place at an address, with the keys of its store that are given or stand in the
+    environment."""
     from pydantic import ValidationError
 
     from ucm._core import Place
@@ -261,7 +287,10 @@ def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
     store = STORE_OF_SCHEME.get(scheme_of(url))
     if store is None:
         known = ", ".join(f"{scheme}://" for scheme in STORE_OF_SCHEME)
-        raise ConfigError(f"{shown} is no address that ucm knows; give a directory, or one that begins with {known}")
+        raise ConfigError(
+            f"{shown} is no address that ucm knows; give a directory, or one that begins with"
+            f" {known}"
+        )
     kind = STORES[store].kind
     unknown = [key for key in told if key not in kind.options]
     if unknown:

@@ -1,9 +1,9 @@
 """A root as the command line sees it: opened once, walked without following links, never left.
 
-Everything goes through descriptors of directories that were checked when they were opened: not a link, on the same
-device as the root. So what is removed or renamed lies below the root that was marked, also when somebody exchanges
-directories meanwhile. Names are taken by the patterns of ``docs/format.md``; everything else is foreign and is only
-counted.
+Everything goes through descriptors of directories that were checked when they were opened: not a
+link, on the same device as the root. So what is removed or renamed lies below the root that was
+marked, also when somebody exchanges directories meanwhile. Names are taken by the patterns of
+``docs/format.md``; everything else is foreign and is only counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
 #: Where the writers of a root agree who counts it and who may write how much; theirs alone.
 SPACE = "space"
-#: Most quarantined records below a root, most bytes of them, and the part of the limit that they may take.
+#: Most quarantined records below a root, most bytes of them, and the part of the limit that they
+#: may take.
 QUARANTINE_MOST, QUARANTINE_BYTES, QUARANTINE_SHARE = 64, 256 << 20, 16
 #: Share of the limit down to which the collector removes.
 LOW = 0.85
@@ -89,11 +90,15 @@ class Found:
     @property
     def namespace(self) -> str:
         """The namespace it lies in, empty for what lies beside the namespaces."""
-        return self.directory[0] if self.directory and NAMESPACE.fullmatch(self.directory[0]) else ""
+        return (
+            self.directory[0] if self.directory and NAMESPACE.fullmatch(self.directory[0]) else ""
+        )
 
     def is_still(self, now: os.stat_result) -> bool:
         """Whether this is the same file, not used since."""
-        return (now.st_ino, now.st_mtime_ns) == (self.inode, self.mtime_ns) and stat.S_ISREG(now.st_mode)
+        return (now.st_ino, now.st_mtime_ns) == (self.inode, self.mtime_ns) and stat.S_ISREG(
+            now.st_mode
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,8 @@ class Foreign:
 
 @dataclass
 class Contents:
-    """What lies in a namespace, or beside the namespaces (private files and the documents of the writers)."""
+    """What lies in a namespace, or beside the namespaces (private files and the documents of the
+    writers)."""
 
     records: list[Found] = field(default_factory=list)
     segments: list[Found] = field(default_factory=list)
@@ -125,8 +131,8 @@ class Contents:
 class Root:
     """A marked directory, held open. A context manager.
 
-    Raises :class:`~ucm.errors.ConfigError` when the directory is none or has no marker that can be read, and
-    :class:`~ucm.errors.ForeignError` when a newer version made it.
+    Raises :class:`~ucm.errors.ConfigError` when the directory is none or has no marker that can be
+    read, and :class:`~ucm.errors.ForeignError` when a newer version made it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -134,7 +140,9 @@ class Root:
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(f"{self.path} is no directory; give the directory that storage_backends names") from None
+            raise ConfigError(
+                f"{self.path} is no directory; give the directory that storage_backends names"
+            ) from None
         try:
             self._device = os.fstat(self._fd).st_dev
             self.marker = self._read_marker()
@@ -175,15 +183,19 @@ class Root:
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def check(self) -> None:
-        """Raises :class:`~ucm.errors.StoreIOError` if the path does not lead to this marked root any more."""
+        """Raises :class:`~ucm.errors.StoreIOError` if the path does not lead to this marked root
+        any more."""
         try:
             now, mine = os.stat(self.path), os.fstat(self._fd)
-            same = (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino) and self._read_marker()["uuid"] == self.uuid
+            same = (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino) and self._read_marker()[
+                "uuid"
+            ] == self.uuid
         except (OSError, ConfigError, ForeignError):
             same = False
         if not same:
             raise StoreIOError(
-                f"{self.path} is not the root any more that was opened (removed, unmounted, or another marker); stopped"
+                f"{self.path} is not the root any more that was opened (removed, unmounted, or"
+                " another marker); stopped"
             )
 
     def namespaces(self) -> list[str]:
@@ -206,7 +218,10 @@ class Root:
                 if what == "file" and about and ROOT_PRIVATE.fullmatch(entry.name):
                     contents.private.append(_found(Kind.PRIVATE, (), entry.name, about))
                 elif what == "directory" and entry.name == SPACE:
-                    into = ((Kind.SPACE, SPACE_DOCUMENT, contents.space), (Kind.PRIVATE, PRIVATE, contents.private))
+                    into = (
+                        (Kind.SPACE, SPACE_DOCUMENT, contents.space),
+                        (Kind.PRIVATE, PRIVATE, contents.private),
+                    )
                     self._scan_files((SPACE,), into, contents.foreign)
                 elif what != "directory" or not NAMESPACE.fullmatch(entry.name):
                     contents.foreign.append(_foreign((), entry.name, what, about))
@@ -226,7 +241,9 @@ class Root:
                 if what == "directory" and entry.name == "blocks":
                     self._scan_blocks(namespace, contents)
                 elif what == "directory" and entry.name in places:
-                    self._scan_files((namespace, entry.name), (places[entry.name],), contents.foreign)
+                    self._scan_files(
+                        (namespace, entry.name), (places[entry.name],), contents.foreign
+                    )
                 elif what != "gone" and (what != "file" or entry.name != MANIFEST):
                     contents.foreign.append(_foreign((namespace,), entry.name, what, about))
         return contents
@@ -238,9 +255,13 @@ class Root:
                 if what == "directory" and _SHARD.fullmatch(entry.name):
                     pattern = re.compile(rf"{entry.name}[0-9a-f]{{30}}\.bin")
                     where = (namespace, "blocks", entry.name)
-                    self._scan_files(where, ((Kind.RECORD, pattern, contents.records),), contents.foreign)
+                    self._scan_files(
+                        where, ((Kind.RECORD, pattern, contents.records),), contents.foreign
+                    )
                 elif what != "gone":
-                    contents.foreign.append(_foreign((namespace, "blocks"), entry.name, what, about))
+                    contents.foreign.append(
+                        _foreign((namespace, "blocks"), entry.name, what, about)
+                    )
 
     def _scan_files(
         self,
@@ -251,7 +272,9 @@ class Root:
         with self.directory(*where) as here:
             for entry in _entries(here):
                 what, about = self._kind(entry)
-                fits = [(kind, into) for kind, pattern, into in ours if pattern.fullmatch(entry.name)]
+                fits = [
+                    (kind, into) for kind, pattern, into in ours if pattern.fullmatch(entry.name)
+                ]
                 if fits and what == "file" and about:
                     kind, into = fits[0]
                     into.append(_found(kind, where, entry.name, about))
@@ -260,18 +283,25 @@ class Root:
 
     @contextmanager
     def directory(self, *names: str) -> Iterator[int | None]:
-        """A descriptor of a directory below the root; ``None`` if there is none, or a link, or another device's."""
+        """A descriptor of a directory below the root; ``None`` if there is none, or a link, or
+        another device's."""
         fd: int | None = os.dup(self._fd)
         try:
             for name in names:
                 assert fd is not None
                 upper, fd = fd, None
                 try:
-                    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=upper)
+                    fd = os.open(
+                        name,
+                        os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
+                        dir_fd=upper,
+                    )
                 except (FileNotFoundError, NotADirectoryError):  # Linux says ENOTDIR of a link, too
                     break
                 except OSError as error:
-                    raise OSError(error.errno, error.strerror, str(self.path.joinpath(*names))) from None
+                    raise OSError(
+                        error.errno, error.strerror, str(self.path.joinpath(*names))
+                    ) from None
                 finally:
                     os.close(upper)
                 if os.fstat(fd).st_dev != self._device:
@@ -284,12 +314,17 @@ class Root:
                 os.close(fd)
 
     def document(self, *path: str) -> Any:
-        """A JSON document below the root, ``None`` if it is absent; raises :class:`ValueError` if it is none."""
+        """A JSON document below the root, ``None`` if it is absent; raises :class:`ValueError` if
+        it is none."""
         with self.directory(*path[:-1]) as here:
             if here is None:
                 return None
             try:
-                fd = os.open(path[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here)
+                fd = os.open(
+                    path[-1],
+                    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+                    dir_fd=here,
+                )
             except FileNotFoundError:
                 return None
             with os.fdopen(fd, "rb") as file:
@@ -312,13 +347,17 @@ class Root:
         return True
 
     def quarantine(self, found: Found, inode: int, name: str) -> bool:
-        """Moves a record into its namespace's quarantine under ``name``; false if it is gone or was replaced."""
+        """Moves a record into its namespace's quarantine under ``name``; false if it is gone or was
+        replaced."""
         with self.directory(found.namespace) as above:
             if above is None:
                 return False
             with suppress(FileExistsError):
                 os.mkdir(QUARANTINE, stat.S_IMODE(os.fstat(above).st_mode), dir_fd=above)
-        with self.directory(*found.directory) as here, self.directory(found.namespace, QUARANTINE) as there:
+        with (
+            self.directory(*found.directory) as here,
+            self.directory(found.namespace, QUARANTINE) as there,
+        ):
             if here is None or there is None:
                 return False
             try:
@@ -329,7 +368,8 @@ class Root:
                 return False
             if os.stat(name, dir_fd=there, follow_symlinks=False).st_ino == inode:
                 return True
-            # Replaced between the two calls: what was moved is a newer record, and goes back where nothing lies yet.
+            # Replaced between the two calls: what was moved is a newer record, and goes back where
+            # nothing lies yet.
             with suppress(FileExistsError):
                 os.link(name, found.name, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
             os.unlink(name, dir_fd=there)
@@ -341,7 +381,8 @@ class Root:
             return 0 if here is None else os.fstat(here).st_mtime_ns
 
     def remove_namespace(self, namespace: str) -> bool:
-        """Removes what is left of a namespace without files: its directories, then its manifest, then itself.
+        """Removes what is left of a namespace without files: its directories, then its manifest,
+        then itself.
 
         False if something still lies there, which then stays, with the manifest that explains it.
         """
@@ -364,20 +405,32 @@ class Root:
         try:
             marker = self.document(MARKER)
         except ValueError:
-            raise ConfigError(f"{self.path / MARKER} is damaged; restore it, or use another directory") from None
+            raise ConfigError(
+                f"{self.path / MARKER} is damaged; restore it, or use another directory"
+            ) from None
         if marker is None:
             hint = ""
             if NAMESPACE.fullmatch(self.path.name) and (self.path.parent / MARKER).exists():
                 hint = f"; it is a namespace of the root {self.path.parent}"
-            raise ConfigError(f"{self.path} is no root of ucm: it has no {MARKER}, so nothing in it is touched{hint}")
+            raise ConfigError(
+                f"{self.path} is no root of ucm: it has no {MARKER}, so nothing in it is"
+                f" touched{hint}"
+            )
         if not isinstance(marker, dict) or not isinstance(marker.get("format"), int):
-            raise ConfigError(f"{self.path / MARKER} is damaged; restore it, or use another directory")
+            raise ConfigError(
+                f"{self.path / MARKER} is damaged; restore it, or use another directory"
+            )
         if marker["format"] > FORMAT:
             raise ForeignError(
-                f"{self.path} was made by a newer ucm (format {marker['format']}, known is {FORMAT}); upgrade ucm"
+                f"{self.path} was made by a newer ucm (format {marker['format']}, known is"
+                f" {FORMAT}); upgrade ucm"
             )
-        if not isinstance(marker.get("uuid"), str) or not isinstance(marker.get("storage_capacity"), int):
-            raise ConfigError(f"{self.path / MARKER} is damaged; restore it, or use another directory")
+        if not isinstance(marker.get("uuid"), str) or not isinstance(
+            marker.get("storage_capacity"), int
+        ):
+            raise ConfigError(
+                f"{self.path / MARKER} is damaged; restore it, or use another directory"
+            )
         return marker
 
     def _kind(self, entry: os.DirEntry[str]) -> tuple[str, os.stat_result | None]:
@@ -402,10 +455,14 @@ def _entries(directory: int | None) -> list[os.DirEntry[str]]:
 
 
 def _found(kind: Kind, directory: tuple[str, ...], name: str, about: os.stat_result) -> Found:
-    return Found(kind, directory, name, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)
+    return Found(
+        kind, directory, name, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino
+    )
 
 
-def _foreign(directory: tuple[str, ...], name: str, what: str, about: os.stat_result | None) -> Foreign:
+def _foreign(
+    directory: tuple[str, ...], name: str, what: str, about: os.stat_result | None
+) -> Foreign:
     size = about.st_size if about is not None and what == "file" else 0
     return Foreign("/".join((*directory, name)), what, size)
 

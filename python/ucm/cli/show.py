@@ -27,7 +27,11 @@ def size(count: float) -> str:
     while count >= 1024 and unit < len(_UNITS) - 1:
         count /= 1024
         unit += 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.1f} {_UNITS[unit]}"
+    return (
+        f"{count:.0f} {_UNITS[unit]}"
+        if unit == 0 or count >= 100
+        else f"{count:.1f} {_UNITS[unit]}"
+    )
 
 
 def span(seconds: float) -> str:
@@ -48,7 +52,11 @@ def ago(then_ns: int | None, now_ns: int) -> str:
 
 def many(count: int, what: str) -> str:
     """``1 record``, ``2 records``."""
-    return f"{count} {what}" if count == 1 else f"{count} {what[:-1] + 'ies' if what.endswith('ry') else what + 's'}"
+    return (
+        f"{count} {what}"
+        if count == 1
+        else f"{count} {what[:-1] + 'ies' if what.endswith('ry') else what + 's'}"
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> None:
@@ -59,7 +67,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str =
     widths = [max(len(line[at]) for line in [list(header), *texts]) for at in range(len(header))]
     right = [all(_NUMBER.fullmatch(text) for text in column) for column in zip(*texts, strict=True)]
     for line in [list(header), *texts]:
-        cells = [text.rjust(w) if r else text.ljust(w) for text, w, r in zip(line, widths, right, strict=True)]
+        cells = [
+            text.rjust(w) if r else text.ljust(w)
+            for text, w, r in zip(line, widths, right, strict=True)
+        ]
         click.echo((indent + "  ".join(cells)).rstrip())
 
 
@@ -89,8 +100,11 @@ def seconds(then_ns: int | None) -> int | None:
 
 
 def _plain(value: object) -> str:
-    """A text without what a terminal would obey, or could not print: names of files may hold anything."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+    """A text without what a terminal would obey, or could not print: names of files may hold
+    anything."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)
+    )
 
 
 def short(value: object, most: int = 40) -> str:

@@ -1,7 +1,8 @@
-"""Reading records of a live root and verifying them: past the page cache where that can be, at a bounded rate.
+"""Reading records of a live root and verifying them: past the page cache where that can be, at a
+bounded rate.
 
-A refused record is read a second time, through a fresh open, before anything is said of it. A record that is gone by
-then was removed by somebody who may do so, and is no error.
+A refused record is read a second time, through a fresh open, before anything is said of it. A
+record that is gone by then was removed by somebody who may do so, and is no error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from ucm.cli.roots import Found, Root
 from ucm.reasons import MissReason
 from ucm.store.cipher import Keys
 from ucm.store.planes import Zstd, find_zstd
-from ucm.store.record import MAX_RECORD, PAGE, Crc, Expect, Header, Refused, lost_sides, parse_header, verify
+from ucm.store.record import (
+    MAX_RECORD,
+    PAGE,
+    Crc,
+    Expect,
+    Header,
+    Refused,
+    lost_sides,
+    parse_header,
+    verify,
+)
 from ucm.store.segment import Entry, Footer, footer_length, parse_footer
 
 #: Bytes of the first read: nearly every record whole, and longer than every header.
@@ -33,7 +44,8 @@ _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a record is: ``good``, ``newer``, ``bad``, ``unreadable`` or ``removed``; why, in words; its header.
+    """What a record is: ``good``, ``newer``, ``bad``, ``unreadable`` or ``removed``; why, in words;
+    its header.
 
     ``damaged_sides``: side shards of a good one that are none, with what is wrong with each.
     """
@@ -52,7 +64,8 @@ class Verdict:
 
 
 class Pace:
-    """Holds a stream of bytes to a rate (bytes per second, ``None``: no bound); at most a second is made up for."""
+    """Holds a stream of bytes to a rate (bytes per second, ``None``: no bound); at most a second is
+    made up for."""
 
     def __init__(
         self,
@@ -85,8 +98,11 @@ class Reader:
         #: Bytes read so far.
         self.bytes = 0
 
-    def read(self, found: Found, most: int | None = None, start: int = 0) -> tuple[bytes, os.stat_result]:
-        """At most ``most`` bytes from ``start`` (a page) on, and what the file is; raises :class:`OSError`."""
+    def read(
+        self, found: Found, most: int | None = None, start: int = 0
+    ) -> tuple[bytes, os.stat_result]:
+        """At most ``most`` bytes from ``start`` (a page) on, and what the file is; raises
+        :class:`OSError`."""
         try:
             answer = self._read(found, most, start, os.O_DIRECT)
             self.direct = self.direct is not False
@@ -97,11 +113,17 @@ class Reader:
             return self._read(found, most, start, 0)
         return answer
 
-    def _read(self, found: Found, most: int | None, start: int, how: int) -> tuple[bytes, os.stat_result]:
+    def _read(
+        self, found: Found, most: int | None, start: int, how: int
+    ) -> tuple[bytes, os.stat_result]:
         with self._root.directory(*found.directory) as here:
             if here is None:
                 raise FileNotFoundError(errno.ENOENT, "its directory is gone", found.path)
-            fd = os.open(found.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how, dir_fd=here)
+            fd = os.open(
+                found.name,
+                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how,
+                dir_fd=here,
+            )
         try:
             about = os.fstat(fd)
             there = max(0, about.st_size - start)
@@ -114,7 +136,8 @@ class Reader:
                 while at < want:
                     count = os.preadv(fd, [view[at:room]], start + at)
                     at += count
-                    if count == 0 or (how and at % PAGE):  # the end of the file; direct reads begin at pages only
+                    # the end of the file; direct reads begin at pages only
+                    if count == 0 or (how and at % PAGE):
                         break
                 self.bytes += min(at, want)
                 return bytes(view[: min(at, want)]), about
@@ -130,7 +153,9 @@ def reader_of(root: AnyRoot) -> Reader | RemoteReader:
 class RecordVerifier:
     """Verifies the records of one root by the second reader."""
 
-    def __init__(self, root: AnyRoot, checksum: Checksum, pace: Pace, keys: Keys | None = None) -> None:
+    def __init__(
+        self, root: AnyRoot, checksum: Checksum, pace: Pace, keys: Keys | None = None
+    ) -> None:
         self.reader = reader_of(root)
         self._checksum = checksum
         self._pace = pace
@@ -156,7 +181,9 @@ class RecordVerifier:
                 data, about = self.reader.read(found, most_to_read(header))
                 inode = about.st_ino
             expect = Expect(
-                bytes.fromhex(found.name[:32]), bytes.fromhex(found.namespace), shape=manifest.shapes.get(header.part)
+                bytes.fromhex(found.name[:32]),
+                bytes.fromhex(found.namespace),
+                shape=manifest.shapes.get(header.part),
             )
             return self._good(data, expect, inode)
         except (FileNotFoundError, NotADirectoryError):
@@ -168,7 +195,8 @@ class RecordVerifier:
             return Verdict(state, str(refused.reason), refused.found, header, inode)
 
     def _good(self, data: bytes, expect: Expect, inode: int = 0) -> Verdict:
-        """The verdict on a record that is sound; raises :class:`~ucm.store.record.Refused` for another."""
+        """The verdict on a record that is sound; raises :class:`~ucm.store.record.Refused` for
+        another."""
         header = verify(data, expect, self._checksum.of, self.zstd, self.keys)
         lost = lost_sides(data, header, self._checksum.of).items()
         damaged = {name: why.found for name, why in lost if why.reason is not MissReason.ABSENT}
@@ -223,7 +251,9 @@ def most_to_read(header: Header) -> int:
     """Bytes by which a record is known to be as long as its header says: those, and a page. Raises
     :class:`~ucm.store.record.Refused` where no record can be as long."""
     if header.record_len > MAX_RECORD:
-        raise Refused(MissReason.BAD_HEADER, f"a record of {header.record_len} bytes, more than {MAX_RECORD}")
+        raise Refused(
+            MissReason.BAD_HEADER, f"a record of {header.record_len} bytes, more than {MAX_RECORD}"
+        )
     return header.record_len + PAGE
 
 

@@ -1,7 +1,9 @@
-"""``ucm verify``: reads every record of a root and verifies it whole, at a bounded rate, while engines go on.
+"""``ucm verify``: reads every record of a root and verifies it whole, at a bounded rate, while
+engines go on.
 
-What is wrong is told; with ``--quarantine`` it is moved out of the way, within the bounds that the engine's own
-quarantine keeps. A newer version is never touched, nor a record that somebody may still be writing.
+What is wrong is told; with ``--quarantine`` it is moved out of the way, within the bounds that the
+engine's own quarantine keeps. A newer version is never touched, nor a record that somebody may
+still be writing.
 """
 
 from __future__ import annotations
@@ -53,12 +55,20 @@ _DEFAULT_RATE = "256MiB"
     default="100%",
     help="Verify this share of the records, chosen at random.",
 )
-@click.option("--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); repeatable.")
+@click.option(
+    "--namespace",
+    "wanted",
+    multiple=True,
+    help="Only this namespace (how its name begins); repeatable.",
+)
 @click.option("--quarantine", is_flag=True, help="Move damaged records to <namespace>/quarantine/.")
 @click.option(
     "--key-file",
     metavar="FILE",
-    help="Decrypt records with the keys in it, as encryption_key_file names them; else those of UCM_ENCRYPTION_KEY.",
+    help=(
+        "Decrypt records with the keys in it, as encryption_key_file names them; else those of"
+        " UCM_ENCRYPTION_KEY."
+    ),
 )
 @options.of_store
 @options.json_output
@@ -76,10 +86,13 @@ def verify(
 ) -> None:
     """Verify every record below each ROOT by all its checksums.
 
-    Exit status: 0 all good, 1 bad records or side shards found, 2 it could not be done, 130 interrupted.
+    Exit status: 0 all good, 1 bad records or side shards found, 2 it could not be done, 130
+    interrupted.
     """
     if quarantine and any(map(scheme_of, paths)):
-        raise click.UsageError("--quarantine is for directories; damage on a server is replaced by the next dump")
+        raise click.UsageError(
+            "--quarantine is for directories; damage on a server is replaced by the next dump"
+        )
     keys = _keys(key_file)
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -94,7 +107,11 @@ def verify(
         show.each(_show, results)
     if results[-1]["interrupted"]:
         ctx.exit(130)
-    ctx.exit(1 if any(result[key] for result in results for key in ("bad", "unreadable", "bad_sides")) else 0)
+    ctx.exit(
+        1
+        if any(result[key] for result in results for key in ("bad", "unreadable", "bad_sides"))
+        else 0
+    )
 
 
 def _keys(key_file: str | None) -> Keys | None:
@@ -102,7 +119,9 @@ def _keys(key_file: str | None) -> Keys | None:
     try:
         keys = read_keys(key_file, what="--key-file")
     except OSError as error:
-        raise click.UsageError(f"the key file {key_file} cannot be read: {error.strerror}") from None
+        raise click.UsageError(
+            f"the key file {key_file} cannot be read: {error.strerror}"
+        ) from None
     except ConfigError as error:
         raise click.UsageError(error.message) from None
     except ValueError as error:
@@ -111,7 +130,9 @@ def _keys(key_file: str | None) -> Keys | None:
         return None
     opener = find_open()
     if opener is None and key_file is not None:
-        raise click.UsageError("--key-file is given, but nothing here decrypts: pip install cryptography")
+        raise click.UsageError(
+            "--key-file is given, but nothing here decrypts: pip install cryptography"
+        )
     return None if opener is None else Keys(keys, opener)
 
 
@@ -157,13 +178,22 @@ class Scrub:
         checksum = fastest()
         verifier = RecordVerifier(self.root, checksum, Pace(self.rate), self.keys)
         scanned = {name: self.root.scan(name) for name in namespaces}
-        chosen = {name: _sample([*inside.records, *inside.segments], percent) for name, inside in scanned.items()}
+        chosen = {
+            name: _sample([*inside.records, *inside.segments], percent)
+            for name, inside in scanned.items()
+        }
         room = self._room() if self.quarantine else _Room(0, 0)
         total = sum(found.size for records in chosen.values() for found in records)
         interrupted = False
         # Nothing is drawn where no one looks: the bar is for terminals only.
         bar = tqdm(
-            total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verify", file=sys.stderr, disable=None
+            total=total,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            desc="verify",
+            file=sys.stderr,
+            disable=None,
         )
         with bar:
             try:
@@ -194,11 +224,16 @@ class Scrub:
             "direct_io": verifier.reader.direct,
             "rate": self.rate,
             "records": self.records,
-            "segments": sum(found.kind is Kind.SEGMENT for records in chosen.values() for found in records),
+            "segments": sum(
+                found.kind is Kind.SEGMENT for records in chosen.values() for found in records
+            ),
             "bytes": total,
             "bytes_read": verifier.reader.bytes,
             "seconds": round(time.monotonic() - start, 3),
-            **{state: self.states[state] for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")},
+            **{
+                state: self.states[state]
+                for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")
+            },
             "reasons": dict(sorted(self.reasons.items())),
             "bad_records": self.bad,
             "bad_sides": self.bad_sides,
@@ -225,8 +260,11 @@ class Scrub:
             }
         )
 
-    def _take_segment(self, found: Found, verifier: RecordVerifier, manifest: manifests.Manifest) -> None:
-        """Verifies a segment's footer and every record it names. Nothing of it is moved: it goes or stays whole."""
+    def _take_segment(
+        self, found: Found, verifier: RecordVerifier, manifest: manifests.Manifest
+    ) -> None:
+        """Verifies a segment's footer and every record it names. Nothing of it is moved: it goes or
+        stays whole."""
         refused: Verdict | None = None
         try:
             footer = verifier.footer(found)
@@ -243,25 +281,35 @@ class Scrub:
         for entry in footer.entries:
             self.records += 1
             verdict = verifier.verify_entry(found, entry, manifest)
-            self.compressed += verdict.state == "good" and verdict.header is not None and verdict.header.compressed
+            self.compressed += (
+                verdict.state == "good" and verdict.header is not None and verdict.header.compressed
+            )
             self._see_sides(f"{found.path}@{entry.offset}", verdict)
             self._blame(found, f"@{entry.offset}", verdict)
 
     def _see_sides(self, path: str, verdict: Verdict) -> None:
-        """Counts the side shards of a good record. One that is damaged is told and left: its KV is good."""
+        """Counts the side shards of a good record. One that is damaged is told and left: its KV is
+        good."""
         if verdict.state == "good" and verdict.header is not None:
             self.encrypted += verdict.header.key_id is not None
             self.decrypted += self.keys is not None and self.keys.has(verdict.header)
             self.sides += len(verdict.header.sides)
             self.sides_alone += verdict.header.without_kv
             damaged = verdict.damaged_sides.items()
-            self.bad_sides += [{"path": path, "name": name, "found": what} for name, what in damaged]
+            self.bad_sides += [
+                {"path": path, "name": name, "found": what} for name, what in damaged
+            ]
 
     def _blame(self, found: Found, where: str, verdict: Verdict) -> None:
         self.states[verdict.state] += 1
         if verdict.state in ("bad", "unreadable"):
             self.reasons[verdict.reason] += 1
-            bad = {"path": found.path + where, "bytes": found.size, "reason": verdict.reason, "found": verdict.found}
+            bad = {
+                "path": found.path + where,
+                "bytes": found.size,
+                "reason": verdict.reason,
+                "found": verdict.found,
+            }
             self.bad.append({**bad, "action": "left"})
 
     def _quarantine(self, found: Found, verdict: Verdict, room: _Room) -> str:
@@ -284,7 +332,9 @@ class Scrub:
         return "quarantined" if moved else "left: it was replaced or removed meanwhile"
 
     def _room(self) -> _Room:
-        kept = [found for name in self.root.namespaces() for found in self.root.scan(name).quarantined]
+        kept = [
+            found for name in self.root.namespaces() for found in self.root.scan(name).quarantined
+        ]
         most = min(QUARANTINE_BYTES, self.root.limit // QUARANTINE_SHARE)
         return _Room(QUARANTINE_MOST - len(kept), most - sum(found.size for found in kept))
 
@@ -299,24 +349,34 @@ def _sample(records: list[Found], percent: float) -> list[Found]:
 
 def _show(result: dict[str, Any]) -> None:
     elsewhere = "from where it lies" if result["bytes_read"] else "nothing to read"
-    way = {True: "past the page cache", False: "through the page cache", None: elsewhere}[result["direct_io"]]
+    way = {True: "past the page cache", False: "through the page cache", None: elsewhere}[
+        result["direct_io"]
+    ]
     what = show.many(result["records"], "record")
     if result["segments"]:
         what += f", some of them in {show.many(result['segments'], 'segment')}"
-    sampled = "" if result["sample_percent"] >= 100 else f", a sample of {result['sample_percent']:g}%"
+    sampled = (
+        "" if result["sample_percent"] >= 100 else f", a sample of {result['sample_percent']:g}%"
+    )
     click.echo(f"root {result['root']}: {what}, {show.size(result['bytes'])}{sampled}")
-    rows: list[tuple[str, object]] = [("reader", f"second reader with CRC-32C by {result['reader']}, {way}")]
+    rows: list[tuple[str, object]] = [
+        ("reader", f"second reader with CRC-32C by {result['reader']}, {way}")
+    ]
     if result["compressed"]:
         how = f"decoded (zstd by {result['decoder']}) and judged by the checksums of what came out"
         if result["decoder"] is None:
             how = (
-                "those of zstd judged by the checksums of what is stored alone: it is not here (pip install zstandard)"
+                "those of zstd judged by the checksums of what is stored alone: it is not here (pip"
+                " install zstandard)"
             )
         rows.append(("compressed", f"{show.many(result['compressed'], 'record')}, {how}"))
     if result["encrypted"]:
         how = f"{result['decrypted']} of them decrypted and judged by their tags"
         if result["decrypted"] < result["encrypted"]:
-            how += "; the others by the checksums of the ciphertext alone: their key is not here (--key-file)"
+            how += (
+                "; the others by the checksums of the ciphertext alone: their key is not here"
+                " (--key-file)"
+            )
         rows.append(("encrypted", f"{show.many(result['encrypted'], 'record')}, {how}"))
     if result["sides"]:
         alone = f", {result['sides_alone']} of them alone" if result["sides_alone"] else ""
@@ -324,13 +384,19 @@ def _show(result: dict[str, Any]) -> None:
     took = result["seconds"]
     rate = f", {show.size(result['bytes_read'] / took)}/s" if took > 0 else ""
     rows.append(("read", f"{show.size(result['bytes_read'])} in {show.span(took)}{rate}"))
-    rows += [(state, result[state]) for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")]
+    rows += [
+        (state, result[state])
+        for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")
+    ]
     show.pairs(rows)
     if result["bad_records"]:
         click.echo("\nbad records")
         show.table(
             ("reason", "action", "path", "found"),
-            [(bad["reason"], bad["action"], bad["path"], bad["found"]) for bad in result["bad_records"][:_SHOWN]],
+            [
+                (bad["reason"], bad["action"], bad["path"], bad["found"])
+                for bad in result["bad_records"][:_SHOWN]
+            ],
         )
         if len(result["bad_records"]) > _SHOWN:
             click.echo(f"  and {len(result['bad_records']) - _SHOWN} more; --json lists all")

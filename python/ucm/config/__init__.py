@@ -1,9 +1,12 @@
-"""One typed configuration for all of ucm: YAML file, inline dictionary, environment; the later one wins.
+"""One typed configuration for all of ucm: YAML file, inline dictionary, environment; the later one
+wins.
 
-:func:`load` reads, checks and returns it; :func:`parse` does the same without asking whether what is named is built
-yet. ``docs/configuration.md`` lists every key, with its unit, default, other spellings and environment name.
+:func:`load` reads, checks and returns it; :func:`parse` does the same without asking whether what
+is named is built yet. ``docs/configuration.md`` lists every key, with its unit, default, other
+spellings and environment name.
 
-The names are imported when they are first used: :mod:`ucm.config.sizes` needs neither the compiled core nor pydantic.
+The names are imported when they are first used: :mod:`ucm.config.sizes` needs neither the compiled
+core nor pydantic.
 """
 
 from __future__ import annotations

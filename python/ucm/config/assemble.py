@@ -1,4 +1,5 @@
-"""From layers to one checked configuration: the later layer wins, then the model is made and judged."""
+"""From layers to one checked configuration: the later layer wins, then the model is made and
+judged."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from ucm.errors import ConfigError
 
 Values = dict[str, Entry]
 
-#: A build flag in the original, and likely to be set where that was built: alone it names no algorithm.
+#: A build flag in the original, and likely to be set where that was built: alone it names no
+#: algorithm.
 BUILD_FLAG = "ENABLE_SPARSE"
 
 
@@ -46,7 +48,11 @@ def assemble(layers: list[Layer]) -> UcmConfig:
             for key in keys:
                 ignored.ignore(instead, key)
     _resolve_sparse(values, warnings, ignored)
-    if (debug := values.get("debug")) is not None and debug.value in (True, 1, "true") and "log.level" not in values:
+    if (
+        (debug := values.get("debug")) is not None
+        and debug.value in (True, 1, "true")
+        and "log.level" not in values
+    ):
         values["log.level"] = Entry("DEBUG", debug.origin, debug.written)
     _choose_by_address(values)
     options = _options(values, ignored)
@@ -64,8 +70,15 @@ def _overlay(values: Values, layer: Layer) -> None:
     """Lay a layer over what is there. A later choice of a store replaces an earlier one whole."""
     name, pipeline = layer.values.get("ucm_connector_name"), layer.values.get("store_pipeline")
     before = values.get("ucm_connector_name")
-    if pipeline is not None or (name is not None and (before is None or before.value != name.value)):
-        chosen = {"ucm_connector_name", "ucm_connector_module_path", "ucm_connector_config", "store_pipeline"}
+    if pipeline is not None or (
+        name is not None and (before is None or before.value != name.value)
+    ):
+        chosen = {
+            "ucm_connector_name",
+            "ucm_connector_module_path",
+            "ucm_connector_config",
+            "store_pipeline",
+        }
         for key in [key for key in values if key in chosen or key.startswith("options.")]:
             del values[key]
     values.update(layer.values)
@@ -79,11 +92,12 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
         values["sparse.type"] = Entry(first.value[0], first.origin, first.written)
         if len(first.value) > 1:
             warnings.append(
-                f'"{first.written}" holds {", ".join(map(json.dumps, first.value))}; {first.value[0]} is taken because '
-                "it stands first; write `sparse_type` to choose"
+                f'"{first.written}" holds {", ".join(map(json.dumps, first.value))};'
+                f" {first.value[0]} is taken because it stands first; write `sparse_type` to choose"
             )
     kind = values.get("sparse.type")
-    if kind is not None and "sparse.module_path" not in values:  # else it is the class of a user's method
+    # else it is the class of a user's method
+    if kind is not None and "sparse.module_path" not in values:
         kind = values["sparse.type"] = replace(kind, value=algorithm_name(kind.value, kind.written))
     if kind is not None and "sparse.enabled" not in values:
         values["sparse.enabled"] = Entry(True, kind.origin, kind.written)
@@ -102,7 +116,9 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
     switch = values.get("sparse.enabled")
     if kind is None and switch is not None and switch.written == BUILD_FLAG:
         del values["sparse.enabled"]
-        ignored.ignore("UCM_SPARSE_TYPE or `ucm_sparse_config`, which name an algorithm", BUILD_FLAG)
+        ignored.ignore(
+            "UCM_SPARSE_TYPE or `ucm_sparse_config`, which name an algorithm", BUILD_FLAG
+        )
 
 
 def _choose_by_address(values: Values) -> None:
@@ -120,15 +136,22 @@ def _choose_by_address(values: Values) -> None:
 def _ignore_useless(values: Values, section: str, ignored: Layer) -> None:
     """Keys of the chosen algorithm that do nothing without another one, which is not written."""
     for key, needed in NEEDS.items():
-        entry, others = values.get(f"{section}.{key}"), [values.get(f"{section}.{other}") for other in needed]
-        if entry is not None and all(other is None or other.value in (False, 0, "false", "0") for other in others):
+        entry, others = (
+            values.get(f"{section}.{key}"),
+            [values.get(f"{section}.{other}") for other in needed],
+        )
+        if entry is not None and all(
+            other is None or other.value in (False, 0, "false", "0") for other in others
+        ):
             ignored.ignore(WHY[needed[0]], entry.written)
 
 
 def _ignore_unused(values: Values, ignored: Layer) -> None:
     """Keys that are understood and harmless, but have no effect before that part is built."""
     name = values.get("ucm_connector_name")
-    own = "ucm_connector_module_path" in values or (name is not None and name.value not in KNOWN_STORES)
+    own = "ucm_connector_module_path" in values or (
+        name is not None and name.value not in KNOWN_STORES
+    )
     for key, instead in UNUSED.items():
         if key not in values or values[key].value in (False, "UCMBlendConnector"):
             continue  # not wanted, or refused as a whole
@@ -140,12 +163,16 @@ def _ignore_unused(values: Values, ignored: Layer) -> None:
             ignored.ignore(UNUSED[key], f"store_pipeline[{i}].{key}")
     if "rerope.enabled" not in values:
         for key in [key for key in values if key.startswith("rerope.")]:
-            ignored.ignore("nothing: ReRoPE is not built yet, and not switched on", values[key].written)
+            ignored.ignore(
+                "nothing: ReRoPE is not built yet, and not switched on", values[key].written
+            )
 
 
 def _options(values: Values, ignored: Layer) -> dict[str, Any]:
     """Check the keys that only some store has; those of another store have no meaning here."""
-    name = str(values["ucm_connector_name"].value) if "ucm_connector_name" in values else DEFAULT_STORE
+    name = (
+        str(values["ucm_connector_name"].value) if "ucm_connector_name" in values else DEFAULT_STORE
+    )
     pipeline = values.get("store_pipeline")
     stages: list[dict[str, Any]] = pipeline.value if pipeline is not None else []
     allowed = option_keys(name, tuple(stage["store"] for stage in stages))
@@ -170,7 +197,9 @@ def _options(values: Values, ignored: Layer) -> dict[str, Any]:
             del stage["options"][option]
             _ignore_option(ignored, option, f"{where}.{option}", stage["store"])
         written = {
-            option: Entry(value, pipeline.origin if pipeline is not None else where, f"{where}.{option}")
+            option: Entry(
+                value, pipeline.origin if pipeline is not None else where, f"{where}.{option}"
+            )
             for option, value in stage["options"].items()
         }
         stage["options"] = _checked_options(stage["store"], stage["options"], written)
@@ -190,7 +219,8 @@ def _ignore_option(ignored: Layer, option: str, written: str, used: str) -> None
 
 
 def _checked_options(store: str, given: dict[str, Any], written: Values) -> dict[str, Any]:
-    """The keys that this store alone has, all of them, checked; ``written`` says where those that are given stand."""
+    """The keys that this store alone has, all of them, checked; ``written`` says where those that
+    are given stand."""
     if store not in STORES:
         return {}
     model = options_of(store)
@@ -215,7 +245,9 @@ def _build(values: Values, options: dict[str, Any]) -> UcmConfig:
         head, _, rest = key.partition(".")
         if head == "sparse" and rest.startswith("config."):
             _, algorithm, *keys = rest.split(".")
-            section = nested.setdefault("sparse", {}).setdefault("config", {}).setdefault(algorithm, {})
+            section = (
+                nested.setdefault("sparse", {}).setdefault("config", {}).setdefault(algorithm, {})
+            )
             section.update(dict.fromkeys(keys, entry.value))
         elif rest:
             nested.setdefault(head, {})[rest] = entry.value
@@ -232,8 +264,8 @@ def _name_pipeline(values: Values) -> None:
     if pipeline is None:
         if name is not None and name.value == PIPELINE:
             raise ConfigError(
-                f'"{name.written}" ({name.origin}) is UcmPipelineStore, but `store_pipeline` is missing: write its '
-                'stages from top to bottom, e.g. "Cache|Posix"'
+                f'"{name.written}" ({name.origin}) is UcmPipelineStore, but `store_pipeline` is'
+                ' missing: write its stages from top to bottom, e.g. "Cache|Posix"'
             )
         return
     if name is None:
@@ -260,10 +292,18 @@ def _config_error(error: ValidationError, values: Values) -> ConfigError:
         if entry is None:
             sentences.append(f"{'.'.join(location) or 'the configuration'}: {message}")
             continue
-        place = entry.origin if entry.origin.endswith(f" {entry.written}") else f'"{entry.written}" in {entry.origin}'
+        place = (
+            entry.origin
+            if entry.origin.endswith(f" {entry.written}")
+            else f'"{entry.written}" in {entry.origin}'
+        )
         got = "" if ours else f", got {show(location[-1], entry.value)}"
-        sentences.append(f"{place}: {message[:1].lower() + message[1:] if not ours else message}{got}")
-    return ConfigError("; ".join(dict.fromkeys(sentences)), context={"keys": ", ".join(dict.fromkeys(keys))})
+        sentences.append(
+            f"{place}: {message[:1].lower() + message[1:] if not ours else message}{got}"
+        )
+    return ConfigError(
+        "; ".join(dict.fromkeys(sentences)), context={"keys": ", ".join(dict.fromkeys(keys))}
+    )
 
 
 def _written_entry(location: list[str], values: Values) -> Entry | None:
@@ -271,5 +311,7 @@ def _written_entry(location: list[str], values: Values) -> Entry | None:
         key = ".".join(location[:length])
         if key in values:
             return values[key]
-    below = [entry for key, entry in values.items() if location and key.startswith(f"{location[0]}.")]
+    below = [
+        entry for key, entry in values.items() if location and key.startswith(f"{location[0]}.")
+    ]
     return below[0] if below else None

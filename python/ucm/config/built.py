@@ -1,4 +1,5 @@
-"""What this version has not got: a configuration that names it is understood, then refused with a sentence.
+"""What this version has not got: a configuration that names it is understood, then refused with a
+sentence.
 
 Each part that is built removes its line here.
 """
@@ -22,21 +23,26 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
     if config.user_store:
         if config.encryption_key_file is not None:
             yield (
-                "encryption_key_file is for ucm's own stores: a store of your own has to encrypt by itself; "
-                "leave the key out, or put it into its ucm_connector_config"
+                "encryption_key_file is for ucm's own stores: a store of your own has to encrypt by"
+                " itself; leave the key out, or put it into its ucm_connector_config"
             )
         if config.tenant_quota is not None:
             yield (
-                "tenant_quota is for ucm's own stores: a store of your own has to bound its tenants by itself; "
-                "leave the key out"
+                "tenant_quota is for ucm's own stores: a store of your own has to bound its tenants"
+                " by itself; leave the key out"
             )
         return
     name = config.ucm_connector_name
-    used = [(name, config.options), *((stage.store, stage.options) for stage in config.store_pipeline)]
-    if any(store == "UcmFakeStore" and not options.get("allow_wrong_tokens") for store, options in used):
+    used = [
+        (name, config.options),
+        *((stage.store, stage.options) for stage in config.store_pipeline),
+    ]
+    if any(
+        store == "UcmFakeStore" and not options.get("allow_wrong_tokens") for store, options in used
+    ):
         yield (
-            "UcmFakeStore loads nothing, so the engine would answer with wrong tokens; it is for tests: "
-            "write allow_wrong_tokens: true there, and use UcmPosixStore everywhere else"
+            "UcmFakeStore loads nothing, so the engine would answer with wrong tokens; it is for"
+            " tests: write allow_wrong_tokens: true there, and use UcmPosixStore everywhere else"
         )
     if why := why_not_alone(name):
         yield why
@@ -70,7 +76,10 @@ def _connector_problems(config: UcmConfig) -> Iterator[str]:
     if config.sparse.enabled:
         yield from _sparse_problems(config)
     if config.rerope.enabled:
-        yield "ReRoPE is not built yet; leave out rerope and VLLM_USE_REROPE (REROPE_WINDOW, TRAINING_LENGTH)"
+        yield (
+            "ReRoPE is not built yet; leave out rerope and VLLM_USE_REROPE (REROPE_WINDOW,"
+            " TRAINING_LENGTH)"
+        )
 
 
 def _sparse_problems(config: UcmConfig) -> Iterator[str]:
@@ -79,5 +88,6 @@ def _sparse_problems(config: UcmConfig) -> Iterator[str]:
         yield f"sparse.enabled: true names no algorithm; write sparse.type: one of {known}"
     elif config.sparse.type in ("Blend", "ReRoPE"):
         yield (
-            f"sparse attention ({config.sparse.type}) is not built yet; leave out its keys or set ENABLE_SPARSE=false"
+            f"sparse attention ({config.sparse.type}) is not built yet; leave out its keys or set"
+            " ENABLE_SPARSE=false"
         )

@@ -18,7 +18,8 @@ SIZES: frozenset[str] = TIER_SIZES | {"staging_capacity"}
 #: Keys whose numbers are permission bits.
 MODES: frozenset[str] = TIER_MODES
 
-#: Where the sections of sparse algorithms stand, of which nothing is shown that was not written and has no default.
+#: Where the sections of sparse algorithms stand, of which nothing is shown that was not written and
+#: has no default.
 SPARSE_SECTIONS = "sparse.config."
 
 #: What a default of "nothing given" means, for keys where that says more than `null`.

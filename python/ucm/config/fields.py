@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, SkipValidation, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    SkipValidation,
+    create_model,
+)
 
 from ucm.config.secret import parse_secret
 from ucm.config.sizes import (
@@ -33,9 +41,12 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """Base of all parts of the configuration: no unknown keys, no changes, no values in error texts."""
+    """Base of all parts of the configuration: no unknown keys, no changes, no values in error
+    texts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
 
 
 def no_flag(value: Any) -> Any:
@@ -70,7 +81,8 @@ def plain(value: Any) -> Any:
 
 
 def choices(schema: Schema) -> tuple[str, ...]:
-    """What may be chosen for an option, without the null of one that may be left out; empty for others."""
+    """What may be chosen for an option, without the null of one that may be left out; empty for
+    others."""
     return tuple(choice for choice in schema.get("enum", ()) if choice is not None)
 
 
@@ -83,12 +95,18 @@ def json_type(schema: Schema) -> str:
 def field_of(schema: Schema, default: Any) -> tuple[Any, Any]:
     """Annotation and default of the field that reads an option."""
     if json_type(schema) == "object":
-        section: type[Section] = section_of(schema.get("title", "Section"), schema["properties"], default)
+        section: type[Section] = section_of(
+            schema.get("title", "Section"), schema["properties"], default
+        )
         return section, section()
     kind, read = _reading(schema)
     value = default if default is None else () if default == [] else read(default)
     if "null" in schema["type"]:
-        return Annotated[Union[kind, None], BeforeValidator(partial(unless_none, read)), _bounds(schema)], value  # noqa: UP007
+        return Annotated[
+            Union[kind, None],  # noqa: UP007
+            BeforeValidator(partial(unless_none, read)),
+            _bounds(schema),
+        ], value
     return Annotated[kind, BeforeValidator(read), _bounds(schema)], value
 
 
@@ -135,10 +153,16 @@ def _reading(schema: Schema) -> tuple[Any, Reader]:
 
 
 def _bounds(schema: Schema) -> Any:
-    if json_type(schema) not in ("integer", "number") or schema.get("format") in ("amount", "age", "mode"):
+    if json_type(schema) not in ("integer", "number") or schema.get("format") in (
+        "amount",
+        "age",
+        "mode",
+    ):
         return Field()  # whatever reads it has bounds of its own
     names = {"minimum": "ge", "maximum": "le", "exclusiveMinimum": "gt", "exclusiveMaximum": "lt"}
-    bounds: dict[str, Any] = {short: schema[name] for name, short in names.items() if name in schema}
+    bounds: dict[str, Any] = {
+        short: schema[name] for name, short in names.items() if name in schema
+    }
     if json_type(schema) == "number":
         bounds["allow_inf_nan"] = False
     return Field(**bounds)
@@ -157,4 +181,8 @@ def _choice(several: tuple[str, ...], value: Any) -> Any:
     """The choice that is meant, however it is spelled; what is none is refused by its type."""
     # YAML 1.1 reads a bare `off` as false.
     folded = "off" if value is False and "off" in several else word(value)
-    return folded if folded in several or not isinstance(folded, str) else folded.replace("-", "").replace("_", "")
+    return (
+        folded
+        if folded in several or not isinstance(folded, str)
+        else folded.replace("-", "").replace("_", "")
+    )

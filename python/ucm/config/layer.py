@@ -1,4 +1,5 @@
-"""One layer of configuration: what one source says, and the small readings of single words in it."""
+"""One layer of configuration: what one source says, and the small readings of single words in
+it."""
 
 from __future__ import annotations
 
@@ -27,16 +28,19 @@ class Layer:
     choice: int = 0  # which entry of `ucm_connectors` is read
     entries: int = 0  # how many there are
     values: dict[str, Entry] = field(default_factory=dict)
-    meaningless: dict[str, list[str]] = field(default_factory=dict)  # what to write instead -> keys as written
+    # what to write instead -> keys as written
+    meaningless: dict[str, list[str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)  # stage word -> keys of its section
+    # stage word -> keys of its section
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def put(self, key: str, value: Any, written: str, origin: str | None = None) -> None:
         """Take a value; two spellings of one key must agree."""
         before = self.values.get(key)
         if before is not None and before.value != value:
             raise ConfigError(
-                f'"{before.written}" and "{written}" in {self.source} mean the same and differ; keep one of them'
+                f'"{before.written}" and "{written}" in {self.source} mean the same and differ;'
+                " keep one of them"
             )
         if before is None:
             self.values[key] = Entry(value, origin or self.source, written)
@@ -76,7 +80,9 @@ def gibibytes(value: Any, written: str, source: str) -> int:
             raise ValueError
         size = int(float(value) * (1 << 30))
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f'"{written}" in {source} counts GiB: write a number, got {value!r}') from None
+        raise ConfigError(
+            f'"{written}" in {source} counts GiB: write a number, got {value!r}'
+        ) from None
     return size
 
 

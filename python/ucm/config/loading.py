@@ -1,4 +1,5 @@
-"""The two ways in: :func:`load` for a caller that wants to run, :func:`parse` for one that wants to look.
+"""The two ways in: :func:`load` for a caller that wants to run, :func:`parse` for one that wants to
+look.
 
 Order: YAML file, inline dictionary, environment; the later one wins, key by key.
 """
@@ -13,21 +14,32 @@ from typing import Any
 from ucm.config.alternatives import with_alternatives
 from ucm.config.assemble import assemble
 from ucm.config.model import UcmConfig
-from ucm.config.sources import INLINE, disabled, file_named, read_environment, read_file, read_inline
+from ucm.config.sources import (
+    INLINE,
+    disabled,
+    file_named,
+    read_environment,
+    read_file,
+    read_inline,
+)
 from ucm.errors import ConfigError
 
 _log = logging.getLogger("ucm.config")
 _said: set[str] = set()
 
 
-def load(extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> UcmConfig:
+def load(
+    extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> UcmConfig:
     """The effective configuration, ready to run.
 
-    ``extra_config`` is vLLM's ``kv_connector_extra_config``: keys of ucm themselves, or ``ucm_config_path`` (also
-    ``UCM_CONFIG_FILE``) naming a YAML file, or both. ``environ`` is the environment (None: this process's).
+    ``extra_config`` is vLLM's ``kv_connector_extra_config``: keys of ucm themselves, or
+    ``ucm_config_path`` (also ``UCM_CONFIG_FILE``) naming a YAML file, or both. ``environ`` is the
+    environment (None: this process's).
 
-    Logs every warning once per process. Raises :class:`~ucm.errors.ConfigError` for whatever is wrong, unknown,
-    contradictory, missing, or not built yet. With ``UCM_DISABLE=1`` nothing is read and ``enabled`` is false.
+    Logs every warning once per process. Raises :class:`~ucm.errors.ConfigError` for whatever is
+    wrong, unknown, contradictory, missing, or not built yet. With ``UCM_DISABLE=1`` nothing is read
+    and ``enabled`` is false.
     """
     config = parse(extra_config, environ)
     for warning in config.warnings:
@@ -36,14 +48,19 @@ def load(extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, st
     return config
 
 
-def parse(extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> UcmConfig:
-    """As :func:`load`, but silent, and what is not built yet ends up in ``problems`` instead of raising."""
+def parse(
+    extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> UcmConfig:
+    """As :func:`load`, but silent, and what is not built yet ends up in ``problems`` instead of
+    raising."""
     env = os.environ if environ is None else environ
     inline = {} if extra_config is None else extra_config
     if not isinstance(inline, Mapping):
         raise ConfigError(f"{INLINE} is a dictionary, got {type(inline).__name__}")
     if disabled(env):
-        return UcmConfig(enabled=False).with_findings(origins={"enabled": "environment UCM_DISABLE"})
+        return UcmConfig(enabled=False).with_findings(
+            origins={"enabled": "environment UCM_DISABLE"}
+        )
     first, entries = _one(inline, env, 0)
     others = [_one(inline, env, choice)[0] for choice in range(1, entries)]
     return with_alternatives(first, others) if others else first
@@ -58,7 +75,8 @@ def _one(inline: Mapping[str, Any], env: Mapping[str, str], choice: int) -> tupl
 
 
 def warn_once(message: str) -> None:
-    """Log a warning unless this process has said it before: both sides of a connector read the configuration."""
+    """Log a warning unless this process has said it before: both sides of a connector read the
+    configuration."""
     if message not in _said:
         _said.add(message)
         _log.warning("%s", message)

@@ -1,7 +1,9 @@
-"""The configuration itself: what every key is called, its type, its unit, its bounds and its default.
+"""The configuration itself: what every key is called, its type, its unit, its bounds and its
+default.
 
-A field's path here is the key a user writes (``deadlines.lookup_ms``). Values are checked when the object is made and
-never change afterwards. Each value knows where it came from (:meth:`UcmConfig.origin`).
+A field's path here is the key a user writes (``deadlines.lookup_ms``). Values are checked when the
+object is made and never change afterwards. Each value knows where it came from
+(:meth:`UcmConfig.origin`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from ucm.errors import ConfigError
 def _verify_word(value: Any) -> Any:
     # YAML 1.1 reads a bare `on` as true and a bare `off` as false.
     if value is False or word(value) in ("off", "false", "no", "0"):
-        raise ValueError("verification cannot be switched off: a record that is not verified is never served")
+        raise ValueError(
+            "verification cannot be switched off: a record that is not verified is never served"
+        )
     return "on" if value is True or word(value) in ("true", "yes", "1") else word(value)
 
 
@@ -67,8 +71,8 @@ class Deadlines(Section):
     def _ordered(self) -> Deadlines:
         if self.load_min_ms > self.load_max_s * 1000:
             raise ValueError(
-                f"load_min_ms ({self.load_min_ms} ms) is above load_max_s ({self.load_max_s:g} s); lower the first or "
-                "raise the second"
+                f"load_min_ms ({self.load_min_ms} ms) is above load_max_s ({self.load_max_s:g} s);"
+                " lower the first or raise the second"
             )
         return self
 
@@ -87,12 +91,16 @@ DEADLINE_KEYS: tuple[str, ...] = tuple(Deadlines.model_fields)
 class IdentityConfig(Section):
     """What the identity of stored blocks is made from."""
 
-    weights: Annotated[str, Field(pattern=r"^(full|sampled|declared:.*\S.*)$", max_length=1024)] = "full"
+    weights: Annotated[str, Field(pattern=r"^(full|sampled|declared:.*\S.*)$", max_length=1024)] = (
+        "full"
+    )
 
     @property
     def declared(self) -> str | None:
         """The text that stands for the weights, when the user declares them."""
-        return self.weights.partition(":")[2].strip() if self.weights.startswith("declared:") else None
+        return (
+            self.weights.partition(":")[2].strip() if self.weights.startswith("declared:") else None
+        )
 
 
 class LogConfig(Section):
@@ -131,8 +139,8 @@ class SparseConfig(Section):
 
     @property
     def settings(self) -> Section | None:
-        """The keys of the algorithm that is wanted, its defaults where none are written; None where none is, and for a
-        method of a user's own."""
+        """The keys of the algorithm that is wanted, its defaults where none are written; None where
+        none is, and for a method of a user's own."""
         if not self.enabled or self.type is None or self.module_path is not None:
             return None
         written: Section | None = getattr(self.config, self.type)
@@ -164,18 +172,23 @@ else:
 
 
 class StoreSettings(_TierKeys):
-    """Keys that every store of ucm has: those of the default kind of tier, and those of the engine."""
+    """Keys that every store of ucm has: those of the default kind of tier, and those of the
+    engine."""
 
     #: None: for two steps of the engine (``ucm_store::builder``).
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] | None = None
     transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
     encryption_key_file: str | None = None
-    tenant_quota: Annotated[Capacity | None, BeforeValidator(partial(unless_none, parse_capacity))] = None
+    tenant_quota: Annotated[
+        Capacity | None, BeforeValidator(partial(unless_none, parse_capacity))
+    ] = None
 
 
 #: Sections of the keys of tiers.
-_TIER_SECTIONS: tuple[str, ...] = tuple(key for key, default in COMMON.defaults.items() if isinstance(default, dict))
+_TIER_SECTIONS: tuple[str, ...] = tuple(
+    key for key, default in COMMON.defaults.items() if isinstance(default, dict)
+)
 #: Sections that every store of ucm has.
 STORE_SECTIONS: tuple[str, ...] = ("deadlines", "breaker", *_TIER_SECTIONS)
 
@@ -191,18 +204,28 @@ class Stage(StoreSettings):
     def _one_key_for_all(self) -> Stage:
         if self.encryption_key_file is not None:
             raise ValueError(
-                "encryption_key_file stands beside the pipeline, not in a stage: every stage below memory is encrypted"
+                "encryption_key_file stands beside the pipeline, not in a stage: every stage below"
+                " memory is encrypted"
             )
         if self.tenant_quota is not None:
             raise ValueError(
-                "tenant_quota stands beside the pipeline, not in a stage: it holds in every one below memory"
+                "tenant_quota stands beside the pipeline, not in a stage: it holds in every one"
+                " below memory"
             )
         return self
 
     def written(self) -> dict[str, Any]:
-        """The stage as it can be written in a configuration: what was given, and the keys only its store has."""
-        given = {key: plain(getattr(self, key)) for key in self.model_fields_set - {"store", "options", *UNUSED}}
-        return {"type": self.store, **given, **{key: plain(value) for key, value in self.options.items()}}
+        """The stage as it can be written in a configuration: what was given, and the keys only its
+        store has."""
+        given = {
+            key: plain(getattr(self, key))
+            for key in self.model_fields_set - {"store", "options", *UNUSED}
+        }
+        return {
+            "type": self.store,
+            **given,
+            **{key: plain(value) for key, value in self.options.items()},
+        }
 
 
 class UcmConfig(StoreSettings):
@@ -216,7 +239,9 @@ class UcmConfig(StoreSettings):
     )
     store_pipeline: tuple[Stage, ...] = ()
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    kv_connector: Literal["UCMConnector", "UCMDirectConnector", "UCMBlendConnector"] = "UCMConnector"
+    kv_connector: Literal["UCMConnector", "UCMDirectConnector", "UCMBlendConnector"] = (
+        "UCMConnector"
+    )
     use_layerwise: Flag = False
     block_size: Annotated[Size, Field(ge=1)] | None = None
     hash_method: Annotated[Literal["sha256", "blake3", "md5"], BeforeValidator(word)] = "sha256"
@@ -266,7 +291,8 @@ class UcmConfig(StoreSettings):
 
     @property
     def alternatives(self) -> tuple[UcmConfig, ...]:
-        """The further entries of ``ucm_connectors``, in order: used when those before are not available.
+        """The further entries of ``ucm_connectors``, in order: used when those before are not
+        available.
 
         Only what concerns the store is taken from them.
         """
@@ -279,17 +305,22 @@ class UcmConfig(StoreSettings):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why this configuration cannot run in this version, one sentence each; empty when it can."""
+        """Why this configuration cannot run in this version, one sentence each; empty when it
+        can."""
         return self._problems
 
     @property
     def user_store(self) -> bool:
         """Whether the store is a user's own class rather than one of ucm's."""
-        return self.ucm_connector_module_path is not None or self.ucm_connector_name not in KNOWN_STORES
+        return (
+            self.ucm_connector_module_path is not None
+            or self.ucm_connector_name not in KNOWN_STORES
+        )
 
     @property
     def root(self) -> str | None:
-        """A directory of ours that blocks are kept in; None where there is none, or only the user's store knows it."""
+        """A directory of ours that blocks are kept in; None where there is none, or only the user's
+        store knows it."""
         return next(iter(self.roots), None)
 
     @property
@@ -305,39 +336,55 @@ class UcmConfig(StoreSettings):
     def store_config(self) -> dict[str, Any]:
         """What the store's constructor gets, before the connector adds sizes, identity and part.
 
-        One of ucm's stores gets every key it has. A user's own store gets its ``ucm_connector_config`` as written,
-        and those keys of ucm's stores that were set outside it, its secrets readable.
+        One of ucm's stores gets every key it has. A user's own store gets its
+        ``ucm_connector_config`` as written, and those keys of ucm's stores that were set outside
+        it, its secrets readable.
         """
         keys = [key for key in StoreSettings.model_fields if key not in STORE_SECTIONS]
         common = {key: plain(getattr(self, key)) for key in keys}
         sections = {name: getattr(self, name).model_dump() for name in STORE_SECTIONS}
         if not self.user_store:
             stages = (
-                {"store_pipeline": [stage.written() for stage in self.store_pipeline]} if self.store_pipeline else {}
+                {"store_pipeline": [stage.written() for stage in self.store_pipeline]}
+                if self.store_pipeline
+                else {}
             )
             common = {key: value for key, value in common.items() if key not in UNUSED}
-            return {**common, **{key: plain(value) for key, value in self.options.items()}, **stages, **sections}
+            return {
+                **common,
+                **{key: plain(value) for key, value in self.options.items()},
+                **stages,
+                **sections,
+            }
         config = dict(self.ucm_connector_config)
-        config.update({key: value for key, value in common.items() if self.origin(key) != "default"})
+        config.update(
+            {key: value for key, value in common.items() if self.origin(key) != "default"}
+        )
         given = {
-            name for name, keys in sections.items() if any(self.origin(f"{name}.{key}") != "default" for key in keys)
+            name
+            for name, keys in sections.items()
+            if any(self.origin(f"{name}.{key}") != "default" for key in keys)
         }
         config.update({name: sections[name] for name in given})
         return dict(revealed(config))
 
     def describe(self) -> list[str]:
-        """The effective configuration, one line per key, each with its origin; secrets are not shown.
+        """The effective configuration, one line per key, each with its origin; secrets are not
+        shown.
 
         Of the alternatives, what differs.
         """
         lines = describe_lines(self, self._origins)
         for number, other in enumerate(self._alternatives, 2):
-            differing = [line for line in describe_lines(other, other._origins) if line not in lines]
+            differing = [
+                line for line in describe_lines(other, other._origins) if line not in lines
+            ]
             lines += [f"alternative {number}: {line}" for line in differing]
         return lines
 
     def require_built(self) -> None:
-        """Raise :class:`~ucm.errors.ConfigError` when something is named that this version has not got."""
+        """Raise :class:`~ucm.errors.ConfigError` when something is named that this version has not
+        got."""
         if self.enabled and self._problems:
             raise ConfigError("; ".join(self._problems))
 

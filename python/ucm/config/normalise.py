@@ -1,7 +1,8 @@
 """From any shape a user may write to one flat layer of keys of the model.
 
-A :class:`Layer` is what one source (a file, the inline dictionary, the environment) says: key of the model -> the value
-as written, and where it stands. Nothing is checked here but the names of keys and contradictions within one source.
+A :class:`Layer` is what one source (a file, the inline dictionary, the environment) says: key of
+the model -> the value as written, and where it stands. Nothing is checked here but the names of
+keys and contradictions within one source.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import check_local
 from ucm.config.sparse_keys import read_algorithm
 from ucm.config.stores import BACKEND_WORDS, DEFAULT_STORE, KNOWN_STORES, OPTION_OWNER, PIPELINE
-from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, SPARSE_ALGORITHMS, hint, key_hint
+from ucm.config.words import (
+    ALIASES,
+    GIBIBYTES,
+    MEANINGLESS,
+    PLATFORMS,
+    SPARSE_ALGORITHMS,
+    hint,
+    key_hint,
+)
 from ucm.errors import ConfigError
 
 
@@ -37,12 +46,15 @@ SECTIONS: dict[str, tuple[str, ...]] = _sections()
 _NOTHING = frozenset({"empty", "ucmemptystore"})
 #: Keys of the model that are plain values.
 PLAIN_KEYS: frozenset[str] = frozenset(
-    set(UcmConfig.model_fields) - set(SECTIONS) - {"ucm_connector_config", "options", "store_pipeline"}
+    set(UcmConfig.model_fields)
+    - set(SECTIONS)
+    - {"ucm_connector_config", "options", "store_pipeline"}
 )
 
 
 def normalise(mapping: Mapping[str, Any], source: str, choice: int = 0) -> Layer:
-    """Read one mapping of any of the accepted shapes; of several ``ucm_connectors`` the one at ``choice``."""
+    """Read one mapping of any of the accepted shapes; of several ``ucm_connectors`` the one at
+    ``choice``."""
     layer = Layer(source, choice)
     _read(layer, mapping, "")
     _attach_sections(layer)
@@ -54,7 +66,9 @@ def normalise(mapping: Mapping[str, Any], source: str, choice: int = 0) -> Layer
 def known_keys() -> frozenset[str]:
     """Every key that is accepted at the top of a file."""
     dotted = {f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys}
-    known = PLAIN_KEYS | set(SECTIONS) | dotted | set(ALIASES) | set(MEANINGLESS) | set(OPTION_OWNER)
+    known = (
+        PLAIN_KEYS | set(SECTIONS) | dotted | set(ALIASES) | set(MEANINGLESS) | set(OPTION_OWNER)
+    )
     return known | set(_HANDLERS) | {"ucm_config_path", "UCM_CONFIG_FILE"}
 
 
@@ -63,7 +77,9 @@ def _read(layer: Layer, mapping: Mapping[str, Any], above: str) -> None:
         written = f"{above}{key}"
         if not isinstance(key, str):
             raise ConfigError(f'the key "{written}" in {layer.source} is not a text')
-        if value is None and (key in known_keys() or key.lower() in BACKEND_WORDS or algorithm_of(key) is not None):
+        if value is None and (
+            key in known_keys() or key.lower() in BACKEND_WORDS or algorithm_of(key) is not None
+        ):
             continue  # `key:` with nothing behind it says nothing
         _read_key(layer, key, value, written)
 
@@ -90,7 +106,8 @@ def _read_key(layer: Layer, key: str, value: Any, written: str) -> None:
         _choose(layer, algorithm, value, written, layer.source)
     else:
         raise ConfigError(
-            f'unknown key "{written}" in {layer.source}{key_hint(key, known_keys())}', context={"key": written}
+            f'unknown key "{written}" in {layer.source}{key_hint(key, known_keys())}',
+            context={"key": written},
         )
 
 
@@ -98,7 +115,9 @@ def _put_plain(layer: Layer, key: str, value: Any, written: str) -> None:
     if key == "platform":
         word = str(value).strip().lower()
         if word not in PLATFORMS:
-            raise ConfigError(f'"{written}" names the platform "{value}"; known are {", ".join(PLATFORMS)}')
+            raise ConfigError(
+                f'"{written}" names the platform "{value}"; known are {", ".join(PLATFORMS)}'
+            )
         value = PLATFORMS[word]
     if key == "storage_capacity" and is_zero(value):
         _unbounded(layer, written)
@@ -118,8 +137,8 @@ def _read_alias(layer: Layer, key: str, value: Any, written: str) -> None:
 
 def _unbounded(layer: Layer, written: str) -> None:
     layer.warnings.append(
-        f'"{written}: 0" in {layer.source} meant no limit; here space is always bounded and the default limit holds; '
-        "write `storage_capacity` as a size or a percentage"
+        f'"{written}: 0" in {layer.source} meant no limit; here space is always bounded and the'
+        " default limit holds; write `storage_capacity` as a size or a percentage"
     )
 
 
@@ -129,12 +148,16 @@ def _read_section(layer: Layer, section: str, value: Any, written: str) -> None:
     if section == "profile" and not isinstance(value, Mapping):
         value = {"enabled": value}
     if not isinstance(value, Mapping):
-        raise ConfigError(f'"{written}" in {layer.source} is a section with keys below it, got {type(value).__name__}')
+        raise ConfigError(
+            f'"{written}" in {layer.source} is a section with keys below it, got'
+            f" {type(value).__name__}"
+        )
     for key, item in value.items():
         inner = f"{written}.{key}"
         if key not in SECTIONS[section]:
             raise ConfigError(
-                f'unknown key "{inner}" in {layer.source}{hint(str(key), SECTIONS[section])}', context={"key": inner}
+                f'unknown key "{inner}" in {layer.source}{hint(str(key), SECTIONS[section])}',
+                context={"key": inner},
             )
         if item is None:
             continue
@@ -146,7 +169,8 @@ def _read_section(layer: Layer, section: str, value: Any, written: str) -> None:
         layer.put("rerope.enabled", True, written)
 
 
-# Shapes -----------------------------------------------------------------------------------------------------
+# Shapes
+# --------------------------------------------------------------------------------------------------
 
 
 def _read_connectors(layer: Layer, value: Any, written: str) -> None:
@@ -158,9 +182,9 @@ def _read_connectors(layer: Layer, value: Any, written: str) -> None:
         or not all(isinstance(entry, Mapping) for entry in value)
     ):
         raise ConfigError(
-            f'"{written}" in {layer.source} is a list of one to {MAX_CONNECTORS} '
-            "{ucm_connector_name, ucm_connector_config}, of which the first that is available is used; "
-            "stages of one store go into `store_pipeline`"
+            f'"{written}" in {layer.source} is a list of one to {MAX_CONNECTORS}'
+            " {ucm_connector_name, ucm_connector_config}, of which the first that is available"
+            " is used; stages of one store go into `store_pipeline`"
         )
     layer.entries = len(value)
     place = layer.choice if layer.choice < len(value) else 0
@@ -168,7 +192,9 @@ def _read_connectors(layer: Layer, value: Any, written: str) -> None:
     allowed = ("ucm_connector_name", "ucm_connector_module_path", "ucm_connector_config")
     for key in entry:
         if key not in allowed:
-            raise ConfigError(f'unknown key "{above}.{key}" in {layer.source}{hint(str(key), allowed)}')
+            raise ConfigError(
+                f'unknown key "{above}.{key}" in {layer.source}{hint(str(key), allowed)}'
+            )
     if not entry.get("ucm_connector_name"):
         raise ConfigError(f'"{above}" in {layer.source} has no `ucm_connector_name`')
     _read_connector(layer, entry, f"{above}.")
@@ -180,7 +206,10 @@ def _read_connector(layer: Layer, entry: Mapping[str, Any], above: str) -> None:
     config = entry.get("ucm_connector_config")
     if name is not None:
         if not isinstance(name, str):
-            raise ConfigError(f'"{above}ucm_connector_name" in {layer.source} is the name of a store, got {name!r}')
+            raise ConfigError(
+                f'"{above}ucm_connector_name" in {layer.source} is the name of a store, got'
+                f" {name!r}"
+            )
         layer.put("ucm_connector_name", name, f"{above}ucm_connector_name")
     if module is not None:
         layer.put("ucm_connector_module_path", module, f"{above}ucm_connector_module_path")
@@ -188,7 +217,10 @@ def _read_connector(layer: Layer, entry: Mapping[str, Any], above: str) -> None:
         return
     written = f"{above}ucm_connector_config"
     if not isinstance(config, Mapping):
-        raise ConfigError(f'"{written}" in {layer.source} holds the keys of the store, got {type(config).__name__}')
+        raise ConfigError(
+            f'"{written}" in {layer.source} holds the keys of the store, got'
+            f" {type(config).__name__}"
+        )
     if module is not None or (name is not None and name not in KNOWN_STORES):
         # A user's own store: its keys are its own business.
         layer.put("ucm_connector_config", dict(config), written)
@@ -213,10 +245,14 @@ def _read_backend(layer: Layer, value: Any, written: str) -> None:
 
 
 def _read_lower_store(layer: Layer, value: Mapping[str, Any], written: str) -> None:
-    """``UcmCacheStore {backend: {name, config}}``: the cache above another store, which is a pipeline of two."""
+    """``UcmCacheStore {backend: {name, config}}``: the cache above another store, which is a
+    pipeline of two."""
     for key in value:
         if key not in ("name", "config"):
-            raise ConfigError(f'unknown key "{written}.{key}" in {layer.source}{hint(str(key), ("name", "config"))}')
+            raise ConfigError(
+                f'unknown key "{written}.{key}" in'
+                f" {layer.source}{hint(str(key), ('name', 'config'))}"
+            )
     lower = {"type": value.get("name", DEFAULT_STORE), **(value.get("config") or {})}
     layer.sections["<below>"] = {"written": written, "keys": lower}
 
@@ -230,23 +266,27 @@ def _read_pipeline(layer: Layer, value: Any, written: str) -> None:
         items = []
     if not items or not all(isinstance(item, Mapping) and item.get("type") for item in items):
         raise ConfigError(
-            f'"{written}" in {layer.source} names stages from top to bottom: write "Cache|Posix", or a list of '
-            "{type: ..., path: ...}"
+            f'"{written}" in {layer.source} names stages from top to bottom: write "Cache|Posix",'
+            " or a list of {type: ..., path: ...}"
         )
     words = [str(item["type"]).strip().lower() for item in items]
     if words == ["cache"]:
         raise ConfigError(
-            f'"{written}" in {layer.source} is Cache alone, which forgets everything with its processes; write '
-            '"Cache|Posix" with a directory, or "Cache|Empty" if that is meant'
+            f'"{written}" in {layer.source} is Cache alone, which forgets everything with its'
+            ' processes; write "Cache|Posix" with a directory, or "Cache|Empty" if that is meant'
         )
     if len(words) > 1 and words[-1] in _NOTHING:
         items = items[:-1]  # nothing lies below the stage above it
     if any(word in _NOTHING for word in words[:-1]):
         raise ConfigError(
-            f'"{written}" in {layer.source} has a stage below Empty, which keeps nothing and passes nothing on; write '
-            "Empty last or leave it out"
+            f'"{written}" in {layer.source} has a stage below Empty, which keeps nothing and passes'
+            " nothing on; write Empty last or leave it out"
         )
-    layer.put("store_pipeline", [_stage(layer, item, f"{written}[{i}]") for i, item in enumerate(items)], written)
+    layer.put(
+        "store_pipeline",
+        [_stage(layer, item, f"{written}[{i}]") for i, item in enumerate(items)],
+        written,
+    )
 
 
 def _stage(layer: Layer, item: Mapping[str, Any], written: str) -> dict[str, Any]:
@@ -264,7 +304,10 @@ def _stage(layer: Layer, item: Mapping[str, Any], written: str) -> dict[str, Any
         elif key in StoreSettings.model_fields:
             stage[key] = entry.value
         else:
-            raise ConfigError(f'"{entry.written}" in {layer.source} is no key of a stage; write it at the top level')
+            raise ConfigError(
+                f'"{entry.written}" in {layer.source} is no key of a stage; write it at the top'
+                " level"
+            )
     for instead, keys in inner.meaningless.items():
         for ignored in keys:
             layer.ignore(instead, ignored)
@@ -274,7 +317,10 @@ def _stage(layer: Layer, item: Mapping[str, Any], written: str) -> dict[str, Any
 
 def _read_mapping(layer: Layer, value: Any, written: str) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigError(f'"{written}" in {layer.source} is a section with keys below it, got {type(value).__name__}')
+        raise ConfigError(
+            f'"{written}" in {layer.source} is a section with keys below it, got'
+            f" {type(value).__name__}"
+        )
     _read(layer, value, f"{written}.")
 
 
@@ -288,7 +334,9 @@ def _read_nfs_path(layer: Layer, value: Any, written: str) -> None:
 
 def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigError(f'"{written}" in {layer.source} names algorithms and their keys, e.g. {{GSA: {{...}}}}')
+        raise ConfigError(
+            f'"{written}" in {layer.source} names algorithms and their keys, e.g. {{GSA: {{...}}}}'
+        )
     for key, item in value.items():
         inner = f"{written}.{key}"
         algorithm = algorithm_of(str(key))
@@ -298,12 +346,16 @@ def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
             _choose(layer, algorithm, item or {}, inner, written)
         else:
             raise ConfigError(
-                f'unknown key "{inner}" in {layer.source}{hint(str(key), ("sparse_type", *SPARSE_ALGORITHMS.values()))}'
+                f'unknown key "{inner}" in'
+                f" {layer.source}{hint(str(key), ('sparse_type', *SPARSE_ALGORITHMS.values()))}"
             )
 
 
-def _choose(layer: Layer, algorithm: str, keys: Mapping[str, Any], written: str, where: str) -> None:
-    """Keys of an algorithm say that it is wanted, unless another is named; of several the first that stands there."""
+def _choose(
+    layer: Layer, algorithm: str, keys: Mapping[str, Any], written: str, where: str
+) -> None:
+    """Keys of an algorithm say that it is wanted, unless another is named; of several the first
+    that stands there."""
     read_algorithm(layer, algorithm, keys, written)
     chosen = layer.values.setdefault("sparse.first", Entry([], layer.source, where)).value
     if algorithm not in chosen:
@@ -313,7 +365,10 @@ def _choose(layer: Layer, algorithm: str, keys: Mapping[str, Any], written: str,
 def _read_sparse_keys(layer: Layer, value: Any, written: str) -> None:
     """``sparse: {type, config: {...}}``: keys of the one algorithm that ``type`` names."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f'"{written}" in {layer.source} holds the keys of the algorithm, got {type(value).__name__}')
+        raise ConfigError(
+            f'"{written}" in {layer.source} holds the keys of the algorithm, got'
+            f" {type(value).__name__}"
+        )
     layer.put("sparse.keys", dict(value), written)
 
 
@@ -328,7 +383,10 @@ def _attach_sections(layer: Layer) -> None:
         stage = _stage(layer, below["keys"], below["written"])
         store = top.value if top is not None else "UcmCacheStore"
         options = [key for key in layer.values if key.startswith("options.")]
-        upper = {"store": store, "options": {key.partition(".")[2]: layer.values.pop(key).value for key in options}}
+        upper = {
+            "store": store,
+            "options": {key.partition(".")[2]: layer.values.pop(key).value for key in options},
+        }
         layer.values.pop("ucm_connector_name", None)
         layer.put("store_pipeline", [upper, stage], below["written"])
     if not layer.sections:
@@ -344,7 +402,10 @@ def _attach_sections(layer: Layer) -> None:
             _read(layer, section["keys"], f"{section['written']}.")
         elif not matching:
             names = "|".join(stage["store"] for stage in stages)
-            raise ConfigError(f'section "{section["written"]}" in {layer.source} has no stage in the pipeline {names}')
+            raise ConfigError(
+                f'section "{section["written"]}" in {layer.source} has no stage in the pipeline'
+                f" {names}"
+            )
         else:
             stage = _stage(layer, {"type": word, **section["keys"]}, section["written"])
             matching[0].update({**stage, "options": {**matching[0]["options"], **stage["options"]}})

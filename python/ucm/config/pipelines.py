@@ -1,4 +1,5 @@
-"""Which stages a pipeline can be made of, and in which order: everything else is refused with a reason."""
+"""Which stages a pipeline can be made of, and in which order: everything else is refused with a
+reason."""
 
 from __future__ import annotations
 
@@ -53,9 +54,11 @@ def media(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def with_codecs(stages: Sequence[Stage], settings: StoreSettings) -> list[Stage]:
-    """The stages that keep blocks, each with what the word before it stands for: ``Compress`` for a codec.
+    """The stages that keep blocks, each with what the word before it stands for: ``Compress`` for a
+    codec.
 
-    The stage itself says which one, else the word, else what is written beside the pipeline; else the word has one.
+    The stage itself says which one, else the word, else what is written beside the pipeline; else
+    the word has one.
     """
     kept: list[Stage] = []
     words: list[Stage] = []
@@ -67,7 +70,11 @@ def with_codecs(stages: Sequence[Stage], settings: StoreSettings) -> list[Stage]
         for word in words:
             for key, meant in STORES[word.store].fixed.items():
                 said = [getattr(of, key) for of in (stage, word) if key in of.model_fields_set]
-                named = [value for value in (*said, getattr(settings, key)) if value != COMMON.defaults[key]]
+                named = [
+                    value
+                    for value in (*said, getattr(settings, key))
+                    if value != COMMON.defaults[key]
+                ]
                 update[key] = next(iter(named), meant)
         kept.append(stage.model_copy(update=update))
         words = []
@@ -87,8 +94,11 @@ def _needs_place(stage: Stage) -> bool:
     return _is_file(stage) or (is_stage(stage.store) and needs_address(stage.store))
 
 
-def _with_addresses(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Sequence[Stage], Sequence[str]]:
-    """Stages that may have an address and need none (Mooncake) get those of their scheme; also what is left."""
+def _with_addresses(
+    stages: Sequence[Stage], common: Sequence[str]
+) -> tuple[Sequence[Stage], Sequence[str]]:
+    """Stages that may have an address and need none (Mooncake) get those of their scheme; also what
+    is left."""
     given: set[str] = set()
     told = []
     for stage in stages:
@@ -101,10 +111,14 @@ def _with_addresses(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Seq
 
 
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages with the places written beside the pipeline: one for each stage that needs one and has none of its
-    own, and all of them for one such stage alone."""
+    """The stages with the places written beside the pipeline: one for each stage that needs one and
+    has none of its own, and all of them for one such stage alone."""
     stages, common = _with_addresses(stages, common)
-    without = [number for number, stage in enumerate(stages) if _needs_place(stage) and not stage.storage_backends]
+    without = [
+        number
+        for number, stage in enumerate(stages)
+        if _needs_place(stage) and not stage.storage_backends
+    ]
     shares = [tuple(common)] if len(without) == 1 and common else [(root,) for root in common]
     if len(without) != len(shares):
         return tuple(stages)
@@ -116,7 +130,8 @@ def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, .
 
 
 def pipeline_problems(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
-    """Why these stages make no pipeline, one sentence each. ``settings``: what is written beside them."""
+    """Why these stages make no pipeline, one sentence each. ``settings``: what is written beside
+    them."""
     unknown = [stage for stage in stages if not is_stage(stage.store)]
     for stage in unknown:
         if stage.store in KNOWN_STORES:
@@ -148,10 +163,16 @@ def _order(stages: Sequence[Stage]) -> Iterator[str]:
         yield f"a pipeline of {len(kept)} stages is too long; {MAX_STAGES} are the most"
     caches = [number for number, stage in enumerate(kept) if _is_memory(stage)]
     if len(caches) > 1:
-        yield "a pipeline with two Cache stages keeps blocks in memory twice; write one Cache of their sizes together"
+        yield (
+            "a pipeline with two Cache stages keeps blocks in memory twice; write one Cache of"
+            " their sizes together"
+        )
     elif caches and caches[0] > 0:
         above = word_of(kept[caches[0] - 1].store)
-        yield f"Cache stands below {above}; memory is faster than any file, so write it first: Cache|{above}"
+        yield (
+            f"Cache stands below {above}; memory is faster than any file, so write it first:"
+            f" Cache|{above}"
+        )
 
 
 def _codecs(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
@@ -161,30 +182,46 @@ def _codecs(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
         if "write_policy" in stage.model_fields_set:
             yield "write_policy of Compress: it keeps nothing; write it in the stage below"
         if below is None:
-            yield "Compress is the last stage; write below it the stage it compresses for: Compress|Pc"
+            yield (
+                "Compress is the last stage; write below it the stage it compresses for:"
+                " Compress|Pc"
+            )
         elif is_layer(below):
             yield "Compress stands twice before one stage; once is enough"
         elif _is_memory(below):
-            yield "Compress stands before Cache; memory is faster than any codec, so write it below: Cache|Compress|Pc"
+            yield (
+                "Compress stands before Cache; memory is faster than any codec, so write it below:"
+                " Cache|Compress|Pc"
+            )
         elif "codec" not in STORES[below.store].kind.options:
-            yield f"Compress stands before {word_of(below.store)}, which has no codec; leave Compress out"
+            yield (
+                f"Compress stands before {word_of(below.store)}, which has no codec; leave"
+                " Compress out"
+            )
         elif any("codec" in of.model_fields_set and of.codec == "off" for of in (stage, below)):
-            yield f"Compress stands before {word_of(below.store)} with codec: off; leave one of the two out"
+            yield (
+                f"Compress stands before {word_of(below.store)} with codec: off; leave one of the"
+                " two out"
+            )
     for stage in with_codecs(stages, settings):
         of_stage = stage.codec if "codec" in stage.model_fields_set else settings.codec
         layout = stage.layout if "layout" in stage.model_fields_set else settings.layout
         if "codec" in STORES[stage.store].kind.options:
             yield from codec_problems(stage.store, of_stage, layout)
         elif "codec" in stage.model_fields_set and stage.codec != "off":
-            yield f"codec: {stage.codec} of {word_of(stage.store)}, which has none; write it in a stage of segments"
+            yield (
+                f"codec: {stage.codec} of {word_of(stage.store)}, which has none; write it in a"
+                " stage of segments"
+            )
 
 
 def codec_problems(store: str, codec: str, layout: str | None) -> Iterator[str]:
     """Why this store cannot have this codec."""
     if codec != "off" and layout == "file" and store not in IN_SEGMENTS:
         yield (
-            f"{word_of(store)} has codec: {codec} and layout: file; compressed blocks live in segments only, as the "
-            "lengths of block files are fixed: write layout: segment, or leave the codec (or Compress) out"
+            f"{word_of(store)} has codec: {codec} and layout: file; compressed blocks live in"
+            " segments only, as the lengths of block files are fixed: write layout: segment, or"
+            " leave the codec (or Compress) out"
         )
 
 
@@ -194,23 +231,27 @@ def _policies(stages: Sequence[Stage]) -> Iterator[str]:
         if stage.write_policy != "back":
             continue
         if number == 0:
-            yield f"write_policy: back of {names[0]}, the top stage: there is none above it that could give blocks up"
+            yield (
+                f"write_policy: back of {names[0]}, the top stage: there is none above it that"
+                " could give blocks up"
+            )
         elif not _is_memory(stages[number - 1]):
             yield (
-                f"write_policy: back of {names[number]}: only Cache gives blocks up to the stage below it, and "
-                f"{names[number - 1]} stands there; write through"
+                f"write_policy: back of {names[number]}: only Cache gives blocks up to the stage"
+                f" below it, and {names[number - 1]} stands there; write through"
             )
     if all(stage.write_policy != "through" for stage in stages):
         yield "no stage of the pipeline has write_policy: through, so no block would ever be stored"
 
 
 def place_problems(store: str, places: Sequence[str]) -> Iterator[str]:
-    """Why this store cannot keep blocks at these places: an address for a directory, or another store's address."""
+    """Why this store cannot keep blocks at these places: an address for a directory, or another
+    store's address."""
     schemes = schemes_of(store)
     if needs_address(store) and not places:
         yield (
-            f"{store} is given no address to keep blocks at; write storage_backends: {schemes[0]}://... "
-            "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"
+            f"{store} is given no address to keep blocks at; write storage_backends:"
+            f" {schemes[0]}://... (kv_connector_extra_config or file), or set UCM_STORAGE_PATH"
         )
     for place in places:
         scheme = scheme_of(place)
@@ -225,7 +266,11 @@ def place_problems(store: str, places: Sequence[str]) -> Iterator[str]:
 def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     seen: dict[str, str] = {}
     stages, common = _with_addresses(stages, settings.storage_backends)
-    placed = [stage for stage in with_roots(stages, common) if _needs_place(stage) or stage.storage_backends]
+    placed = [
+        stage
+        for stage in with_roots(stages, common)
+        if _needs_place(stage) or stage.storage_backends
+    ]
     missing = [word_of(stage.store) for stage in placed if not stage.storage_backends]
     own = all(stage.storage_backends for stage in stages if _needs_place(stage))
     if own and common:
@@ -236,43 +281,58 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     if missing:
         given = len(common)
         yield (
-            f"the pipeline has {len(missing)} stages without a directory ({', '.join(missing)}) and storage_backends "
-            f"names {given or 'none'}; give each its own (path: /some/directory in the stage), or name in "
-            "storage_backends as many as there are such stages, top first"
+            f"the pipeline has {len(missing)} stages without a directory ({', '.join(missing)}) and"
+            f" storage_backends names {given or 'none'}; give each its own (path: /some/directory"
+            " in the stage), or name in storage_backends as many as there are such stages, top"
+            " first"
         )
     for stage in placed:
-        yield from place_problems(stage.store, stage.storage_backends) if stage.storage_backends else ()
+        yield from (
+            place_problems(stage.store, stage.storage_backends) if stage.storage_backends else ()
+        )
         if _is_file(stage):
             yield from root_problems(settings, stage.storage_backends, stage)
     # Several addresses are nodes of one cluster, of which the first tells it from others.
-    roots = [root for stage in placed for root in stage.storage_backends[: None if _is_file(stage) else 1]]
+    roots = [
+        root
+        for stage in placed
+        for root in stage.storage_backends[: None if _is_file(stage) else 1]
+    ]
     for root in roots:
         real = real_path(root) if len(roots) > 1 and not scheme_of(root) else root
         if real in seen:
-            yield f"two stages of the pipeline have the same directory {without_login(root)}; give each its own"
+            yield (
+                f"two stages of the pipeline have the same directory {without_login(root)}; give"
+                " each its own"
+            )
         seen[real] = root
 
 
-def root_problems(settings: StoreSettings, roots: Sequence[str], stage: Stage | None = None) -> Iterator[str]:
-    """What is wrong with the directories of a store, or of a stage and what is written beside its pipeline."""
+def root_problems(
+    settings: StoreSettings, roots: Sequence[str], stage: Stage | None = None
+) -> Iterator[str]:
+    """What is wrong with the directories of a store, or of a stage and what is written beside its
+    pipeline."""
     if len(roots) > MAX_ROOTS:
         yield f"storage_backends names {len(roots)} directories; {MAX_ROOTS} are the most"
     said, policy = (
         getattr(stage if stage is not None and key in stage.model_fields_set else settings, key)
         for key in ("tiers", "storage_policy")
     )
-    if not said or (stage is not None and "tiers" not in stage.model_fields_set and len(roots) == 1):
+    if not said or (
+        stage is not None and "tiers" not in stage.model_fields_set and len(roots) == 1
+    ):
         return
     if policy != "tiered":
         yield (
-            f"tiers says how fast directories are, and storage_policy is {policy}; write storage_policy: tiered, or "
-            "leave tiers out"
+            f"tiers says how fast directories are, and storage_policy is {policy}; write"
+            " storage_policy: tiered, or leave tiers out"
         )
     for directory, heat in said:
         if directory not in roots:
             yield (
-                f"tiers calls {directory} {heat}, which is none of the directories ({', '.join(roots)}); name one of "
-                "these, or add it to storage_backends"
+                f"tiers calls {directory} {heat}, which is none of the directories"
+                f" ({', '.join(roots)}); name one of these, or add it to storage_backends"
             )
 
 
@@ -283,7 +343,9 @@ def _shown(places: Sequence[str]) -> str:
 def real_path(path: str) -> str:
     """The path without links, or as it is written where the file system does not say so in time."""
     found: list[str] = []
-    asking = threading.Thread(target=lambda: found.append(os.path.realpath(path)), name="ucm-realpath", daemon=True)
+    asking = threading.Thread(
+        target=lambda: found.append(os.path.realpath(path)), name="ucm-realpath", daemon=True
+    )
     asking.start()
     asking.join(ANSWER_S)
     return found[0] if found else path

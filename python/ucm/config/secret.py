@@ -1,8 +1,10 @@
-"""Secrets in a configuration: values that no text shows, and the one function that takes them out again.
+"""Secrets in a configuration: values that no text shows, and the one function that takes them out
+again.
 
-A password is a :class:`pydantic.SecretStr`, an address with a login an :class:`~ucm.config.sizes.Address`. Both show
-asterisks in ``str``, ``repr``, logs and dumps, and stay what they are until :func:`revealed`, which is called where a
-configuration leaves ucm's Python: for the core, and for a store of the user's own.
+A password is a :class:`pydantic.SecretStr`, an address with a login an
+:class:`~ucm.config.sizes.Address`. Both show asterisks in ``str``, ``repr``, logs and dumps, and
+stay what they are until :func:`revealed`, which is called where a configuration leaves ucm's
+Python: for the core, and for a store of the user's own.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def parse_secret(value: Any) -> SecretStr:
 
 
 def concealed(value: Any, name: str = "") -> Any:
-    """A value as written, with every text in it that is a secret, by its key's name or as a login in an address, in a
-    form that shows none."""
+    """A value as written, with every text in it that is a secret, by its key's name or as a login
+    in an address, in a form that shows none."""
     return _concealed(value, is_secret(name))
 
 
@@ -56,7 +58,8 @@ def _concealed(value: Any, secret: bool) -> Any:
 
 
 def revealed(value: Any) -> Any:
-    """The same value with its secrets as they were written. What it returns must not be kept or shown."""
+    """The same value with its secrets as they were written. What it returns must not be kept or
+    shown."""
     if isinstance(value, SecretStr):
         return value.get_secret_value()
     if isinstance(value, Address):

@@ -1,7 +1,7 @@
 """Reading single values: sizes, shares of a file system, flags, lists of directories.
 
-Everything here raises :class:`ValueError` with a sentence that says what was read and what is accepted; the loader
-adds the key and where it stands.
+Everything here raises :class:`ValueError` with a sentence that says what was read and what is
+accepted; the loader adds the key and where it stands.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent)\s*")
 _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_NFS_ADDRESS = re.compile(r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)")
+_NFS_ADDRESS = re.compile(
+    r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)"
+)
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-#: User and password of an address: all up to the last ``@``, spaces too. The password is what follows the first colon.
+#: User and password of an address: all up to the last ``@``, spaces too. The password is what
+#: follows the first colon.
 _LOGIN = re.compile(r"(?<=://)(?P<user>[^\s:@/]*:)?.*(?=@)", re.DOTALL)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -42,16 +45,22 @@ MAX_SIZE = 2**63 - 1
 
 
 def parse_size(value: Any) -> int:
-    """Bytes of ``123``, ``"40GiB"``, ``"40 GB"`` (powers of 1000) or ``"40G"`` (powers of 1024, as ``GiB``)."""
+    """Bytes of ``123``, ``"40GiB"``, ``"40 GB"`` (powers of 1000) or ``"40G"`` (powers of 1024, as
+    ``GiB``)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} is not a size; write bytes as a number, or a text like 40GiB")
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         factor = _UNITS.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise ValueError(f"{value!r} is not a size; write bytes as a number, or a text like 40GiB, 512MiB, 1.5TB")
+            raise ValueError(
+                f"{value!r} is not a size; write bytes as a number, or a text like 40GiB, 512MiB,"
+                " 1.5TB"
+            )
         # Whole numbers stay exact; a fraction is rounded down to whole bytes.
-        size: int | float = int(match[1]) * factor if match[1].isdigit() else float(match[1]) * factor
+        size: int | float = (
+            int(match[1]) * factor if match[1].isdigit() else float(match[1]) * factor
+        )
     else:
         size = value
     if isinstance(size, float):
@@ -65,7 +74,8 @@ def parse_size(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A limit of stored bytes: either a number of bytes or a share of the file system, in percent."""
+    """A limit of stored bytes: either a number of bytes or a share of the file system, in
+    percent."""
 
     bytes: int | None = None
     percent: float | None = None
@@ -79,20 +89,25 @@ class Capacity:
 
 
 def parse_capacity(value: Any) -> Capacity:
-    """A size as :func:`parse_size` reads it, or ``"20%"`` (above 0, at most 100) of the file system."""
+    """A size as :func:`parse_size` reads it, or ``"20%"`` (above 0, at most 100) of the file
+    system."""
     if isinstance(value, Capacity):
         return value
     if isinstance(value, str) and (match := _PERCENT.fullmatch(value)):
         percent = float(match[1])
         if not 0 < percent <= 100:
-            raise ValueError(f"{value!r} is not a share of a file system; write more than 0% and at most 100%")
+            raise ValueError(
+                f"{value!r} is not a share of a file system; write more than 0% and at most 100%"
+            )
         return Capacity(percent=percent)
     try:
         size = parse_size(value)
     except ValueError as error:
         raise ValueError(f"{error}, or a share of the file system like 20%") from None
     if size == 0:
-        raise ValueError("a capacity of 0 would keep nothing; write a size or a percentage, or leave it out")
+        raise ValueError(
+            "a capacity of 0 would keep nothing; write a size or a percentage, or leave it out"
+        )
     return Capacity(bytes=size)
 
 
@@ -104,14 +119,17 @@ def parse_floor(value: Any) -> Capacity:
 
 
 def parse_age(value: Any) -> int:
-    """Whole seconds, at least 60, of a number of seconds or a text: ``90min``, ``12h``, ``30d``, ``2w``."""
+    """Whole seconds, at least 60, of a number of seconds or a text: ``90min``, ``12h``, ``30d``,
+    ``2w``."""
     seconds: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     elif isinstance(value, str) and (match := _AGE.fullmatch(value.lower())):
         seconds = float(match[1]) * _AGES[match[2]]
     if seconds is None or not 60 <= seconds <= 100 * 365 * 86400:
-        raise ValueError(f"{value!r} is not an age; write seconds (at least 60), or a text like 12h, 30d, 2w")
+        raise ValueError(
+            f"{value!r} is not an age; write seconds (at least 60), or a text like 12h, 30d, 2w"
+        )
     return int(seconds)
 
 
@@ -128,19 +146,24 @@ def parse_flag(value: Any) -> bool:
 
 
 def parse_paths(value: Any) -> tuple[str, ...]:
-    """Directories of one path, of ``"a:b:c"``, or of a list; made absolute, ``~`` expanded, order kept.
+    """Directories of one path, of ``"a:b:c"``, or of a list; made absolute, ``~`` expanded, order
+    kept.
 
-    An address (``scheme://...``) is one of these as it stands: which store takes it is that store's business.
+    An address (``scheme://...``) is one of these as it stands: which store takes it is that store's
+    business.
     """
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         check_local(text)
-        pieces: Sequence[Any] = [text] if scheme_of(text) else [piece for piece in text.split(":") if piece]
+        pieces: Sequence[Any] = (
+            [text] if scheme_of(text) else [piece for piece in text.split(":") if piece]
+        )
         for piece, following in itertools.pairwise(pieces):
             check_local(f"{piece}:{following}")
             if scheme_of(f"{piece}:{following}"):
                 raise ValueError(
-                    f"{without_login(text)!r} has an address among directories; write a list, [/some/directory, s3://...]"
+                    f"{without_login(text)!r} has an address among directories; write a list,"
+                    " [/some/directory, s3://...]"
                 )
     elif isinstance(value, list | tuple):
         pieces = value
@@ -151,7 +174,9 @@ def parse_paths(value: Any) -> tuple[str, ...]:
     for piece in pieces:
         if not isinstance(piece, str | os.PathLike) or not os.fspath(piece):
             kind = "empty text" if piece == "" else type(piece).__name__
-            raise ValueError(f"this {kind} is not a directory; write a path, a:b:c, or a list of paths")
+            raise ValueError(
+                f"this {kind} is not a directory; write a path, a:b:c, or a list of paths"
+            )
         check_local(os.fspath(piece))
         text = os.fspath(piece)
         path = _as_address(text) if scheme_of(text) else os.path.abspath(os.path.expanduser(text))
@@ -173,8 +198,8 @@ def scheme_of(place: str) -> str:
 
 
 def without_login(text: str) -> str:
-    """A text of one address with its password replaced: ``redis://user:***@host``. A login without a colon, which may
-    be one secret, is replaced whole."""
+    """A text of one address with its password replaced: ``redis://user:***@host``. A login without
+    a colon, which may be one secret, is replaced whole."""
     return _LOGIN.sub(lambda login: (login["user"] or "") + _ASTERISKS, text)
 
 
@@ -215,18 +240,24 @@ HEATS: tuple[str, ...] = ("hot", "warm", "cold")
 
 
 def parse_heats(value: Any) -> tuple[tuple[str, str], ...]:
-    """Which directory is how fast: ``{/mnt/ssd: hot, /mnt/nfs: cold}``, or pairs; as pairs of absolute paths."""
+    """Which directory is how fast: ``{/mnt/ssd: hot, /mnt/nfs: cold}``, or pairs; as pairs of
+    absolute paths."""
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or any(
         not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs
     ):
-        raise ValueError(f"{value!r} says of no directory how fast it is; write {{/mnt/ssd: hot, /mnt/nfs: cold}}")
+        raise ValueError(
+            f"{value!r} says of no directory how fast it is; write {{/mnt/ssd: hot, /mnt/nfs:"
+            " cold}"
+        )
     heats: dict[str, str] = {}
     for directory, heat in pairs:
         (path,) = parse_paths([directory])
         said = heat.strip().lower() if isinstance(heat, str) else heat
         if said not in HEATS:
-            raise ValueError(f"{heat!r} of {path} is no word for how fast it is; write {', '.join(HEATS)}")
+            raise ValueError(
+                f"{heat!r} of {path} is no word for how fast it is; write {', '.join(HEATS)}"
+            )
         if heats.setdefault(path, said) != said:
             raise ValueError(f"{path} is said to be {heats[path]} and {said}; keep one of them")
     return tuple(heats.items())
@@ -236,8 +267,8 @@ def check_local(path: str) -> None:
     """Refuse what looks like a directory and is none of this machine: ``server:/dir``."""
     if not scheme_of(path) and _NFS_ADDRESS.match(path):
         raise ValueError(
-            f"{path!r} is an NFS address, not a directory; mount it (mount -t nfs {path} /mnt/kv) and give the mount "
-            "point (storage_backends: /mnt/kv)"
+            f"{path!r} is an NFS address, not a directory; mount it (mount -t nfs {path} /mnt/kv)"
+            " and give the mount point (storage_backends: /mnt/kv)"
         )
 
 
@@ -250,7 +281,8 @@ def show_size(size: int) -> str:
 
 
 def parse_mode(value: Any, needs: int) -> int:
-    """Permission bits of ``"0660"`` (octal, as for chmod), or of a number below 0o1000, which YAML makes of ``0660``.
+    """Permission bits of ``"0660"`` (octal, as for chmod), or of a number below 0o1000, which YAML
+    makes of ``0660``.
 
     The bits in ``needs`` must be among them: what a process makes it must be able to use.
     """
@@ -261,7 +293,12 @@ def parse_mode(value: Any, needs: int) -> int:
     else:
         raise ValueError(f'{value!r} is not a mode; write it in octal and in quotes, like "0660"')
     if not 0 <= mode <= 0o777:
-        raise ValueError(f'{value!r} is not a mode between 0 and 0777; write it in octal and in quotes, like "0660"')
+        raise ValueError(
+            f"{value!r} is not a mode between 0 and 0777; write it in octal and in quotes, like"
+            ' "0660"'
+        )
     if mode & needs != needs:
-        raise ValueError(f"mode {mode:04o} locks its owner out; it must have at least the bits of {needs:04o}")
+        raise ValueError(
+            f"mode {mode:04o} locks its owner out; it must have at least the bits of {needs:04o}"
+        )
     return mode

@@ -1,4 +1,5 @@
-"""Where configuration is read from: a YAML file, vLLM's ``kv_connector_extra_config``, the environment."""
+"""Where configuration is read from: a YAML file, vLLM's ``kv_connector_extra_config``, the
+environment."""
 
 from __future__ import annotations
 
@@ -61,13 +62,16 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
 
 
 def file_named(inline: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Path of the configuration file and who named it; the environment wins over the inline dictionary."""
+    """Path of the configuration file and who named it; the environment wins over the inline
+    dictionary."""
     from_environment = environ.get(CONFIG_FILE_VARIABLE, "").strip()
     if from_environment:
         return from_environment, f"environment {CONFIG_FILE_VARIABLE}"
     named = {key: inline[key] for key in FILE_KEYS if inline.get(key) not in (None, "")}
     if len({os.path.abspath(str(path)) for path in named.values()}) > 1:
-        raise ConfigError(f"{' and '.join(named)} in {INLINE} name different files; keep one of them")
+        raise ConfigError(
+            f"{' and '.join(named)} in {INLINE} name different files; keep one of them"
+        )
     for key, path in named.items():
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"{key} in {INLINE} is the path of a YAML file, got {path!r}")
@@ -83,10 +87,14 @@ def read_file(path: str, named_by: str, choice: int = 0) -> Layer:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"the configuration file {full} cannot be read: {error.strerror}; it is named by {named_by}"
+            f"the configuration file {full} cannot be read: {error.strerror}; it is named by"
+            f" {named_by}"
         ) from error
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"the configuration file {full} is larger than {MAX_FILE_BYTES} bytes; is it the right one?")
+        raise ConfigError(
+            f"the configuration file {full} is larger than {MAX_FILE_BYTES} bytes; is it the right"
+            " one?"
+        )
     try:
         content = yaml.load(data.decode("utf-8"), Loader=_Loader)  # noqa: S506 - derives from SafeLoader
     except UnicodeDecodeError as error:
@@ -96,10 +104,14 @@ def read_file(path: str, named_by: str, choice: int = 0) -> Layer:
     if content is None:
         content = {}
     if not isinstance(content, Mapping):
-        raise ConfigError(f"the configuration file {full} holds keys at its top, got {type(content).__name__}")
+        raise ConfigError(
+            f"the configuration file {full} holds keys at its top, got {type(content).__name__}"
+        )
     for key in FILE_KEYS:
         if key in content:
-            raise ConfigError(f'"{key}" in file {full} names another file; put the keys into this one')
+            raise ConfigError(
+                f'"{key}" in file {full} names another file; put the keys into this one'
+            )
     return normalise(content, f"file {full}", choice)
 
 
@@ -107,12 +119,18 @@ def _place(error: yaml.YAMLError) -> str:
     # Only the problem and its place: the text around it may hold a secret.
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or "it cannot be parsed"
-    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else str(problem)
+    return (
+        f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+        if mark is not None
+        else str(problem)
+    )
 
 
 def read_inline(inline: Mapping[str, Any], choice: int = 0) -> Layer:
     """The layer of the inline dictionary, with one of its ``ucm_connectors``."""
-    return normalise({key: value for key, value in inline.items() if key not in FILE_KEYS}, INLINE, choice)
+    return normalise(
+        {key: value for key, value in inline.items() if key not in FILE_KEYS}, INLINE, choice
+    )
 
 
 def read_environment(environ: Mapping[str, str]) -> Layer:
@@ -140,7 +158,9 @@ def _read_variable(layer: Layer, name: str, value: str) -> None:
         platform = PLATFORMS.get(value.lower())
         if platform is None:
             # PLATFORM is a common name: what we do not know was most likely not meant for us.
-            layer.warnings.append(f'{origin} is "{value}" and ignored; known are {", ".join(PLATFORMS)}')
+            layer.warnings.append(
+                f'{origin} is "{value}" and ignored; known are {", ".join(PLATFORMS)}'
+            )
         else:
             layer.put(key, platform, name, origin)
     elif key == "sparse.type":

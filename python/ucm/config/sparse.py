@@ -1,8 +1,9 @@
-"""Keys of the algorithms of sparse attention: one typed section each, and the spellings of the original and of the
-seeds.
+"""Keys of the algorithms of sparse attention: one typed section each, and the spellings of the
+original and of the seeds.
 
-What a key means is said once, in ``docs/sparse.md``; defaults differ by algorithm and stand here. Sizes of windows may
-be written in tokens, and become blocks (rounded up) where the block size is known: in :mod:`ucm.sparse.config`.
+What a key means is said once, in ``docs/sparse.md``; defaults differ by algorithm and stand here.
+Sizes of windows may be written in tokens, and become blocks (rounded up) where the block size is
+known: in :mod:`ucm.sparse.config`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def _layers(value: Any) -> Any:
         if match is None:
             if str(part).strip() == "" and len(parts) == 1:
                 continue
-            raise ValueError(f'it names layers from 0 on, as [0, 1, 61] or "0-6,61"; "{part}" is neither')
+            raise ValueError(
+                f'it names layers from 0 on, as [0, 1, 61] or "0-6,61"; "{part}" is neither'
+            )
         first = int(match[1])
         last = int(match[2] or first)
         if not first <= last < MAX_LAYERS:
@@ -40,14 +43,18 @@ def _layers(value: Any) -> Any:
 
 
 def _sources(value: Any) -> Any:
-    """Layer to the layer whose choice it takes: a mapping, or a list with true where a layer takes that of the last one
-    before it that chose (the original's skip_layers)."""
+    """Layer to the layer whose choice it takes: a mapping, or a list with true where a layer takes
+    that of the last one before it that chose (the original's skip_layers)."""
     if isinstance(value, Mapping):
         try:
             return {int(layer): int(source) for layer, source in value.items()}
         except (TypeError, ValueError):
             raise ValueError("it maps layers to earlier layers, e.g. {3: 2}") from None
-    if isinstance(value, list | tuple) and all(isinstance(item, bool) for item in value) and len(value) <= MAX_LAYERS:
+    if (
+        isinstance(value, list | tuple)
+        and all(isinstance(item, bool) for item in value)
+        and len(value) <= MAX_LAYERS
+    ):
         found, last = {}, None
         for layer, skipped in enumerate(value):
             if not skipped:
@@ -58,7 +65,8 @@ def _sources(value: Any) -> Any:
                 raise ValueError(f"layer {layer} comes before every layer that chooses")
         return found
     raise ValueError(
-        "it maps layers to earlier layers, e.g. {3: 2}, or lists true for each layer that takes a choice over"
+        "it maps layers to earlier layers, e.g. {3: 2}, or lists true for each layer that takes a"
+        " choice over"
     )
 
 
@@ -119,7 +127,8 @@ class AlgorithmConfig(Section):
         return [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
 
     def window(self, which: Literal["init", "local"], block_size: int) -> int:
-        """Blocks of a window, for blocks of so many tokens; what is written in tokens is rounded up."""
+        """Blocks of a window, for blocks of so many tokens; what is written in tokens is rounded
+        up."""
         blocks, tokens = f"{which}_blocks", f"{which}_tokens"
         size: int | None = getattr(self, tokens)
         if size is None or blocks in self.model_fields_set:
@@ -130,18 +139,27 @@ class AlgorithmConfig(Section):
     def _consistent(self) -> AlgorithmConfig:
         for which in ("init", "local"):
             if {f"{which}_blocks", f"{which}_tokens"} <= self.model_fields_set:
-                raise ValueError(f"{which}_blocks and {which}_tokens are one window; write one of them")
+                raise ValueError(
+                    f"{which}_blocks and {which}_tokens are one window; write one of them"
+                )
         budgets = self._budgets()
         if len(budgets) > 1:
-            raise ValueError(f"{' and '.join(name for name, _ in budgets)} are budgets, of which one is written")
+            raise ValueError(
+                f"{' and '.join(name for name, _ in budgets)} are budgets, of which one is written"
+            )
         if self.k_max is not None and self.k_max < self.k_min:
             raise ValueError(f"k_max ({self.k_max}) lies below k_min ({self.k_min})")
         dense = set(self.dense_layers or ())
         for layer, source in self.reuse_from.items():
-            if not 0 <= source < layer or source in self.reuse_from or source in dense or layer in dense:
+            if (
+                not 0 <= source < layer
+                or source in self.reuse_from
+                or source in dense
+                or layer in dense
+            ):
                 raise ValueError(
-                    f"reuse_from: layer {layer} takes the choice of an earlier layer that makes one, and is none of "
-                    f"dense_layers; it names layer {source}"
+                    f"reuse_from: layer {layer} takes the choice of an earlier layer that makes"
+                    f" one, and is none of dense_layers; it names layer {source}"
                 )
         return self
 
@@ -154,7 +172,9 @@ class EsaConfig(AlgorithmConfig):
     stride: Count = 16
     min_blocks: Number = 4
     pool: Annotated[Literal["mean", "max", "norm"], BeforeValidator(word)] = "mean"
-    score: Annotated[Literal["dot_mean", "dot_max", "key_max", "l2"], BeforeValidator(word)] = "dot_mean"
+    score: Annotated[Literal["dot_mean", "dot_max", "key_max", "l2"], BeforeValidator(word)] = (
+        "dot_mean"
+    )
     rep_dtype: Annotated[Literal["bf16", "fp16", "int8"], BeforeValidator(word)] = "bf16"
 
 
@@ -196,7 +216,9 @@ class KVStarConfig(AlgorithmConfig):
     merge: Annotated[Count, Field(le=4096)] = 4
     group: Annotated[Count, Field(le=64)] = 1
     average_heads: Flag = False
-    score_scale: Annotated[float, BeforeValidator(no_flag), Field(gt=0, allow_inf_nan=False)] | None = None
+    score_scale: (
+        Annotated[float, BeforeValidator(no_flag), Field(gt=0, allow_inf_nan=False)] | None
+    ) = None
 
 
 class QuestConfig(AlgorithmConfig):
@@ -241,7 +263,8 @@ class OracleConfig(AlgorithmConfig):
 
 
 class AutoConfig(AlgorithmConfig):
-    """The algorithm that is known to be best for the model and the device; only keys that all have."""
+    """The algorithm that is known to be best for the model and the device; only keys that all
+    have."""
 
     algorithm: ClassVar[str] = "Auto"
 
@@ -250,7 +273,9 @@ class BlendLayer(Section):
     """What one check layer of Blend recomputes."""
 
     ratio: Share | None = None
-    hkvd_threshold: Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)] | None = None
+    hkvd_threshold: (
+        Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)] | None
+    ) = None
 
 
 class BlendConfig(Section):
@@ -262,7 +287,9 @@ class BlendConfig(Section):
     chunk_end_token_id: Number | None = None
     min_hit_blocks: Number = 16
     criterion: Annotated[Literal["k_l1", "k_l2", "k+v"], BeforeValidator(word)] = "k_l1"
-    hkvd_threshold: Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)] | None = None
+    hkvd_threshold: (
+        Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)] | None
+    ) = None
 
 
 class ReropeAlgorithmConfig(Section):

@@ -1,4 +1,5 @@
-"""How the keys of an algorithm of sparse attention may be spelled, and reading them into a layer."""
+"""How the keys of an algorithm of sparse attention may be spelled, and reading them into a
+layer."""
 
 from __future__ import annotations
 
@@ -47,10 +48,14 @@ _RATE = "`prefetch_ahead`: how many steps ahead blocks are brought"
 
 #: Known key without meaning here -> what to write instead.
 MEANINGLESS: dict[str, str] = {
-    "top_k_ratio_per_layer": "`ratio` for all layers, and `dense_layers` for those that need every block",
+    "top_k_ratio_per_layer": (
+        "`ratio` for all layers, and `dense_layers` for those that need every block"
+    ),
     "chunk_repre_method": "nothing: a block's score is that of its best token",
     "top_k_index_reuse": "`reuse_from`: the layers that take the choice of an earlier one",
-    "must_select_blocks": "`init_blocks` and `local_blocks`: the first and last blocks are always kept",
+    "must_select_blocks": (
+        "`init_blocks` and `local_blocks`: the first and last blocks are always kept"
+    ),
     "chunk_size": "nothing: blocks are vLLM's",
     "hash_weight": "`hash_weights_file`: learned hash weights",
     "is_mla": "nothing: the kind of attention is taken from the model",
@@ -85,7 +90,8 @@ WHY: dict[str, str] = {
 def read_algorithm(layer: Layer, algorithm: str, keys: Mapping[Any, Any], written: str) -> None:
     """Put the keys of an algorithm's section, which stands at ``written``, into a layer.
 
-    Raises :class:`~ucm.errors.ConfigError` for a key that the algorithm has not got, with the nearest one it has.
+    Raises :class:`~ucm.errors.ConfigError` for a key that the algorithm has not got, with the
+    nearest one it has.
     """
     known = ALGORITHMS[algorithm].model_fields
     for key, value in keys.items():
@@ -99,7 +105,8 @@ def read_algorithm(layer: Layer, algorithm: str, keys: Mapping[Any, Any], writte
         else:
             spellings = [*known, *(alias for alias, meant in ALIASES.items() if meant in known)]
             raise ConfigError(
-                f'unknown key "{inner}" in {layer.source}{hint(str(key), spellings)} (sparse algorithm {algorithm})',
+                f'unknown key "{inner}" in {layer.source}{hint(str(key), spellings)} (sparse'
+                f" algorithm {algorithm})",
                 context={"key": inner},
             )
     # A section without keys is written all the same.

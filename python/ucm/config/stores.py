@@ -1,7 +1,8 @@
-"""The stores and tiers ucm knows by name, with the keys of each: all of it from the registry of the core.
+"""The stores and tiers ucm knows by name, with the keys of each: all of it from the registry of the
+core.
 
-A new kind of tier is a file and a line there (``crates/ucm-tier/src/builtin/``); nothing here knows of it by name. What
-is no kind of tier, a pipeline of several, stands here.
+A new kind of tier is a file and a line there (``crates/ucm-tier/src/builtin/``); nothing here knows
+of it by name. What is no kind of tier, a pipeline of several, stands here.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Kind:
 
     #: What the core calls it.
     word: str
-    #: ``medium`` keeps blocks, ``layer`` is a word before one that does and sets keys of it, ``python`` is a store
-    #: class without the core, ``declared`` is not built yet.
+    #: ``medium`` keeps blocks, ``layer`` is a word before one that does and sets keys of it,
+    #: ``python`` is a store class without the core, ``declared`` is not built yet.
     role: Literal["medium", "layer", "python", "declared"]
     #: Whether it is memory that the processes of a host share.
     memory: bool
@@ -44,7 +45,9 @@ class Kind:
     @property
     def schemes(self) -> tuple[str, ...]:
         """What the addresses begin with at which it keeps blocks; empty where it has none."""
-        return tuple(scheme for schema in self.options.values() for scheme in schema.get("schemes", ()))
+        return tuple(
+            scheme for schema in self.options.values() for scheme in schema.get("schemes", ())
+        )
 
     @property
     def needs_address(self) -> bool:
@@ -62,13 +65,18 @@ class StoreName:
     store: str
     #: One line about it, and whether it is built.
     summary: str
-    #: Keys that always have these values under this name; of a layer those of the stage below that says nothing else.
+    #: Keys that always have these values under this name; of a layer those of the stage below that
+    #: says nothing else.
     fixed: Mapping[str, Any]
     kind: Kind
 
     def told(self, value: Callable[[str], Any]) -> dict[str, Any]:
         """What the core is told of such a tier; ``value`` answers what each key is set to."""
-        return {"kind": self.kind.word, **{key: plain(value(key)) for key in self.kind.defaults}, **self.fixed}
+        return {
+            "kind": self.kind.word,
+            **{key: plain(value(key)) for key in self.kind.defaults},
+            **self.fixed,
+        }
 
 
 def _read() -> Iterator[StoreName]:
@@ -98,8 +106,9 @@ STORE_OF_SCHEME: dict[str, str] = {
     scheme: store for store, found in reversed(STORES.items()) for scheme in found.kind.schemes
 }
 
-#: The store that is used where none is named. Its keys stand at the top of a configuration and hold for every stage of
-#: a pipeline that has them; those of other kinds are options of their store alone.
+#: The store that is used where none is named. Its keys stand at the top of a configuration and hold
+#: for every stage of a pipeline that has them; those of other kinds are options of their store
+#: alone.
 DEFAULT_STORE: str = next(iter(STORES))
 COMMON: Kind = STORES[DEFAULT_STORE].kind
 
@@ -107,7 +116,10 @@ COMMON: Kind = STORES[DEFAULT_STORE].kind
 PIPELINE = "UcmPipelineStore"
 
 #: Word of a backend or of a pipeline stage, in lower case -> class name of the store.
-BACKEND_WORDS: dict[str, str] = {**{found.word: found.store for found in STORES.values()}, "pipeline": PIPELINE}
+BACKEND_WORDS: dict[str, str] = {
+    **{found.word: found.store for found in STORES.values()},
+    "pipeline": PIPELINE,
+}
 
 #: Stages of the original that ucm has no store for; they parse so that the answer names them.
 FOREIGN_STAGES: tuple[str, ...] = ("delegator", "dram", "yuanrong", "asu")
@@ -130,11 +142,15 @@ def why_not_alone(store: str) -> str:
     if found is None or found.kind.role != "layer":
         return ""
     word = found.word.capitalize()
-    return f'{word} keeps nothing itself; write it before the stage it is for: "{word}|Pc", or "Cache|{word}|Pc"'
+    return (
+        f'{word} keeps nothing itself; write it before the stage it is for: "{word}|Pc", or'
+        f' "Cache|{word}|Pc"'
+    )
 
 
 def instead_of(store: str) -> str:
-    """What to write today instead of a store that is not built yet; empty where nothing is known."""
+    """What to write today instead of a store that is not built yet; empty where nothing is
+    known."""
     return STORES[store].kind.instead if store in STORES else ""
 
 
@@ -160,18 +176,23 @@ def own_keys(kind: Kind) -> dict[str, Any]:
 
 @functools.cache
 def options_of(store: str) -> type[Section]:
-    """The keys that this store has beside the common ones, as a section that reads and checks them."""
+    """The keys that this store has beside the common ones, as a section that reads and checks
+    them."""
     kind = STORES[store].kind
     return section_of(f"{store}Options", kind.options, own_keys(kind))
 
 
 #: Key that only some stores have -> the first of them.
-OPTION_OWNER: dict[str, str] = {key: name for name, found in reversed(STORES.items()) for key in own_keys(found.kind)}
+OPTION_OWNER: dict[str, str] = {
+    key: name for name, found in reversed(STORES.items()) for key in own_keys(found.kind)
+}
 
 
 def option_keys(store: str, stages: tuple[str, ...] = ()) -> frozenset[str]:
     """Keys beside the common ones that ``store``, or one of its pipeline's ``stages``, takes."""
-    return frozenset(key for name in (store, *stages) if name in STORES for key in own_keys(STORES[name].kind))
+    return frozenset(
+        key for name in (store, *stages) if name in STORES for key in own_keys(STORES[name].kind)
+    )
 
 
 def _leaves(schemas: Mapping[str, Schema], above: str = "") -> Iterator[tuple[str, Schema]]:
@@ -205,10 +226,17 @@ TIER_ENVIRONMENT: dict[str, str] = {
     name: target for _, target, schema in _all_leaves() for name in schema.get("env", ())
 }
 
-#: Keys whose values are flags, sizes or permission bits, and what is said of those for which nothing is given.
-TIER_FLAGS: frozenset[str] = frozenset(key for key, _, schema in _all_leaves() if json_type(schema) == "boolean")
+#: Keys whose values are flags, sizes or permission bits, and what is said of those for which
+#: nothing is given.
+TIER_FLAGS: frozenset[str] = frozenset(
+    key for key, _, schema in _all_leaves() if json_type(schema) == "boolean"
+)
 TIER_SIZES: frozenset[str] = frozenset(
     key for key, _, schema in _all_leaves() if schema.get("format") in ("size", "amount")
 )
-TIER_MODES: frozenset[str] = frozenset(key for key, _, schema in _all_leaves() if schema.get("format") == "mode")
-TIER_UNSET: dict[str, str] = {key: schema["unset"] for key, _, schema in _all_leaves() if "unset" in schema}
+TIER_MODES: frozenset[str] = frozenset(
+    key for key, _, schema in _all_leaves() if schema.get("format") == "mode"
+)
+TIER_UNSET: dict[str, str] = {
+    key: schema["unset"] for key, _, schema in _all_leaves() if "unset" in schema
+}

@@ -1,7 +1,8 @@
 """The words a user may write: other spellings, environment names, and keys that mean nothing here.
 
-Three classes of keys: *meant* (fields of the model and their other spellings), *known but without meaning here* (one
-warning that names what to write instead), *unknown* (an error with the nearest known key).
+Three classes of keys: *meant* (fields of the model and their other spellings), *known but without
+meaning here* (one warning that names what to write instead), *unknown* (an error with the nearest
+known key).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ucm.config.stores import (
     TIER_GIBIBYTES,
 )
 
-#: Other spelling -> key of the model, those of tiers included. Conversions of units are in :data:`GIBIBYTES`.
+#: Other spelling -> key of the model, those of tiers included. Conversions of units are in
+#: :data:`GIBIBYTES`.
 ALIASES: dict[str, str] = {
     **TIER_ALIASES,
     "scatter_gather_enable": "options.use_scatter_gather",
@@ -37,9 +39,13 @@ GIBIBYTES: frozenset[str] = TIER_GIBIBYTES
 
 _IDENTITY = "nothing: the identity of blocks is computed from the model itself"
 _LAYOUT = "nothing: sizes come from the KV layout that vLLM registers"
-_COUNTS = "nothing: streams and queues are sized by the engine; `staging_capacity` bounds their memory"
+_COUNTS = (
+    "nothing: streams and queues are sized by the engine; `staging_capacity` bounds their memory"
+)
 _STAGING = "`staging_capacity`: the host memory for transfers, allocated once at start"
-_CAPACITY = "`storage_capacity`: the space of a root is always bounded and the oldest use goes first"
+_CAPACITY = (
+    "`storage_capacity`: the space of a root is always bounded and the oldest use goes first"
+)
 _ALWAYS = "nothing: it is always on"
 _VLLM = "the option of vLLM of that name, on vLLM's own command line"
 _EXPORTED = "vLLM's own `/metrics`, which has ours too"
@@ -75,7 +81,9 @@ MEANINGLESS: dict[str, str] = {
     "num_kv_heads": _LAYOUT,
     "num_layers": _LAYOUT,
     "timeout_ms": "`deadlines.load_max_s` and `deadlines.dump_s`",
-    "store_health": "`deadlines`: a store that does not answer in time is switched off until it does",
+    "store_health": (
+        "`deadlines`: a store that does not answer in time is switched off until it does"
+    ),
     "data_dir_shard_bytes": "nothing: the layout of a root is fixed by its format",
     "shard_data_dir": "nothing: the layout of a root is fixed by its format",
     "temp_dump_dir": "nothing: the layout of a root is fixed by its format",
@@ -118,7 +126,8 @@ MEANINGLESS: dict[str, str] = {
     "pipeline_parallel_size": _VLLM,
 }
 
-#: Key of the model that is read and checked, but does nothing yet -> what to write instead, as above.
+#: Key of the model that is read and checked, but does nothing yet -> what to write instead, as
+#: above.
 UNUSED: dict[str, str] = {
     "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
     "metrics.port": _EXPORTED,
@@ -127,10 +136,13 @@ UNUSED: dict[str, str] = {
     "profile.output": _NO_PROFILE,
 }
 
-#: Words for a medium that other caches use, or that name its make -> word of the store that is meant.
+#: Words for a medium that other caches use, or that name its make -> word of the store that is
+#: meant.
 MEANT_STORES: dict[str, str] = {
     **dict.fromkeys(("disk", "ssd", "nvme", "hdd", "local", "localdisk", "local_disk"), "posix"),
-    **dict.fromkeys(("file", "files", "filesystem", "file_system", "fs", "directory", "path"), "posix"),
+    **dict.fromkeys(
+        ("file", "files", "filesystem", "file_system", "fs", "directory", "path"), "posix"
+    ),
     **dict.fromkeys(("lustre", "ceph", "cephfs", "gpfs", "weka", "beegfs", "fuse"), "posix"),
     **dict.fromkeys(("nas", "share", "mount"), "nfs"),
     **dict.fromkeys(("memory", "mem", "ram", "dram", "cpu", "host", "shm"), "cache"),
@@ -142,7 +154,9 @@ MEANT_STORES: dict[str, str] = {
 
 #: Keys of other caches, and keys a user may expect -> the key that is meant.
 MEANT_KEYS: dict[str, str] = {
-    **dict.fromkeys(("root", "root_dir", "dir", "directory", "cache_dir", "folder"), "storage_backends"),
+    **dict.fromkeys(
+        ("root", "root_dir", "dir", "directory", "cache_dir", "folder"), "storage_backends"
+    ),
     **dict.fromkeys(("url", "redis_url", "remote_url", "bucket", "host"), "storage_backends"),
     **dict.fromkeys(("size", "max_size", "disk_size", "max_disk_size"), "storage_capacity"),
     **dict.fromkeys(("quota", "limit", "max_local_disk_size"), "storage_capacity"),
@@ -156,7 +170,8 @@ MEANT_KEYS: dict[str, str] = {
     "chunk_size": "block_size",
 }
 
-#: Sparse algorithms, in the spelling of the model; the key is their name in lower case without punctuation.
+#: Sparse algorithms, in the spelling of the model; the key is their name in lower case without
+#: punctuation.
 SPARSE_ALGORITHMS: dict[str, str] = {
     "esa": "ESA",
     "gsa": "GSA",
@@ -197,14 +212,21 @@ ENVIRONMENT: dict[str, str] = {
     "UCM_PROFILE_OUTPUT": "profile.output",
 }
 
-#: Environment names that are read elsewhere: the file to read, the switch for everything, the directory for what
-#: belongs to no root, and secrets, which no configuration shows: keys of the store's encryption and of tenants' tags.
+#: Environment names that are read elsewhere: the file to read, the switch for everything, the
+#: directory for what belongs to no root, and secrets, which no configuration shows: keys of the
+#: store's encryption and of tenants' tags.
 CONFIG_FILE_VARIABLE = "UCM_CONFIG_FILE"
 DISABLE_VARIABLE = "UCM_DISABLE"
 STATE_VARIABLE = "UCM_STATE_DIR"
 ENCRYPTION_KEY_VARIABLE = "UCM_ENCRYPTION_KEY"
 TENANT_KEY_VARIABLE = "UCM_TENANT_KEY"
-ELSEWHERE = (CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, STATE_VARIABLE, ENCRYPTION_KEY_VARIABLE, TENANT_KEY_VARIABLE)
+ELSEWHERE = (
+    CONFIG_FILE_VARIABLE,
+    DISABLE_VARIABLE,
+    STATE_VARIABLE,
+    ENCRYPTION_KEY_VARIABLE,
+    TENANT_KEY_VARIABLE,
+)
 
 #: Environment names of the original without meaning here -> what to write instead.
 MEANINGLESS_ENVIRONMENT: dict[str, str] = {
@@ -228,10 +250,14 @@ PLATFORMS: dict[str, str] = {
 
 
 def without_effect(keys: Sequence[str], instead: str) -> str:
-    """The warning about keys, as they were written, that do nothing; ``instead`` as in :data:`MEANINGLESS`."""
+    """The warning about keys, as they were written, that do nothing; ``instead`` as in
+    :data:`MEANINGLESS`."""
     quoted = ", ".join(f'"{key}"' for key in keys)
     if instead.startswith("nothing: "):
-        return f"{quoted}: without effect here, and nothing is needed instead: {instead.removeprefix('nothing: ')}"
+        return (
+            f"{quoted}: without effect here, and nothing is needed instead:"
+            f" {instead.removeprefix('nothing: ')}"
+        )
     return f"{quoted}: without effect here; use {instead}"
 
 
@@ -245,8 +271,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def meant_store(word: str) -> str | None:
-    """Class name of the store that a word means which is none of its names: a scheme of its addresses, or a word of
-    :data:`MEANT_STORES`, also as a class (``UcmS3Store``)."""
+    """Class name of the store that a word means which is none of its names: a scheme of its
+    addresses, or a word of :data:`MEANT_STORES`, also as a class (``UcmS3Store``)."""
     text = word.strip().lower()
     if text.startswith("ucm"):
         text = text.removeprefix("ucm").removesuffix("store")

@@ -1,12 +1,15 @@
-"""The face of sparse attention: the hooks that an engine calls, and that every method, ours or a user's, may override.
+"""The face of sparse attention: the hooks that an engine calls, and that every method, ours or a
+user's, may override.
 
-A method exists once per process, as scheduler or as worker. Nothing here needs torch or vLLM: types that belong to them
-are named in the doc comments. The order of the calls in one step of an engine:
+A method exists once per process, as scheduler or as worker. Nothing here needs torch or vLLM: types
+that belong to them are named in the doc comments. The order of the calls in one step of an engine:
 
 ```
-scheduler   request_begin   estimate_num_slots_sparsed   update_state_after_alloc   build_sparse_meta
+scheduler   request_begin   estimate_num_slots_sparsed
+            update_state_after_alloc   build_sparse_meta
 worker      bind_sparse_metadata   execute_begin
-              per layer   layer_begin   attention_begin   attention_finished   ffn_begin   ffn_finished   layer_finished
+              per layer   layer_begin   attention_begin   attention_finished
+                          ffn_begin   ffn_finished   layer_finished
             execute_finished   clear_sparse_metadata
 scheduler   request_finished_in_scheduler              worker   request_finished_in_worker
 ```
@@ -18,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-#: Answer of :meth:`UcmSparseBase.estimate_num_slots_sparsed`: this request is allocated as without sparse attention.
+#: Answer of :meth:`UcmSparseBase.estimate_num_slots_sparsed`: this request is allocated as without
+#: sparse attention.
 INVALID_SLOT = -1
 
 #: Hooks by which a method may change what is computed.
@@ -34,7 +38,8 @@ CHANGING_HOOKS: tuple[str, ...] = (
 #: More tokens than a request can have.
 ALL_TOKENS = 1 << 62
 
-#: Hooks that an engine can call only where the model runs eagerly: no graph is captured around a layer.
+#: Hooks that an engine can call only where the model runs eagerly: no graph is captured around a
+#: layer.
 EAGER_HOOKS: tuple[str, ...] = ("layer_begin", "layer_finished", "ffn_begin", "ffn_finished")
 
 
@@ -46,15 +51,15 @@ class UcmSparseRole(Enum):
 
 
 class UcmSparseMetadata:
-    """What the scheduler's side tells the worker's for one step. A method of a user's own subclasses it; it must
-    pickle."""
+    """What the scheduler's side tells the worker's for one step. A method of a user's own
+    subclasses it; it must pickle."""
 
 
 class UcmSparseBase:
     """A method of sparse attention.
 
-    Every hook has a default that changes nothing, so a subclass defines only what it needs. Hooks must be quick and
-    must not wait without a bound: they run between the kernels of a step.
+    Every hook has a default that changes nothing, so a subclass defines only what it needs. Hooks
+    must be quick and must not wait without a bound: they run between the kernels of a step.
     """
 
     def __init__(self, vllm_config: Any, role: UcmSparseRole) -> None:
@@ -69,43 +74,52 @@ class UcmSparseBase:
         return self._role
 
     def overrides(self, hook: str) -> bool:
-        """Whether this method has a hook of its own of that name, so that an engine need not call the others."""
+        """Whether this method has a hook of its own of that name, so that an engine need not call
+        the others."""
         return getattr(type(self), hook) is not getattr(UcmSparseBase, hook)
 
-    # Scheduler's side ------------------------------------------------------------------------------------------------
+    # Scheduler's side
+    # ----------------------------------------------------------------------------------------------
 
     def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
         """A request has arrived."""
 
     def estimate_num_slots_sparsed(self, request: Any) -> int:
-        """How many token slots of KV the device must hold for ``request`` (vLLM's ``Request``) in its next step, when a
-        method keeps the rest elsewhere; :data:`INVALID_SLOT`: all of them, as without a method. Under vLLM it is asked
-        of subclasses of :class:`~ucm.sparse.method.BlockSparse` with ``offload``, whose blocks the host brings back. It
-        says whether blocks leave; how many come back in their place is the policy's budget."""
+        """How many token slots of KV the device must hold for ``request`` (vLLM's ``Request``) in
+        its next step, when a method keeps the rest elsewhere; :data:`INVALID_SLOT`: all of them, as
+        without a method. Under vLLM it is asked of subclasses of
+        :class:`~ucm.sparse.method.BlockSparse` with ``offload``, whose blocks the host brings back.
+        It says whether blocks leave; how many come back in their place is the policy's budget."""
         del request
         return INVALID_SLOT
 
     def exact_tokens(self, prefill_tokens: int) -> int:
-        """How many of a request's first tokens have the KV that they would have without the method, when
-        ``prefill_tokens`` are computed before its first decode step. Only their blocks are stored and shared.
+        """How many of a request's first tokens have the KV that they would have without the method,
+        when ``prefill_tokens`` are computed before its first decode step. Only their blocks are
+        stored and shared.
 
-        Here: all tokens where no hook can change anything, else none. A method of a user's own that leaves prompts
-        alone returns ``prefill_tokens``, one that only looks on :data:`ALL_TOKENS`.
+        Here: all tokens where no hook can change anything, else none. A method of a user's own that
+        leaves prompts alone returns ``prefill_tokens``, one that only looks on :data:`ALL_TOKENS`.
         """
         del prefill_tokens
         return 0 if any(self.overrides(hook) for hook in CHANGING_HOOKS) else ALL_TOKENS
 
     def update_state_after_alloc(self, request: Any, num_blocks: int) -> None:
-        """``request`` was admitted and given blocks; it holds ``num_blocks`` now. vLLM does not tell of those that it
-        gets later."""
+        """``request`` was admitted and given blocks; it holds ``num_blocks`` now. vLLM does not
+        tell of those that it gets later."""
 
     def build_sparse_meta(
-        self, scheduler_output: Any, requests: Any, input_batch: Any = None, attn_metadata: Any = None
+        self,
+        scheduler_output: Any,
+        requests: Any,
+        input_batch: Any = None,
+        attn_metadata: Any = None,
     ) -> UcmSparseMetadata | None:
         """What the worker's side must know of the next step; None: nothing.
 
-        Called where the step is planned: ``scheduler_output`` is vLLM's, ``requests`` maps ids to its requests.
-        ``input_batch`` and ``attn_metadata`` exist only in workers and are None here; the original passed them.
+        Called where the step is planned: ``scheduler_output`` is vLLM's, ``requests`` maps ids to
+        its requests. ``input_batch`` and ``attn_metadata`` exist only in workers and are None here;
+        the original passed them.
         """
         del scheduler_output, requests, input_batch, attn_metadata
         return None
@@ -113,7 +127,8 @@ class UcmSparseBase:
     def request_finished_in_scheduler(self, request_id: str) -> None:
         """A request has ended, or was aborted."""
 
-    # Worker's side ---------------------------------------------------------------------------------------------------
+    # Worker's side
+    # ----------------------------------------------------------------------------------------------
 
     def bind_sparse_metadata(self, metadata: UcmSparseMetadata | None) -> None:
         """Take what the scheduler's side said of the step that begins."""
@@ -128,15 +143,15 @@ class UcmSparseBase:
         return self._sparse_metadata
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Where the KV of each layer lies: layer name to tensor, in the shape of the attention backend. Once, at
-        start."""
+        """Where the KV of each layer lies: layer name to tensor, in the shape of the attention
+        backend. Once, at start."""
 
     def execute_begin(self, scheduler_output: Any) -> None:
         """The forward pass is about to begin."""
 
     def execute_finished(self, logits_indices: Any = None) -> Any:
-        """The forward pass has ended. Returns ``logits_indices`` as they came: vLLM offers no way to change them
-        here."""
+        """The forward pass has ended. Returns ``logits_indices`` as they came: vLLM offers no way
+        to change them here."""
         return logits_indices
 
     def attention_begin(
@@ -150,28 +165,33 @@ class UcmSparseBase:
         phase: str | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any, Any]:
-        """Attention of a layer is about to be computed. What is returned is used instead: query, key, value, output.
+        """Attention of a layer is about to be computed. What is returned is used instead: query,
+        key, value, output.
 
-        ``query`` is ``[tokens, query heads, head size]``, ``key`` and ``value`` ``[tokens, KV heads, head size]``,
-        ``output`` where the result goes. ``forward_context.attn_metadata[layer_name]`` is a copy made for this layer,
-        and may be changed: ``block_table [rows, blocks]`` and ``seq_lens [rows]`` say which blocks a row attends to.
-        ``phase`` is ``"prefill"``, ``"decode"`` or None where a batch holds both.
+        ``query`` is ``[tokens, query heads, head size]``, ``key`` and ``value`` ``[tokens, KV
+        heads, head size]``, ``output`` where the result goes.
+        ``forward_context.attn_metadata[layer_name]`` is a copy made for this layer, and may be
+        changed: ``block_table [rows, blocks]`` and ``seq_lens [rows]`` say which blocks a row
+        attends to. ``phase`` is ``"prefill"``, ``"decode"`` or None where a batch holds both.
 
-        Keys and values are in the cache already; what is returned is written over them, so later steps read it too.
-        Any of these may be written into in place. All else in the metadata is vLLM's own, and is only read.
+        Keys and values are in the cache already; what is returned is written over them, so later
+        steps read it too. Any of these may be written into in place. All else in the metadata is
+        vLLM's own, and is only read.
 
-        Models with latent attention compute rows of one token and prompts by two calls, each with its phase. There
-        ``key`` is the latent ``[tokens, rank]`` and ``value`` the rotary part of the key ``[tokens, 1, rope size]``.
-        ``"decode"``: ``query [tokens, heads, rank + rope size]`` is over the latent, ``output [tokens, heads, rank]``
-        too, and rows are in ``metadata.decode.block_table`` and ``.seq_lens``; ``kwargs`` has ``decode_ql_nope
-        [tokens, heads, rank]`` and ``decode_q_pe [tokens, heads, rope size]``, which are views of the query.
-        ``"prefill"``: ``query [tokens, heads, head size]``, ``output [tokens, heads * value size]``, rows in
-        ``metadata.prefill.block_table``, which vLLM reads for what was computed in earlier steps; both are None. In
-        either ``k_hash [blocks, block size, 1, bytes]`` has the codes of the layer's keys, by physical block, where the
-        method keeps some (GSAOnDevice), else None.
+        Models with latent attention compute rows of one token and prompts by two calls, each with
+        its phase. There ``key`` is the latent ``[tokens, rank]`` and ``value`` the rotary part of
+        the key ``[tokens, 1, rope size]``. ``"decode"``: ``query [tokens, heads, rank + rope
+        size]`` is over the latent, ``output [tokens, heads, rank]`` too, and rows are in
+        ``metadata.decode.block_table`` and ``.seq_lens``; ``kwargs`` has ``decode_ql_nope [tokens,
+        heads, rank]`` and ``decode_q_pe [tokens, heads, rope size]``, which are views of the query.
+        ``"prefill"``: ``query [tokens, heads, head size]``, ``output [tokens, heads * value
+        size]``, rows in ``metadata.prefill.block_table``, which vLLM reads for what was computed in
+        earlier steps; both are None. In either ``k_hash [blocks, block size, 1, bytes]`` has the
+        codes of the layer's keys, by physical block, where the method keeps some (GSAOnDevice),
+        else None.
 
-        What cannot be used (not four values, a tensor of another shape, dtype or device) changes nothing, and is
-        logged; so does a hook that raises.
+        What cannot be used (not four values, a tensor of another shape, dtype or device) changes
+        nothing, and is logged; so does a hook that raises.
         """
         del layer_name, forward_context, phase, kwargs
         return query, key, value, output
@@ -186,23 +206,30 @@ class UcmSparseBase:
         forward_context: Any,
         phase: str | None = None,
     ) -> None:
-        """Attention of a layer was computed into ``attn_output [tokens, query heads, head size]``, which may be written
-        into. A method that only looks on says so in :meth:`exact_tokens`, or none of its KV is stored."""
+        """Attention of a layer was computed into ``attn_output [tokens, query heads, head size]``,
+        which may be written into. A method that only looks on says so in :meth:`exact_tokens`, or
+        none of its KV is stored."""
 
-    def layer_begin(self, positions: Any, hidden_states: Any, residual: Any) -> tuple[Any, Any, Any]:
+    def layer_begin(
+        self, positions: Any, hidden_states: Any, residual: Any
+    ) -> tuple[Any, Any, Any]:
         """A decoder layer begins; what is returned is used instead. Eager mode only."""
         return positions, hidden_states, residual
 
-    def layer_finished(self, positions: Any, hidden_states: Any, residual: Any) -> tuple[Any, Any, Any]:
+    def layer_finished(
+        self, positions: Any, hidden_states: Any, residual: Any
+    ) -> tuple[Any, Any, Any]:
         """A decoder layer has ended; what is returned is used instead. Eager mode only."""
         return positions, hidden_states, residual
 
     def ffn_begin(self, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
-        """The feed-forward part of a layer begins; what is returned is used instead. Eager mode only."""
+        """The feed-forward part of a layer begins; what is returned is used instead. Eager mode
+        only."""
         return hidden_states, residual
 
     def ffn_finished(self, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
-        """The feed-forward part of a layer has ended; what is returned is used instead. Eager mode only."""
+        """The feed-forward part of a layer has ended; what is returned is used instead. Eager mode
+        only."""
         return hidden_states, residual
 
     def request_finished_in_worker(self, request_id: str) -> None:

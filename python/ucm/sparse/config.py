@@ -1,4 +1,5 @@
-"""From the keys of an algorithm to what runs: a selector, a policy, and the settings of the host around them."""
+"""From the keys of an algorithm to what runs: a selector, a policy, and the settings of the host
+around them."""
 
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ class Method:
     settings: AlgorithmConfig
 
 
-def settings_of(algorithm: str, keys: Mapping[str, Any] | AlgorithmConfig | None = None) -> AlgorithmConfig:
+def settings_of(
+    algorithm: str, keys: Mapping[str, Any] | AlgorithmConfig | None = None
+) -> AlgorithmConfig:
     """The typed keys of an algorithm, in any spelling of it and of its keys.
 
-    Raises :class:`~ucm.errors.ConfigError` for an unknown algorithm or key, with the nearest one, and for a wrong
-    value.
+    Raises :class:`~ucm.errors.ConfigError` for an unknown algorithm or key, with the nearest one,
+    and for a wrong value.
     """
     if isinstance(keys, AlgorithmConfig):
         return keys
@@ -52,9 +55,9 @@ def settings_of(algorithm: str, keys: Mapping[str, Any] | AlgorithmConfig | None
 def resolve_auto(settings: AlgorithmConfig, model: str) -> AlgorithmConfig:
     """The settings of the algorithm that ``auto`` means; other settings as they are.
 
-    The rule: the hash method, with the settings known for the model, else its defaults. Of the methods here it alone
-    keeps something of every token, at 1/16 of the size of bf16 keys for heads of 128 channels, it has kernels on a CPU,
-    and it knows latent attention.
+    The rule: the hash method, with the settings known for the model, else its defaults. Of the
+    methods here it alone keeps something of every token, at 1/16 of the size of bf16 keys for heads
+    of 128 channels, it has kernels on a CPU, and it knows latent attention.
     """
     if not isinstance(settings, AutoConfig):
         return settings
@@ -64,12 +67,19 @@ def resolve_auto(settings: AlgorithmConfig, model: str) -> AlgorithmConfig:
     return chosen
 
 
-def policy_of(settings: AlgorithmConfig, block_size: int, model: str = "", layers: int | None = None) -> Policy:
-    """The policy of these settings for blocks of ``block_size`` tokens. ``model`` is the name or path of the model, for
-    what is known of it; ``layers`` how many layers it has, beyond which settings for layers mean nothing."""
+def policy_of(
+    settings: AlgorithmConfig, block_size: int, model: str = "", layers: int | None = None
+) -> Policy:
+    """The policy of these settings for blocks of ``block_size`` tokens. ``model`` is the name or
+    path of the model, for what is known of it; ``layers`` how many layers it has, beyond which
+    settings for layers mean nothing."""
     preset = preset_for(model) if isinstance(settings, GsaOnDeviceConfig) and model else None
     name, value = settings.budget
-    if preset is not None and "topk_tokens" not in settings.model_fields_set and name == "topk_tokens":
+    if (
+        preset is not None
+        and "topk_tokens" not in settings.model_fields_set
+        and name == "topk_tokens"
+    ):
         value = preset.topk_tokens
     budget: dict[str, Any] = {"ratio": None}
     match name:
@@ -102,16 +112,27 @@ def policy_of(settings: AlgorithmConfig, block_size: int, model: str = "", layer
         stride=settings.stride,
         lag=settings.lag,
         dense_layers=frozenset(layer for layer in dense if known is None or layer in known),
-        reuse_from={layer: source for layer, source in settings.reuse_from.items() if known is None or layer in known},
+        reuse_from={
+            layer: source
+            for layer, source in settings.reuse_from.items()
+            if known is None or layer in known
+        },
         heads=settings.heads,
         shared_ranks=settings.shared_selection,
     )
 
 
-def method_of(settings: AlgorithmConfig, geometry: Geometry, model: str = "", layers: int | None = None) -> Method:
-    """Selector and policy of these settings. ``model`` is the name or path of the model, for what is known of it.
+def method_of(
+    settings: AlgorithmConfig, geometry: Geometry, model: str = "", layers: int | None = None
+) -> Method:
+    """Selector and policy of these settings. ``model`` is the name or path of the model, for what
+    is known of it.
 
     Raises :class:`~ucm.errors.ConfigError` where settings and shape do not fit.
     """
     settings = resolve_auto(settings, model)
-    return Method(make_selector(settings, geometry), policy_of(settings, geometry.block_size, model, layers), settings)
+    return Method(
+        make_selector(settings, geometry),
+        policy_of(settings, geometry.block_size, model, layers),
+        settings,
+    )

@@ -31,7 +31,8 @@ class EvictionPolicy:
         self._blocks.pop(block_id, None)
 
     def rank(self, block_id: int) -> float:
-        """The block with the lowest rank goes first; one that was never used has the lowest of all."""
+        """The block with the lowest rank goes first; one that was never used has the lowest of
+        all."""
         entry = self._blocks.get(block_id)
         return float("-inf") if entry is None else self._rank(*entry)
 
@@ -57,7 +58,8 @@ class LRUEvictionPolicy(EvictionPolicy):
     """The longest unused block goes first."""
 
     def __init__(self, capacity: int | None = None) -> None:
-        """``capacity``: how many blocks are remembered; the longest unused is forgotten beyond it. None: all."""
+        """``capacity``: how many blocks are remembered; the longest unused is forgotten beyond it.
+        None: all."""
         super().__init__()
         self.capacity = capacity
 

@@ -34,21 +34,25 @@ class UcmSparseFactory:
 
     @classmethod
     def register_sparse_method(cls, name: str, module_path: str, class_name: str) -> None:
-        """Make a subclass of :class:`~ucm.sparse.base.UcmSparseBase` known: ``class_name`` in the module
-        ``module_path``, imported when it is first made. Raises :class:`~ucm.errors.ConfigError` for a name that is
-        taken.
+        """Make a subclass of :class:`~ucm.sparse.base.UcmSparseBase` known: ``class_name`` in the
+        module ``module_path``, imported when it is first made. Raises
+        :class:`~ucm.errors.ConfigError` for a name that is taken.
         """
         if name in _METHODS and _METHODS[name] != (module_path, class_name):
-            raise ConfigError(f'a sparse method "{name}" is registered already: {".".join(_METHODS[name])}')
+            raise ConfigError(
+                f'a sparse method "{name}" is registered already: {".".join(_METHODS[name])}'
+            )
         _METHODS[name] = (module_path, class_name)
 
     @classmethod
     def method_class(cls, name: str) -> type[UcmSparseBase]:
-        """The class of that name, however it is spelled. Raises :class:`~ucm.errors.UnknownConnectorError`."""
+        """The class of that name, however it is spelled. Raises
+        :class:`~ucm.errors.UnknownConnectorError`."""
         known = name if name in _METHODS else algorithm_of(name)
         if known not in _METHODS:
             raise UnknownConnectorError(
-                f'no sparse method is named "{name}"{hint(name, _METHODS)} (known: {", ".join(_METHODS)})'
+                f'no sparse method is named "{name}"{hint(name, _METHODS)} (known:'
+                f" {', '.join(_METHODS)})"
             )
         module, wanted = _METHODS[known]
         found = getattr(importlib.import_module(module), wanted, None)
@@ -65,13 +69,16 @@ class UcmSparseFactory:
     ) -> UcmSparseBase:
         """A method by its name: ``create_sparse_method("GSA", role, {"sparse_ratio": 0.3})``.
 
-        ``config`` holds the keys of the algorithm, or is vLLM's ``VllmConfig``. The original's form, with vLLM's
-        configuration first, is understood as well. Raises :class:`~ucm.errors.ConfigError`.
+        ``config`` holds the keys of the algorithm, or is vLLM's ``VllmConfig``. The original's
+        form, with vLLM's configuration first, is understood as well. Raises
+        :class:`~ucm.errors.ConfigError`.
         """
         if not isinstance(name, str):
             found = cls.create_configured(name, role)
             if found is None:
-                raise ConfigError("this configuration names no sparse method: write `ucm_sparse_config`")
+                raise ConfigError(
+                    "this configuration names no sparse method: write `ucm_sparse_config`"
+                )
             return found
         made: UcmSparseBase = cls.method_class(name)(config, role)
         return made

@@ -1,11 +1,13 @@
-"""The host of the selectors: a method of sparse attention that chooses blocks for each decode row of each layer.
+"""The host of the selectors: a method of sparse attention that chooses blocks for each decode row
+of each layer.
 
 An engine's side calls, for each step: :meth:`BlockSparse.bind_sparse_metadata` with a
-:class:`~ucm.sparse.batch.SparseBatch`; for each layer :meth:`BlockSparse.write_keys` when keys are written to the
-cache, then :meth:`BlockSparse.attention_begin`, which replaces block table and lengths in the layer's copy of the
-metadata (or :meth:`BlockSparse.select_rows`, where attention reads the kept blocks in a way of its own); and at the end
-:meth:`BlockSparse.clear_sparse_metadata`. Rows that compute a prompt, and requests that the policy calls dense, are
-left alone; where all are, nothing is changed at all.
+:class:`~ucm.sparse.batch.SparseBatch`; for each layer :meth:`BlockSparse.write_keys` when keys are
+written to the cache, then :meth:`BlockSparse.attention_begin`, which replaces block table and
+lengths in the layer's copy of the metadata (or :meth:`BlockSparse.select_rows`, where attention
+reads the kept blocks in a way of its own); and at the end
+:meth:`BlockSparse.clear_sparse_metadata`. Rows that compute a prompt, and requests that the policy
+calls dense, are left alone; where all are, nothing is changed at all.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from torch import Tensor
 
 from ucm.config.sparse import AlgorithmConfig
 from ucm.errors import ConfigError, InvalidInputError
-from ucm.sparse.base import CHANGING_HOOKS, INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
+from ucm.sparse.base import (
+    CHANGING_HOOKS,
+    INVALID_SLOT,
+    UcmSparseBase,
+    UcmSparseMetadata,
+    UcmSparseRole,
+)
 from ucm.sparse.batch import SparseBatch
 from ucm.sparse.chooser import Chooser, Reduce
 from ucm.sparse.config import Method, method_of, policy_of, resolve_auto, settings_of
@@ -46,30 +54,39 @@ class BlockSparse(UcmSparseBase):
     algorithm: ClassVar[str] = "Auto"
 
     def __init__(
-        self, vllm_config: Any, role: Any, settings: AlgorithmConfig | Mapping[str, Any] | None = None
+        self,
+        vllm_config: Any,
+        role: Any,
+        settings: AlgorithmConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """``vllm_config`` is vLLM's, or the keys of the algorithm; ``settings`` are the keys where they are given
-        beside it. The order of document 002, ``GSA(role, config)``, is understood as well."""
+        """``vllm_config`` is vLLM's, or the keys of the algorithm; ``settings`` are the keys where
+        they are given beside it. The order of document 002, ``GSA(role, config)``, is understood as
+        well."""
         if isinstance(vllm_config, UcmSparseRole):
             vllm_config, role = role, vllm_config
         super().__init__(vllm_config, role)
-        if settings is None and (vllm_config is None or isinstance(vllm_config, Mapping | AlgorithmConfig)):
+        if settings is None and (
+            vllm_config is None or isinstance(vllm_config, Mapping | AlgorithmConfig)
+        ):
             settings = vllm_config
         if settings is None and vllm_config is not None:
             settings = getattr(config_of(vllm_config).sparse.config, self.algorithm)
         self.model = str(getattr(getattr(vllm_config, "model_config", None), "model", "") or "")
         self.settings = resolve_auto(settings_of(self.algorithm, settings), self.model)
         self.stats = SparseStats()
-        #: Requests shorter than this are dense where ``min_tokens`` is not configured: what was measured to pay.
+        #: Requests shorter than this are dense where ``min_tokens`` is not configured: what was
+        #: measured to pay.
         self.break_even_tokens = 0
         self._method: Method | None = None
         self._scheduler_policy: Policy | None = None
         self._dense_until: tuple[int, int] | None = None  # for these break-even tokens
 
-    # Scheduler's side ------------------------------------------------------------------------------------------------
+    # Scheduler's side
+    # ----------------------------------------------------------------------------------------------
 
     def estimate_num_slots_sparsed(self, request: Any) -> int:
-        """Slots of the blocks that a decoding request keeps on the device when the others are kept elsewhere."""
+        """Slots of the blocks that a decoding request keeps on the device when the others are kept
+        elsewhere."""
         if not self.settings.offload or request.num_output_tokens < 1:
             return INVALID_SLOT
         size = int(self._vllm_config.cache_config.block_size)
@@ -85,9 +102,13 @@ class BlockSparse(UcmSparseBase):
         return self._scheduler_policy
 
     def exact_tokens(self, prefill_tokens: int) -> int:
-        """Prompts are dense, and so are the tokens decoded before a request is long enough to be chosen from. None is
-        exact where a subclass has hooks of its own that may change more, unless it says otherwise here."""
-        if any(not getattr(type(self), hook).__module__.startswith("ucm.sparse.") for hook in CHANGING_HOOKS):
+        """Prompts are dense, and so are the tokens decoded before a request is long enough to be
+        chosen from. None is exact where a subclass has hooks of its own that may change more,
+        unless it says otherwise here."""
+        if any(
+            not getattr(type(self), hook).__module__.startswith("ucm.sparse.")
+            for hook in CHANGING_HOOKS
+        ):
             return 0
         config = self._vllm_config
         size, most = int(config.cache_config.block_size), int(config.model_config.max_model_len)
@@ -101,7 +122,8 @@ class BlockSparse(UcmSparseBase):
         """Requests with fewer tokens are dense, by measurement."""
         return self.break_even_tokens if self.settings.min_tokens is None else 0
 
-    # Set-up in a worker ----------------------------------------------------------------------------------------------
+    # Set-up in a worker
+    # ----------------------------------------------------------------------------------------------
 
     def setup(
         self,
@@ -116,27 +138,43 @@ class BlockSparse(UcmSparseBase):
         per_head: bool = False,
         reduce: Reduce | None = None,
     ) -> None:
-        """Get ready for keys of this shape, in these layers (in the order of the model) and so many physical blocks.
+        """Get ready for keys of this shape, in these layers (in the order of the model) and so many
+        physical blocks.
 
-        ``max_sequences`` bounds how many run at once; ``spare_blocks`` are rows for the representations of offloaded
-        blocks; ``per_head``: the attention that reads the selection can read another one for each KV head; ``reduce``
-        is needed for ``shared_selection`` where there are several tensor ranks. Raises :class:`~ucm.errors.ConfigError`
-        where the settings do not fit.
+        ``max_sequences`` bounds how many run at once; ``spare_blocks`` are rows for the
+        representations of offloaded blocks; ``per_head``: the attention that reads the selection
+        can read another one for each KV head; ``reduce`` is needed for ``shared_selection`` where
+        there are several tensor ranks. Raises :class:`~ucm.errors.ConfigError` where the settings
+        do not fit.
         """
         numbers = [layer_index(name, place) for place, name in enumerate(layer_names)]
         if len(set(numbers)) < len(numbers):
-            _log.warning("some layers have several attentions: settings of layers count attentions, from 0")
+            _log.warning(
+                "some layers have several attentions: settings of layers count attentions, from 0"
+            )
             numbers = list(range(len(numbers)))
         self._layers = dict(zip(layer_names, numbers, strict=True))
         count = max(self._layers.values(), default=-1) + 1
         method = method_of(self.settings, geometry, self.model, count)
         policy = method.policy
         if policy.heads == "kv" and not per_head:
-            raise ConfigError("heads: kv needs attention that reads a block table for each head; write heads: shared")
+            raise ConfigError(
+                "heads: kv needs attention that reads a block table for each head; write heads:"
+                " shared"
+            )
         if policy.heads == "kv" and policy.shared_ranks:
-            raise ConfigError("heads: kv and shared_selection exclude each other: ranks have different heads")
-        selecting = [layer for layer in policy.selecting_layers(count) if layer in set(self._layers.values())]
-        self._method, self.policy, self.selector, self._reduce = method, policy, method.selector, reduce
+            raise ConfigError(
+                "heads: kv and shared_selection exclude each other: ranks have different heads"
+            )
+        selecting = [
+            layer for layer in policy.selecting_layers(count) if layer in set(self._layers.values())
+        ]
+        self._method, self.policy, self.selector, self._reduce = (
+            method,
+            policy,
+            method.selector,
+            reduce,
+        )
         self.store = RepStore(
             method.selector,
             selecting,
@@ -156,7 +194,9 @@ class BlockSparse(UcmSparseBase):
             bound_s=self.settings.retrieval_ms / 1000,
         )
         recall = self.settings.measure_recall
-        self._probe = RecallProbe(geometry, selecting, num_blocks, device, key_dtype) if recall else None
+        self._probe = (
+            RecallProbe(geometry, selecting, num_blocks, device, key_dtype) if recall else None
+        )
         self._queries: dict[str, dict[int, Tensor]] = {}
         self._sampled: dict[tuple[str, int], set[int]] = {}
         self._rep_rows: dict[str, Tensor] = {}
@@ -174,14 +214,17 @@ class BlockSparse(UcmSparseBase):
         return self._layers.get(layer_name) in self.store.layers
 
     def selects(self, layer_name: str) -> bool:
-        """Whether rows of a layer may keep fewer blocks than all: it chooses, or takes the choice of another one."""
+        """Whether rows of a layer may keep fewer blocks than all: it chooses, or takes the choice
+        of another one."""
         layer = self._layers.get(layer_name)
         return layer is not None and layer not in self.policy.dense_layers
 
-    # A step ----------------------------------------------------------------------------------------------------------
+    # A step
+    # ----------------------------------------------------------------------------------------------
 
     def bind_sparse_metadata(self, metadata: UcmSparseMetadata | None) -> None:
-        """A step begins, with these rows; None, or a batch without rows, is a step in which nothing is chosen."""
+        """A step begins, with these rows; None, or a batch without rows, is a step in which nothing
+        is chosen."""
         super().bind_sparse_metadata(metadata)
         self._forget_step()
         if isinstance(metadata, SparseBatch):
@@ -203,8 +246,8 @@ class BlockSparse(UcmSparseBase):
         self._chosen, self._steps, self._plans, self._spent_s = {}, {}, [], 0.0
 
     def write_keys(self, layer_name: str, key: Tensor, slot_mapping: Any) -> None:
-        """Keys ``[t, h, d]`` of a layer are written to the slots ``slot_mapping [t]`` of the cache (negative:
-        padding)."""
+        """Keys ``[t, h, d]`` of a layer are written to the slots ``slot_mapping [t]`` of the cache
+        (negative: padding)."""
         if not self.writes(layer_name):
             return
         began = time.perf_counter()
@@ -219,7 +262,8 @@ class BlockSparse(UcmSparseBase):
             self._probe.write(layer, key, plan)
 
     def _write_plan(self, slots: Tensor) -> WritePlan:
-        """The plan of these slots: made once a step, for the first layer, and the same for all others."""
+        """The plan of these slots: made once a step, for the first layer, and the same for all
+        others."""
         for known, plan in self._plans:
             if known is slots or (known.shape == slots.shape and torch.equal(known, slots)):
                 return plan
@@ -237,10 +281,11 @@ class BlockSparse(UcmSparseBase):
         phase: str | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any, Any]:
-        """Replace block table and lengths in the layer's copy of the metadata by those of the kept blocks.
+        """Replace block table and lengths in the layer's copy of the metadata by those of the kept
+        blocks.
 
-        With latent attention the query is ``decode_ql_nope`` and ``decode_q_pe`` of ``kwargs``, and the metadata that
-        of ``metadata.decode``; prompts, which have neither there, are left alone.
+        With latent attention the query is ``decode_ql_nope`` and ``decode_q_pe`` of ``kwargs``, and
+        the metadata that of ``metadata.decode``; prompts, which have neither there, are left alone.
         """
         del phase
         metadata = forward_context.attn_metadata
@@ -259,12 +304,18 @@ class BlockSparse(UcmSparseBase):
     def select_rows(self, layer_name: str, query: Tensor, block_table: Tensor) -> Selection | None:
         """The blocks that each row of the step keeps in a layer; None: every row keeps all.
 
-        ``query [tokens, heads, d]`` are the queries of the step's rows one after the other, ``block_table [rows, N]``
-        their physical blocks. With latent attention both hold the decode rows alone.
+        ``query [tokens, heads, d]`` are the queries of the step's rows one after the other,
+        ``block_table [rows, N]`` their physical blocks. With latent attention both hold the decode
+        rows alone.
         """
         batch = self._sparse_metadata
         layer = self._layers.get(layer_name)
-        if not isinstance(batch, SparseBatch) or not batch.rows or layer is None or layer in self.policy.dense_layers:
+        if (
+            not isinstance(batch, SparseBatch)
+            or not batch.rows
+            or layer is None
+            or layer in self.policy.dense_layers
+        ):
             return None
         source = self.policy.reuse_from.get(layer)
         if source is not None:
@@ -291,9 +342,10 @@ class BlockSparse(UcmSparseBase):
             self.store.release([int(row) for row in rows if row >= self.store.num_blocks])
 
     def set_rep_rows(self, request_id: str, rows: Sequence[int]) -> None:
-        """The rows of :attr:`store` that hold a request's representations, by logical block, from now on: of a request
-        some of whose blocks are not on the device (:meth:`~ucm.sparse.rep_store.RepStore.adopt`). Blocks beyond them
-        are found by the block table."""
+        """The rows of :attr:`store` that hold a request's representations, by logical block, from
+        now on: of a request some of whose blocks are not on the device
+        (:meth:`~ucm.sparse.rep_store.RepStore.adopt`). Blocks beyond them are found by the block
+        table."""
         self._rep_rows[request_id] = torch.tensor(list(rows), dtype=torch.int64)
 
     def close(self) -> None:
@@ -301,7 +353,8 @@ class BlockSparse(UcmSparseBase):
         if self._method is not None:
             self.retriever.close()
 
-    # Choosing --------------------------------------------------------------------------------------------------------
+    # Choosing
+    # ----------------------------------------------------------------------------------------------
 
     def _step(self, block_table: Tensor) -> Step:
         """What holds for every layer of the step that reads this table."""
@@ -321,12 +374,15 @@ class BlockSparse(UcmSparseBase):
         return self._steps[key]
 
     def _agree(self, ready: list[bool]) -> list[bool]:
-        """Which rows have their representations on every rank: ranks that add up scores choose for the same rows."""
+        """Which rows have their representations on every rank: ranks that add up scores choose for
+        the same rows."""
         assert self._reduce is not None
         missing = self._reduce(torch.tensor([not each for each in ready], dtype=torch.int64), "max")
         return [not each for each in missing.tolist()]
 
-    def _select(self, layer: int, step: Step, query: Tensor, block_table: Tensor) -> Selection | None:
+    def _select(
+        self, layer: int, step: Step, query: Tensor, block_table: Tensor
+    ) -> Selection | None:
         if self.selector.queries > 1:
             self._keep_queries(layer, step, query)
         if not step.sparse:
@@ -346,7 +402,8 @@ class BlockSparse(UcmSparseBase):
         return None if dense else selection
 
     def _retrieve(self, layer: int, step: Step, query: Tensor) -> Selection:
-        """By the retriever: choices that are used for several steps, or later than they were asked for."""
+        """By the retriever: choices that are used for several steps, or later than they were asked
+        for."""
         choices = self.retriever.step(layer, self._rows(layer, step, query))
         heads = self.selector.geometry.kv_heads if self.policy.heads == "kv" else 1
         kept = []
@@ -354,7 +411,9 @@ class BlockSparse(UcmSparseBase):
             if choice is None:
                 kept.append([torch.arange(blocks)] * heads)
             else:
-                kept.append([with_windows(self.policy, ids, choice.blocks, blocks) for ids in choice.middle])
+                kept.append(
+                    [with_windows(self.policy, ids, choice.blocks, blocks) for ids in choice.middle]
+                )
         return Selection.of(kept, step.blocks, step.places)
 
     def _last_queries(self, step: Step, query: Tensor) -> Tensor:
@@ -367,7 +426,9 @@ class BlockSparse(UcmSparseBase):
             asked, counts = self._last_queries(step, query)[:, None], [1] * len(rows)
         else:
             kept = [self._queries[row.request_id][layer] for row in rows]
-            asked = torch.stack([torch.nn.functional.pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept])
+            asked = torch.stack(
+                [torch.nn.functional.pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept]
+            )
             counts = [len(q) for q in kept]
         names, steps = [row.request_id for row in rows], [row.step for row in rows]
         return Rows(names, steps, step.blocks, asked, counts, step.candidates.reps)
@@ -380,11 +441,13 @@ class BlockSparse(UcmSparseBase):
             new = query[end - min(row.queries, wanted) : end]
             kept[layer] = torch.cat([kept.get(layer, new[:0]), new])[-wanted:]
 
-    # Measuring -------------------------------------------------------------------------------------------------------
+    # Measuring
+    # ----------------------------------------------------------------------------------------------
 
     def _sample_turnover(self, layer: int, step: Step, selection: Selection) -> None:
-        """How much of a choice is new, for two steps in every :data:`~ucm.sparse.step.SAMPLE_EVERY`; where choices go
-        through the retriever, it counts all of them."""
+        """How much of a choice is new, for two steps in every
+        :data:`~ucm.sparse.step.SAMPLE_EVERY`; where choices go through the retriever, it counts all
+        of them."""
         for number in step.sampled:
             row = step.rows[step.sparse[number]]
             key = (row.request_id, layer)
@@ -396,14 +459,26 @@ class BlockSparse(UcmSparseBase):
                 self.stats.add(blocks_new=len(chosen - before), blocks_chosen=len(chosen))
 
     def _measure_recall(
-        self, probe: RecallProbe, layer: int, step: Step, query: Tensor, block_table: Tensor, selection: Selection
+        self,
+        probe: RecallProbe,
+        layer: int,
+        step: Step,
+        query: Tensor,
+        block_table: Tensor,
+        selection: Selection,
     ) -> None:
         for number, i in enumerate(step.sparse):
             seen = probe.mass(
-                layer, query[step.ends[i] - 1], block_table[i, : step.blocks[number]], step.rows[i].tokens
+                layer,
+                query[step.ends[i] - 1],
+                block_table[i, : step.blocks[number]],
+                step.rows[i].tokens,
             )
             heads = selection.ids.shape[1]
-            held = [seen[h if heads > 1 else slice(None)][..., selection.kept(number, h)].sum() for h in range(heads)]
+            held = [
+                seen[h if heads > 1 else slice(None)][..., selection.kept(number, h)].sum()
+                for h in range(heads)
+            ]
             self.stats.add(mass_seen=float(seen.sum()), mass_kept=float(sum(held)))
 
 

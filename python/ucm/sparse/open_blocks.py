@@ -1,8 +1,10 @@
-"""Blocks that are being written: which tokens of them are there, and their keys until a block is full.
+"""Blocks that are being written: which tokens of them are there, and their keys until a block is
+full.
 
-A representation is always made from all keys of a block at once, so it is the same whether the block came in one chunk
-of a prefill, in several, or token by token. Keys are held here because a cache cannot always be read back: on a CPU its
-pages are packed for the instruction set. Where tokens are encoded one by one (:class:`FilledBlocks`) no keys are held.
+A representation is always made from all keys of a block at once, so it is the same whether the
+block came in one chunk of a prefill, in several, or token by token. Keys are held here because a
+cache cannot always be read back: on a CPU its pages are packed for the instruction set. Where
+tokens are encoded one by one (:class:`FilledBlocks`) no keys are held.
 """
 
 from __future__ import annotations
@@ -27,17 +29,19 @@ def _none() -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What one step writes, the same for every layer. All are int64 tensors on the host, but the slots."""
+    """What one step writes, the same for every layer. All are int64 tensors on the host, but the
+    slots."""
 
-    #: Every token that counts: its index in the step, its slot (on the device of the representations), and that slot's
-    #: block and place there; and whether they are all tokens of the step.
+    #: Every token that counts: its index in the step, its slot (on the device of the
+    #: representations), and that slot's block and place there; and whether they are all tokens of
+    #: the step.
     tokens: Tensor
     slots: Tensor
     blocks: Tensor
     places: Tensor
     all_count: bool
-    #: Blocks that begin and end in this step, ``[m]``, and the tokens of each, ``[m, b]``. This and what follows is
-    #: empty where tokens are encoded one by one.
+    #: Blocks that begin and end in this step, ``[m]``, and the tokens of each, ``[m, b]``. This and
+    #: what follows is empty where tokens are encoded one by one.
     whole: Tensor = field(default_factory=_none)
     whole_tokens: Tensor = field(default_factory=_none)
     #: Tokens of other blocks: index in the step, row and place in the held keys.
@@ -50,15 +54,16 @@ class WritePlan:
 
 
 class FilledBlocks:
-    """How far each block is written, for what encodes token by token. A step of a decode has few tokens, so that each
-    is looked at alone."""
+    """How far each block is written, for what encodes token by token. A step of a decode has few
+    tokens, so that each is looked at alone."""
 
     #: Memory of held keys, in bytes.
     nbytes = 0
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._size, self._device = block_size, device
-        #: Tokens that are there, of blocks whose first ones were written here and which are not full.
+        #: Tokens that are there, of blocks whose first ones were written here and which are not
+        #: full.
         self._filled: dict[int, int] = {}
 
     def forget(self, blocks: Ids) -> None:
@@ -67,8 +72,8 @@ class FilledBlocks:
             self._filled.pop(block, None)
 
     def plan(self, slots: Ids, ready: npt.NDArray[np.bool_]) -> WritePlan:
-        """The plan of a step that writes these slots, those of a block in the order of its tokens; says in ``ready``
-        which blocks are complete."""
+        """The plan of a step that writes these slots, those of a block in the order of its tokens;
+        says in ``ready`` which blocks are complete."""
         tokens = np.flatnonzero(slots >= 0)
         counted = slots[tokens]
         blocks, places = np.divmod(counted, self._size)
@@ -76,8 +81,9 @@ class FilledBlocks:
         for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
             if place == 0:  # a new block, whatever lay there before
                 filled[block], ready[block] = 0, False
-            # Not the next one: it was there before and has the value it had (the last token of a prompt that was hit),
-            # or first tokens are missing, so that the block can never be full.
+            # Not the next one: it was there before and has the value it had (the last token of a
+            # prompt that was hit), or first tokens are missing, so that the block can never be
+            # full.
             if filled.get(block) == place:
                 filled[block] = place + 1
                 if place + 1 == self._size:
@@ -93,7 +99,8 @@ class FilledBlocks:
 
 
 class OpenBlocks:
-    """Keys of partly written blocks, ``[rows, b, h, d]`` for each layer, and what of them is there."""
+    """Keys of partly written blocks, ``[rows, b, h, d]`` for each layer, and what of them is
+    there."""
 
     def __init__(
         self,
@@ -127,7 +134,8 @@ class OpenBlocks:
                 self._free.append(row)
 
     def plan(self, slots: Ids, ready: npt.NDArray[np.bool_]) -> WritePlan:
-        """The plan of a step that writes these slots; says in ``ready`` which blocks are complete."""
+        """The plan of a step that writes these slots; says in ``ready`` which blocks are
+        complete."""
         self.forget(np.array(self._leaving, dtype=np.int64))
         self._leaving = []
         tokens = np.flatnonzero(slots >= 0)
@@ -144,9 +152,11 @@ class OpenBlocks:
         of_whole = whole[inverse]
         whole_tokens[rank[inverse[of_whole]], places[of_whole]] = tokens[of_whole]
         ready[unique[whole]] = True
-        # A token of a block that is ready is written again with the value it had (the last one of a prompt that was
-        # hit), and a block whose first tokens are not held can never be full.
-        known = begun | np.isin(unique, np.fromiter(self._rows, dtype=np.int64, count=len(self._rows)))
+        # A token of a block that is ready is written again with the value it had (the last one of a
+        # prompt that was hit), and a block whose first tokens are not held can never be full.
+        known = begun | np.isin(
+            unique, np.fromiter(self._rows, dtype=np.int64, count=len(self._rows))
+        )
         held = ~of_whole & ~ready[blocks] & known[inverse]
         rows, full = self._hold(blocks[held], places[held])
         held[held] = rows >= 0
@@ -182,7 +192,8 @@ class OpenBlocks:
         return rows, full
 
     def _row(self, block: int, now: Container[int]) -> int | None:
-        """The row of a block, one that was given up for it, or None where all are in use by this step."""
+        """The row of a block, one that was given up for it, or None where all are in use by this
+        step."""
         row = self._rows.get(block)
         if row is not None:
             self._rows.move_to_end(block)
@@ -190,8 +201,8 @@ class OpenBlocks:
         if self._free:
             row = self._free.pop()
         else:
-            # The longest unused row belongs to a sequence that has ended; if not, its block never gets ready, and the
-            # sequence attends to every block.
+            # The longest unused row belongs to a sequence that has ended; if not, its block never
+            # gets ready, and the sequence attends to every block.
             oldest = next((known for known in self._rows if known not in now), None)
             if oldest is None:
                 return None
@@ -200,8 +211,11 @@ class OpenBlocks:
         self._there[row] = False
         return row
 
-    def completed(self, layer: int, keys: Tensor, plan: WritePlan) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks that are complete with this step, and their keys ``[m, b, h, d]``; keeps those of the others."""
+    def completed(
+        self, layer: int, keys: Tensor, plan: WritePlan
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Blocks that are complete with this step, and their keys ``[m, b, h, d]``; keeps those of
+        the others."""
         if plan.whole.numel():
             yield plan.whole, keys[plan.whole_tokens.to(keys.device)]
         if plan.held_tokens.numel():

@@ -1,8 +1,9 @@
-"""How many blocks a request keeps, which it always keeps, and when it chooses anew. The only place of windows and
-budgets.
+"""How many blocks a request keeps, which it always keeps, and when it chooses anew. The only place
+of windows and budgets.
 
-Notation: ``N`` blocks hold the tokens of a request, the last perhaps partly; of these the first ``init`` and the last
-``local`` are always kept, and ``m = N - init - local`` lie between and are chosen from.
+Notation: ``N`` blocks hold the tokens of a request, the last perhaps partly; of these the first
+``init`` and the last ``local`` are always kept, and ``m = N - init - local`` lie between and are
+chosen from.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from ucm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Windows, budget and rhythm. Checked when it is made: :class:`~ucm.errors.ConfigError` names the key that is
-    wrong.
+    """Windows, budget and rhythm. Checked when it is made: :class:`~ucm.errors.ConfigError` names
+    the key that is wrong.
 
-    Exactly one of ``ratio``, ``topk`` and ``mass`` says how many blocks are chosen; ``k_min`` and ``k_max`` bound it.
+    Exactly one of ``ratio``, ``topk`` and ``mass`` says how many blocks are chosen; ``k_min`` and
+    ``k_max`` bound it.
     """
 
     #: First blocks that are always kept.
@@ -41,7 +43,8 @@ class Policy:
     #: Requests with fewer blocks, or fewer tokens, are dense.
     min_blocks: int = 0
     min_tokens: int = 0
-    #: All are dense in steps with fewer long requests than this. Above 1 a request's answer depends on its neighbours.
+    #: All are dense in steps with fewer long requests than this. Above 1 a request's answer depends
+    #: on its neighbours.
     min_concurrency: int = 1
     #: Decode steps from one choice to the next.
     stride: int = 1
@@ -59,8 +62,16 @@ class Policy:
     def __post_init__(self) -> None:
         given = [name for name in ("ratio", "topk", "mass") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ConfigError(f"a budget is one of ratio, topk and mass, got {', '.join(given) or 'none of them'}")
-        _at_least(0, init=self.init, k_min=self.k_min, min_blocks=self.min_blocks, min_tokens=self.min_tokens)
+            raise ConfigError(
+                f"a budget is one of ratio, topk and mass, got {', '.join(given) or 'none of them'}"
+            )
+        _at_least(
+            0,
+            init=self.init,
+            k_min=self.k_min,
+            min_blocks=self.min_blocks,
+            min_tokens=self.min_tokens,
+        )
         _at_least(0, lag=self.lag)
         _at_least(1, local=self.local, stride=self.stride, min_concurrency=self.min_concurrency)
         if self.topk is not None:
@@ -74,18 +85,23 @@ class Policy:
             raise ConfigError(f"dense_layers are counted from 0, got {sorted(self.dense_layers)}")
         if self.shared_ranks and self.lag:
             raise ConfigError(
-                f"shared_selection needs lag 0, got {self.lag}: ranks add up their scores within the step, one layer "
-                "after the other"
+                f"shared_selection needs lag 0, got {self.lag}: ranks add up their scores within"
+                " the step, one layer after the other"
             )
         for layer, source in self.reuse_from.items():
             if not 0 <= source < layer:
                 raise ConfigError(
-                    f"reuse_from: layer {layer} can take the choice of an earlier layer only, got {source}"
+                    f"reuse_from: layer {layer} can take the choice of an earlier layer only, got"
+                    f" {source}"
                 )
             if source in self.reuse_from or source in self.dense_layers:
-                raise ConfigError(f"reuse_from: layer {source} makes no choice that layer {layer} could take")
+                raise ConfigError(
+                    f"reuse_from: layer {source} makes no choice that layer {layer} could take"
+                )
             if layer in self.dense_layers:
-                raise ConfigError(f"layer {layer} stands in dense_layers and in reuse_from; keep one of them")
+                raise ConfigError(
+                    f"layer {layer} stands in dense_layers and in reuse_from; keep one of them"
+                )
 
     @property
     def windows(self) -> int:
@@ -93,8 +109,8 @@ class Policy:
         return self.init + self.local
 
     def is_dense(self, blocks: int, tokens: int) -> bool:
-        """Whether a request of this length keeps every block, so that nothing has to be chosen: it is short, or its
-        budget is as large as what there is to choose from."""
+        """Whether a request of this length keeps every block, so that nothing has to be chosen: it
+        is short, or its budget is as large as what there is to choose from."""
         keeps_all = self.least(blocks) >= blocks - self.windows
         return keeps_all or blocks < self.min_blocks or tokens < self.min_tokens
 
@@ -118,7 +134,8 @@ class Policy:
         return min(max(k, 0), m)
 
     def least(self, blocks: int) -> int:
-        """Fewest blocks that are chosen between the windows: what bounds a budget by mass from below."""
+        """Fewest blocks that are chosen between the windows: what bounds a budget by mass from
+        below."""
         if self.mass is None:
             return self.budget(blocks)
         k = self.k_min - self.windows if self.windows_inside else self.k_min
@@ -129,8 +146,8 @@ class Policy:
         return blocks if self.is_dense(blocks, tokens) else self.windows + self.budget(blocks)
 
     def dense_until(self, block_size: int, most: int, min_tokens: int = 0) -> int:
-        """Length in tokens up to which a request keeps every block; at most ``most``. Requests with fewer than
-        ``min_tokens`` are dense besides."""
+        """Length in tokens up to which a request keeps every block; at most ``most``. Requests with
+        fewer than ``min_tokens`` are dense besides."""
         for blocks in range(self.windows + 1, -(-most // block_size) + 1):
             shortest = max((blocks - 1) * block_size + 1, self.min_tokens, min_tokens)
             if shortest <= blocks * block_size and not self.is_dense(blocks, shortest):
@@ -139,7 +156,11 @@ class Policy:
 
     def selecting_layers(self, layers: int) -> list[int]:
         """Of ``layers`` layers those that choose, and so need representations."""
-        return [layer for layer in range(layers) if layer not in self.dense_layers and layer not in self.reuse_from]
+        return [
+            layer
+            for layer in range(layers)
+            if layer not in self.dense_layers and layer not in self.reuse_from
+        ]
 
 
 def _share(ratio: float, blocks: int) -> int:

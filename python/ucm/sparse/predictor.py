@@ -1,6 +1,7 @@
 """Which blocks a request will choose next: those it chose last, and those it has chosen most often.
 
-Source: book 9.5.1; the seeds' history of accesses is part of it, their weight by position is not: it ignores the query.
+Source: book 9.5.1; the seeds' history of accesses is part of it, their weight by position is not:
+it ignores the query.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class Predictor:
         self._used.update(found)
         last = set(found)
         others = (block for block in self._used if block not in last)
-        # Of equally often used ones the lower id: counters keep the order of insertion, which is no property of a
-        # block.
+        # Of equally often used ones the lower id: counters keep the order of insertion, which is no
+        # property of a block.
         often = heapq.nsmallest(self._extra, others, key=lambda block: (-self._used[block], block))
         self._next = [*found, *often]
 
     def by_use(self, blocks: Iterable[int]) -> list[int]:
-        """These blocks, the ones first that were chosen most often; of equally often chosen ones the lower id."""
+        """These blocks, the ones first that were chosen most often; of equally often chosen ones
+        the lower id."""
         return sorted(blocks, key=lambda block: (-self._used[block], block))
 
     def predict(self, count: int | None = None) -> list[int]:

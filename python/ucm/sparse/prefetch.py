@@ -1,8 +1,8 @@
 """Blocks brought before they are asked for, by a few threads, the most urgent request first.
 
-Everything is bounded: threads, requests that wait, blocks that are kept once they are there, and every wait. A request
-that finds no room is refused (or takes the place of a less urgent one), which costs nothing but the time that it would
-have saved.
+Everything is bounded: threads, requests that wait, blocks that are kept once they are there, and
+every wait. A request that finds no room is refused (or takes the place of a less urgent one), which
+costs nothing but the time that it would have saved.
 
 Source: document 002, sections 3 and 7.
 """
@@ -99,8 +99,12 @@ class PrefetchHandle:
         return self._task.error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether the blocks are there, after at most ``timeout`` seconds (None: :data:`WAIT_S`)."""
-        return self._task.ended.wait(WAIT_S if timeout is None else timeout) and self._task.state == "done"
+        """Whether the blocks are there, after at most ``timeout`` seconds (None:
+        :data:`WAIT_S`)."""
+        return (
+            self._task.ended.wait(WAIT_S if timeout is None else timeout)
+            and self._task.state == "done"
+        )
 
     def cancel(self) -> None:
         """The blocks need not be brought any more."""
@@ -108,38 +112,56 @@ class PrefetchHandle:
 
 
 class PrefetchEngine:
-    """Threads that bring blocks. One prefetch for each request at a time: a new one takes the place of the one
-    before."""
+    """Threads that bring blocks. One prefetch for each request at a time: a new one takes the place
+    of the one before."""
 
     def __init__(
-        self, config: Mapping[str, Any] | AlgorithmConfig | None = None, load: Load | None = None, store: Any = None
+        self,
+        config: Mapping[str, Any] | AlgorithmConfig | None = None,
+        load: Load | None = None,
+        store: Any = None,
     ) -> None:
-        """``config`` has ``prefetch_workers`` (4), ``max_pending_prefetch`` (64) and ``prefetch_cache_size`` (1000
-        blocks). Blocks come from ``load``, or from ``store`` (:class:`~ucm.store.ucmstore_v1.UcmKVStoreBaseV1`) as rows
-        of an array of bytes, one for each block; without either every prefetch is refused.
+        """``config`` has ``prefetch_workers`` (4), ``max_pending_prefetch`` (64) and
+        ``prefetch_cache_size`` (1000 blocks). Blocks come from ``load``, or from ``store``
+        (:class:`~ucm.store.ucmstore_v1.UcmKVStoreBaseV1`) as rows of an array of bytes, one for
+        each block; without either every prefetch is refused.
         """
         settings = settings_of("GSA", config)
-        self._most_pending, self._most_kept = settings.max_pending_prefetch, settings.prefetch_cache_size
-        self._load = load if load is not None else store_loader(store) if store is not None else None
+        self._most_pending, self._most_kept = (
+            settings.max_pending_prefetch,
+            settings.prefetch_cache_size,
+        )
+        self._load = (
+            load if load is not None else store_loader(store) if store is not None else None
+        )
         self._lock = threading.Condition()
         self._queue: list[tuple[int, int, PrefetchTask]] = []
         self._order = itertools.count()
         self._tasks: dict[str, PrefetchTask] = {}
-        self._given_up: OrderedDict[str, None] = OrderedDict()  # requests whose task was refused or failed
-        self._kept: OrderedDict[str, int] = OrderedDict()  # request -> its blocks that are there, the oldest first
+        # requests whose task was refused or failed
+        self._given_up: OrderedDict[str, None] = OrderedDict()
+        # request -> its blocks that are there, the oldest first
+        self._kept: OrderedDict[str, int] = OrderedDict()
         self._stopped = False
         for number in range(settings.prefetch_workers):
             threading.Thread(target=self._work, name=f"ucm-prefetch-{number}", daemon=True).start()
 
     def submit_prefetch(
-        self, request_id: str, block_hashes: Sequence[BlockHash], priority: int = PrefetchPriority.URGENT
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHash],
+        priority: int = PrefetchPriority.URGENT,
     ) -> PrefetchHandle:
         """Bring these blocks; never waits."""
         task = PrefetchTask(request_id, tuple(block_hashes), priority)
         with self._lock:
             self._drop(request_id)
             self._tasks[request_id] = task
-            possible = self._load is not None and not self._stopped and len(task.block_hashes) <= self._most_kept
+            possible = (
+                self._load is not None
+                and not self._stopped
+                and len(task.block_hashes) <= self._most_kept
+            )
             if not possible or not self._has_room_for(task):
                 self._give_up(task, "refused")
             else:
@@ -148,15 +170,15 @@ class PrefetchEngine:
         return PrefetchHandle(task, self)
 
     def wait_for_completion(self, request_id: str, timeout: float | None = None) -> bool:
-        """Whether a request's blocks are there, after at most ``timeout`` seconds (None: :data:`WAIT_S`); true for one
-        that has none to come."""
+        """Whether a request's blocks are there, after at most ``timeout`` seconds (None:
+        :data:`WAIT_S`); true for one that has none to come."""
         with self._lock:
             task = self._tasks.get(request_id)
         return task is None or PrefetchHandle(task, self).wait(timeout)
 
     def get_prefetched_kv(self, request_id: str) -> Any | None:
-        """What was brought for a request; None while it is not there, when it was given up, and after it had to make
-        room."""
+        """What was brought for a request; None while it is not there, when it was given up, and
+        after it had to make room."""
         with self._lock:
             task = self._tasks.get(request_id)
             if task is None or task.state != "done":
@@ -170,7 +192,8 @@ class PrefetchEngine:
             self._drop(request_id)
 
     def shutdown(self) -> None:
-        """Stop. Threads end as soon as what they are at has ended; it is not waited for, and its result is dropped."""
+        """Stop. Threads end as soon as what they are at has ended; it is not waited for, and its
+        result is dropped."""
         with self._lock:
             self._stopped = True
             for request_id in list(self._tasks):
@@ -243,8 +266,8 @@ class PrefetchEngine:
 
 
 def store_loader(store: Any) -> Load:
-    """Brings blocks from a V1 store into an array of bytes, ``[blocks, bytes of a block]``; waits no longer than the
-    store's own deadline. The sizes are those of the store's configuration."""
+    """Brings blocks from a V1 store into an array of bytes, ``[blocks, bytes of a block]``; waits
+    no longer than the store's own deadline. The sizes are those of the store's configuration."""
     config = store.config
     block, shard = int(config["block_size"]), int(config["shard_size"])
     sizes = [int(size) for size in config.get("tensor_size_list") or [config["tensor_size"]]]
@@ -255,7 +278,9 @@ def store_loader(store: Any) -> Load:
     def load(block_hashes: Sequence[BlockHash]) -> Any:
         ids = [block_id(name) for name in block_hashes]
         found = np.empty((len(ids), block), dtype=np.uint8)
-        starts = np.arange(0, len(ids) * block, shard, dtype=np.uint64) + np.uint64(found.ctypes.data)
+        starts = np.arange(0, len(ids) * block, shard, dtype=np.uint64) + np.uint64(
+            found.ctypes.data
+        )
         rows = [name for name in ids for _ in shards]
         store.wait(store.load_data(rows, shards * len(ids), starts[:, None] + pieces))
         return found

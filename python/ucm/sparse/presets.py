@@ -1,8 +1,8 @@
-"""Settings known for some models: those that the original ships for its hash method. An unknown model gets the
-defaults.
+"""Settings known for some models: those that the original ships for its hash method. An unknown
+model gets the defaults.
 
-The original's least number of concurrent requests is not among them: with it the answer to a request would depend on
-its neighbours (``min_concurrency`` still says it where it is wanted).
+The original's least number of concurrent requests is not among them: with it the answer to a
+request would depend on its neighbours (``min_concurrency`` still says it where it is wanted).
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ PRESETS: tuple[Preset, ...] = (
 
 @cache
 def preset_for(model: str) -> Preset | None:
-    """The preset of the model of this name or path; None, and a line in the log, once, where there is none."""
+    """The preset of the model of this name or path; None, and a line in the log, once, where there
+    is none."""
     folded = model.lower()
     for preset in PRESETS:
         if preset.name.lower() in folded:
             return preset
-    _log.info('no settings of sparse attention are known for the model "%s": defaults are used', model)
+    _log.info(
+        'no settings of sparse attention are known for the model "%s": defaults are used', model
+    )
     return None

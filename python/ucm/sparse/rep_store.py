@@ -1,10 +1,13 @@
-"""Representations of blocks, one row for each physical block of the device, beside the KV and never in its pages.
+"""Representations of blocks, one row for each physical block of the device, beside the KV and never
+in its pages.
 
-Because rows are physical ids, prefix hits, forks and preemption need no code: a block's representation is where the
-block is, for every request that uses it. A row that is not :meth:`RepStore.ready` belongs to a block whose tokens were
-not all encoded here, and is never scored.
+Because rows are physical ids, prefix hits, forks and preemption need no code: a block's
+representation is where the block is, for every request that uses it. A row that is not
+:meth:`RepStore.ready` belongs to a block whose tokens were not all encoded here, and is never
+scored.
 
-Spare rows behind those of the device hold the representations of blocks that are not on the device at all (offload).
+Spare rows behind those of the device hold the representations of blocks that are not on the device
+at all (offload).
 """
 
 from __future__ import annotations
@@ -38,18 +41,24 @@ class RepStore:
         open_blocks: int = 512,
         key_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """``layers`` are those that select, ``num_blocks`` the device's blocks, ``spare`` further rows.
+        """``layers`` are those that select, ``num_blocks`` the device's blocks, ``spare`` further
+        rows.
 
-        ``open_blocks`` bounds how many partly written blocks are held as keys of ``key_dtype`` until they are full, and
-        must be at least the number of sequences that run at once; selectors that encode token by token need none.
+        ``open_blocks`` bounds how many partly written blocks are held as keys of ``key_dtype``
+        until they are full, and must be at least the number of sequences that run at once;
+        selectors that encode token by token need none.
         """
         if num_blocks < 1 or spare < 0:
-            raise ConfigError(f"a store of representations needs blocks, got {num_blocks} and {spare} spare ones")
+            raise ConfigError(
+                f"a store of representations needs blocks, got {num_blocks} and {spare} spare ones"
+            )
         shape, dtype = selector.rep_shape()
         self.selector = selector
         self.num_blocks = num_blocks
         self.device = torch.device(device)
-        self._reps = {layer: zeros((num_blocks + spare, *shape), dtype, self.device) for layer in layers}
+        self._reps = {
+            layer: zeros((num_blocks + spare, *shape), dtype, self.device) for layer in layers
+        }
         #: The layers that have representations.
         self.layers = list(self._reps)
         geometry = selector.geometry
@@ -61,7 +70,8 @@ class RepStore:
         self._ready = np.zeros(num_blocks + spare, dtype=np.bool_)
         self._free = list(range(num_blocks + spare - 1, num_blocks - 1, -1))
 
-    # Size ------------------------------------------------------------------------------------------------------------
+    # Size
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -69,15 +79,18 @@ class RepStore:
         return sum(int(reps.nbytes) for reps in self._reps.values()) + self._open.nbytes
 
     def share(self, kv_bytes: int) -> float:
-        """:attr:`nbytes` as a share of the KV they stand for, ``kv_bytes`` for all blocks and layers."""
+        """:attr:`nbytes` as a share of the KV they stand for, ``kv_bytes`` for all blocks and
+        layers."""
         return self.nbytes / kv_bytes
 
-    # Writing ---------------------------------------------------------------------------------------------------------
+    # Writing
+    # ----------------------------------------------------------------------------------------------
 
     def plan_write(self, slots: Any) -> WritePlan:
-        """What a step writes: ``slots [t]`` (tensor on the host, array or list) is the slot of each token, block times
-        block size plus place; negative ones are padding. Made once a step and used for every layer. From here on the
-        blocks begun in this step are not ready, those it completes are."""
+        """What a step writes: ``slots [t]`` (tensor on the host, array or list) is the slot of each
+        token, block times block size plus place; negative ones are padding. Made once a step and
+        used for every layer. From here on the blocks begun in this step are not ready, those it
+        completes are."""
         return self._open.plan(np.asarray(slots, dtype=np.int64).reshape(-1), self._ready)
 
     def write(self, layer: int, keys: Tensor, plan: WritePlan) -> None:
@@ -92,12 +105,14 @@ class RepStore:
             reps[ids.to(self.device)] = self.selector.encode(layer, whole).to(self.device)
 
     def update(self, layer: int, keys: Tensor, block_ids: Any) -> None:
-        """Encode whole blocks whose keys ``[m, b, h, d]`` are at hand: loaded ones, or those of a cache that can be
-        read. They are ready once :meth:`mark_ready` is called, after all layers."""
+        """Encode whole blocks whose keys ``[m, b, h, d]`` are at hand: loaded ones, or those of a
+        cache that can be read. They are ready once :meth:`mark_ready` is called, after all
+        layers."""
         self.put(layer, block_ids, self.selector.encode(layer, keys))
 
     def put(self, layer: int, block_ids: Any, reps: Tensor) -> None:
-        """Take representations ``[m, *rep]`` that were made before (with the same :meth:`Selector.signature`)."""
+        """Take representations ``[m, *rep]`` that were made before (with the same
+        :meth:`Selector.signature`)."""
         ids = torch.as_tensor(block_ids, dtype=torch.int64, device=self.device)
         self._reps[layer][ids] = reps.to(self.device)
 
@@ -110,21 +125,24 @@ class RepStore:
         """The representations of a layer, ``[rows, *rep]``, for kernels. Not a copy."""
         return self._reps[layer]
 
-    # Whose bytes -----------------------------------------------------------------------------------------------------
+    # Whose bytes
+    # ----------------------------------------------------------------------------------------------
 
     def mark_ready(self, block_ids: Any) -> None:
         """All layers of these rows hold the representation of the block that lies there now."""
         self._ready[np.asarray(block_ids, dtype=np.int64)] = True
 
     def invalidate(self, block_ids: Any) -> None:
-        """These blocks hold something else from now on: call it for blocks that a load is about to fill."""
+        """These blocks hold something else from now on: call it for blocks that a load is about to
+        fill."""
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
         self._ready[ids] = False
         self._open.forget(ids)
 
     @contextmanager
     def as_if_ready(self, block_ids: Any) -> Iterator[None]:
-        """Score these rows whatever they hold, to measure how long that takes; then all is as it was."""
+        """Score these rows whatever they hold, to measure how long that takes; then all is as it
+        was."""
         ids = np.asarray(block_ids, dtype=np.int64)
         before = self._ready[ids].copy()
         self._ready[ids] = True
@@ -142,15 +160,19 @@ class RepStore:
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
         return [int(block) for block in ids[~self._ready[ids]]]
 
-    # Spare rows ------------------------------------------------------------------------------------------------------
+    # Spare rows
+    # ----------------------------------------------------------------------------------------------
 
     def adopt(self, block_ids: Any) -> list[int]:
-        """Copy the representations of blocks that leave the device into spare rows, and say which. They stay as they
-        are until :meth:`release`. Raises :class:`~ucm.errors.BusyError` when there are too few, and then copies
-        nothing."""
+        """Copy the representations of blocks that leave the device into spare rows, and say which.
+        They stay as they are until :meth:`release`. Raises :class:`~ucm.errors.BusyError` when
+        there are too few, and then copies nothing."""
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
         rows = self.reserve(len(ids))
-        source, target = torch.as_tensor(ids, device=self.device), torch.as_tensor(rows, device=self.device)
+        source, target = (
+            torch.as_tensor(ids, device=self.device),
+            torch.as_tensor(rows, device=self.device),
+        )
         for reps in self._reps.values():
             reps[target] = reps[source]
         self._ready[rows] = self._ready[ids]
@@ -177,8 +199,8 @@ HUGE_PAGE = 2 << 20
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that are read in whole from end to end in every step: on the host in huge pages where the system has some,
-    since walking page tables takes as long as reading there."""
+    """Zeros that are read in whole from end to end in every step: on the host in huge pages where
+    the system has some, since walking page tables takes as long as reading there."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -189,6 +211,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def bytes_per_block(selector: Selector, layers: int) -> int:
-    """Bytes that one block of the device costs beside its KV, for ``layers`` layers that select: what a KV cache spec
-    adds to its ``max_memory_usage_bytes`` for each block, and never to its page size."""
+    """Bytes that one block of the device costs beside its KV, for ``layers`` layers that select:
+    what a KV cache spec adds to its ``max_memory_usage_bytes`` for each block, and never to its
+    page size."""
     return rep_bytes(selector) * layers

@@ -1,8 +1,9 @@
 """Which of a request's blocks lie on the device, when there is room for some of them alone.
 
-:func:`plan_residency` is a pure function of what is there, what is wanted and how much room there is;
-:class:`Residency` holds one layer of one request and calls it. A step attends to what has arrived: a wanted block that
-has not is left out and counted, and a slot that a load still writes to is given to no other block.
+:func:`plan_residency` is a pure function of what is there, what is wanted and how much room there
+is; :class:`Residency` holds one layer of one request and calls it. A step attends to what has
+arrived: a wanted block that has not is left out and counted, and a slot that a load still writes to
+is given to no other block.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ def plan_residency(
 ) -> ResidencyPlan:
     """What to keep and what to load, so that the most wanted blocks are on the device.
 
-    ``resident`` maps logical blocks to their slots below ``capacity``; ``wanted`` are logical blocks, the most wanted
-    first; those of ``pinned`` come before all of them and are never evicted. Of the others the one with the lowest
-    ``rank`` goes first, of equal ones the higher id. Blocks that are there stay in their slots while there is room.
+    ``resident`` maps logical blocks to their slots below ``capacity``; ``wanted`` are logical
+    blocks, the most wanted first; those of ``pinned`` come before all of them and are never
+    evicted. Of the others the one with the lowest ``rank`` goes first, of equal ones the higher id.
+    Blocks that are there stay in their slots while there is room.
 
-    No slot is used twice; at most ``capacity`` blocks are kept or loaded; nothing is loaded that is there; where all
-    that is wanted is there, nothing changes. Raises :class:`~ucm.errors.InvalidInputError` for more pinned blocks than
-    slots.
+    No slot is used twice; at most ``capacity`` blocks are kept or loaded; nothing is loaded that is
+    there; where all that is wanted is there, nothing changes. Raises
+    :class:`~ucm.errors.InvalidInputError` for more pinned blocks than slots.
     """
     slots = set(resident.values())
     if len(slots) != len(resident) or any(not 0 <= slot < capacity for slot in slots):
         raise InvalidInputError(
-            "resident blocks have slots of their own, below the capacity", context={"capacity": capacity}
+            "resident blocks have slots of their own, below the capacity",
+            context={"capacity": capacity},
         )
     fixed = list(dict.fromkeys(pinned))
     if len(fixed) > capacity:
@@ -61,7 +64,9 @@ def plan_residency(
     missing = [block for block in placed if block not in resident]
     free = [slot for slot in range(capacity) if slot not in slots]
     stays = set(placed)
-    leaving = sorted((b for b in resident if b not in stays), key=lambda b: (rank(b) if rank else 0.0, -b))
+    leaving = sorted(
+        (b for b in resident if b not in stays), key=lambda b: (rank(b) if rank else 0.0, -b)
+    )
     gone = set(leaving[: max(0, len(missing) - len(free))])
     free += [resident[block] for block in leaving if block in gone]
     keep = {block: slot for block, slot in resident.items() if block not in gone}
@@ -71,7 +76,9 @@ def plan_residency(
 class Residency:
     """Resident blocks of one request in one layer."""
 
-    def __init__(self, capacity: int, *, eviction: str = "hybrid", stats: SparseStats | None = None) -> None:
+    def __init__(
+        self, capacity: int, *, eviction: str = "hybrid", stats: SparseStats | None = None
+    ) -> None:
         """``capacity`` slots; ``eviction`` is lru, score or hybrid."""
         self.capacity = capacity
         self._eviction: EvictionPolicy = make_eviction(eviction)
@@ -90,15 +97,20 @@ class Residency:
         return dict(self._loading)
 
     def want(self, wanted: Sequence[int], pinned: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """The loads (logical block, slot) with which the device holds what is wanted, the most wanted first. They count
-        as on their way until :meth:`arrived` or :meth:`failed`."""
+        """The loads (logical block, slot) with which the device holds what is wanted, the most
+        wanted first. They count as on their way until :meth:`arrived` or :meth:`failed`."""
         self._eviction.tick()
         for place, block in enumerate(wanted):
             self._eviction.access(block, 1 - place / len(wanted))
-        # A slot that a load still writes to is given to no other block, even if its own is not wanted any more.
+        # A slot that a load still writes to is given to no other block, even if its own is not
+        # wanted any more.
         held = list(dict.fromkeys([*pinned, *self._loading]))
         plan = plan_residency(
-            {**self._there, **self._loading}, wanted, self.capacity, pinned=held, rank=self._eviction.rank
+            {**self._there, **self._loading},
+            wanted,
+            self.capacity,
+            pinned=held,
+            rank=self._eviction.rank,
         )
         for block in set(self._there) - set(plan.keep):
             del self._there[block]
@@ -121,7 +133,8 @@ class Residency:
         self._there[block] = slot
 
     def usable(self, chosen: Sequence[int]) -> list[int]:
-        """Those of the chosen blocks that are there, in their order. The others are counted, and never read."""
+        """Those of the chosen blocks that are there, in their order. The others are counted, and
+        never read."""
         found = [block for block in chosen if block in self._there]
         self._stats.add(blocks_absent=len(chosen) - len(found))
         return found

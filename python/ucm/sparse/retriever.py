@@ -1,12 +1,14 @@
-"""When blocks are chosen, and from which step on a choice is used: at once, or a stated number of steps later.
+"""When blocks are chosen, and from which step on a choice is used: at once, or a stated number of
+steps later.
 
-A request chooses in steps 1, 1+stride, 1+2·stride, ... A choice made from the query of step ``s`` is used from step
-``s + lag`` on, and until the next one. The first choice of a request is always waited for, so there is never a step
-without one. With a lag the choice is computed beside the model by threads; when its step has come it is waited for.
-Nothing is taken from the clock but the bound of that wait, so ranks, batches and runs agree on every step that is not
-late; a late one is dense, which is exact, and is counted. A request that is late asks nothing more until it is
-answered, and one that is late often is waited for no longer. While the threads hang (steps are late and no choice comes
-at all) nothing is waited for and nothing is given to them, whatever requests come.
+A request chooses in steps 1, 1+stride, 1+2·stride, ... A choice made from the query of step ``s``
+is used from step ``s + lag`` on, and until the next one. The first choice of a request is always
+waited for, so there is never a step without one. With a lag the choice is computed beside the model
+by threads; when its step has come it is waited for. Nothing is taken from the clock but the bound
+of that wait, so ranks, batches and runs agree on every step that is not late; a late one is dense,
+which is exact, and is counted. A request that is late asks nothing more until it is answered, and
+one that is late often is waited for no longer. While the threads hang (steps are late and no choice
+comes at all) nothing is waited for and nothing is given to them, whatever requests come.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _log = logging.getLogger("ucm.sparse")
 #: After so many late steps in a row a choice is taken when it is there, and not waited for.
 PATIENCE = 3
 
-#: Blocks chosen between the windows, one ascending tensor for each head (one where the heads share a choice).
+#: Blocks chosen between the windows, one ascending tensor for each head (one where the heads share
+#: a choice).
 Middle = list[Tensor]
 
 
@@ -45,7 +48,8 @@ class Rows:
     steps: Sequence[int]
     #: How many blocks each request has.
     blocks: Sequence[int]
-    #: Latest queries, ``[r, w, heads, d]``, the newest last; the first ones of a row that has had fewer are zero.
+    #: Latest queries, ``[r, w, heads, d]``, the newest last; the first ones of a row that has had
+    #: fewer are zero.
     query: Tensor
     #: How many of them each row has had.
     queries: Sequence[int]
@@ -104,20 +108,28 @@ class _Track:
     """Choices of one request in one layer."""
 
     active: Choice | None = None
-    #: (step of the query, number of blocks then, the slot of its batch, its place in that batch), the oldest first.
+    #: (step of the query, number of blocks then, the slot of its batch, its place in that batch),
+    #: the oldest first.
     pending: deque[tuple[int, int, Slot, int]] = field(default_factory=deque)
     #: Late steps since the last choice came in time.
     late: int = 0
 
 
 class Retriever:
-    """Keeps each request's choices, by layer, and makes new ones when they are due. Used by one thread."""
+    """Keeps each request's choices, by layer, and makes new ones when they are due. Used by one
+    thread."""
 
     def __init__(
-        self, policy: Policy, find: Find, stats: SparseStats, *, executor: Executor | None = None, bound_s: float = 0.2
+        self,
+        policy: Policy,
+        find: Find,
+        stats: SparseStats,
+        *,
+        executor: Executor | None = None,
+        bound_s: float = 0.2,
     ) -> None:
-        """``executor`` runs ``find`` where the policy has a lag; ``bound_s`` is how long the waits of one step may take
-        together."""
+        """``executor`` runs ``find`` where the policy has a lag; ``bound_s`` is how long the waits
+        of one step may take together."""
         self._policy = policy
         self._find = find
         self._stats = stats
@@ -143,20 +155,35 @@ class Retriever:
         return self._late_steps >= PATIENCE and not self._finished
 
     def step(self, layer: int, rows: Rows) -> list[Choice | None]:
-        """The choice that each row uses in this step; None: none is there in time, so the row is dense."""
-        tracks = [self._tracks.setdefault(name, {}).setdefault(layer, _Track()) for name in rows.request_ids]
-        due = [i for i, track in enumerate(tracks) if not self._hangs and self._is_due(track, rows.steps[i])]
+        """The choice that each row uses in this step; None: none is there in time, so the row is
+        dense."""
+        tracks = [
+            self._tracks.setdefault(name, {}).setdefault(layer, _Track())
+            for name in rows.request_ids
+        ]
+        due = [
+            i
+            for i, track in enumerate(tracks)
+            if not self._hangs and self._is_due(track, rows.steps[i])
+        ]
         if due:
             self._retrieve(layer, rows, tracks, due)
         return [self._current(track, step) for track, step in zip(tracks, rows.steps, strict=True)]
 
     def upcoming(self, request_id: str, layer: int, step: int, ahead: int) -> list[int]:
-        """Blocks of the choices of a request that are made, and used in one of the ``ahead`` steps after ``step``."""
+        """Blocks of the choices of a request that are made, and used in one of the ``ahead`` steps
+        after ``step``."""
         track = self._tracks.get(request_id, {}).get(layer)
         found: dict[int, None] = {}
         for asked, _, slot, place in () if track is None else track.pending:
-            if asked + self._policy.lag <= step + ahead and slot.written(0) and slot.value is not None:
-                found.update(dict.fromkeys(block for head in slot.value[place] for block in head.tolist()))
+            if (
+                asked + self._policy.lag <= step + ahead
+                and slot.written(0)
+                and slot.value is not None
+            ):
+                found.update(
+                    dict.fromkeys(block for head in slot.value[place] for block in head.tolist())
+                )
         return list(found)
 
     def forget(self, request_id: str) -> None:
@@ -164,8 +191,8 @@ class Retriever:
         self._tracks.pop(request_id, None)
 
     def close(self) -> None:
-        """Stop the threads, without waiting for what they are at. Rows are dense from here on, where they had no
-        choice."""
+        """Stop the threads, without waiting for what they are at. Rows are dense from here on,
+        where they had no choice."""
         if isinstance(self._executor, ThreadPoolExecutor):
             self._executor.shutdown(wait=False, cancel_futures=True)
         self._tracks.clear()
@@ -173,7 +200,8 @@ class Retriever:
     def _is_due(self, track: _Track, step: int) -> bool:
         if track.active is None and not track.pending:
             return True
-        most = -(-self._policy.lag // self._policy.stride)  # of those asked before, while none is late
+        # of those asked before, while none is late
+        most = -(-self._policy.lag // self._policy.stride)
         return (step - 1) % self._policy.stride == 0 and len(track.pending) <= most
 
     def _retrieve(self, layer: int, rows: Rows, tracks: list[_Track], due: list[int]) -> None:
@@ -187,7 +215,8 @@ class Retriever:
             self._executor.submit(self._run, slot, layer, picked, Mark(picked.query.device))
 
     def _run(self, slot: Slot, layer: int, rows: Rows, mark: Mark | None = None) -> None:
-        """With a mark in another thread: after what the step had given to its stream, and written once it has run."""
+        """With a mark in another thread: after what the step had given to its stream, and written
+        once it has run."""
         found = None
         try:
             with mark.after() if mark is not None else nullcontext():
@@ -232,7 +261,10 @@ class Retriever:
         chosen = sum(map(len, choice.middle))
         same = 0
         if before is not None:
-            same = sum(int(torch.isin(new, old).sum()) for new, old in zip(choice.middle, before.middle, strict=True))
+            same = sum(
+                int(torch.isin(new, old).sum())
+                for new, old in zip(choice.middle, before.middle, strict=True)
+            )
             self._stats.add(blocks_new=chosen - same, blocks_chosen=chosen)
         track.active = choice
 
@@ -241,5 +273,7 @@ def make_retriever(
     policy: Policy, find: Find, stats: SparseStats, *, threads: int = 2, bound_s: float = 0.2
 ) -> Retriever:
     """Synchronous for a policy without lag, else beside the model on ``threads`` threads."""
-    executor = ThreadPoolExecutor(threads, thread_name_prefix="ucm-retrieve") if policy.lag else None
+    executor = (
+        ThreadPoolExecutor(threads, thread_name_prefix="ucm-retrieve") if policy.lag else None
+    )
     return Retriever(policy, find, stats, executor=executor, bound_s=bound_s)

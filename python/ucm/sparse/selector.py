@@ -1,12 +1,14 @@
-"""What an algorithm of block selection provides: what is kept of a block's keys, and how a query scores it.
+"""What an algorithm of block selection provides: what is kept of a block's keys, and how a query
+scores it.
 
-A selector is pure: it holds settings and constants, never a request's state, and gives the same answer for the same
-tensors on every rank, in every batch and after every restart. Windows, budgets and steps are
-:mod:`ucm.sparse.policy`'s, memory is :mod:`ucm.sparse.rep_store`'s. Keys are what the cache holds, so they carry their
-rotary position already.
+A selector is pure: it holds settings and constants, never a request's state, and gives the same
+answer for the same tensors on every rank, in every batch and after every restart. Windows, budgets
+and steps are :mod:`ucm.sparse.policy`'s, memory is :mod:`ucm.sparse.rep_store`'s. Keys are what the
+cache holds, so they carry their rotary position already.
 
-Notation of the shapes: ``m`` blocks to encode, ``n`` blocks of one request, ``b`` tokens of a block, ``h`` KV heads of
-this rank, ``g`` query heads for each of them, ``d`` head size, ``w`` queries.
+Notation of the shapes: ``m`` blocks to encode, ``n`` blocks of one request, ``b`` tokens of a
+block, ``h`` KV heads of this rank, ``g`` query heads for each of them, ``d`` head size, ``w``
+queries.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Combine = Literal["sum", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shape of the keys of one rank. With latent attention there is one KV head, of latent and rotary part together."""
+    """Shape of the keys of one rank. With latent attention there is one KV head, of latent and
+    rotary part together."""
 
     block_size: int
     kv_heads: int
@@ -39,11 +42,17 @@ class Geometry:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("block_size", self.block_size), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
+        for name, value in (
+            ("block_size", self.block_size),
+            ("kv_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+        ):
             if value < 1:
                 raise ConfigError(f"{name} of sparse attention must be at least 1, got {value}")
         if not 0 <= self.rope_dim < self.head_dim:
-            raise ConfigError(f"rope_dim must lie within the {self.head_dim} of a latent key, got {self.rope_dim}")
+            raise ConfigError(
+                f"rope_dim must lie within the {self.head_dim} of a latent key, got {self.rope_dim}"
+            )
         if self.rope_dim and self.kv_heads != 1:
             raise ConfigError(f"latent attention has one KV head, got {self.kv_heads}")
 
@@ -69,7 +78,8 @@ class Candidates:
 
 @runtime_checkable
 class Selector(Protocol):
-    """What an algorithm provides. :class:`BlockSelector` has defaults for all but the last three."""
+    """What an algorithm provides. :class:`BlockSelector` has defaults for all but the last
+    three."""
 
     #: Its name in logs and statistics.
     name: str
@@ -80,40 +90,45 @@ class Selector(Protocol):
     combine: Combine
     #: Whether scores are integers, which add up the same in any order.
     exact: bool
-    #: Whether :meth:`encode` treats each token alone, so that a block's representation grows token by token.
+    #: Whether :meth:`encode` treats each token alone, so that a block's representation grows token
+    #: by token.
     token_wise: bool
 
     def signature(self) -> str:
-        """Everything that shapes the bytes of a representation, as text: representations with another one are
-        foreign."""
+        """Everything that shapes the bytes of a representation, as text: representations with
+        another one are foreign."""
         ...
 
     def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and type of one block's representation; begins with ``b`` where :attr:`token_wise`."""
+        """Shape and type of one block's representation; begins with ``b`` where
+        :attr:`token_wise`."""
         ...
 
     def encode(self, layer: int, keys: Tensor) -> Tensor:
-        """Representations ``[m, *rep]`` of whole blocks ``keys [m, b, h, d]``. A block's does not depend on the
-        others."""
+        """Representations ``[m, *rep]`` of whole blocks ``keys [m, b, h, d]``. A block's does not
+        depend on the others."""
         ...
 
     def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, slots: Tensor) -> None:
-        """Encode single tokens ``keys [t, h, d]`` into ``reps [n, *rep]``, where :attr:`token_wise`: into ``slots [t]``
-        (block times block size plus place), on the device of ``reps``."""
+        """Encode single tokens ``keys [t, h, d]`` into ``reps [n, *rep]``, where
+        :attr:`token_wise`: into ``slots [t]`` (block times block size plus place), on the device of
+        ``reps``."""
         ...
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
-        """How much each block of one request matters, ``[h, n]`` (float32, or int32 where exact): higher is better.
+        """How much each block of one request matters, ``[h, n]`` (float32, or int32 where exact):
+        higher is better.
 
-        ``query [w, h*g, d]`` are its latest queries, the newest last, fewer than :attr:`queries` at its beginning;
-        ``reps [n, *rep]`` the representations of its candidates, which lie between the windows, in logical order. One
-        request at a time, so that a score cannot depend on the batch.
+        ``query [w, h*g, d]`` are its latest queries, the newest last, fewer than :attr:`queries` at
+        its beginning; ``reps [n, *rep]`` the representations of its candidates, which lie between
+        the windows, in logical order. One request at a time, so that a score cannot depend on the
+        batch.
         """
         ...
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Estimates of attention mass, float64, not negative, in the shape of ``scores [..., n]``; they need not add up
-        to 1. Used by budgets given as a share of the mass."""
+        """Estimates of attention mass, float64, not negative, in the shape of ``scores [..., n]``;
+        they need not add up to 1. Used by budgets given as a share of the mass."""
         ...
 
     def fused_scores(
@@ -128,25 +143,37 @@ class Selector(Protocol):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """:meth:`score` of several requests by a kernel, with the heads joined unless they are to be kept ``apart``:
-        ``[r, h or 1, N]``. None: there is no kernel for these tensors, use :meth:`score`.
+        """:meth:`score` of several requests by a kernel, with the heads joined unless they are to
+        be kept ``apart``: ``[r, h or 1, N]``. None: there is no kernel for these tensors, use
+        :meth:`score`.
 
-        ``query [r, h*g, d]`` are the latest queries, ``reps`` all representations of the layer, ``table [r, N]`` the
-        rows of them that are each request's, of which ``blocks [r]`` count. The first ``init`` and the last ``local``
-        are windows: their representations are not read, and their scores, like those beyond, mean nothing.
+        ``query [r, h*g, d]`` are the latest queries, ``reps`` all representations of the layer,
+        ``table [r, N]`` the rows of them that are each request's, of which ``blocks [r]`` count.
+        The first ``init`` and the last ``local`` are windows: their representations are not read,
+        and their scores, like those beyond, mean nothing.
         """
         ...
 
     def fused_select(
-        self, layer: int, query: Tensor, reps: Tensor, of: Candidates, *, init: int, local: int, apart: bool, into: Kept
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        of: Candidates,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+        into: Kept,
     ) -> Kept | None:
-        """The windows of each request and the best blocks between them by :meth:`fused_scores`, all by kernels; written
-        to ``into``. None: there is no kernel for these tensors."""
+        """The windows of each request and the best blocks between them by :meth:`fused_scores`, all
+        by kernels; written to ``into``. None: there is no kernel for these tensors."""
         ...
 
 
 class BlockSelector:
-    """Defaults of a selector. A subclass sets :attr:`name` and defines ``rep_shape``, ``encode`` and ``score``."""
+    """Defaults of a selector. A subclass sets :attr:`name` and defines ``rep_shape``, ``encode``
+    and ``score``."""
 
     name: str = ""
     queries: int = 1
@@ -161,7 +188,9 @@ class BlockSelector:
         """Name, shape of the keys, and what a subclass puts into :meth:`settings`."""
         g = self.geometry
         parts = [self.name, f"b{g.block_size}h{g.kv_heads}d{g.head_dim}r{g.rope_dim}"]
-        return ":".join([*parts, *(f"{key}={value}" for key, value in sorted(self.settings().items()))])
+        return ":".join(
+            [*parts, *(f"{key}={value}" for key, value in sorted(self.settings().items()))]
+        )
 
     def settings(self) -> dict[str, Any]:
         """Settings that shape the bytes of a representation."""
@@ -196,15 +225,33 @@ class BlockSelector:
         return None
 
     def fused_select(
-        self, layer: int, query: Tensor, reps: Tensor, of: Candidates, *, init: int, local: int, apart: bool, into: Kept
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        of: Candidates,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+        into: Kept,
     ) -> Kept | None:
         """One kernel for the scores and one for the choice."""
         kernels = kernels_for(query)
-        scores = self.fused_scores(layer, query, reps, of.reps, of.blocks, init=init, local=local, apart=apart)
+        scores = self.fused_scores(
+            layer, query, reps, of.reps, of.blocks, init=init, local=local, apart=apart
+        )
         if kernels is None or scores is None:
             return None
         found: Kept = kernels.select_blocks(
-            scores, of.table, of.tokens, self.geometry.block_size, of.budgets, init=init, local=local, into=into
+            scores,
+            of.table,
+            of.tokens,
+            self.geometry.block_size,
+            of.budgets,
+            init=init,
+            local=local,
+            into=into,
         )
         return found
 
@@ -214,7 +261,8 @@ class BlockSelector:
         kv = self.geometry.kv_heads
         if heads % kv or dim != self.geometry.head_dim:
             raise ConfigError(
-                f"a query of {heads} heads of size {dim} does not fit {kv} KV heads of size {self.geometry.head_dim}"
+                f"a query of {heads} heads of size {dim} does not fit {kv} KV heads of size"
+                f" {self.geometry.head_dim}"
             )
         return query.float().view(w, kv, heads // kv, dim)
 

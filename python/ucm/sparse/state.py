@@ -1,4 +1,5 @@
-"""The method of this process: one at most, made when an engine starts, found by the code that calls its hooks."""
+"""The method of this process: one at most, made when an engine starts, found by the code that calls
+its hooks."""
 
 from __future__ import annotations
 
@@ -16,26 +17,30 @@ def has_ucm_sparse() -> bool:
 
 
 def get_ucm_sparse() -> UcmSparseBase:
-    """The method of this process. Raises :class:`~ucm.errors.InvalidInputError` where there is none."""
+    """The method of this process. Raises :class:`~ucm.errors.InvalidInputError` where there is
+    none."""
     if _method is None:
         raise InvalidInputError(
-            "this process has no method of sparse attention; configure one (`ucm_sparse_config`), or ask "
-            "has_ucm_sparse() first"
+            "this process has no method of sparse attention; configure one (`ucm_sparse_config`),"
+            " or ask has_ucm_sparse() first"
         )
     return _method
 
 
 def set_ucm_sparse(method: UcmSparseBase | None) -> None:
-    """Make ``method`` the one of this process; None: there is none any more. The one before it is closed."""
+    """Make ``method`` the one of this process; None: there is none any more. The one before it is
+    closed."""
     global _method
     before, _method = _method, method
     if before is not None and before is not method:
         before.close()
 
 
-def ensure_ucm_sparse_initialized(vllm_config: Any, role: UcmSparseRole = UcmSparseRole.WORKER) -> UcmSparseBase | None:
-    """The method that ``vllm_config`` (vLLM's ``VllmConfig``) asks for, made on the first call; None if it asks for
-    none.
+def ensure_ucm_sparse_initialized(
+    vllm_config: Any, role: UcmSparseRole = UcmSparseRole.WORKER
+) -> UcmSparseBase | None:
+    """The method that ``vllm_config`` (vLLM's ``VllmConfig``) asks for, made on the first call;
+    None if it asks for none.
 
     Raises :class:`~ucm.errors.ConfigError` for a configuration that is wrong.
     """

@@ -1,5 +1,5 @@
-"""What selection did, in numbers that an operator and a test read: how much was kept, how much changed, how stale it
-was."""
+"""What selection did, in numbers that an operator and a test read: how much was kept, how much
+changed, how stale it was."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class SparseStats:
     def snapshot(self) -> dict[str, float]:
         """All counters, and the ratios made from them:
 
-        ``density`` blocks kept / blocks there were, of sparse rows; ``turnover`` chosen blocks that were not chosen the
-        time before / blocks chosen; ``lag`` mean decode steps from a query to a use of its choice; ``recall`` attention
-        mass on kept blocks / all of it, where it is measured; ``hit_rate`` blocks that had been predicted / chosen.
-        ``selection_s`` is no ratio: seconds that steps spent on representations of new keys and on choosing.
+        ``density`` blocks kept / blocks there were, of sparse rows; ``turnover`` chosen blocks that
+        were not chosen the time before / blocks chosen; ``lag`` mean decode steps from a query to a
+        use of its choice; ``recall`` attention mass on kept blocks / all of it, where it is
+        measured; ``hit_rate`` blocks that had been predicted / chosen. ``selection_s`` is no ratio:
+        seconds that steps spent on representations of new keys and on choosing.
         """
         with self._lock:
             found = dict(self._sums)

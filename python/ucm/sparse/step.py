@@ -1,4 +1,5 @@
-"""What holds for every layer of a step: which of its rows choose blocks, and where their representations are."""
+"""What holds for every layer of a step: which of its rows choose blocks, and where their
+representations are."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ class Step:
         break_even_tokens: int,
         agree: Callable[[list[bool]], list[bool]] | None = None,
     ) -> None:
-        """``block_table [rows, N]`` has the physical blocks of the rows; ``rep_rows`` the rows of ``store`` of requests
-        whose representations are not where their blocks are; requests below ``break_even_tokens`` are dense; ``agree``
-        is told for each long row whether its representations are there, and answers whether they are on every rank that
-        has to choose the same."""
+        """``block_table [rows, N]`` has the physical blocks of the rows; ``rep_rows`` the rows of
+        ``store`` of requests whose representations are not where their blocks are; requests below
+        ``break_even_tokens`` are dense; ``agree`` is told for each long row whether its
+        representations are there, and answers whether they are on every rank that has to choose the
+        same."""
         size = store.selector.geometry.block_size
         # With latent attention the table is that of the rows of one token alone, which come first.
         self.rows: list[SparseRow] = list(batch.rows[: block_table.shape[0]])
@@ -45,7 +47,9 @@ class Step:
         long = [
             i
             for i, row in enumerate(self.rows)
-            if row.decodes and row.tokens >= break_even_tokens and not policy.is_dense(blocks[i], row.tokens)
+            if row.decodes
+            and row.tokens >= break_even_tokens
+            and not policy.is_dense(blocks[i], row.tokens)
         ]
         if len(long) < policy.min_concurrency:
             long = []
@@ -54,11 +58,15 @@ class Step:
         there = [store.ready(reps[i][policy.init : blocks[i] - policy.local].numpy()) for i in long]
         if agree is not None and long:
             there = agree(there)
-        #: Places of the rows that choose, and how many there are besides of which representations are missing.
+        #: Places of the rows that choose, and how many there are besides of which representations
+        #: are missing.
         self.sparse = [i for i, ready in zip(long, there, strict=True) if ready]
         self.unready = len(long) - len(self.sparse)
-        #: Of those, by their number among them, the ones whose choices are compared with those of the step before.
-        self.sampled = [number for number, i in enumerate(self.sparse) if self.rows[i].step % SAMPLE_EVERY <= 1]
+        #: Of those, by their number among them, the ones whose choices are compared with those of
+        #: the step before.
+        self.sampled = [
+            number for number, i in enumerate(self.sparse) if self.rows[i].step % SAMPLE_EVERY <= 1
+        ]
         #: How many blocks the rows that choose have.
         self.blocks = [blocks[i] for i in self.sparse]
         budgets = [policy.budget(n) for n in self.blocks]
@@ -66,9 +74,12 @@ class Step:
         self.seen = sum(self.blocks)
         self.kept = sum(budgets) + policy.windows * len(self.blocks)
         device = block_table.device
-        #: The same for kernels: place of each row, place of its last query, and what it chooses from.
+        #: The same for kernels: place of each row, place of its last query, and what it chooses
+        #: from.
         self.places = torch.tensor(self.sparse, dtype=torch.int64, device=device)
-        self.last = torch.tensor([self.ends[i] - 1 for i in self.sparse], dtype=torch.int64, device=device)
+        self.last = torch.tensor(
+            [self.ends[i] - 1 for i in self.sparse], dtype=torch.int64, device=device
+        )
         most = max(self.blocks, default=0)
         table = block_table[self.places, :most].int()
         moved = any(self.rows[i].request_id in rep_rows for i in self.sparse)
@@ -76,17 +87,26 @@ class Step:
             _stacked([reps[i] for i in self.sparse], most).to(device) if moved else table,
             table,
             torch.tensor(self.blocks, dtype=torch.int32, device=device),
-            torch.tensor([self.rows[i].tokens for i in self.sparse], dtype=torch.int32, device=device),
-            budgets if device.type == "cpu" else torch.tensor(budgets, dtype=torch.int32, device=device),
+            torch.tensor(
+                [self.rows[i].tokens for i in self.sparse], dtype=torch.int32, device=device
+            ),
+            (
+                budgets
+                if device.type == "cpu"
+                else torch.tensor(budgets, dtype=torch.int32, device=device)
+            ),
         )
         self._layers = len(store.layers)
         self._width = Kept.width(most, budgets, policy.init, policy.local)
         self._rooms: list[Kept] = []
 
     def room(self, heads: int) -> Kept:
-        """Where a kernel may write the choice of one more layer, in which so many heads choose apart."""
+        """Where a kernel may write the choice of one more layer, in which so many heads choose
+        apart."""
         if not self._rooms:
-            self._rooms = Kept.rooms(self._layers, len(self.sparse), heads, self._width, self.places.device)
+            self._rooms = Kept.rooms(
+                self._layers, len(self.sparse), heads, self._width, self.places.device
+            )
         return self._rooms.pop()
 
 

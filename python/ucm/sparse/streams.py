@@ -1,8 +1,8 @@
 """Work that one thread hands to another, on a device whose kernels run in streams.
 
-A launch returns before the kernel has run, and every thread has a stream of its own. What the stream of one thread
-makes may be read in that of another only once it has got there. On a CPU a call has done its work when it returns, and
-nothing here does anything.
+A launch returns before the kernel has run, and every thread has a stream of its own. What the
+stream of one thread makes may be read in that of another only once it has got there. On a CPU a
+call has done its work when it returns, and nothing here does anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Mark:
 
     @contextlib.contextmanager
     def after(self) -> Iterator[None]:
-        """A stream of the calling thread, in which everything runs after the mark; at the end it has run."""
+        """A stream of the calling thread, in which everything runs after the mark; at the end it
+        has run."""
         if self._event is None:
             yield
             return
@@ -54,7 +55,7 @@ def _stream_of(device: torch.device) -> Any:
 
 
 def take_over(tensor: Tensor) -> None:
-    """The calling thread's stream reads a tensor of another one from here on: its memory is not given to others before
-    that has run."""
+    """The calling thread's stream reads a tensor of another one from here on: its memory is not
+    given to others before that has run."""
     if not tensor.is_cpu:
         tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))

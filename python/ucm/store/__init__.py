@@ -1,8 +1,8 @@
 """Stores: where KV blocks are kept, and how they are named.
 
-``UcmConnectorFactoryV1`` makes stores by name, ``BlockHasher`` computes block keys, ``record_ids`` the ids of one part.
-The names are imported when they are first used: :mod:`ucm.store.record`, and with it the command line, need neither
-the compiled core nor NumPy.
+``UcmConnectorFactoryV1`` makes stores by name, ``BlockHasher`` computes block keys, ``record_ids``
+the ids of one part. The names are imported when they are first used: :mod:`ucm.store.record`, and
+with it the command line, need neither the compiled core nor NumPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Block ids as objects, for programs written against the original; every store takes plain ``bytes``."""
+"""Block ids as objects, for programs written against the original; every store takes plain
+``bytes``."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class BlockId(bytes):
         """Raises :class:`~ucm.errors.InvalidInputError` for anything but 16 bytes."""
         given: object = hash_bytes
         if not isinstance(given, bytes) or len(given) != cls.SIZE:
-            raise InvalidInputError("a block id is 16 raw bytes (type bytes)", context={"got": repr(given)[:80]})
+            raise InvalidInputError(
+                "a block id is 16 raw bytes (type bytes)", context={"got": repr(given)[:80]}
+            )
         return super().__new__(cls, hash_bytes)
 
     @property

@@ -1,8 +1,8 @@
 """Encrypted records in plain Python, by ``docs/format.md`` section 5 alone.
 
-Beside :mod:`ucm.store.record`, which verifies what is stored; this makes of it what was encrypted. AES-256-GCM is
-that of the package ``cryptography``; without it, or without the key, a record is verified by the checksums of its
-ciphertext.
+Beside :mod:`ucm.store.record`, which verifies what is stored; this makes of it what was encrypted.
+AES-256-GCM is that of the package ``cryptography``; without it, or without the key, a record is
+verified by the checksums of its ciphertext.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 #: The flag of a record whose layers and side shards are encrypted.
 ENCRYPTED = 2
-#: Bytes of an authentication tag, and of what is kept for a side shard: its tag and its checksum as it is used.
+#: Bytes of an authentication tag, and of what is kept for a side shard: its tag and its checksum as
+#: it is used.
 SEAL, SIDE_SEAL = 16, 20
 #: Where the number of the key stands, and what the record's own key is made with.
 KEY_ID, SALT = 176, 236
@@ -34,7 +35,8 @@ _SIDE_TABLE, _SIDE_ENTRY = 256, 40
 _SHARD_TABLE, _SHARD_ENTRY = 576, 24
 _SIDES = 1 << 31
 
-#: Decrypts and authenticates: (key, nonce, ciphertext with its tag, associated data); raises where that fails.
+#: Decrypts and authenticates: (key, nonce, ciphertext with its tag, associated data); raises where
+#: that fails.
 Open = Callable[[bytes, bytes, bytes, bytes], bytes]
 
 
@@ -84,7 +86,9 @@ class Keys:
             used_crc = used[4 * number : 4 * number + 4]
             if piece.end <= len(data):
                 sealed = data[piece.start : piece.end] + data[piece.tag : piece.tag + SEAL]
-                plain[piece.start : piece.end] = self._open(key, piece.nonce, sealed, b"", piece.name)
+                plain[piece.start : piece.end] = self._open(
+                    key, piece.nonce, sealed, b"", piece.name
+                )
             if is_side or not header.compressed:
                 plain[piece.crc : piece.crc + 4] = used_crc
                 plain[piece.secret_crc : piece.secret_crc + 4] = bytes(4)
@@ -130,7 +134,9 @@ def _pieces(header: Header) -> list[_Piece]:
     pieces = []
     for i, (layer, end) in enumerate(zip(header.table, ends, strict=False)):
         entry = _SHARD_TABLE + i * _SHARD_ENTRY
-        pieces.append(_Piece(f"layer {i}", layer.offset, end, 1 + i, tags + SEAL * i, entry + 16, entry + 20))
+        pieces.append(
+            _Piece(f"layer {i}", layer.offset, end, 1 + i, tags + SEAL * i, entry + 16, entry + 20)
+        )
     for i, side in enumerate(header.sides):
         tag = tags + SEAL * shards + SIDE_SEAL * i
         crc = _SIDE_TABLE + i * _SIDE_ENTRY + 20
@@ -154,7 +160,8 @@ def _record_key(key: bytes, salt: bytes, record_id: bytes) -> bytes:
 
 
 def parse_keys(text: str) -> dict[bytes, bytes]:
-    """Keys by their numbers: each 64 hex digits on a line of its own, what follows a ``#`` counts for nothing.
+    """Keys by their numbers: each 64 hex digits on a line of its own, what follows a ``#`` counts
+    for nothing.
 
     Raises :class:`ValueError`, which does not say what was read.
     """
@@ -193,8 +200,8 @@ def read_keys(
 ) -> Mapping[bytes, bytes]:
     """The keys of a file, else of the environment; none where neither is given.
 
-    ``what`` names the file in errors. Raises :class:`OSError`, :class:`~ucm.errors.ConfigError` for a
-    file that other users may read, and :class:`ValueError` for what is no key.
+    ``what`` names the file in errors. Raises :class:`OSError`, :class:`~ucm.errors.ConfigError` for
+    a file that other users may read, and :class:`ValueError` for what is no key.
     """
     if file is not None:
         return parse_keys(read_secret(file, what, 1 << 16).decode("ascii", "replace"))

@@ -1,7 +1,7 @@
 """Stores by name for programs written against the V0 interface of the original.
 
-There is one registry for both interfaces: what is registered here can be created by the V1 factory and the other way
-round, with an adapter in between where the class is of the other kind.
+There is one registry for both interfaces: what is registered here can be created by the V1 factory
+and the other way round, with an adapter in between where the class is of the other kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class UcmConnectorFactory:
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
-        """As :meth:`ucm.store.factory_v1.UcmConnectorFactoryV1.register_connector`, into the same registry."""
+        """As :meth:`ucm.store.factory_v1.UcmConnectorFactoryV1.register_connector`, into the same
+        registry."""
         UcmConnectorFactoryV1.register_connector(name, module_path, class_name)
 
     @classmethod
@@ -49,10 +50,12 @@ class UcmConnectorFactory:
     def create_connector(
         cls, connector_name: str, config: Mapping[str, Any], module_path: str | None = None
     ) -> UcmKVStoreBase:
-        """A store of the V0 interface: a user's own as it is, any V1 store behind :class:`V0OverV1`.
+        """A store of the V0 interface: a user's own as it is, any V1 store behind
+        :class:`V0OverV1`.
 
-        ``config`` may be written in the original's words: ``kv_block_size`` and ``io_size`` (bytes), ``role`` scheduler
-        or worker, ``device``. Raises as the V1 factory's :meth:`create_connector`.
+        ``config`` may be written in the original's words: ``kv_block_size`` and ``io_size``
+        (bytes), ``role`` scheduler or worker, ``device``. Raises as the V1 factory's
+        :meth:`create_connector`.
         """
         found = UcmConnectorFactoryV1.resolve(connector_name, module_path)
         if not issubclass(found, UcmKVStoreBaseV1):
@@ -65,12 +68,15 @@ class UcmConnectorFactory:
                     f"the store {connector_name} could not be made: {type(error).__name__}: {error}"
                 ) from error
         return V0OverV1(
-            UcmConnectorFactoryV1.create_connector(connector_name, _in_our_words(connector_name, config), module_path)
+            UcmConnectorFactoryV1.create_connector(
+                connector_name, _in_our_words(connector_name, config), module_path
+            )
         )
 
 
 def _in_our_words(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as a V1 store reads it; what has no meaning for a store of ours is left out, with one line."""
+    """The configuration as a V1 store reads it; what has no meaning for a store of ours is left
+    out, with one line."""
     ours: dict[str, Any] = {}
     ignored = []
     for key, value in config.items():
@@ -83,8 +89,11 @@ def _in_our_words(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
                 ours["device_id"] = -1
         elif key in _WORDS:
             ours.setdefault(_WORDS[key], value)
-        elif name in KNOWN_STORES and (_meaningless(name, key) or (key == "storage_capacity" and value == 0)):
-            ignored.append(key)  # a capacity of 0 was no limit; here there always is one, the default
+        elif name in KNOWN_STORES and (
+            _meaningless(name, key) or (key == "storage_capacity" and value == 0)
+        ):
+            # a capacity of 0 was no limit; here there always is one, the default
+            ignored.append(key)
         else:
             ours[key] = value
     if "block_size" in ours and "shard_size" not in ours:
@@ -97,5 +106,6 @@ def _in_our_words(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meaningless(name: str, key: str) -> bool:
-    others = name != PIPELINE and key in OPTION_OWNER and key not in option_keys(name)  # a key of another store of ours
+    # a key of another store of ours
+    others = name != PIPELINE and key in OPTION_OWNER and key not in option_keys(name)
     return key not in _OF_STORES and (key in MEANINGLESS or others)

@@ -9,7 +9,14 @@ import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ucm.config.stores import BUILT_STORES, KNOWN_STORES, PIPELINE, STORES, instead_of, why_not_alone
+from ucm.config.stores import (
+    BUILT_STORES,
+    KNOWN_STORES,
+    PIPELINE,
+    STORES,
+    instead_of,
+    why_not_alone,
+)
 from ucm.config.words import hint, store_hint
 from ucm.errors import ConfigError, UcmError, UnknownConnectorError
 from ucm.store.ucmstore import UcmKVStoreBase
@@ -17,22 +24,25 @@ from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 logger = logging.getLogger("ucm.store")
 
-#: A store of either interface; :meth:`UcmConnectorFactoryV1.create_connector` puts V1 in front of V0.
+#: A store of either interface; :meth:`UcmConnectorFactoryV1.create_connector` puts V1 in front of
+#: V0.
 StoreClass = type[UcmKVStoreBaseV1] | type[UcmKVStoreBase]
 
 
 class UcmConnectorFactoryV1:
-    """Stores by name. Users register their own before the engine starts, or name their module in the configuration."""
+    """Stores by name. Users register their own before the engine starts, or name their module in
+    the configuration."""
 
     _registry: ClassVar[dict[str, tuple[str, str]]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
-        """Let ``name`` stand for ``class_name`` of ``module_path``, which is imported when first used.
+        """Let ``name`` stand for ``class_name`` of ``module_path``, which is imported when first
+        used.
 
-        The same registration may be repeated. Raises :class:`~ucm.errors.ConfigError` when the name stands for
-        another class already, or is empty.
+        The same registration may be repeated. Raises :class:`~ucm.errors.ConfigError` when the name
+        stands for another class already, or is empty.
         """
         texts: tuple[tuple[str, object], ...] = (
             ("name", name),
@@ -41,12 +51,15 @@ class UcmConnectorFactoryV1:
         )
         for what, text in texts:
             if not isinstance(text, str) or not text.strip():
-                raise ConfigError(f"the {what} of a store is a text that is not empty, got {text!r}")
+                raise ConfigError(
+                    f"the {what} of a store is a text that is not empty, got {text!r}"
+                )
         with cls._lock:
             before = cls._registry.setdefault(name, (module_path, class_name))
         if before != (module_path, class_name):
             raise ConfigError(
-                f"the store {name} is registered already as {before[1]} of {before[0]}; choose another name"
+                f"the store {name} is registered already as {before[1]} of {before[0]}; choose"
+                " another name"
             )
 
     @classmethod
@@ -75,30 +88,36 @@ class UcmConnectorFactoryV1:
             imported = importlib.import_module(module)
         except ImportError as error:
             raise UnknownConnectorError(
-                f"the module {module} of the store {name} cannot be imported: {error}; it must be on the Python path "
-                "of every vLLM process"
+                f"the module {module} of the store {name} cannot be imported: {error}; it must be"
+                " on the Python path of every vLLM process"
             ) from error
         found = getattr(imported, class_name, None)
         if found is None:
             raise UnknownConnectorError(
-                f"the module {module} has no class {class_name}{hint(class_name, _classes(imported))}"
+                f"the module {module} has no class"
+                f" {class_name}{hint(class_name, _classes(imported))}"
             )
         if not (isinstance(found, type) and issubclass(found, UcmKVStoreBaseV1 | UcmKVStoreBase)):
             raise ConfigError(
-                f"{class_name} of {module} is no store: derive it from ucm.store.ucmstore_v1.UcmKVStoreBaseV1"
+                f"{class_name} of {module} is no store: derive it from"
+                " ucm.store.ucmstore_v1.UcmKVStoreBaseV1"
             )
         if missing := sorted(found.__abstractmethods__):
-            raise ConfigError(f"the store {class_name} of {module} does not define {', '.join(missing)}")
+            raise ConfigError(
+                f"the store {class_name} of {module} does not define {', '.join(missing)}"
+            )
         return found
 
     @classmethod
     def create_connector(
         cls, connector_name: str, config: Mapping[str, Any], module_path: str | None = None
     ) -> UcmKVStoreBaseV1:
-        """A store by name, or of the class of that name in ``module_path``. Raises as :meth:`resolve`.
+        """A store by name, or of the class of that name in ``module_path``. Raises as
+        :meth:`resolve`.
 
-        What its constructor raises is passed on; anything but our own errors gets the store's name. A store of the V0
-        interface is put behind :class:`~ucm.store.v1_over_v0.V1OverV0`; it finds its sizes under its own words too.
+        What its constructor raises is passed on; anything but our own errors gets the store's name.
+        A store of the V0 interface is put behind :class:`~ucm.store.v1_over_v0.V1OverV0`; it finds
+        its sizes under its own words too.
         """
         store_class = cls.resolve(connector_name, module_path)
         try:
@@ -120,9 +139,9 @@ class UcmConnectorFactoryV1:
             return why_not_alone(name) or f"{name} is not built yet; {instead_of(name)}"
         names = cls.registered()
         return (
-            f"no store is registered as {name!r}{store_hint(str(name), names)} "
-            f"(registered: {', '.join(names) or 'none'}; "
-            "your own: UcmConnectorFactoryV1.register_connector, or ucm_connector_module_path in the configuration)"
+            f"no store is registered as {name!r}{store_hint(str(name), names)} (registered:"
+            f" {', '.join(names) or 'none'}; your own: UcmConnectorFactoryV1.register_connector, or"
+            " ucm_connector_module_path in the configuration)"
         )
 
 
@@ -139,24 +158,30 @@ def why_unavailable(store: UcmKVStoreBaseV1) -> str:
 
 
 def select_storage(config: Mapping[str, Any]) -> UcmKVStoreBaseV1:
-    """The first of ``ucm_connectors`` that can be opened and answers; the log says why not those before it.
+    """The first of ``ucm_connectors`` that can be opened and answers; the log says why not those
+    before it.
 
-    ``config`` holds that list (or one entry at its top); every ``ucm_connector_config`` is what the store's constructor
-    takes, its sizes in bytes among it. Where none answers, it is the first one that could be opened: it is retried by
-    itself and answers with misses meanwhile. Raises :class:`~ucm.errors.ConfigError` when none could be. The
-    connector chooses by the same rule, but for all processes of an engine together.
+    ``config`` holds that list (or one entry at its top); every ``ucm_connector_config`` is what the
+    store's constructor takes, its sizes in bytes among it. Where none answers, it is the first one
+    that could be opened: it is retried by itself and answers with misses meanwhile. Raises
+    :class:`~ucm.errors.ConfigError` when none could be. The connector chooses by the same rule, but
+    for all processes of an engine together.
     """
     entries = config.get("ucm_connectors") or ([config] if config.get("ucm_connector_name") else [])
     entries = [entries] if isinstance(entries, Mapping) else list(entries)
     if not entries:
-        raise ConfigError("no store is configured: write ucm_connectors, a list of names and configurations")
+        raise ConfigError(
+            "no store is configured: write ucm_connectors, a list of names and configurations"
+        )
     waiting: UcmKVStoreBaseV1 | None = None
     whys: list[str] = []
     for entry in entries:
         name = entry.get("ucm_connector_name", "")
         try:
             store = UcmConnectorFactoryV1.create_connector(
-                name, entry.get("ucm_connector_config") or {}, entry.get("ucm_connector_module_path")
+                name,
+                entry.get("ucm_connector_config") or {},
+                entry.get("ucm_connector_module_path"),
             )
         except UcmError as error:
             whys.append(f"{name} cannot be opened: {error}")
@@ -180,11 +205,14 @@ def select_storage(config: Mapping[str, Any]) -> UcmKVStoreBaseV1:
 
 
 def _register_ours() -> None:
-    """Every store of the registry: its own module where there is one, else a class made from its kind."""
+    """Every store of the registry: its own module where there is one, else a class made from its
+    kind."""
     for name in BUILT_STORES:
         package = "ucm.store.pipeline" if name == PIPELINE else f"ucm.store.{STORES[name].word}"
         own = importlib.util.find_spec(package) is not None
-        UcmConnectorFactoryV1.register_connector(name, f"{package}.connector" if own else "ucm.store.of_tiers", name)
+        UcmConnectorFactoryV1.register_connector(
+            name, f"{package}.connector" if own else "ucm.store.of_tiers", name
+        )
 
 
 _register_ours()

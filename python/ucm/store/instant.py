@@ -50,7 +50,9 @@ class InstantStore(UcmKVStoreBaseV1):
             raise ClosedError("the store is closed")
         for block in block_ids:
             if not isinstance(block, bytes) or len(block) != 16:
-                raise InvalidInputError("a block id is 16 raw bytes (type bytes)", context={"got": repr(block)[:80]})
+                raise InvalidInputError(
+                    "a block id is 16 raw bytes (type bytes)", context={"got": repr(block)[:80]}
+                )
         return block_ids
 
     def rows(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any) -> int:
@@ -66,5 +68,7 @@ class InstantStore(UcmKVStoreBaseV1):
 
 def _instant(task: Any) -> InstantTask:
     if not isinstance(task, InstantTask):
-        raise InvalidInputError("this is no task of this store", context={"type": type(task).__name__})
+        raise InvalidInputError(
+            "this is no task of this store", context={"type": type(task).__name__}
+        )
     return task

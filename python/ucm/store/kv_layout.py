@@ -1,8 +1,10 @@
-"""From the KV tensors of a model to the addresses of the pieces of a block. Arithmetic only; torch is never imported.
+"""From the KV tensors of a model to the addresses of the pieces of a block. Arithmetic only; torch
+is never imported.
 
-Every layer is a view ``[block, head, token, element]`` of one buffer in one of several physical orders;
-MLA has one head. Others keep several tensors for a layer: K and V, or the parts of MLA with and without a position. A
-block of a tensor is one or several contiguous runs of bytes: which ones is read off the strides.
+Every layer is a view ``[block, head, token, element]`` of one buffer in one of several physical
+orders; MLA has one head. Others keep several tensors for a layer: K and V, or the parts of MLA with
+and without a position. A block of a tensor is one or several contiguous runs of bytes: which ones
+is read off the strides.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from ucm.errors import InvalidInputError
 
 @dataclass(slots=True, frozen=True)
 class TensorView:
-    """One tensor of a layer: where block 0 begins, bytes from block to block, and the runs inside a block."""
+    """One tensor of a layer: where block 0 begins, bytes from block to block, and the runs inside a
+    block."""
 
     base: int
     stride: int
@@ -39,7 +42,9 @@ class TensorView:
         else:
             base, size, strides = 0, 0, ()
         if len(strides) < 2:
-            raise InvalidInputError(f"layer {name}: expected a tensor [block, ...], got {type(tensor).__name__}")
+            raise InvalidInputError(
+                f"layer {name}: expected a tensor [block, ...], got {type(tensor).__name__}"
+            )
         if strides[0] <= 0 and tensor.shape[0] > 1:
             raise InvalidInputError(f"layer {name}: the blocks do not lie one after the other")
         offsets, run = _runs(tuple(tensor.shape[1:]), strides[1:])
@@ -52,7 +57,8 @@ class TensorView:
 
 
 def _runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Offsets and common length, in elements, of the contiguous runs of a strided box, in address order."""
+    """Offsets and common length, in elements, of the contiguous runs of a strided box, in address
+    order."""
     run = 1
     outer: list[list[int]] = []
     for extent, stride in sorted(zip(shape, strides, strict=True), key=lambda dim: dim[1]):
@@ -61,22 +67,26 @@ def _runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...]
         if stride == run and not outer:
             run *= extent
         elif stride < run:
-            raise InvalidInputError(f"overlapping elements: shape {tuple(shape)}, strides {tuple(strides)}")
+            raise InvalidInputError(
+                f"overlapping elements: shape {tuple(shape)}, strides {tuple(strides)}"
+            )
         else:
             outer.append([index * stride for index in range(extent)])
     return tuple(sorted(sum(offsets) for offsets in itertools.product(*outer))), run
 
 
 class KVLayout:
-    """All layers of one worker, in model order; gives sizes for the store and addresses for a list of blocks.
+    """All layers of one worker, in model order; gives sizes for the store and addresses for a list
+    of blocks.
 
-    Piece *j* of block *n* begins at ``first[j] + n * stride[j]``. The tensors must outlive whatever uses the addresses.
+    Piece *j* of block *n* begins at ``first[j] + n * stride[j]``. The tensors must outlive whatever
+    uses the addresses.
     """
 
     def __init__(self, caches: Mapping[str, Any], layers: Sequence[str] = ()) -> None:
-        """``caches``: a tensor ``[block, ...]`` for each layer, by name, as vLLM registers them, or several;
-        ``layers``: names of those that are meant, all if empty. Raises :class:`~ucm.errors.InvalidInputError` for a
-        form that has no such addresses.
+        """``caches``: a tensor ``[block, ...]`` for each layer, by name, as vLLM registers them, or
+        several; ``layers``: names of those that are meant, all if empty. Raises
+        :class:`~ucm.errors.InvalidInputError` for a form that has no such addresses.
         """
         names = [name for name in model_order(caches) if not layers or name in set(layers)]
         seen: set[tuple[tuple[int, int], ...]] = set()
@@ -106,7 +116,9 @@ class KVLayout:
             raise InvalidInputError(f"layers on different devices: {sorted(devices)}")
         self.num_blocks = blocks.pop()
         views = [view for layer in self.layers for view in layer]
-        self.first = np.array([v.base + offset for v in views for offset in v.offsets], dtype=np.uint64)
+        self.first = np.array(
+            [v.base + offset for v in views for offset in v.offsets], dtype=np.uint64
+        )
         self.stride = np.array([v.stride for v in views for _ in v.offsets], dtype=np.uint64)
 
     @property
@@ -125,11 +137,14 @@ class KVLayout:
         return sum(view.run * len(view.offsets) for layer in self.layers for view in layer)
 
     def sizes(self) -> dict[str, Any]:
-        """The store's size keys. Layers of one form are told apart; otherwise the block counts as one layer."""
+        """The store's size keys. Layers of one form are told apart; otherwise the block counts as
+        one layer."""
         per_layer = [[view.run for view in layer for _ in view.offsets] for layer in self.layers]
         uniform = all(sizes == per_layer[0] for sizes in per_layer)
         return {
-            "tensor_size_list": per_layer[0] if uniform else [size for sizes in per_layer for size in sizes],
+            "tensor_size_list": per_layer[0]
+            if uniform
+            else [size for sizes in per_layer for size in sizes],
             "shard_size": self.block_bytes,
             "block_size": self.block_bytes,
         }
@@ -152,7 +167,8 @@ def block_numbers(blocks: Any) -> npt.NDArray[np.int64]:
 
 
 def model_order(caches: Mapping[str, Any]) -> list[str]:
-    """Layer names sorted by the numbers in them, so that every process and version agrees on the order."""
+    """Layer names sorted by the numbers in them, so that every process and version agrees on the
+    order."""
 
     def numbers(name: str) -> tuple[list[int], str]:
         return [int(text) for text in re.findall(r"\d+", name)], name

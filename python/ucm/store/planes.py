@@ -1,8 +1,9 @@
 """Layers of compressed records in plain Python, by ``docs/format.md`` section 5 alone.
 
-Beside :mod:`ucm.store.record`, which verifies what is stored; this makes of it what was compressed. Blocks of lz4 are
-decoded here. The standard library has a decoder of zstd from Python 3.14 on, before that the package ``zstandard`` is
-one; without either nothing of zstd is decoded, and the caller says so.
+Beside :mod:`ucm.store.record`, which verifies what is stored; this makes of it what was compressed.
+Blocks of lz4 are decoded here. The standard library has a decoder of zstd from Python 3.14 on,
+before that the package ``zstandard`` is one; without either nothing of zstd is decoded, and the
+caller says so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 
 _ZSTD, _LZ4 = 1, 2
 #: Codec numbers -> bytes of an element.
-WIDTHS: dict[int, int] = {width << 8 | algorithm: width for algorithm in (_ZSTD, _LZ4) for width in (1, 2, 4)}
+WIDTHS: dict[int, int] = {
+    width << 8 | algorithm: width for algorithm in (_ZSTD, _LZ4) for width in (1, 2, 4)
+}
 _AS_IS = 1 << 31
 
 
@@ -62,7 +65,8 @@ def unpacker(codec: int, zstd: Zstd | None) -> Unpack | None:
 
 
 def unpack_lz4(block: bytes, most: int) -> bytes:
-    """What an lz4 block holds: runs of bytes as they are, each but the last followed by a copy of bytes before it."""
+    """What an lz4 block holds: runs of bytes as they are, each but the last followed by a copy of
+    bytes before it."""
     out, at = bytearray(), 0
     while True:
         token = block[at]
@@ -92,7 +96,8 @@ def _lengthened(block: bytes, at: int, length: int) -> tuple[int, int]:
 
 
 def decode_layer(stored: bytes, width: int, length: int, unpack: Unpack) -> bytes:
-    """The ``length`` bytes of a layer from its stored form; raises :class:`ValueError` when that is none."""
+    """The ``length`` bytes of a layer from its stored form; raises :class:`ValueError` when that is
+    none."""
     count, at = length // width, 4 * width
     planes = bytearray(count * width)
     for place in range(width):
@@ -116,7 +121,8 @@ def decode_layer(stored: bytes, width: int, length: int, unpack: Unpack) -> byte
 
 
 def _rotated(elements: bytes, width: int) -> bytes:
-    """Every element as a little-endian number rotated right by one bit; all at once, as one long number."""
+    """Every element as a little-endian number rotated right by one bit; all at once, as one long
+    number."""
     if width == 1:
         return elements
     lowest = int.from_bytes((b"\1" + bytes(width - 1)) * (len(elements) // width), "little")

@@ -1,8 +1,9 @@
 """Reads and verifies one stored record in plain Python, by the offsets of ``docs/format.md`` alone.
 
-This is the second reader of the format: it shares no code with the core, so an error in one shows as a difference
-between the two. It needs nothing but the standard library and the names of the reasons, and is meant for looking at
-single files, not for speed (about 10 MB/s); a caller that verifies many gives it a faster CRC-32C.
+This is the second reader of the format: it shares no code with the core, so an error in one shows
+as a difference between the two. It needs nothing but the standard library and the names of the
+reasons, and is meant for looking at single files, not for speed (about 10 MB/s); a caller that
+verifies many gives it a faster CRC-32C.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _PATH = re.compile(r"([0-9a-f]{32})/blocks/([0-9a-f]{2})/([0-9a-f]{32})\.bin")
 
 
 class Refused(Exception):  # noqa: N818 - a verdict on bytes, not an error of the program
-    """These bytes are not the record that was asked for: the reason, and in words what was found."""
+    """These bytes are not the record that was asked for: the reason, and in words what was
+    found."""
 
     def __init__(self, reason: MissReason, found: str) -> None:
         super().__init__(f"{reason}: {found}")
@@ -70,9 +72,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer in the header's table; the checksum covers ``offset`` up to the next layer or the payload's end.
+    """A layer in the header's table; the checksum covers ``offset`` up to the next layer or the
+    payload's end.
 
-    ``raw_crc``: the same of the layer as it was before it was compressed, else 0; encrypted in an encrypted record.
+    ``raw_crc``: the same of the layer as it was before it was compressed, else 0; encrypted in an
+    encrypted record.
     """
 
     offset: int
@@ -83,7 +87,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Side:
-    """A side shard in the header's table; the checksum covers ``offset`` up to the end of its last page."""
+    """A side shard in the header's table; the checksum covers ``offset`` up to the end of its last
+    page."""
 
     name: str
     version: int
@@ -97,7 +102,8 @@ class Side:
         return self.offset + _round_up(self.length, PAGE)
 
     def mask(self) -> bytes:
-        """What the id of a record is XORed with to give that of the record in which this side shard lies alone."""
+        """What the id of a record is XORed with to give that of the record in which this side shard
+        lies alone."""
         name = self.name.encode().ljust(16, b"\0")
         return hashlib.sha256(b"UCMSIDE" + name + struct.pack("<I", self.version)).digest()[:16]
 
@@ -149,7 +155,8 @@ class Header:
 
     @property
     def block_record_id(self) -> bytes:
-        """The id of the record that has the block's KV: its own, unless it is a record of side shards."""
+        """The id of the record that has the block's KV: its own, unless it is a record of side
+        shards."""
         return _xor(self.record_id, self.sides[0].mask()) if self.without_kv else self.record_id
 
     @property
@@ -160,7 +167,8 @@ class Header:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a part's blocks, as its manifest lists them: bytes of a layer's tensors, layers, tokens, type's code."""
+    """Sizes of a part's blocks, as its manifest lists them: bytes of a layer's tensors, layers,
+    tokens, type's code."""
 
     tensors: tuple[int, ...]
     layers: int
@@ -199,7 +207,11 @@ class Shape:
             self.layers,
             self.block_tokens,
             self.dtype,
-        ) and (header.tensors, header.layer_len, header.shape) == (len(self.tensors), length, crc32c(sizes))
+        ) and (header.tensors, header.layer_len, header.shape) == (
+            len(self.tensors),
+            length,
+            crc32c(sizes),
+        )
         if header.without_kv:
             return of_this and header.header_len == PAGE
         return (
@@ -218,7 +230,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Expect:
-    """What a record must say; ``None`` asks nothing. ``namespace`` may be the digest or its first bytes."""
+    """What a record must say; ``None`` asks nothing. ``namespace`` may be the digest or its first
+    bytes."""
 
     record_id: bytes | None = None
     namespace: bytes | None = None
@@ -236,7 +249,8 @@ def crc32c(data: bytes | memoryview) -> int:
 
 
 def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
-    """The header at the start of ``data``; raises :class:`Refused` when there is none that can be believed."""
+    """The header at the start of ``data``; raises :class:`Refused` when there is none that can be
+    believed."""
     header_len = _check_preamble(data, crc)
     most = _round_up(_SHARD_TABLE + _SHARD_ENTRY * MAX_LAYERS + _CRC_LEN, PAGE)
     if header_len == 0 or header_len % PAGE or header_len > most:
@@ -249,15 +263,27 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
     shards, sides = _u32(data, 140), _u32(data, 216)
     if flags & ~(WITHOUT_KV | ENCRYPTED) or (codec and codec not in WIDTHS):
         known = ", ".join(f"{number:#x}" for number in (0, *WIDTHS))
-        raise Refused(MissReason.NEWER_VERSION, f"flags {flags:#x} and codec {codec:#x}, known are 0 to 3 and {known}")
+        raise Refused(
+            MissReason.NEWER_VERSION,
+            f"flags {flags:#x} and codec {codec:#x}, known are 0 to 3 and {known}",
+        )
     without_kv, encrypted = bool(flags & WITHOUT_KV), bool(flags & ENCRYPTED)
     if without_kv and codec:
         raise Refused(MissReason.NEWER_VERSION, f"codec {codec:#x} without KV")
     most = 0 if without_kv else (end - _SHARD_TABLE) // _SHARD_ENTRY
-    if shards > most or (shards == 0) != without_kv or sides > MAX_SIDES or (sides == 0 and without_kv):
-        raise Refused(MissReason.BAD_HEADER, f"{shards} shards and {sides} side shards in {header_len} bytes")
+    if (
+        shards > most
+        or (shards == 0) != without_kv
+        or sides > MAX_SIDES
+        or (sides == 0 and without_kv)
+    ):
+        raise Refused(
+            MissReason.BAD_HEADER, f"{shards} shards and {sides} side shards in {header_len} bytes"
+        )
     if encrypted and _SHARD_TABLE + _SHARD_ENTRY * shards + seals_len(shards, sides) > end:
-        raise Refused(MissReason.BAD_HEADER, f"no room for the tags of {shards} shards in {header_len} bytes")
+        raise Refused(
+            MissReason.BAD_HEADER, f"no room for the tags of {shards} shards in {header_len} bytes"
+        )
     header = Header(
         version=VERSION,
         codec=codec,
@@ -280,7 +306,9 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
         tensors=_u32(data, 220),
         layer_len=_u64(data, 224),
         shape=_u32(data, 232),
-        table=tuple(_layer(data, _SHARD_TABLE + i * _SHARD_ENTRY, codec or encrypted) for i in range(shards)),
+        table=tuple(
+            _layer(data, _SHARD_TABLE + i * _SHARD_ENTRY, codec or encrypted) for i in range(shards)
+        ),
         sides=tuple(_side(data, _SIDE_TABLE + i * _SIDE_ENTRY) for i in range(sides)),
         without_kv=without_kv,
         key_id=data[KEY_ID : KEY_ID + 8] if encrypted else None,
@@ -296,15 +324,20 @@ def verify(
     zstd: Zstd | None = None,
     keys: Keys | None = None,
 ) -> Header:
-    """Verifies a record read whole, or at least up to the end of its payload; raises :class:`Refused` with the reason.
+    """Verifies a record read whole, or at least up to the end of its payload; raises
+    :class:`Refused` with the reason.
 
-    One that is compressed is verified as it is stored, and by what comes out of it too, of zstd where it is installed.
-    What is wrong with a side shard says nothing of the KV (:func:`lost_sides`), unless the record has nothing else.
-    One that is encrypted is verified as it is stored, and where ``keys`` have its key by its tags and by what comes out
-    of it too. The header is that of what is stored.
+    One that is compressed is verified as it is stored, and by what comes out of it too, of zstd
+    where it is installed. What is wrong with a side shard says nothing of the KV
+    (:func:`lost_sides`), unless the record has nothing else. One that is encrypted is verified as
+    it is stored, and where ``keys`` have its key by its tags and by what comes out of it too. The
+    header is that of what is stored.
     """
     header, expect = parse_header(data, crc), expect or Expect()
-    if expect.namespace is not None and header.namespace[: len(expect.namespace)] != expect.namespace:
+    if (
+        expect.namespace is not None
+        and header.namespace[: len(expect.namespace)] != expect.namespace
+    ):
         raise Refused(MissReason.FOREIGN_IDENTITY, f"identity {header.namespace.hex()}")
     if expect.part is not None and header.part != expect.part:
         raise Refused(MissReason.FOREIGN_PART, f"{header.part}")
@@ -312,13 +345,18 @@ def verify(
         raise Refused(MissReason.FOREIGN_ID, f"id {header.record_id.hex()}")
     if expect.shape is not None and not expect.shape.matches(header):
         raise Refused(
-            MissReason.FOREIGN_SHAPE, f"{header.layers} layers of {header.layer_len} bytes, {header.dtype_name}"
+            MissReason.FOREIGN_SHAPE,
+            f"{header.layers} layers of {header.layer_len} bytes, {header.dtype_name}",
         )
     if len(data) > header.record_len:
-        raise Refused(MissReason.WRONG_LENGTH, f"{len(data)} bytes, the header says {header.record_len}")
+        raise Refused(
+            MissReason.WRONG_LENGTH, f"{len(data)} bytes, the header says {header.record_len}"
+        )
     least = header.record_len if header.without_kv else header.kv_len
     if len(data) < least:
-        raise Refused(MissReason.TRUNCATED, f"{len(data)} bytes, the header says {header.record_len}")
+        raise Refused(
+            MissReason.TRUNCATED, f"{len(data)} bytes, the header says {header.record_len}"
+        )
     for what, start, end, written in _stretches(header):
         _check_crc(crc, data, start, end, written, MissReason.BAD_CHECKSUM, what)
     if header.without_kv and (lost := lost_sides(data, header, crc)):
@@ -333,13 +371,21 @@ def verify(
         return header
     if header.compressed and (unpack := unpacker(header.codec, zstd)) is not None:
         for i, raw in enumerate(decoded_layers(data, header, unpack)):
-            _check_crc(crc, raw, 0, len(raw), header.table[i].raw_crc, MissReason.BAD_CHECKSUM, f"decoded layer {i}")
+            _check_crc(
+                crc,
+                raw,
+                0,
+                len(raw),
+                header.table[i].raw_crc,
+                MissReason.BAD_CHECKSUM,
+                f"decoded layer {i}",
+            )
     return header
 
 
 def lost_sides(data: bytes, header: Header, crc: Crc = crc32c) -> dict[str, Refused]:
-    """Side shards that the header names and that are no hits, by name, and why: damaged, or, in a copy that ends before
-    them, absent."""
+    """Side shards that the header names and that are no hits, by name, and why: damaged, or, in a
+    copy that ends before them, absent."""
     lost = {}
     for side in header.sides:
         try:
@@ -355,8 +401,18 @@ def read_side(data: bytes, side: Side, crc: Crc = crc32c) -> bytes:
     Raises :class:`Refused`; ``absent`` where the record ends before it.
     """
     if len(data) < side.end:
-        raise Refused(MissReason.ABSENT, f"side shard {side.name}: {len(data)} bytes, it ends at {side.end}")
-    _check_crc(crc, data, side.offset, side.end, side.crc, MissReason.BAD_CHECKSUM, f"side shard {side.name}")
+        raise Refused(
+            MissReason.ABSENT, f"side shard {side.name}: {len(data)} bytes, it ends at {side.end}"
+        )
+    _check_crc(
+        crc,
+        data,
+        side.offset,
+        side.end,
+        side.crc,
+        MissReason.BAD_CHECKSUM,
+        f"side shard {side.name}",
+    )
     return data[side.offset : side.offset + side.length]
 
 
@@ -371,7 +427,9 @@ def decoded_layers(data: bytes, header: Header, unpack: Unpack) -> Iterator[byte
         try:
             raw = decode_layer(stored, WIDTHS[header.codec], header.layer_len, unpack)
         except ValueError as error:
-            raise Refused(MissReason.BAD_CHECKSUM, f"layer {i} cannot be decoded: {error}") from None
+            raise Refused(
+                MissReason.BAD_CHECKSUM, f"layer {i} cannot be decoded: {error}"
+            ) from None
         last = i + 1 == len(header.table)
         end = _round_up(stride * len(header.table), PAGE) - stride * i if last else stride
         yield raw + bytes(end - len(raw))
@@ -406,7 +464,9 @@ def _check_preamble(data: bytes, crc: Crc) -> int:
     if len(data) < PREAMBLE_LEN:
         raise Refused(MissReason.TRUNCATED, f"{len(data)} bytes")
     if not any(data[36:64]):
-        raise Refused(MissReason.SEED_FORM, "a block file of the seed, which has no checksum and no identity")
+        raise Refused(
+            MissReason.SEED_FORM, "a block file of the seed, which has no checksum and no identity"
+        )
     if data[36:40] != MARK:
         raise Refused(MissReason.BAD_HEADER, f"mark {data[36:40]!r}")
     _check_crc(crc, data, 0, 60, _u32(data, 60), MissReason.BAD_HEADER, "preamble")
@@ -419,21 +479,33 @@ def _check_preamble(data: bytes, crc: Crc) -> int:
 
 
 def _check_table(header: Header) -> None:
-    """Layers and side shards follow each other without a gap that no checksum covers, up to the record's end."""
+    """Layers and side shards follow each other without a gap that no checksum covers, up to the
+    record's end."""
     if header.without_kv and (header.stored_len or header.raw_len):
         raise Refused(MissReason.BAD_HEADER, f"{header.stored_len} bytes of a record without KV")
     free, kv_len = header.header_len, header.kv_len
     for i, layer in enumerate(header.table):
-        if layer.offset < free or (i == 0 and layer.offset != free) or layer.offset + layer.length > kv_len:
-            raise Refused(MissReason.BAD_HEADER, f"layer {i} lies at {layer.offset}, {layer.length} bytes")
+        if (
+            layer.offset < free
+            or (i == 0 and layer.offset != free)
+            or layer.offset + layer.length > kv_len
+        ):
+            raise Refused(
+                MissReason.BAD_HEADER, f"layer {i} lies at {layer.offset}, {layer.length} bytes"
+            )
         free = layer.offset + layer.length
     page = kv_len
     for side in header.sides:
         if side.offset != page or not 0 < side.length <= MAX_STRETCH:
-            raise Refused(MissReason.BAD_HEADER, f"side shard {side.name} lies at {side.offset}, {side.length} bytes")
+            raise Refused(
+                MissReason.BAD_HEADER,
+                f"side shard {side.name} lies at {side.offset}, {side.length} bytes",
+            )
         page = side.end
     if kv_len % PAGE or page != header.record_len:
-        raise Refused(MissReason.BAD_HEADER, f"a record of {header.record_len} bytes whose parts make {page}")
+        raise Refused(
+            MissReason.BAD_HEADER, f"a record of {header.record_len} bytes whose parts make {page}"
+        )
 
 
 def _layer(data: bytes, at: int, has_raw_crc: bool | int) -> Layer:
@@ -449,7 +521,9 @@ def _side(data: bytes, at: int) -> Side:
         raise Refused(MissReason.BAD_HEADER, f"a side shard named {name!r}") from None
 
 
-def _check_crc(crc: Crc, data: bytes, start: int, end: int, written: int, reason: MissReason, what: str) -> None:
+def _check_crc(
+    crc: Crc, data: bytes, start: int, end: int, written: int, reason: MissReason, what: str
+) -> None:
     found = crc(memoryview(data)[start:end])
     if found != written:
         raise Refused(reason, f"{what}: CRC-32C {found:08x}, written was {written:08x}")

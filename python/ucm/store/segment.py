@@ -1,7 +1,9 @@
-"""Reads the footer of a segment in plain Python, by the offsets of ``docs/format.md`` section 9 alone.
+"""Reads the footer of a segment in plain Python, by the offsets of ``docs/format.md`` section 9
+alone.
 
-The second reader of the format for segments, beside :mod:`ucm.store.record` for the records in them. A footer is
-believed only whole; what it names is then a record like any other and has to prove itself.
+The second reader of the format for segments, beside :mod:`ucm.store.record` for the records in
+them. A footer is believed only whole; what it names is then a record like any other and has to
+prove itself.
 """
 
 from __future__ import annotations
@@ -55,12 +57,14 @@ class Footer:
 
 
 def footer_length(tail: bytes, file_len: int, crc: Crc = crc32c) -> int:
-    """Bytes of the footer, by the last bytes of a file of ``file_len``; raises :class:`~ucm.store.record.Refused`."""
+    """Bytes of the footer, by the last bytes of a file of ``file_len``; raises
+    :class:`~ucm.store.record.Refused`."""
     return _trailer(tail, file_len, crc)[1]
 
 
 def parse_footer(footer: bytes, file_len: int, crc: Crc = crc32c) -> Footer:
-    """Verifies a whole footer, the last bytes of a file of ``file_len``; raises :class:`~ucm.store.record.Refused`."""
+    """Verifies a whole footer, the last bytes of a file of ``file_len``; raises
+    :class:`~ucm.store.record.Refused`."""
     start, length, count = _trailer(footer, file_len, crc)
     if len(footer) < length:
         raise Refused(MissReason.TRUNCATED, f"{len(footer)} bytes of a footer of {length}")
@@ -70,14 +74,20 @@ def parse_footer(footer: bytes, file_len: int, crc: Crc = crc32c) -> Footer:
     entries = []
     for at in range(0, count * ENTRY_LEN, ENTRY_LEN):
         entry = Entry(*struct.unpack_from("<16sQQ", listed, at))
-        whole = entry.offset % PAGE == 0 and entry.length % PAGE == 0 and 0 < entry.length <= MAX_RECORD
+        whole = (
+            entry.offset % PAGE == 0 and entry.length % PAGE == 0 and 0 < entry.length <= MAX_RECORD
+        )
         if not whole or entry.offset < HEAD_LEN or entry.offset + entry.length > start:
-            raise Refused(MissReason.BAD_HEADER, f"an entry of {entry.length} bytes at {entry.offset}")
+            raise Refused(
+                MissReason.BAD_HEADER, f"an entry of {entry.length} bytes at {entry.offset}"
+            )
         entries.append(entry)
     by_place = sorted(entries, key=lambda entry: entry.offset)
     for before, entry in pairwise(by_place):
         if entry.offset < before.offset + before.length:
-            raise Refused(MissReason.BAD_HEADER, f"entries at {before.offset} and {entry.offset} overlap")
+            raise Refused(
+                MissReason.BAD_HEADER, f"entries at {before.offset} and {entry.offset} overlap"
+            )
     return Footer(
         start=start,
         length=length,
@@ -102,15 +112,27 @@ def _trailer(tail: bytes, file_len: int, crc: Crc) -> tuple[int, int, int]:
     if version == 0:
         raise Refused(MissReason.BAD_HEADER, "version 0")
     if version > VERSION or flags:
-        raise Refused(MissReason.NEWER_VERSION, f"version {version}, flags {flags:#x}, known are {VERSION} and 0")
+        raise Refused(
+            MissReason.NEWER_VERSION,
+            f"version {version}, flags {flags:#x}, known are {VERSION} and 0",
+        )
     start, length = _u64(trailer, 8), _u64(trailer, 16)
     count, size = _u32(trailer, 24), _u32(trailer, 28)
     right = -(-(count * ENTRY_LEN + TRAILER_LEN) // PAGE) * PAGE
-    fits = start >= HEAD_LEN and start % PAGE == 0 and count <= min(MAX_ENTRIES, (start - HEAD_LEN) // PAGE)
+    fits = (
+        start >= HEAD_LEN
+        and start % PAGE == 0
+        and count <= min(MAX_ENTRIES, (start - HEAD_LEN) // PAGE)
+    )
     if not fits or size != ENTRY_LEN or length != right:
-        raise Refused(MissReason.BAD_HEADER, f"a footer of {length} bytes at {start} with {count} entries of {size}")
+        raise Refused(
+            MissReason.BAD_HEADER,
+            f"a footer of {length} bytes at {start} with {count} entries of {size}",
+        )
     if start + length != file_len:
-        raise Refused(MissReason.WRONG_LENGTH, f"{file_len} bytes, the trailer says {start + length}")
+        raise Refused(
+            MissReason.WRONG_LENGTH, f"{file_len} bytes, the trailer says {start + length}"
+        )
     return start, length, count
 
 

@@ -27,25 +27,31 @@ class BlockShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BlockShape:
-        """The shape that the keys ``tensor_size`` or ``tensor_size_list``, ``shard_size`` and ``block_size`` name.
+        """The shape that the keys ``tensor_size`` or ``tensor_size_list``, ``shard_size`` and
+        ``block_size`` name.
 
-        Raises :class:`~ucm.errors.InvalidInputError` when they are missing, or do not divide each other.
+        Raises :class:`~ucm.errors.InvalidInputError` when they are missing, or do not divide each
+        other.
         """
         layer = tuple(config.get("tensor_size_list") or ())
         if not layer and config.get("tensor_size"):
             layer = (config["tensor_size"],)
         shard, block = config.get("shard_size"), config.get("block_size")
         sizes = (*layer, shard, block)
-        if not layer or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        if not layer or any(
+            not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes
+        ):
             raise InvalidInputError(
-                "a store needs its sizes in bytes: tensor_size or tensor_size_list, shard_size, block_size",
+                "a store needs its sizes in bytes: tensor_size or tensor_size_list, shard_size,"
+                " block_size",
                 context={"tensors": layer, "shard_size": shard, "block_size": block},
             )
         assert isinstance(shard, int)
         assert isinstance(block, int)
         if shard % sum(layer) or block % shard:
             raise InvalidInputError(
-                "sizes divide each other: a shard is a whole number of layers, a block a whole number of shards",
+                "sizes divide each other: a shard is a whole number of layers, a block a whole"
+                " number of shards",
                 context={"layer": sum(layer), "shard_size": shard, "block_size": block},
             )
         return cls(layer * (shard // sum(layer)), shard, block)

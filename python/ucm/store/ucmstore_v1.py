@@ -1,8 +1,9 @@
 """The public store interface, V1: what a store must do, and what it gets for free.
 
-A block is named by 16 raw bytes and moved in *rows*: (block id, shard index, device addresses). A store written in
-Python defines :meth:`~UcmKVStoreBaseV1.lookup`, :meth:`~UcmKVStoreBaseV1.load_data`,
-:meth:`~UcmKVStoreBaseV1.dump_data` and :meth:`~UcmKVStoreBaseV1.wait`; the base class gives the rest.
+A block is named by 16 raw bytes and moved in *rows*: (block id, shard index, device addresses). A
+store written in Python defines :meth:`~UcmKVStoreBaseV1.lookup`,
+:meth:`~UcmKVStoreBaseV1.load_data`, :meth:`~UcmKVStoreBaseV1.dump_data` and
+:meth:`~UcmKVStoreBaseV1.wait`; the base class gives the rest.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError, Unsu
 from ucm.store.kv_layout import KVLayout
 from ucm.store.tensors import address_of
 
-#: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be reused.
+#: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be
+#: reused.
 Until = Literal["staged", "published"]
 
-#: What is kept beside the KV, by the name of the side shard: an array with a row of bytes for each row of the call.
+#: What is kept beside the KV, by the name of the side shard: an array with a row of bytes for each
+#: row of the call.
 Sides = Mapping[str, npt.NDArray[Any]]
 
 #: How soon a prefetched block will be asked for, the soonest first.
@@ -35,8 +38,8 @@ class Asked(Protocol):
     """A lookup under way on a thread of a store."""
 
     def answer(self) -> tuple[bytes, str, float] | None:
-        """What :meth:`UcmKVStoreBaseV1.locate_on_prefix` says, and the seconds until that was known; None while it is
-        not. Never waits; raises what the lookup failed with."""
+        """What :meth:`UcmKVStoreBaseV1.locate_on_prefix` says, and the seconds until that was
+        known; None while it is not. Never waits; raises what the lookup failed with."""
 
 
 class Task:
@@ -46,19 +49,22 @@ class Task:
     _completed = False
 
     def __init__(self, handle: Any = None, store: UcmKVStoreBaseV1 | None = None) -> None:
-        """``store`` is asked whether the task is finished; without one that is what was last written into
-        :attr:`completed`."""
+        """``store`` is asked whether the task is finished; without one that is what was last
+        written into :attr:`completed`."""
         self.handle = handle
         self.error: UcmError | None = None
         self._store = store
 
     @property
     def completed(self) -> bool:
-        """Whether it is finished, also when it failed. Asks its store each time until it is, and never waits."""
+        """Whether it is finished, also when it failed. Asks its store each time until it is, and
+        never waits."""
         if not self._completed:
             try:
                 self._completed = self._is_over()
-            except UcmError as error:  # busy says nothing; a store that was closed ended all its tasks
+            except (
+                UcmError
+            ) as error:  # busy says nothing; a store that was closed ended all its tasks
                 self._completed = not error.retryable
         return self._completed
 
@@ -78,7 +84,8 @@ class Task:
 
 
 class SidesTask(Task):
-    """Side shards being read. A store that has them at once hands them over here; others override :meth:`result`."""
+    """Side shards being read. A store that has them at once hands them over here; others override
+    :meth:`result`."""
 
     def __init__(
         self,
@@ -91,38 +98,43 @@ class SidesTask(Task):
         self._completed = sides is not None
 
     def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-        """The bytes, of shape (ids, bytes of the side), and for each id whether they are there and sound; the bytes of
-        one that is not are zero. Raises :class:`~ucm.errors.InvalidInputError` before the task is finished."""
+        """The bytes, of shape (ids, bytes of the side), and for each id whether they are there and
+        sound; the bytes of one that is not are zero. Raises :class:`~ucm.errors.InvalidInputError`
+        before the task is finished."""
         if self._sides is None:
             raise InvalidInputError("the side shards are not there yet: wait for the task first")
         return self._sides
 
 
 class UcmKVStoreBaseV1(ABC):
-    """Base of every store. ``config`` is a plain dictionary; its keys are those of ``docs/configuration.md``."""
+    """Base of every store. ``config`` is a plain dictionary; its keys are those of
+    ``docs/configuration.md``."""
 
     #: Where the KV lies, once somebody said so.
     _kv: KVLayout | None = None
 
-    #: A store that distinguishes the two levels of a dump sets this and overrides :meth:`check` and :meth:`wait`.
+    #: A store that distinguishes the two levels of a dump sets this and overrides :meth:`check` and
+    #: :meth:`wait`.
     has_staged_level: bool = False
 
     #: A store whose :meth:`load_data` takes ``timeout`` (seconds, keyword) sets this.
     takes_load_timeout: bool = False
 
-    #: Whether rows may name memory of an accelerator: of an engine whose KV lies on one, a store that does not set this
-    #: is left alone. One that does is told ``platform``.
+    #: Whether rows may name memory of an accelerator: of an engine whose KV lies on one, a store
+    #: that does not set this is left alone. One that does is told ``platform``.
     serves_accelerators: bool = False
 
     #: Names of the tiers, the top one first, of a store that has several.
     tier_names: tuple[str, ...] = ()
 
-    #: Side shards that this store keeps beside the KV of a block, by name: the bytes of each for a whole block. A store
-    #: with any takes ``sides``, a keyword of :meth:`dump_data`, and overrides :meth:`load_sides` and
-    #: :meth:`dump_sides`. Ask this before using sides; a store without them needs none of the three.
+    #: Side shards that this store keeps beside the KV of a block, by name: the bytes of each for a
+    #: whole block. A store with any takes ``sides``, a keyword of :meth:`dump_data`, and overrides
+    #: :meth:`load_sides` and :meth:`dump_sides`. Ask this before using sides; a store without them
+    #: needs none of the three.
     side_sizes: Mapping[str, int] = MappingProxyType({})
 
-    #: A store sets this whose processes each keep memory of their own, which :meth:`touch` of another does not reach.
+    #: A store sets this whose processes each keep memory of their own, which :meth:`touch` of
+    #: another does not reach.
     has_own_memory: bool = False
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -130,17 +142,21 @@ class UcmKVStoreBaseV1(ABC):
         self._closed = False
         self._waiter: _Waiter | None = None
 
-    # What a store must define -------------------------------------------------------------------------------
+    # What a store must define
+    # -------------------------------------------------------------------------------
 
     @abstractmethod
     def lookup(self, block_ids: Sequence[bytes]) -> Sequence[bool]:
         """Whether each block is stored whole; exact per id, in order."""
 
     @abstractmethod
-    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]) -> Task:
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
+    ) -> Task:
         """Start reading: row *i* fills the device pieces ``addrs[i]`` of shard ``shard_index[i]``.
 
-        ``addrs`` has shape (rows, pieces per row); the sizes are those the store was configured with.
+        ``addrs`` has shape (rows, pieces per row); the sizes are those the store was configured
+        with.
         """
 
     @abstractmethod
@@ -151,36 +167,46 @@ class UcmKVStoreBaseV1(ABC):
         addrs: npt.NDArray[np.uint64],
         prerequisite_handle: int = 0,
     ) -> Task:
-        """Start writing. ``prerequisite_handle`` is a device event to wait for before reading, 0 for none.
+        """Start writing. ``prerequisite_handle`` is a device event to wait for before reading, 0
+        for none.
 
-        Raises :class:`~ucm.errors.BusyError` at once when no slot is free; the source is then untouched. A store with
-        :attr:`side_sizes` takes a keyword ``sides`` besides: as of :meth:`dump`.
+        Raises :class:`~ucm.errors.BusyError` at once when no slot is free; the source is then
+        untouched. A store with :attr:`side_sizes` takes a keyword ``sides`` besides: as of
+        :meth:`dump`.
         """
 
     @abstractmethod
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
-        """Wait for one task or a list of them, in seconds at most ``timeout`` (None: the store's own deadline).
+        """Wait for one task or a list of them, in seconds at most ``timeout`` (None: the store's
+        own deadline).
 
         Repeatable. Raises :class:`~ucm.errors.TaskError` (with the failures by row) or another
-        :class:`~ucm.errors.UcmError`. A store that does not take ``timeout`` and ``until`` may leave them out.
+        :class:`~ucm.errors.UcmError`. A store that does not take ``timeout`` and ``until`` may
+        leave them out.
         """
 
-    # What the base class gives ------------------------------------------------------------------------------
+    # What the base class gives
+    # ------------------------------------------------------------------------------
 
     def register_kv_tensors(self, kv_caches: Mapping[str, Any]) -> None:
-        """Learn where a model's KV lies: for each layer, by name, a tensor whose first dimension counts blocks."""
+        """Learn where a model's KV lies: for each layer, by name, a tensor whose first dimension
+        counts blocks."""
         self.register_kv(KVLayout(kv_caches))
 
     def register_kv(self, layout: KVLayout) -> None:
-        """Learn where the KV lies, so that :meth:`load_blocks` and :meth:`dump_blocks` need no addresses. What is under
-        way keeps what it began with; the tensors must stay until then."""
+        """Learn where the KV lies, so that :meth:`load_blocks` and :meth:`dump_blocks` need no
+        addresses. What is under way keeps what it began with; the tensors must stay until then."""
         self._kv = layout
 
     def load_blocks(
-        self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], timeout: float | None = None
+        self,
+        block_ids: Sequence[bytes],
+        blocks: Sequence[int] | npt.NDArray[np.int64],
+        timeout: float | None = None,
     ) -> Task:
-        """:meth:`load_data` of whole blocks, block *i* into the device block number ``blocks[i]`` of what was
-        registered; ``timeout`` in seconds for stores that take one, their own deadline if None."""
+        """:meth:`load_data` of whole blocks, block *i* into the device block number ``blocks[i]``
+        of what was registered; ``timeout`` in seconds for stores that take one, their own deadline
+        if None."""
         shards, addresses = [0] * len(block_ids), self._registered().addresses(blocks)
         if timeout is not None and self.takes_load_timeout:
             return self.load_data(block_ids, shards, addresses, timeout=timeout)  # type: ignore[call-arg]
@@ -196,12 +222,15 @@ class UcmKVStoreBaseV1(ABC):
     ) -> Task:
         """:meth:`dump_data` of whole blocks, block *i* from the device block number ``blocks[i]``.
 
-        ``sides``: what is kept beside the KV, for each name of :attr:`side_sizes` an array whose row *i* belongs to
-        block *i*. Arrays lie in host memory and are copied before this returns. A block that is stored already stays
-        as it is, with the sides it has or without: see :meth:`dump_sides`.
+        ``sides``: what is kept beside the KV, for each name of :attr:`side_sizes` an array whose
+        row *i* belongs to block *i*. Arrays lie in host memory and are copied before this returns.
+        A block that is stored already stays as it is, with the sides it has or without: see
+        :meth:`dump_sides`.
         """
         addresses = self._registered().addresses(blocks)
-        return self._dump_rows(block_ids, [0] * len(block_ids), addresses, prerequisite_handle, sides)
+        return self._dump_rows(
+            block_ids, [0] * len(block_ids), addresses, prerequisite_handle, sides
+        )
 
     def _dump_rows(
         self,
@@ -218,31 +247,38 @@ class UcmKVStoreBaseV1(ABC):
             raise _without_sides(self)
         return self.dump_data(block_ids, shard_index, addrs, prerequisite_handle, sides=sides)  # type: ignore[call-arg]
 
-    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> SidesTask:
-        """Start reading the side shard of that name of each block, without its KV; ``timeout`` in seconds, the deadline
-        of a load if None.
+    def load_sides(
+        self, block_ids: Sequence[bytes], name: str, timeout: float | None = None
+    ) -> SidesTask:
+        """Start reading the side shard of that name of each block, without its KV; ``timeout`` in
+        seconds, the deadline of a load if None.
 
-        Each is looked for in the record of its block, then in a record of its own (:meth:`dump_sides`). One that is
-        nowhere, or is not sound, or comes too late, fails nothing: :meth:`SidesTask.result` says which are there.
+        Each is looked for in the record of its block, then in a record of its own
+        (:meth:`dump_sides`). One that is nowhere, or is not sound, or comes too late, fails
+        nothing: :meth:`SidesTask.result` says which are there.
         """
         del block_ids, name, timeout
         raise _without_sides(self)
 
     def dump_sides(self, block_ids: Sequence[bytes], sides: Sides) -> Task:
-        """Start writing side shards of blocks that are stored without them: made again from their KV, each becomes a
-        record of its own, which :meth:`load_sides` finds. ``sides`` as of :meth:`dump_blocks`, but some of the names
-        will do. Raises :class:`~ucm.errors.BusyError` at once when no slot is free.
+        """Start writing side shards of blocks that are stored without them: made again from their
+        KV, each becomes a record of its own, which :meth:`load_sides` finds. ``sides`` as of
+        :meth:`dump_blocks`, but some of the names will do. Raises :class:`~ucm.errors.BusyError` at
+        once when no slot is free.
         """
         del block_ids, sides
         raise _without_sides(self)
 
     def _registered(self) -> KVLayout:
         if self._kv is None:
-            raise InvalidInputError("no KV is registered with this store: call register_kv_tensors first")
+            raise InvalidInputError(
+                "no KV is registered with this store: call register_kv_tensors first"
+            )
         return self._kv
 
     def check(self, task: Any, until: Until = "published") -> bool:
-        """Whether the task is finished (also when it failed), without waiting and without consuming it.
+        """Whether the task is finished (also when it failed), without waiting and without consuming
+        it.
 
         Here: by waiting on one bounded thread of the store's own.
         """
@@ -252,7 +288,8 @@ class UcmKVStoreBaseV1(ABC):
         return self._waiter.finished(task)
 
     def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
-        """Index of the last block of the present prefix, -1 when the first is absent; every counted id checked."""
+        """Index of the last block of the present prefix, -1 when the first is absent; every counted
+        id checked."""
         done, window = 0, 16
         while done < len(block_ids):
             answer = self.lookup(block_ids[done : done + window])
@@ -271,39 +308,42 @@ class UcmKVStoreBaseV1(ABC):
         return self.lookup_on_prefix(block_ids), "absent"
 
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
-        """The tier that each block of the present prefix would be loaded from, a byte each (0 is the top one), and the
-        reason of :meth:`explain_on_prefix`. How fast loads are is measured for each tier."""
+        """The tier that each block of the present prefix would be loaded from, a byte each (0 is
+        the top one), and the reason of :meth:`explain_on_prefix`. How fast loads are is measured
+        for each tier."""
         last, reason = self.explain_on_prefix(block_ids)
         return bytes(last + 1), reason
 
     def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked | None:  # noqa: ARG002 - see below
-        """:meth:`locate_on_prefix` on a thread of the store, which does not need the interpreter; never waits. None:
-        this store has no such thread, call the other one from one of yours."""
+        """:meth:`locate_on_prefix` on a thread of the store, which does not need the interpreter;
+        never waits. None: this store has no such thread, call the other one from one of yours."""
         return None
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether :meth:`locate_on_prefix` is answered from memory, without a system call, so that it may be called
-        where nothing may wait. May change."""
+        """Whether :meth:`locate_on_prefix` is answered from memory, without a system call, so that
+        it may be called where nothing may wait. May change."""
         return False
 
     def served(self, task: Any) -> Sequence[int]:  # noqa: ARG002 - for stores that have several tiers
-        """Blocks that a finished load brought from each tier, the top one first; none where that is not known. Another
-        process may have changed what :meth:`locate_on_prefix` said."""
+        """Blocks that a finished load brought from each tier, the top one first; none where that is
+        not known. Another process may have changed what :meth:`locate_on_prefix` said."""
         return ()
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int | None:
         """A hint that these blocks will be asked for; may be ignored.
 
-        A store with stages brings them into its upper ones, the most urgent first and after all loads, unless they are
-        ``"urgent"``. It answers how many it has taken on, those included that were waiting already; what finds no place
-        in the queue is dropped. Without an upper stage nothing is done and the answer is 0, here None.
+        A store with stages brings them into its upper ones, the most urgent first and after all
+        loads, unless they are ``"urgent"``. It answers how many it has taken on, those included
+        that were waiting already; what finds no place in the queue is dropped. Without an upper
+        stage nothing is done and the answer is 0, here None.
         """
         del block_ids, priority
         return None
 
     def prefetch_room(self) -> int:
-        """How many blocks it makes sense to prefetch ahead of need; 0 where prefetching does nothing."""
+        """How many blocks it makes sense to prefetch ahead of need; 0 where prefetching does
+        nothing."""
         return 0
 
     def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
@@ -312,8 +352,8 @@ class UcmKVStoreBaseV1(ABC):
         return 0
 
     def flush(self) -> None:
-        """Publishes soon what was dumped and waits for more to be published with it (a segment that is open). Who waits
-        for a dump with :meth:`wait` need not call it."""
+        """Publishes soon what was dumped and waits for more to be published with it (a segment that
+        is open). Who waits for a dump with :meth:`wait` need not call it."""
 
     def describe(
         self,
@@ -324,27 +364,31 @@ class UcmKVStoreBaseV1(ABC):
         tokens: Sequence[int] | None = None,
         tenant: bytes | None = None,
     ) -> None:
-        """What ids do not say, for the record's header: parent id, ordinal in the chain, number of tokens; ``tenant``:
-        the 32-byte tag of the tenant whose blocks they all are. A store that overrides this without ``tenant`` is told
-        the rest."""
+        """What ids do not say, for the record's header: parent id, ordinal in the chain, number of
+        tokens; ``tenant``: the 32-byte tag of the tenant whose blocks they all are. A store that
+        overrides this without ``tenant`` is told the rest."""
 
     def audit(self, block_ids: Sequence[bytes]) -> None:
-        """A hint before a dump: where it would find a block stored, compare the two and count those that differ."""
+        """A hint before a dump: where it would find a block stored, compare the two and count those
+        that differ."""
 
     def distrust(self, block_ids: Sequence[bytes]) -> None:
-        """A rank of this engine could not use these records. The next dump replaces them, even where this store finds
-        them stored and sound; until then they are no hits. Without it, such a dump would change nothing."""
+        """A rank of this engine could not use these records. The next dump replaces them, even
+        where this store finds them stored and sound; until then they are no hits. Without it, such
+        a dump would change nothing."""
 
     def trust(self, block_ids: Sequence[bytes]) -> None:
-        """Another rank, which writes for this one too, replaces these records: a store that refused them may read them
-        again."""
+        """Another rank, which writes for this one too, replaces these records: a store that refused
+        them may read them again."""
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
-        """These blocks, in chain order, were used by a request, even if found elsewhere; keeps them from removal."""
+        """These blocks, in chain order, were used by a request, even if found elsewhere; keeps them
+        from removal."""
 
     def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
-        """The same for what this process alone can touch, its memory and the segments it merges, told by one whose
-        :meth:`touch` does not reach them; ``first``: position of the first of these blocks in its chain. Must be quick.
+        """The same for what this process alone can touch, its memory and the segments it merges,
+        told by one whose :meth:`touch` does not reach them; ``first``: position of the first of
+        these blocks in its chain. Must be quick.
         """
 
     @property
@@ -352,7 +396,12 @@ class UcmKVStoreBaseV1(ABC):
         """Whether :meth:`touch_own` does anything; may change until the store has answered once."""
         return self.has_own_memory
 
-    def load(self, block_ids: Sequence[bytes], shard_index: Sequence[int], tensors: Sequence[Sequence[Any]]) -> Task:
+    def load(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        tensors: Sequence[Sequence[Any]],
+    ) -> Task:
         """:meth:`load_data` into tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
         task: Task = self._own(self.load_data(block_ids, shard_index, _addresses(tensors)))
         return task
@@ -368,11 +417,14 @@ class UcmKVStoreBaseV1(ABC):
     ) -> Task:
         """:meth:`dump_data` from tensors: ``tensors[i][j]`` is piece *j* of row *i*.
 
-        ``sides`` as of :meth:`dump_blocks`; where a block is split into shards, row *i* of an array is the share of row
-        *i* of the call: a side shard is the shares of all shards, one behind the other.
+        ``sides`` as of :meth:`dump_blocks`; where a block is split into shards, row *i* of an array
+        is the share of row *i* of the call: a side shard is the shares of all shards, one behind
+        the other.
         """
         rows = _addresses(tensors)
-        task: Task = self._own(self._dump_rows(block_ids, shard_index, rows, prerequisite_handle, sides))
+        task: Task = self._own(
+            self._dump_rows(block_ids, shard_index, rows, prerequisite_handle, sides)
+        )
         return task
 
     def _own(self, task: Any) -> Any:
@@ -382,7 +434,8 @@ class UcmKVStoreBaseV1(ABC):
         return task
 
     def cc_store(self) -> int:
-        """Address of the C table of this store (``ucm_store.h``, see ``docs/stores.md``), 0 where there is none."""
+        """Address of the C table of this store (``ucm_store.h``, see ``docs/stores.md``), 0 where
+        there is none."""
         return 0
 
     def stats(self) -> dict[str, Any]:
@@ -390,14 +443,15 @@ class UcmKVStoreBaseV1(ABC):
         return {}
 
     def healthy(self) -> bool:
-        """Whether loads and dumps have a chance now, without waiting. A store that says no must come to say yes again
-        when :meth:`lookup` found its medium well; it is asked to look now and then."""
+        """Whether loads and dumps have a chance now, without waiting. A store that says no must
+        come to say yes again when :meth:`lookup` found its medium well; it is asked to look now and
+        then."""
         return True
 
     def early(self) -> tuple[list[bytes], list[bytes]]:
-        """Block ids that this store can read before others can see them (held in its memory, in a file that is not
-        published yet): those gained and those lost since the last call. Lost means gone, or published so long ago that
-        others have found them."""
+        """Block ids that this store can read before others can see them (held in its memory, in a
+        file that is not published yet): those gained and those lost since the last call. Lost means
+        gone, or published so long ago that others have found them."""
         return [], []
 
     def trouble(self) -> str:
@@ -433,7 +487,9 @@ def _addresses(tensors: Sequence[Sequence[Any]]) -> npt.NDArray[np.uint64]:
     """Addresses of a matrix of tensors (anything with ``data_ptr()``, or NumPy arrays)."""
     widths = {len(row) for row in tensors}
     if len(widths) > 1:
-        raise InvalidInputError("every row names the same number of tensors", context={"widths": sorted(widths)})
+        raise InvalidInputError(
+            "every row names the same number of tensors", context={"widths": sorted(widths)}
+        )
     matrix = np.empty((len(tensors), widths.pop() if widths else 0), dtype=np.uint64)
     for i, row in enumerate(tensors):
         for j, tensor in enumerate(row):
@@ -467,7 +523,9 @@ class _Waiter:
             try:
                 self._queue.put_nowait(task)
             except queue.Full:
-                raise BusyError("too many tasks are being waited for", context={"limit": self.LIMIT}) from None
+                raise BusyError(
+                    "too many tasks are being waited for", context={"limit": self.LIMIT}
+                ) from None
             self._states[id(task)] = (task, False)
             return False
 
@@ -500,4 +558,13 @@ def _mark(task: Any) -> None:
         pass
 
 
-__all__ = ["BusyError", "ClosedError", "Priority", "Sides", "SidesTask", "Task", "UcmKVStoreBaseV1", "Until"]
+__all__ = [
+    "BusyError",
+    "ClosedError",
+    "Priority",
+    "Sides",
+    "SidesTask",
+    "Task",
+    "UcmKVStoreBaseV1",
+    "Until",
+]

@@ -1,7 +1,7 @@
 """Work of a V0 store: a task that ends once, in time, and the one thread its calls run on.
 
-A V0 call may block for ever. It blocks a thread that no one joins; its task ends at the deadline all the same, and what
-the call brings afterwards is thrown away.
+A V0 call may block for ever. It blocks a thread that no one joins; its task ends at the deadline
+all the same, and what the call brings afterwards is thrown away.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class V0Task(Task):
         return self.over()
 
     def deliver(self, rows: range, work: Callable[[], None]) -> bool:
-        """Do ``work``, which ends these rows well, unless the task has ended. Nothing ends it meanwhile."""
+        """Do ``work``, which ends these rows well, unless the task has ended. Nothing ends it
+        meanwhile."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -66,7 +67,8 @@ class V0Task(Task):
         return self._ended.is_set()
 
     def outcome(self, timeout: float | None) -> dict[int, UcmError]:
-        """The failures by row, after at most ``timeout`` seconds; :class:`~ucm.errors.DeadlineError` if not over."""
+        """The failures by row, after at most ``timeout`` seconds;
+        :class:`~ucm.errors.DeadlineError` if not over."""
         left = max(0.0, self.deadline - self._clock())
         self._ended.wait(left if timeout is None else min(left, timeout))
         if not self.over():
@@ -93,7 +95,9 @@ class Lane:
             try:
                 self._jobs.put_nowait((task, job))
             except queue.Full:
-                raise BusyError("too many tasks of a V0 store are waiting", context={"limit": QUEUE}) from None
+                raise BusyError(
+                    "too many tasks of a V0 store are waiting", context={"limit": QUEUE}
+                ) from None
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -105,7 +109,8 @@ class Lane:
         return running is not None and self._clock() > running.deadline
 
     def close(self) -> None:
-        """No more jobs. What waits fails, and so does what runs: what its call still brings is thrown away."""
+        """No more jobs. What waits fails, and so does what runs: what its call still brings is
+        thrown away."""
         with self._lock:
             self._closed = True
             running = self._running
@@ -132,6 +137,10 @@ class Lane:
                 job()
                 task.end()
             except Exception as error:
-                task.end(error if isinstance(error, UcmError) else StoreIOError(f"the V0 store failed: {error!r}"))
+                task.end(
+                    error
+                    if isinstance(error, UcmError)
+                    else StoreIOError(f"the V0 store failed: {error!r}")
+                )
             self._running = None
             del item, task, job

@@ -1,12 +1,14 @@
-"""A V0 store behind the V1 interface, so that one written against the original works wherever a V1 store does.
+"""A V0 store behind the V1 interface, so that one written against the original works wherever a V1
+store does.
 
-V0 calls may block for as long as they like and know no deadline, so they run on two threads of this adapter, one for
-loads and one for dumps, and never touch the caller's memory: a dump is copied before it is queued (its source is free
-at once), a load is read into memory of the adapter and copied when it has arrived in time. What is late is failed, and
-not one byte of it reaches the caller afterwards. Both directions are bounded; a dump without room is refused as busy.
+V0 calls may block for as long as they like and know no deadline, so they run on two threads of this
+adapter, one for loads and one for dumps, and never touch the caller's memory: a dump is copied
+before it is queued (its source is free at once), a load is read into memory of the adapter and
+copied when it has arrived in time. What is late is failed, and not one byte of it reaches the
+caller afterwards. Both directions are bounded; a dump without room is refused as busy.
 
-A block is created with its first shard and committed with its last; after the commit the store is asked whether it
-finds the block, and one that it does not find was not published.
+A block is created with its first shard and committed with its last; after the commit the store is
+asked whether it finds the block, and one that it does not find was not published.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ _BY_CODE: dict[int, type[UcmError]] = {cls.code: cls for cls in BY_KIND.values()
 
 def error_of(code: int, what: str) -> UcmError:
     """The exception for a code of V0."""
-    return _BY_CODE.get(code, StoreIOError)(f"the V0 store failed to {what}", context={"code": code})
+    return _BY_CODE.get(code, StoreIOError)(
+        f"the V0 store failed to {what}", context={"code": code}
+    )
 
 
 class _Settings(StoreSettings):
@@ -63,7 +67,8 @@ class _Settings(StoreSettings):
 
 
 def with_v0_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a V1 store with the keys that V0 stores read beside it, unless they are there."""
+    """The configuration of a V1 store with the keys that V0 stores read beside it, unless they are
+    there."""
     lookups_only = config.get("device_id", 0) == -1
     words = {
         "kv_block_size": config.get("block_size"),
@@ -77,8 +82,9 @@ def with_v0_words(config: Mapping[str, Any]) -> dict[str, Any]:
 class V1OverV0(UcmKVStoreBaseV1):
     """A V0 store where a V1 store is wanted. Record ids become 32 hex digits.
 
-    ``config`` names the sizes, and may hold ``deadlines`` (``load_unknown_s``, ``dump_s``) and ``staging_capacity``:
-    the bytes of dumps on their way at one time, and of the memory loads pass through; one block always fits.
+    ``config`` names the sizes, and may hold ``deadlines`` (``load_unknown_s``, ``dump_s``) and
+    ``staging_capacity``: the bytes of dumps on their way at one time, and of the memory loads pass
+    through; one block always fits.
     """
 
     has_staged_level = True
@@ -101,14 +107,20 @@ class V1OverV0(UcmKVStoreBaseV1):
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        self._allowances = {"load": settings.deadlines.load_unknown_s, "dump": settings.deadlines.dump_s}
+        self._allowances = {
+            "load": settings.deadlines.load_unknown_s,
+            "dump": settings.deadlines.dump_s,
+        }
         self._clock = clock
-        self._pieces = list(zip(np.cumsum([0, *self._shape.pieces]).tolist(), self._shape.pieces, strict=False))
+        self._pieces = list(
+            zip(np.cumsum([0, *self._shape.pieces]).tolist(), self._shape.pieces, strict=False)
+        )
         self._room = max(settings.staging_capacity or _ROOM, self._shape.block)
         self._per_load = max(1, self._room // self._shape.shard)
         self._lock = threading.Lock()
         self._on_their_way = 0  # bytes of dumps
-        self._incomplete: dict[bytes, set[int]] = {}  # of the dump thread alone: block -> shards still to come
+        # of the dump thread alone: block -> shards still to come
+        self._incomplete: dict[bytes, set[int]] = {}
         self._loads, self._dumps = Lane("ucm-v0-load", clock), Lane("ucm-v0-dump", clock)
         self._tensors_only = type(store).fetch_data is UcmKVStoreBase.fetch_data
 
@@ -121,10 +133,15 @@ class V1OverV0(UcmKVStoreBaseV1):
         del priority
         self.v0.prefetch(_names(block_ids))
 
-    # Loads --------------------------------------------------------------------------------------------------
+    # Loads
+    # ----------------------------------------------------------------------------------------------
 
     def load_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, timeout: float | None = None
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: Addresses,
+        timeout: float | None = None,
     ) -> V0Task:
         """As in the base class; ``timeout`` in seconds, the configured deadline if None."""
         names, offsets, matrix = self._rows(block_ids, shard_index, addrs)
@@ -135,12 +152,20 @@ class V1OverV0(UcmKVStoreBaseV1):
                 rows = range(first, min(first + self._per_load, len(names)))
                 if task.over():
                     return
-                self._load(task, rows, names[rows.start : rows.stop], offsets[rows.start : rows.stop], matrix)
+                self._load(
+                    task,
+                    rows,
+                    names[rows.start : rows.stop],
+                    offsets[rows.start : rows.stop],
+                    matrix,
+                )
 
         self._loads.submit(task, job)
         return task
 
-    def _load(self, task: V0Task, rows: range, names: list[str], offsets: list[int], matrix: Addresses) -> None:
+    def _load(
+        self, task: V0Task, rows: range, names: list[str], offsets: list[int], matrix: Addresses
+    ) -> None:
         memory = np.empty((len(rows), self._shape.shard), np.uint8)
         try:
             code = self._move("fetch_data", "load", names, offsets, memory)
@@ -157,10 +182,15 @@ class V1OverV0(UcmKVStoreBaseV1):
 
         task.deliver(rows, scatter)
 
-    # Dumps --------------------------------------------------------------------------------------------------
+    # Dumps
+    # ----------------------------------------------------------------------------------------------
 
     def dump_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, prerequisite_handle: int = 0
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: Addresses,
+        prerequisite_handle: int = 0,
     ) -> V0Task:
         """As in the base class; the source has been read when this returns."""
         if prerequisite_handle:
@@ -169,12 +199,16 @@ class V1OverV0(UcmKVStoreBaseV1):
         size = len(names) * self._shape.shard
         with self._lock:
             if size and self._on_their_way and self._on_their_way + size > self._room:
-                raise BusyError("no room for this dump", context={"bytes": size, "limit": self._room})
+                raise BusyError(
+                    "no room for this dump", context={"bytes": size, "limit": self._room}
+                )
             self._on_their_way += size
         memory = np.empty((len(names), self._shape.shard), np.uint8)
         for row, addresses in enumerate(matrix.tolist()):
             for (offset, length), address in zip(self._pieces, addresses, strict=True):
-                ctypes.memmove(memory.ctypes.data + row * self._shape.shard + offset, address, length)
+                ctypes.memmove(
+                    memory.ctypes.data + row * self._shape.shard + offset, address, length
+                )
         task = self._task("dump", len(names), None)
         ids, shards = list(block_ids), [int(shard) for shard in shard_index]
 
@@ -207,14 +241,28 @@ class V1OverV0(UcmKVStoreBaseV1):
         for row, block in enumerate(ids):
             if (why := refused.get(block)) is not None:
                 task.fail([row], why)
-        rows = [row for row, block in enumerate(ids) if block in self._incomplete and block not in refused]
-        stored = [row for row, block in enumerate(ids) if block not in self._incomplete and block not in refused]
+        rows = [
+            row
+            for row, block in enumerate(ids)
+            if block in self._incomplete and block not in refused
+        ]
+        stored = [
+            row
+            for row, block in enumerate(ids)
+            if block not in self._incomplete and block not in refused
+        ]
         mine = list(dict.fromkeys(ids[row] for row in rows))
         why_not: UcmError | None = None
         if rows:
             try:
                 mine_only = memory if len(rows) == len(ids) else memory[rows]
-                code = self._move("dump_data", "dump", [names[r] for r in rows], [offsets[r] for r in rows], mine_only)
+                code = self._move(
+                    "dump_data",
+                    "dump",
+                    [names[r] for r in rows],
+                    [offsets[r] for r in rows],
+                    mine_only,
+                )
                 why_not = None if code == OK else error_of(code, "dump")
             except Exception as error:
                 why_not = _as_ours(error, "dump")
@@ -227,12 +275,15 @@ class V1OverV0(UcmKVStoreBaseV1):
             failed = why_not or unpublished.get(ids[row])
             if failed is not None:
                 task.fail([row], failed)
-        well = {row for row in rows if why_not is None and ids[row] not in unpublished} | set(stored)
+        well = {row for row in rows if why_not is None and ids[row] not in unpublished} | set(
+            stored
+        )
         for row in well:
             task.deliver(range(row, row + 1), lambda: None)
 
     def _create(self, blocks: list[bytes]) -> dict[bytes, UcmError]:
-        """Create those that are not begun. Why some cannot be dumped; those that are stored already are in neither."""
+        """Create those that are not begun. Why some cannot be dumped; those that are stored already
+        are in neither."""
         new = [block for block in blocks if block not in self._incomplete]
         if not new:
             return {}
@@ -249,7 +300,9 @@ class V1OverV0(UcmKVStoreBaseV1):
         taken = [block for block, code in zip(new, codes, strict=True) if code == DUPLICATE_KEY]
         for block, there in zip(taken, self.lookup(taken) if taken else [], strict=True):
             if not there:
-                refused[block] = BusyError("somebody else is writing this block", context={"block_id": block.hex()})
+                refused[block] = BusyError(
+                    "somebody else is writing this block", context={"block_id": block.hex()}
+                )
         return refused
 
     def _commit(self, whole: list[bytes], broken: list[bytes]) -> dict[bytes, UcmError]:
@@ -273,21 +326,34 @@ class V1OverV0(UcmKVStoreBaseV1):
         missing = NotFoundError("the V0 store committed the block and does not find it")
         return {block: missing for block, there in zip(whole, found, strict=True) if not there}
 
-    # Both ---------------------------------------------------------------------------------------------------
+    # Both
+    # ----------------------------------------------------------------------------------------------
 
-    def _move(self, raw: str, tensors: str, names: list[str], offsets: list[int], memory: npt.NDArray[np.uint8]) -> int:
-        """Call the store by addresses, or by tensors where that is all it knows, and wait; its code."""
+    def _move(
+        self,
+        raw: str,
+        tensors: str,
+        names: list[str],
+        offsets: list[int],
+        memory: npt.NDArray[np.uint8],
+    ) -> int:
+        """Call the store by addresses, or by tensors where that is all it knows, and wait; its
+        code."""
         if not self._tensors_only:
             addresses = [memory.ctypes.data + row * self._shape.shard for row in range(len(names))]
             try:
-                task = getattr(self.v0, raw)(names, offsets, addresses, [self._shape.shard] * len(names))
+                task = getattr(self.v0, raw)(
+                    names, offsets, addresses, [self._shape.shard] * len(names)
+                )
                 return int(self.v0.wait(task) or OK)
             except NotImplementedError:
                 self._tensors_only = True
         try:
             import torch
         except ImportError:
-            raise UnsupportedError("this V0 store takes torch tensors alone, and torch is not installed") from None
+            raise UnsupportedError(
+                "this V0 store takes torch tensors alone, and torch is not installed"
+            ) from None
         task = getattr(self.v0, tensors)(names, offsets, [torch.from_numpy(row) for row in memory])
         return int(self.v0.wait(task) or OK)
 
@@ -301,7 +367,11 @@ class V1OverV0(UcmKVStoreBaseV1):
         if len(block_ids) != len(matrix) or len(shard_index) != len(matrix):
             raise InvalidInputError(
                 "block_ids, shard_index and the rows of addrs must be equally many",
-                context={"block_ids": len(block_ids), "shard_index": len(shard_index), "addrs": len(matrix)},
+                context={
+                    "block_ids": len(block_ids),
+                    "shard_index": len(shard_index),
+                    "addrs": len(matrix),
+                },
             )
         if matrix.ndim != 2 or matrix.shape[1] != len(self._pieces):
             raise InvalidInputError(
@@ -312,7 +382,9 @@ class V1OverV0(UcmKVStoreBaseV1):
             raise InvalidInputError("an address is null")
         for row, shard in enumerate(shard_index):
             if not 0 <= shard < self._shape.shards:
-                raise InvalidInputError("shard index out of range", context={"row": row, "shard": shard})
+                raise InvalidInputError(
+                    "shard index out of range", context={"row": row, "shard": shard}
+                )
         return _names(block_ids), [int(shard) * self._shape.shard for shard in shard_index], matrix
 
     def _task(self, kind: str, rows: int, timeout: float | None) -> V0Task:
@@ -366,7 +438,8 @@ class V1OverV0(UcmKVStoreBaseV1):
         return own | (dict(more()) if callable(more) else {})
 
     def close(self) -> None:
-        """End the threads and close the V0 store if it can be closed. What waits in the queues fails."""
+        """End the threads and close the V0 store if it can be closed. What waits in the queues
+        fails."""
         if self._closed:
             return
         super().close()
@@ -379,13 +452,17 @@ class V1OverV0(UcmKVStoreBaseV1):
 def _names(block_ids: Sequence[Any]) -> list[str]:
     for block in block_ids:
         if not isinstance(block, bytes) or len(block) != 16:
-            raise InvalidInputError("a block id is 16 raw bytes (type bytes)", context={"got": repr(block)[:80]})
+            raise InvalidInputError(
+                "a block id is 16 raw bytes (type bytes)", context={"got": repr(block)[:80]}
+            )
     return [block.hex() for block in block_ids]
 
 
 def _mine(task: Any) -> V0Task:
     if not isinstance(task, V0Task):
-        raise InvalidInputError("this is no task of a V0 store", context={"type": type(task).__name__})
+        raise InvalidInputError(
+            "this is no task of a V0 store", context={"type": type(task).__name__}
+        )
     return task
 
 

@@ -1,8 +1,10 @@
-"""Copies between a device and the host by address, with streams and buffers: for programs that move memory themselves.
+"""Copies between a device and the host by address, with streams and buffers: for programs that move
+memory themselves.
 
-``Device().setup(0)`` opens a device of this machine, ``make_stream()`` gives a stream that uses its copy engine,
-``make_sm_stream()`` one that uses ucm's kernels, ``make_buffer()`` makes memory on both sides. The names of the
-original (``Setup``, ``MakeStream``, ``DeviceToHost`` ...) mean the same. The whole is also the package ``ucmtrans``.
+``Device().setup(0)`` opens a device of this machine, ``make_stream()`` gives a stream that uses its
+copy engine, ``make_sm_stream()`` one that uses ucm's kernels, ``make_buffer()`` makes memory on
+both sides. The names of the original (``Setup``, ``MakeStream``, ``DeviceToHost`` ...) mean the
+same. The whole is also the package ``ucmtrans``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from ucm.trans.buffer import Buffer
 from ucm.trans.device import Device
 from ucm.trans.stream import Stream
 
-#: The names of a platform abstraction (``allocate_memory``, ``h2d_transfer`` ...) are methods of every device.
+#: The names of a platform abstraction (``allocate_memory``, ``h2d_transfer`` ...) are methods of
+#: every device.
 PlatformAbstraction = Device
 
 project = "ucm"

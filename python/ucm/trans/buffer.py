@@ -11,9 +11,10 @@ POOL_TIMEOUT = 30.0
 class Buffer:
     """Where buffers of one device come from: alone, or from pools that never grow by themselves.
 
-    What these methods return is a :class:`~ucm.trans.Memory`: it has an ``address`` and a ``size`` in bytes, is taken
-    wherever an address is, and is given back by ``close()``, at the end of a ``with`` block or when nothing uses it any
-    more. Copies under way keep it. One on the host shows its bytes to NumPy: ``numpy.frombuffer(memory, "uint8")``.
+    What these methods return is a :class:`~ucm.trans.Memory`: it has an ``address`` and a ``size``
+    in bytes, is taken wherever an address is, and is given back by ``close()``, at the end of a
+    ``with`` block or when nothing uses it any more. Copies under way keep it. One on the host shows
+    its bytes to NumPy: ``numpy.frombuffer(memory, "uint8")``.
     """
 
     def __init__(self, core: TransBuffer) -> None:
@@ -49,9 +50,11 @@ class Buffer:
         return self._core.get("host", size, timeout)
 
     def register_host_buffer(self, address: int | TransMemory, size: int) -> None:
-        """Pin ``size`` bytes of the caller's memory: copies of them are fast, and kernels can reach them.
+        """Pin ``size`` bytes of the caller's memory: copies of them are fast, and kernels can reach
+        them.
 
-        The memory must stay until :meth:`unregister_host_buffer` was called, or this object is gone.
+        The memory must stay until :meth:`unregister_host_buffer` was called, or this object is
+        gone.
         """
         self._core.register(address, size)
 

@@ -21,11 +21,13 @@ AUTOMATIC = ("cuda", "hip", "musa", "maca", "ascend")
 
 
 class Device:
-    """A device of this machine, once :meth:`setup` has opened it. It belongs to the process that does.
+    """A device of this machine, once :meth:`setup` has opened it. It belongs to the process that
+    does.
 
-    ``platform`` names its kind (``cuda``, ``host`` ...); without it the environment's ``PLATFORM`` does, and without
-    that it is the first kind whose runtime is installed and finds a device, or else the host. The log says which, and
-    why. A runtime that is there and cannot be used is an error: the host cannot reach the memory of its devices.
+    ``platform`` names its kind (``cuda``, ``host`` ...); without it the environment's ``PLATFORM``
+    does, and without that it is the first kind whose runtime is installed and finds a device, or
+    else the host. The log says which, and why. A runtime that is there and cannot be used is an
+    error: the host cannot reach the memory of its devices.
     """
 
     def __init__(self, platform: str | None = None) -> None:
@@ -43,7 +45,9 @@ class Device:
         :class:`~ucm.errors.ForkedError` in a child of a process that has opened one.
         """
         if type(device_id) is not int or device_id < 0:
-            raise InvalidInputError("the number of a device is 0 or more", context={"device_id": device_id})
+            raise InvalidInputError(
+                "the number of a device is 0 or more", context={"device_id": device_id}
+            )
         self._own = None
         self._core = self._open(device_id)
         self._hand_over_log()
@@ -76,8 +80,8 @@ class Device:
     def make_stream(self, transfer: str = "dma") -> Stream:
         """A stream that copies by the device's copy engine, or in the way that ``transfer`` names.
 
-        That is ``auto`` (what is cheapest by what was measured of the device when it was opened), ``sm``, ``staging``
-        or ``dma``, as the key ``transfer`` of a store.
+        That is ``auto`` (what is cheapest by what was measured of the device when it was opened),
+        ``sm``, ``staging`` or ``dma``, as the key ``transfer`` of a store.
         """
         stream = Stream(self._device().make_stream(transfer))
         self._streams.add(stream)
@@ -86,7 +90,8 @@ class Device:
     def make_sm_stream(self) -> Stream:
         """A stream that copies by ucm's kernels.
 
-        They reach host memory that is a host buffer or registered; other host memory goes the cheapest other way.
+        They reach host memory that is a host buffer or registered; other host memory goes the
+        cheapest other way.
         """
         return self.make_stream("sm")
 
@@ -103,7 +108,8 @@ class Device:
         self._copies().host_to_device(address_of(src), dst, bytes_of(src))
 
     def d2h_transfer(self, src: int | TransMemory, dst: Any) -> None:
-        """Copy from the device into a contiguous array or tensor on the host, as many bytes as that has."""
+        """Copy from the device into a contiguous array or tensor on the host, as many bytes as that
+        has."""
         if not getattr(getattr(dst, "flags", None), "writeable", True):
             raise InvalidInputError("the array to copy to is read-only")
         self._copies().device_to_host(src, address_of(dst), bytes_of(dst))
@@ -120,7 +126,8 @@ class Device:
         self._hand_over_log()
 
     def _hand_over_log(self) -> None:
-        """Writes what the core logged of its devices since then: no thread of the core takes the GIL for it."""
+        """Writes what the core logged of its devices since then: no thread of the core takes the
+        GIL for it."""
         for level, message, fields in self._device().take_log():
             logger.log(level, message, extra={"fields": fields})
 
@@ -142,5 +149,7 @@ def _platform(named: str | None) -> str | None:
         return PLATFORMS[named.lower()]
     word = os.environ.get("PLATFORM", "").strip()
     if word and word.lower() not in PLATFORMS:
-        logger.warning('environment PLATFORM is "%s" and ignored; known are %s', word, ", ".join(PLATFORMS))
+        logger.warning(
+            'environment PLATFORM is "%s" and ignored; known are %s', word, ", ".join(PLATFORMS)
+        )
     return PLATFORMS.get(word.lower())

@@ -13,7 +13,8 @@ use parking_lot::Mutex;
 
 use crate::state::{FILES, called, count};
 
-/// A registered file: the file that had the number then, by a descriptor of its own, and how it is open.
+/// A registered file: the file that had the number then, by a descriptor of its own, and how it is
+/// open.
 pub(crate) struct Registered {
     pub(crate) file: File,
     pub(crate) mode: c_int,

@@ -1,17 +1,20 @@
-//! 3FS's client library for tests: the C interface of `hf3fs_usrbio.h` over the files of a directory.
+//! 3FS's client library for tests: the C interface of `hf3fs_usrbio.h` over the files of a
+//! directory.
 //!
-//! A directory with a `3fs-virt` in it counts as a mount of 3FS, and everything below it lies there. The rules that matter are
-//! those of the real library and its daemon:
+//! A directory with a `3fs-virt` in it counts as a mount of 3FS, and everything below it lies
+//! there. The rules that matter are those of the real library and its daemon:
 //!
-//! * a ring is for reads or for writes, and takes no more operations than it has entries (`-EAGAIN`),
-//! * operations run on a thread of the ring's own, may begin before they are handed over, and end in no order that anybody
-//!   could rely on,
-//! * a positive depth waits for batches of exactly so many; a negative one takes at most so many together; 0 takes all,
-//! * files are registered by their numbers, once each until they are taken out; an operation needs one that is registered and
-//!   open for what it does; a file that is closed stays what it was,
+//! * a ring is for reads or for writes, and takes no more operations than it has entries
+//!   (`-EAGAIN`),
+//! * operations run on a thread of the ring's own, may begin before they are handed over, and end
+//!   in no order that anybody could rely on,
+//! * a positive depth waits for batches of exactly so many; a negative one takes at most so many
+//!   together; 0 takes all,
+//! * files are registered by their numbers, once each until they are taken out; an operation needs
+//!   one that is registered and open for what it does; a file that is closed stays what it was,
 //! * memory must lie in what was made for it; a wait ends at a moment of the clock of the day,
-//! * mistakes that there lead to corrupt data end the process with a line on standard error: two threads at one ring, memory
-//!   or a ring destroyed under an operation.
+//! * mistakes that there lead to corrupt data end the process with a line on standard error: two
+//!   threads at one ring, memory or a ring destroyed under an operation.
 //!
 //! # Controls
 //! Exported beside the functions of the library:
@@ -30,7 +33,7 @@ mod state;
 
 pub use files::{hf3fs_dereg_fd, hf3fs_extract_mount_point, hf3fs_is_hf3fs, hf3fs_reg_fd};
 pub use ring::{
-    Cqe, Ior, Iov, hf3fs_io_entries, hf3fs_iorcreate4, hf3fs_iordestroy, hf3fs_iovcreate, hf3fs_iovdestroy,
-    hf3fs_prep_io, hf3fs_submit_ios, hf3fs_wait_for_ios,
+    Cqe, Ior, Iov, hf3fs_io_entries, hf3fs_iorcreate4, hf3fs_iordestroy, hf3fs_iovcreate,
+    hf3fs_iovdestroy, hf3fs_prep_io, hf3fs_submit_ios, hf3fs_wait_for_ios,
 };
 pub use state::{soft3fs_calls, soft3fs_fail, soft3fs_hold, soft3fs_live, soft3fs_together};

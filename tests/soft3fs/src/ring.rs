@@ -138,14 +138,18 @@ impl Ring {
         let (start, len) = (operation.address as *mut u8, operation.len);
         let file = &operation.file.file;
         let moved = if self.for_read {
-            // SAFETY: it lies in memory of this library, and the caller leaves it alone until the operation has ended.
+            // SAFETY: it lies in memory of this library, and the caller leaves it alone until the
+            // operation has ended.
             file.read_at(
                 unsafe { std::slice::from_raw_parts_mut(start, len) },
                 operation.at,
             )
         } else {
             // SAFETY: as above.
-            file.write_at(unsafe { std::slice::from_raw_parts(start, len) }, operation.at)
+            file.write_at(
+                unsafe { std::slice::from_raw_parts(start, len) },
+                operation.at,
+            )
         };
         match moved {
             Ok(moved) => i64::try_from(moved).unwrap_or(i64::MAX),
@@ -329,7 +333,9 @@ pub unsafe extern "C" fn hf3fs_iordestroy(ior: *mut Ior) {
 pub unsafe extern "C" fn hf3fs_io_entries(ior: *const Ior) -> c_int {
     // SAFETY: the caller's promise.
     let ring = unsafe { ring_of(ior) };
-    ring.map_or(0, |ring| c_int::try_from(ring.entries).unwrap_or(c_int::MAX))
+    ring.map_or(0, |ring| {
+        c_int::try_from(ring.entries).unwrap_or(c_int::MAX)
+    })
 }
 
 /// Prepares an operation; it may begin at once.
@@ -424,7 +430,8 @@ pub unsafe extern "C" fn hf3fs_wait_for_ios(
     }
     // SAFETY: the caller's promise.
     let (ring, until) = unsafe { (ring_of(ior), abs_timeout.as_ref()) };
-    let (Some(ring), Some(room)) = (ring, usize::try_from(cqec).ok().filter(|&room| room > 0)) else {
+    let (Some(ring), Some(room)) = (ring, usize::try_from(cqec).ok().filter(|&room| room > 0))
+    else {
         return -libc::EINVAL;
     };
     let least = usize::try_from(min_results).unwrap_or(0).min(room);

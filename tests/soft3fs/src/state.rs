@@ -41,7 +41,11 @@ pub(crate) fn called(name: &str) -> Option<c_int> {
 
 pub(crate) fn count(kind: usize, more: bool) {
     let live = &mut STATE.lock().live[kind];
-    *live = if more { *live + 1 } else { live.saturating_sub(1) };
+    *live = if more {
+        *live + 1
+    } else {
+        live.saturating_sub(1)
+    };
 }
 
 /// Waits while operations are held.
@@ -63,7 +67,9 @@ pub(crate) fn mistake(what: &str) -> ! {
 /// It ends with a zero.
 unsafe fn name_of(name: *const c_char) -> String {
     // SAFETY: the caller's promise.
-    unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr(name) }
+        .to_string_lossy()
+        .into_owned()
 }
 
 /// How often a function was called.

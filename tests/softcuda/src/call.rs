@@ -1,4 +1,5 @@
-//! What every call goes through: counting, failures planned by the test, and the checks of process, thread and context.
+//! What every call goes through: counting, failures planned by the test, and the checks of process,
+//! thread and context.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -39,8 +40,8 @@ impl Export {
     }
 }
 
-/// Exports functions under their names: each goes through one of the functions below, or one like them, and then does
-/// what stands behind the arrow.
+/// Exports functions under their names: each goes through one of the functions below, or one like
+/// them, and then does what stands behind the arrow.
 macro_rules! exports {
     ($names:ident: $($needs:ident $name:ident($($arg:ident: $type:ty),* $(,)?) [$($with:ident),*] => $does:expr;)*) => {
         /// What is known of each, in the order of the names.
@@ -60,7 +61,8 @@ macro_rules! exports {
             #[doc = concat!("`", stringify!($name), "`, as its vendor's.")]
             ///
             /// # Safety
-            /// As the vendor's documentation asks: pointers are null or name memory of the kind and size that it says.
+            /// As the vendor's documentation asks: pointers are null or name memory of the kind and
+            /// size that it says.
             #[unsafe(no_mangle)]
             #[allow(unused_unsafe, reason = "functions without pointers need none")]
             #[allow(clippy::too_many_arguments, reason = "the vendor's own lists")]
@@ -81,12 +83,18 @@ pub(crate) fn anywhere(function: &'static Export, act: impl FnOnce() -> Outcome)
 }
 
 /// A call that needs no `cuInit`.
-pub(crate) fn before_init(function: &'static Export, act: impl FnOnce(&mut Locked) -> Outcome) -> CUresult {
+pub(crate) fn before_init(
+    function: &'static Export,
+    act: impl FnOnce(&mut Locked) -> Outcome,
+) -> CUresult {
     code(enter(function).and_then(|mut state| act(&mut state)))
 }
 
 /// A call that needs `cuInit` and no context. It costs no time on the virtual clock.
-pub(crate) fn process(function: &'static Export, act: impl FnOnce(&mut Locked) -> Outcome) -> CUresult {
+pub(crate) fn process(
+    function: &'static Export,
+    act: impl FnOnce(&mut Locked) -> Outcome,
+) -> CUresult {
     code(enter(function).and_then(|mut state| {
         check_init(&state)?;
         act(&mut state)
@@ -118,7 +126,8 @@ pub(crate) fn in_callback(call: impl FnOnce()) {
     IN_CALLBACK.set(false);
 }
 
-/// Ends the process for a mistake of the caller that real hardware punishes with corrupt data or a hang.
+/// Ends the process for a mistake of the caller that real hardware punishes with corrupt data or a
+/// hang.
 pub(crate) fn abort(reason: &str) -> ! {
     say(reason);
     std::process::abort()
@@ -133,7 +142,8 @@ pub(crate) fn say(what: &str) {
 fn enter(function: &'static Export) -> Outcome<Locked> {
     let number = count(function);
     let process = PROCESS.load(Ordering::Acquire);
-    // In a forked process another thread's lock may be held for ever, so nothing is locked before this.
+    // In a forked process another thread's lock may be held for ever, so nothing is locked before
+    // this.
     if process != 0 && process != own_pid() {
         return Err(CUDA_ERROR_NOT_INITIALIZED);
     }

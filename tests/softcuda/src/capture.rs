@@ -1,16 +1,17 @@
-//! Captures: a stream whose work goes into a graph instead of being done, and the calls that other threads may not make
-//! meanwhile.
+//! Captures: a stream whose work goes into a graph instead of being done, and the calls that other
+//! threads may not make meanwhile.
 //!
-//! Where such a call is made, it is refused and the capture is worth nothing any more, as CUDA and HIP have it. A
-//! thread exchanges its own mode to be allowed them. What CUDA calls "potentially unsafe" it lists nowhere; here it is
-//! what is known of CUDA or HIP: memory and modules that come and go, questions for events and streams, and waits.
+//! Where such a call is made, it is refused and the capture is worth nothing any more, as CUDA and
+//! HIP have it. A thread exchanges its own mode to be allowed them. What CUDA calls "potentially
+//! unsafe" it lists nowhere; here it is what is known of CUDA or HIP: memory and modules that come
+//! and go, questions for events and streams, and waits.
 
 use std::cell::Cell;
 use std::thread::ThreadId;
 
 use crate::error::{
-    CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, Outcome,
+    CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, Outcome,
 };
 use crate::state::{Handle, State};
 use crate::stream;

@@ -1,8 +1,10 @@
-//! The virtual clock: one time for the host, one for each stream, and the DMA engines' books of when they are busy.
+//! The virtual clock: one time for the host, one for each stream, and the DMA engines' books of
+//! when they are busy.
 //!
-//! Each call takes the host some time. Whether work in streams takes time too is switched by the cost model. Nothing
-//! here looks at a real clock: figures are the same on every machine. They are those of an H100, rounded, as ucm measured them
-//! there when it opened the device (`docs/devices.md`).
+//! Each call takes the host some time. Whether work in streams takes time too is switched by the
+//! cost model. Nothing here looks at a real clock: figures are the same on every machine. They are
+//! those of an H100, rounded, as ucm measured them there when it opened the device
+//! (`docs/devices.md`).
 
 use std::collections::BTreeMap;
 
@@ -37,7 +39,8 @@ pub(crate) enum Cost {
     OnDevice(u64),
     /// Bytes of device memory filled.
     Fill(u64),
-    /// Bytes of mapped host memory and of device memory that a kernel read and wrote, at the same time.
+    /// Bytes of mapped host memory and of device memory that a kernel read and wrote, at the same
+    /// time.
     Kernel { host: u64, device: u64 },
 }
 
@@ -85,13 +88,15 @@ impl Clock {
             Cost::ToHost(len) => self.to_host.place(ready, GAP_NS + len.div_ceil(DMA)),
             Cost::OnDevice(len) => ready + (2 * len).div_ceil(DEVICE),
             Cost::Fill(len) => ready + len.div_ceil(DEVICE),
-            Cost::Kernel { host, device } => ready + host.div_ceil(KERNEL_HOST).max(device.div_ceil(DEVICE)),
+            Cost::Kernel { host, device } => {
+                ready + host.div_ceil(KERNEL_HOST).max(device.div_ceil(DEVICE))
+            }
         }
     }
 }
 
-/// What does one thing at a time: its busy intervals (begin, end). Operations take the first gap that holds them, so
-/// that the order in which threads happen to report them does not matter.
+/// What does one thing at a time: its busy intervals (begin, end). Operations take the first gap
+/// that holds them, so that the order in which threads happen to report them does not matter.
 struct Engine {
     busy: BTreeMap<u64, u64>,
 }

@@ -3,7 +3,9 @@
 use std::cell::RefCell;
 
 use crate::device;
-use crate::error::{CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_INVALID_CONTEXT, CUresult, Outcome};
+use crate::error::{
+    CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_INVALID_CONTEXT, CUresult, Outcome,
+};
 use crate::state::{ENDED, Handle, Locked, State};
 
 /// The primary context of a device.
@@ -79,10 +81,13 @@ pub(crate) fn retain(state: &mut State, device: i32) -> Outcome<Handle> {
     Ok(context.handle)
 }
 
-/// `cuDevicePrimaryCtxRelease_v2`: the last release waits for the work in the context, then everything in it is gone.
+/// `cuDevicePrimaryCtxRelease_v2`: the last release waits for the work in the context, then
+/// everything in it is gone.
 pub(crate) fn release(state: &mut Locked, device: i32) -> Outcome {
     let index = device::index(device)?;
-    let context = state.contexts[index].as_mut().ok_or(CUDA_ERROR_INVALID_CONTEXT)?;
+    let context = state.contexts[index]
+        .as_mut()
+        .ok_or(CUDA_ERROR_INVALID_CONTEXT)?;
     context.references = context
         .references
         .checked_sub(1)
@@ -99,7 +104,10 @@ pub(crate) fn release(state: &mut Locked, device: i32) -> Outcome {
         ENDED.wait(state);
     }
     // Somebody may have retained it meanwhile.
-    if state.contexts[index].take_if(|it| it.references == 0).is_some() {
+    if state.contexts[index]
+        .take_if(|it| it.references == 0)
+        .is_some()
+    {
         for stream in state.streams.values_mut() {
             if stream.context == handle {
                 stream.close();
@@ -107,7 +115,9 @@ pub(crate) fn release(state: &mut Locked, device: i32) -> Outcome {
         }
         state.events.retain(|_, event| event.context != handle);
         state.modules.retain(|_, module| module.context != handle);
-        state.functions.retain(|_, function| function.context != handle);
+        state
+            .functions
+            .retain(|_, function| function.context != handle);
         state.memory.drop_context(handle);
     }
     Ok(())
@@ -158,7 +168,10 @@ pub(crate) fn pop() -> Outcome<Handle> {
 fn find(state: &State, handle: Handle) -> Option<(usize, &Context)> {
     let primary = state.contexts.iter().enumerate();
     let primary = primary.filter_map(|(index, context)| Some((index, context.as_ref()?)));
-    let others = state.others.iter().map(|(index, context)| (*index, context));
+    let others = state
+        .others
+        .iter()
+        .map(|(index, context)| (*index, context));
     primary
         .chain(others)
         .find(|(_, context)| context.handle == handle)

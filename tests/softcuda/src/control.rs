@@ -1,7 +1,7 @@
 //! What a test asks of the driver and does to it: the functions whose names begin with `softcuda_`.
 //!
-//! They work from every thread, with or without a context, and take no virtual time. A name or a stream that does not
-//! exist ends the process: a misspelt test must not pass.
+//! They work from every thread, with or without a context, and take no virtual time. A name or a
+//! stream that does not exist ends the process: a misspelt test must not pass.
 #![allow(unsafe_code, reason = "the C ABI, and the memory that tests name")]
 
 use std::ffi::{CStr, c_char};
@@ -88,8 +88,8 @@ impl Control {
     }
 }
 
-/// Lets a call fail: the `nth` one of `function` from now on (the next is 1) answers `result` and does nothing else.
-/// May be asked for several calls.
+/// Lets a call fail: the `nth` one of `function` from now on (the next is 1) answers `result` and
+/// does nothing else. May be asked for several calls.
 ///
 /// # Safety
 /// `function` is a name with its zero byte.
@@ -123,13 +123,17 @@ pub unsafe extern "C" fn softcuda_block(function: *const c_char) {
     ENDED.notify_all();
 }
 
-/// Breaks the primary context of a device, if it has one: every later call in it answers `result`, and what its streams
-/// still had to do is dropped.
+/// Breaks the primary context of a device, if it has one: every later call in it answers `result`,
+/// and what its streams still had to do is dropped.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_break(device: i32, result: CUresult) {
     let mut state = lock();
     let index = usize::try_from(device).unwrap_or(usize::MAX);
-    match state.contexts.get(index).and_then(|context| context.as_ref()) {
+    match state
+        .contexts
+        .get(index)
+        .and_then(|context| context.as_ref())
+    {
         Some(context) if result != CUDA_SUCCESS => {
             let context = context.handle;
             context::poison(&mut state, context, result);
@@ -138,8 +142,8 @@ pub extern "C" fn softcuda_break(device: i32, result: CUresult) {
     }
 }
 
-/// Lets every copy that this function begins, or every launch of this kernel of a loaded module, write a wrong byte;
-/// null ends that for all.
+/// Lets every copy that this function begins, or every launch of this kernel of a loaded module,
+/// write a wrong byte; null ends that for all.
 ///
 /// # Safety
 /// `name` is null or a name with its zero byte.
@@ -151,16 +155,21 @@ pub unsafe extern "C" fn softcuda_corrupt(name: *const c_char) {
         return;
     }
     // SAFETY: the caller's promise.
-    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+    let name = unsafe { CStr::from_ptr(name) }
+        .to_string_lossy()
+        .into_owned();
     let copies = [Cost::ToDevice(0), Cost::ToHost(0), Cost::OnDevice(0)]
         .map(|cost| [copy::name(cost, false), copy::name(cost, true)]);
-    if !copies.as_flattened().contains(&&*name) && !state.functions.values().any(|it| it.name() == name) {
+    if !copies.as_flattened().contains(&&*name)
+        && !state.functions.values().any(|it| it.name() == name)
+    {
         abort(&format!("softcuda_corrupt: no copy and no kernel {name:?}"));
     }
     state.control.wrong.push(name);
 }
 
-/// Holds a stream: no further operation of it begins until it is released. Null holds all streams, those to come too.
+/// Holds a stream: no further operation of it begins until it is released. Null holds all streams,
+/// those to come too.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_hold(stream: Handle) {
     set_held(stream, true);
@@ -172,7 +181,8 @@ pub extern "C" fn softcuda_release(stream: Handle) {
     set_held(stream, false);
 }
 
-/// Keeps each operation of every stream back for a random time of at most `max_us` microseconds; 0 ends it.
+/// Keeps each operation of every stream back for a random time of at most `max_us` microseconds; 0
+/// ends it.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_jitter(seed: u64, max_us: u64) {
     // A xorshift stays at 0 for ever.
@@ -189,8 +199,8 @@ pub extern "C" fn softcuda_side_by_side(on: u32) {
     crate::memory::set_side_by_side(&mut lock(), on != 0);
 }
 
-/// Takes host memory as memory of the first device, at its own address: copies and kernels of both devices may use it.
-/// `CUDA_ERROR_INVALID_VALUE` where it overlaps memory that is known already.
+/// Takes host memory as memory of the first device, at its own address: copies and kernels of both
+/// devices may use it. `CUDA_ERROR_INVALID_VALUE` where it overlaps memory that is known already.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_accept(start: usize, len: usize) -> CUresult {
     code(lock().memory.accept(start, len))
@@ -243,8 +253,8 @@ pub unsafe extern "C" fn softcuda_calls(function: *const c_char) -> u64 {
     unsafe { export(function) }.calls()
 }
 
-/// Bytes moved so far: 0 host to device, 1 device to host, 2 inside of device memory, and by kernels (read and written)
-/// 3 of mapped host memory, 4 of device memory.
+/// Bytes moved so far: 0 host to device, 1 device to host, 2 inside of device memory, and by
+/// kernels (read and written) 3 of mapped host memory, 4 of device memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_bytes(kind: u32) -> u64 {
     let bytes = lock().control.bytes;
@@ -266,8 +276,9 @@ pub extern "C" fn softcuda_model(on: u32) {
     lock().clock.model = on != 0;
 }
 
-/// What exists now: 0 allocations (of devices and of pinned host memory), 1 registrations, 2 streams, 3 events, 4
-/// modules, 5 contexts, 6 streams that wait neither for the default one nor behind those of a higher priority.
+/// What exists now: 0 allocations (of devices and of pinned host memory), 1 registrations, 2
+/// streams, 3 events, 4 modules, 5 contexts, 6 streams that wait neither for the default one nor
+/// behind those of a higher priority.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_live(kind: u32) -> u64 {
     let state = lock();
@@ -290,7 +301,9 @@ pub extern "C" fn softcuda_live(kind: u32) -> u64 {
 
 fn set_held(stream: Handle, held: bool) {
     let mut state = lock();
-    let State { streams, control, .. } = &mut *state;
+    let State {
+        streams, control, ..
+    } = &mut *state;
     if stream == 0 {
         control.holds_new_streams = held;
     } else if !streams.contains_key(&stream) {

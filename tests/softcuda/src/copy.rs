@@ -1,7 +1,8 @@
 //! Copies and fills.
 //!
-//! Pinned host memory is copied when the stream comes to it. Other host memory is copied as CUDA documents it: to the
-//! device, the bytes are taken before the call returns; from the device, the call returns once they are there.
+//! Pinned host memory is copied when the stream comes to it. Other host memory is copied as CUDA
+//! documents it: to the device, the bytes are taken before the call returns; from the device, the
+//! call returns once they are there.
 #![allow(unsafe_code, reason = "takes bytes from the memory that callers name")]
 
 use std::ptr::with_exposed_provenance;
@@ -51,7 +52,16 @@ pub(crate) unsafe fn to_device(
         }
     };
     let cost = Cost::ToDevice(len as u64);
-    stream::submit(state, stream, Work::Copy { from, to, len, cost });
+    stream::submit(
+        state,
+        stream,
+        Work::Copy {
+            from,
+            to,
+            len,
+            cost,
+        },
+    );
     Ok(())
 }
 
@@ -76,7 +86,16 @@ pub(crate) unsafe fn to_host(
     let waits = pinned.is_none();
     let to = pinned.unwrap_or(Place::Caller(to));
     let cost = Cost::ToHost(len as u64);
-    let number = stream::submit(state, stream, Work::Copy { from, to, len, cost });
+    let number = stream::submit(
+        state,
+        stream,
+        Work::Copy {
+            from,
+            to,
+            len,
+            cost,
+        },
+    );
     if waits {
         stream::wait(state, stream, number);
         context::check(state, context)?;
@@ -100,7 +119,16 @@ pub(crate) fn on_device(
     let to = state.memory.device_place(to, len, context)?;
     let from = state.memory.device_place(from, len, context)?;
     let cost = Cost::OnDevice(len as u64);
-    stream::submit(state, stream, Work::Copy { from, to, len, cost });
+    stream::submit(
+        state,
+        stream,
+        Work::Copy {
+            from,
+            to,
+            len,
+            cost,
+        },
+    );
     Ok(())
 }
 
@@ -122,9 +150,9 @@ pub(crate) fn fill(
     Ok(())
 }
 
-/// `cuMemcpyHtoD_v2`, which waits for the streams that are not made `NON_BLOCKING`, as the legacy stream does. From
-/// memory that is not pinned it returns once the bytes were taken: they come to the device as work of the default
-/// stream.
+/// `cuMemcpyHtoD_v2`, which waits for the streams that are not made `NON_BLOCKING`, as the legacy
+/// stream does. From memory that is not pinned it returns once the bytes were taken: they come to
+/// the device as work of the default stream.
 ///
 /// # Safety
 /// `len` bytes can be read at `from`.
@@ -146,7 +174,15 @@ pub(crate) unsafe fn to_device_now(
         // SAFETY: the caller promises that they can be read.
         Place::Staged(unsafe { std::slice::from_raw_parts(from, len) }.into())
     });
-    now(state, context, from, to, len, Cost::ToDevice(len as u64), waits)
+    now(
+        state,
+        context,
+        from,
+        to,
+        len,
+        Cost::ToDevice(len as u64),
+        waits,
+    )
 }
 
 /// `cuMemcpyDtoH_v2`; waits as [`to_device_now`] does, and for the copy.
@@ -166,7 +202,15 @@ pub(crate) unsafe fn to_host_now(
     let from = state.memory.device_place(from, len, context)?;
     let pinned = state.memory.pinned_place(to, len, context)?;
     let to = pinned.unwrap_or(Place::Caller(to));
-    now(state, context, from, to, len, Cost::ToHost(len as u64), true)
+    now(
+        state,
+        context,
+        from,
+        to,
+        len,
+        Cost::ToHost(len as u64),
+        true,
+    )
 }
 
 /// Copies on the default stream, and waits for it or does not.
@@ -181,7 +225,16 @@ fn now(
 ) -> Outcome {
     stream::wait_for_blocking(state, context)?;
     let stream = stream::default_of(state, context)?;
-    let number = stream::submit(state, stream, Work::Copy { from, to, len, cost });
+    let number = stream::submit(
+        state,
+        stream,
+        Work::Copy {
+            from,
+            to,
+            len,
+            cost,
+        },
+    );
     if waits {
         stream::wait(state, stream, number);
         context::check(state, context)?;

@@ -80,7 +80,8 @@ unsafe fn put_cut(name: *mut c_char, len: i32, own: &str) -> Outcome {
     Ok(())
 }
 
-/// The value of an attribute, by its number in `CUdevice_attribute`; the numbers of an H100 where they matter.
+/// The value of an attribute, by its number in `CUdevice_attribute`; the numbers of an H100 where
+/// they matter.
 pub(crate) fn attribute(attribute: u32, device: i32) -> Outcome<i32> {
     let index = index(device)?;
     let value = match attribute {
@@ -109,10 +110,10 @@ pub(crate) fn attribute(attribute: u32, device: i32) -> Outcome<i32> {
         88 => 0,                                         // PAGEABLE_MEMORY_ACCESS
         91 => 0,                                         // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         99 => 1,                                         // HOST_REGISTER_SUPPORTED
-        100 => 0,                                        // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
-        106 => 32,                                       // MAX_BLOCKS_PER_MULTIPROCESSOR
-        113 => 0,                                        // READ_ONLY_HOST_REGISTER_SUPPORTED
-        115 => 0,                                        // MEMORY_POOLS_SUPPORTED
+        100 => 0,  // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+        106 => 32, // MAX_BLOCKS_PER_MULTIPROCESSOR
+        113 => 0,  // READ_ONLY_HOST_REGISTER_SUPPORTED
+        115 => 0,  // MEMORY_POOLS_SUPPORTED
         _ => return Err(CUDA_ERROR_INVALID_VALUE),
     };
     Ok(value)

@@ -1,12 +1,14 @@
 //! Events.
 //!
-//! Each recording of an event makes a [`Mark`], which the stream sets. Those who wait hold the mark, so that recording
-//! the event anew or destroying it changes nothing for them.
+//! Each recording of an event makes a [`Mark`], which the stream sets. Those who wait hold the
+//! mark, so that recording the event anew or destroying it changes nothing for them.
 
 use std::sync::{Arc, OnceLock};
 
 use crate::context;
-use crate::error::{CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_READY, Outcome};
+use crate::error::{
+    CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_READY, Outcome,
+};
 use crate::state::{ENDED, Handle, Locked, State};
 use crate::stream::{self, Work};
 
@@ -55,7 +57,8 @@ pub(crate) fn record(state: &mut State, context: Handle, event: Handle, stream: 
     Ok(())
 }
 
-/// `cuStreamWaitEvent`: nothing to wait for where the event was never recorded. The event may be of another context.
+/// `cuStreamWaitEvent`: nothing to wait for where the event was never recorded. The event may be of
+/// another context.
 pub(crate) fn stream_wait(
     state: &mut State,
     context: Handle,
@@ -106,7 +109,12 @@ pub(crate) fn synchronize(state: &mut Locked, context: Handle, event: Handle) ->
 }
 
 /// `cuEventElapsedTime`, in milliseconds.
-pub(crate) fn elapsed(state: &mut State, context: Handle, start: Handle, end: Handle) -> Outcome<f32> {
+pub(crate) fn elapsed(
+    state: &mut State,
+    context: Handle,
+    start: Handle,
+    end: Handle,
+) -> Outcome<f32> {
     let start = time(state, context, start)?;
     let end = time(state, context, end)?;
     Ok((end as f64 - start as f64) as f32 / 1e6)

@@ -1,5 +1,5 @@
-//! The functions that the library exports under the driver's names, each in one line; [`crate::call`] has what they
-//! share.
+//! The functions that the library exports under the driver's names, each in one line;
+//! [`crate::call`] has what they share.
 #![allow(unsafe_code, reason = "the driver's C ABI")]
 #![allow(non_snake_case, non_upper_case_globals, reason = "the driver's names")]
 
@@ -9,7 +9,8 @@ use std::ptr::null;
 use crate::call::{abort, anywhere, before_init, context, exports, initialized, process};
 use crate::device::{self, put};
 use crate::error::{
-    self, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND, CUDA_ERROR_NOT_SUPPORTED, CUresult, Outcome,
+    self, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND, CUDA_ERROR_NOT_SUPPORTED, CUresult,
+    Outcome,
 };
 use crate::memory::Region;
 use crate::state::{Handle, State};
@@ -224,8 +225,16 @@ fn host_function(
 ///
 /// # Safety
 /// `value` is null or may be written with what the attribute is.
-unsafe fn pointer_attribute(state: &State, value: *mut c_void, attribute: u32, address: u64) -> Outcome {
-    let region: &Region = state.memory.region_of(address).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+unsafe fn pointer_attribute(
+    state: &State,
+    value: *mut c_void,
+    attribute: u32,
+    address: u64,
+) -> Outcome {
+    let region: &Region = state
+        .memory
+        .region_of(address)
+        .ok_or(CUDA_ERROR_INVALID_VALUE)?;
     let kind = if region.is_host() {
         MEMORY_TYPE_HOST
     } else {

@@ -4,8 +4,8 @@
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 
 use libc::{
-    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MS_ASYNC, PROT_NONE, PROT_READ,
-    PROT_WRITE, c_int,
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MS_ASYNC, PROT_NONE,
+    PROT_READ, PROT_WRITE, c_int,
 };
 
 /// Size of a page.
@@ -21,7 +21,8 @@ pub(crate) fn pages(len: usize) -> Option<usize> {
     map(null_mut(), len, PROT_READ | PROT_WRITE, 0)
 }
 
-/// Gives the pages back and keeps their addresses, so that a late use faults and never meets another's bytes.
+/// Gives the pages back and keeps their addresses, so that a late use faults and never meets
+/// another's bytes.
 ///
 /// # Safety
 /// The range was given out by [`pages`] and nobody uses it any more.
@@ -43,12 +44,19 @@ pub(crate) unsafe fn release(at: usize, len: usize) {
 pub(crate) fn is_mapped(at: usize, len: usize) -> bool {
     let begin = at & !(PAGE - 1);
     // SAFETY: an asynchronous msync only looks at the mappings; it fails where there is none.
-    unsafe { libc::msync(with_exposed_provenance_mut(begin), at - begin + len, MS_ASYNC) == 0 }
+    unsafe {
+        libc::msync(
+            with_exposed_provenance_mut(begin),
+            at - begin + len,
+            MS_ASYNC,
+        ) == 0
+    }
 }
 
 fn map(at: *mut libc::c_void, len: usize, protection: c_int, flags: c_int) -> Option<usize> {
     let flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags;
-    // SAFETY: a mapping of its own; `MAP_FIXED` comes from `retire` only, whose caller owns the range.
+    // SAFETY: a mapping of its own; `MAP_FIXED` comes from `retire` only, whose caller owns the
+    // range.
     let mapped = unsafe { libc::mmap(at, len, protection, flags, -1, 0) };
     (mapped != MAP_FAILED).then(|| mapped.expose_provenance())
 }

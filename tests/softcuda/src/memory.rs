@@ -1,9 +1,10 @@
-//! Memory that copies and kernels reach: allocations, registered host memory, and foreign memory that a test had
-//! accepted.
+//! Memory that copies and kernels reach: allocations, registered host memory, and foreign memory
+//! that a test had accepted.
 //!
-//! A device address is one thing, the pages behind it another. The addresses of allocations and of registered memory
-//! are reservations that fault when the host touches them; they are never given out twice. Allocations begin 512 bytes
-//! into a page, so that nobody comes to rely on more alignment than the driver promises.
+//! A device address is one thing, the pages behind it another. The addresses of allocations and of
+//! registered memory are reservations that fault when the host touches them; they are never given
+//! out twice. Allocations begin 512 bytes into a page, so that nobody comes to rely on more
+//! alignment than the driver promises.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
@@ -83,12 +84,14 @@ impl Region {
         matches!(self.kind, Kind::Registered | Kind::HostAllocated)
     }
 
-    /// Whether copies in this context may use it. Host memory that is not portable belongs to one context.
+    /// Whether copies in this context may use it. Host memory that is not portable belongs to one
+    /// context.
     fn is_open_to(&self, context: Handle) -> bool {
         !self.is_host() || self.flags & PORTABLE != 0 || self.context == context
     }
 
-    /// Whether kernels in this context may use it. Memory of the other device is out of their reach.
+    /// Whether kernels in this context may use it. Memory of the other device is out of their
+    /// reach.
     fn is_in_reach_of(&self, context: Handle) -> bool {
         self.is_open_to(context) && (self.kind != Kind::Device || self.context == context)
     }
@@ -98,8 +101,8 @@ impl Drop for Region {
     #[allow(unsafe_code, reason = "gives its pages back")]
     fn drop(&mut self) {
         match self.kind {
-            // SAFETY: allocation mapped these pages for this region; what uses them holds a reference to it. The device
-            // addresses stay reserved.
+            // SAFETY: allocation mapped these pages for this region; what uses them holds a
+            // reference to it. The device addresses stay reserved.
             Kind::Device => unsafe { map::release(self.bytes, pages_of(self.len)) },
             // SAFETY: as above; the host may still hold the address, which faults from now on.
             Kind::HostAllocated => unsafe { map::retire(self.bytes, pages_of(self.len)) },
@@ -203,9 +206,14 @@ impl Memory {
         Ok(Place::new(region.ok_or(CUDA_ERROR_INVALID_VALUE)?, address))
     }
 
-    /// The end of a copy at a host address, where that is pinned memory. A range that is pinned in part, or that is
-    /// memory of a device, is refused.
-    pub(crate) fn pinned_place(&self, address: usize, len: usize, context: Handle) -> Outcome<Option<Place>> {
+    /// The end of a copy at a host address, where that is pinned memory. A range that is pinned in
+    /// part, or that is memory of a device, is refused.
+    pub(crate) fn pinned_place(
+        &self,
+        address: usize,
+        len: usize,
+        context: Handle,
+    ) -> Outcome<Option<Place>> {
         let at = address as u64;
         let device = overlapping(&self.regions, at, len);
         if device.is_some_and(|region| region.kind != Kind::HostAllocated) {
@@ -218,7 +226,9 @@ impl Memory {
             .device_address(at)
             .filter(|&device| region.holds(device, len));
         let device = inside.ok_or(CUDA_ERROR_INVALID_VALUE)?;
-        Ok(region.is_open_to(context).then(|| Place::new(region, device)))
+        Ok(region
+            .is_open_to(context)
+            .then(|| Place::new(region, device)))
     }
 
     /// The region that a kernel's parameter points into, if it is a pointer.
@@ -238,7 +248,9 @@ impl Memory {
     /// The region that an address lies in, of the device or of pinned host memory.
     pub(crate) fn region_of(&self, address: u64) -> Option<&Region> {
         let device = before(&self.regions, address).filter(|region| region.holds(address, 1));
-        let host = || before(&self.pinned, address).filter(|region| region.device_address(address).is_some());
+        let host = || {
+            before(&self.pinned, address).filter(|region| region.device_address(address).is_some())
+        };
         device.or_else(host).map(|region| &**region)
     }
 
@@ -290,7 +302,15 @@ impl Memory {
         }
     }
 
-    fn enter(&mut self, start: u64, len: usize, bytes: usize, kind: Kind, context: Handle, flags: u32) {
+    fn enter(
+        &mut self,
+        start: u64,
+        len: usize,
+        bytes: usize,
+        kind: Kind,
+        context: Handle,
+        flags: u32,
+    ) {
         let region = Arc::new(Region {
             start,
             len,
@@ -311,12 +331,14 @@ impl Memory {
         let Some(region) = self.regions.remove(&start) else {
             return;
         };
-        // A kernel counts its use first and looks whether the region lives afterwards: one of us sees the other.
+        // A kernel counts its use first and looks whether the region lives afterwards: one of us
+        // sees the other.
         region.alive.store(false, Ordering::SeqCst);
         let uses = region.uses.load(Ordering::SeqCst);
         if uses > 0 {
             abort(&format!(
-                "{by}: queued work still uses the memory at {start:#x} ({} bytes, {uses} operations)",
+                "{by}: queued work still uses the memory at {start:#x} ({} bytes, {uses} \
+                 operations)",
                 region.len
             ));
         }
@@ -350,7 +372,9 @@ pub(crate) fn alloc(state: &mut State, context: Handle, len: usize) -> Outcome<u
         None => map::reserve(pages_of(len + ALIGNMENT) + PAGE).map(|reserved| reserved + ALIGNMENT),
     };
     let start = start.ok_or(CUDA_ERROR_OUT_OF_MEMORY)? as u64;
-    state.memory.enter(start, len, bytes, Kind::Device, context, 0);
+    state
+        .memory
+        .enter(start, len, bytes, Kind::Device, context, 0);
     Ok(start)
 }
 
@@ -362,8 +386,8 @@ pub(crate) fn range(state: &State, address: u64) -> Outcome<(u64, usize)> {
         .ok_or(CUDA_ERROR_INVALID_VALUE)
 }
 
-/// From now on allocations lie side by side, as those of a driver do that takes them from larger ones, or again each by
-/// itself.
+/// From now on allocations lie side by side, as those of a driver do that takes them from larger
+/// ones, or again each by itself.
 pub(crate) fn set_side_by_side(state: &mut State, wanted: bool) {
     /// As much as tests allocate side by side.
     const ROOM: usize = 64 << 20;
@@ -387,13 +411,20 @@ pub(crate) fn free(state: &mut State, start: u64) -> Outcome {
 }
 
 /// `cuMemHostAlloc`.
-pub(crate) fn host_alloc(state: &mut State, context: Handle, len: usize, flags: u32) -> Outcome<usize> {
+pub(crate) fn host_alloc(
+    state: &mut State,
+    context: Handle,
+    len: usize,
+    flags: u32,
+) -> Outcome<usize> {
     if len == 0 || flags & !(PORTABLE | DEVICE_MAP | WRITE_COMBINED) != 0 {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
     let bytes = map::pages(pages_of(len)).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
     let kind = Kind::HostAllocated;
-    state.memory.enter(bytes as u64, len, bytes, kind, context, flags);
+    state
+        .memory
+        .enter(bytes as u64, len, bytes, kind, context, flags);
     Ok(bytes)
 }
 
@@ -408,7 +439,13 @@ pub(crate) fn host_free(state: &mut State, start: usize) -> Outcome {
 }
 
 /// `cuMemHostRegister_v2`: the device address keeps the host address's place within a page.
-pub(crate) fn register(state: &mut State, context: Handle, start: usize, len: usize, flags: u32) -> Outcome {
+pub(crate) fn register(
+    state: &mut State,
+    context: Handle,
+    start: usize,
+    len: usize,
+    flags: u32,
+) -> Outcome {
     if start == 0 || len == 0 || start.checked_add(len).is_none() {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
@@ -440,19 +477,26 @@ pub(crate) fn unregister(state: &mut State, start: usize) -> Outcome {
 }
 
 /// `cuMemHostGetDevicePointer_v2`: only for memory that was asked to be mapped for devices.
-pub(crate) fn device_pointer(state: &State, context: Handle, address: usize, flags: u32) -> Outcome<u64> {
+pub(crate) fn device_pointer(
+    state: &State,
+    context: Handle,
+    address: usize,
+    flags: u32,
+) -> Outcome<u64> {
     before(&state.memory.pinned, address as u64)
         .filter(|region| region.is_open_to(context) && region.flags & DEVICE_MAP != 0 && flags == 0)
         .and_then(|region| region.device_address(address as u64))
         .ok_or(CUDA_ERROR_INVALID_VALUE)
 }
 
-/// Ordinal of the device that a region belongs to; accepted memory counts as memory of the first one.
+/// Ordinal of the device that a region belongs to; accepted memory counts as memory of the first
+/// one.
 pub(crate) fn ordinal(state: &State, region: &Region) -> i32 {
     context::device_of(state, region.context).unwrap_or(0)
 }
 
-/// What a running kernel sees of memory: what there was in its reach when it began, as long as it lives.
+/// What a running kernel sees of memory: what there was in its reach when it began, as long as it
+/// lives.
 pub(crate) struct KernelMemory {
     regions: Vec<Arc<Region>>,
     /// For each region, whether the kernel has used it.
@@ -495,7 +539,8 @@ impl KernelMemory {
             .iter()
             .zip(&self.wrote)
             .filter(|(region, _)| region.is_host());
-        let bytes = host.map(|(_, [first, end])| first.load(Ordering::Relaxed)..end.load(Ordering::Relaxed));
+        let bytes = host
+            .map(|(_, [first, end])| first.load(Ordering::Relaxed)..end.load(Ordering::Relaxed));
         bytes.filter(|bytes| !bytes.is_empty()).collect()
     }
 
@@ -515,7 +560,9 @@ impl KernelMemory {
 
     /// The region of an access by its number, and the byte.
     fn access(&self, address: u64, len: usize) -> Option<(usize, usize)> {
-        let index = self.regions.partition_point(|region| region.start <= address);
+        let index = self
+            .regions
+            .partition_point(|region| region.start <= address);
         let index = index.checked_sub(1)?;
         let region = &self.regions[index];
         if !region.holds(address, len) {
@@ -549,12 +596,20 @@ impl Drop for KernelMemory {
 
 /// The last region that begins at or before an address.
 fn before(regions: &BTreeMap<u64, Arc<Region>>, address: u64) -> Option<&Arc<Region>> {
-    regions.range(..=address).next_back().map(|(_, region)| region)
+    regions
+        .range(..=address)
+        .next_back()
+        .map(|(_, region)| region)
 }
 
 /// A region that shares a byte with a range.
-fn overlapping(regions: &BTreeMap<u64, Arc<Region>>, address: u64, len: usize) -> Option<&Arc<Region>> {
-    // Regions of one table do not overlap: the last one that begins before the range's end is the one that can.
+fn overlapping(
+    regions: &BTreeMap<u64, Arc<Region>>,
+    address: u64,
+    len: usize,
+) -> Option<&Arc<Region>> {
+    // Regions of one table do not overlap: the last one that begins before the range's end is the
+    // one that can.
     let end = address.saturating_add(len as u64);
     let (start, region) = regions.range(..end).next_back()?;
     (start + region.len as u64 > address).then_some(region)

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::call::{abort, say};
 use crate::device::{MAX_BLOCK, MAX_GRID, MAX_SHARED, MAX_THREADS};
 use crate::error::{
-    CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_IMAGE, CUDA_ERROR_INVALID_PTX, CUDA_ERROR_INVALID_VALUE,
-    CUDA_ERROR_NOT_FOUND, CUDA_ERROR_NOT_SUPPORTED, Outcome,
+    CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_IMAGE, CUDA_ERROR_INVALID_PTX,
+    CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND, CUDA_ERROR_NOT_SUPPORTED, Outcome,
 };
 use crate::memory::{KernelMemory, Use};
 use crate::ptx::{self, Fault};
@@ -65,7 +65,11 @@ impl Launch {
 ///
 /// # Safety
 /// `image` is null or points at text that ends with a zero byte.
-pub(crate) unsafe fn load(state: &mut State, context: Handle, image: *const c_void) -> Outcome<Handle> {
+pub(crate) unsafe fn load(
+    state: &mut State,
+    context: Handle,
+    image: *const c_void,
+) -> Outcome<Handle> {
     if image.is_null() {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
@@ -86,7 +90,9 @@ pub(crate) unsafe fn load(state: &mut State, context: Handle, image: *const c_vo
 pub(crate) fn unload(state: &mut State, context: Handle, module: Handle) -> Outcome {
     find(state, context, module)?;
     state.modules.remove(&module);
-    state.functions.retain(|_, function| function.module != module);
+    state
+        .functions
+        .retain(|_, function| function.module != module);
     Ok(())
 }
 
@@ -122,7 +128,8 @@ pub(crate) unsafe fn function(
 /// `cuLaunchKernel`, with the parameters as an array of pointers.
 ///
 /// # Safety
-/// `params` points at as many pointers as the kernel has parameters, each to a value of its parameter's size.
+/// `params` points at as many pointers as the kernel has parameters, each to a value of its
+/// parameter's size.
 #[allow(clippy::too_many_arguments, reason = "the driver's own list")]
 pub(crate) unsafe fn launch(
     state: &mut State,
@@ -157,14 +164,21 @@ pub(crate) unsafe fn launch(
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
     let code = Arc::clone(&function.code);
-    let kernel = code.kernel(&function.name).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+    let kernel = code
+        .kernel(&function.name)
+        .ok_or(CUDA_ERROR_INVALID_HANDLE)?;
     if params.is_null() && !kernel.params().is_empty() {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
     let (mut buffer, mut uses) = (Vec::new(), Vec::new());
     for (index, &size) in kernel.params().iter().enumerate() {
-        // A parameter lies at a multiple of its size; the only aggregates that are no power of two hold words of 8.
-        let align = if size.is_power_of_two() { size.min(16) } else { 8 };
+        // A parameter lies at a multiple of its size; the only aggregates that are no power of two
+        // hold words of 8.
+        let align = if size.is_power_of_two() {
+            size.min(16)
+        } else {
+            8
+        };
         buffer.resize(buffer.len().next_multiple_of(align), 0);
         // SAFETY: the caller promises a pointer for each parameter.
         let value = unsafe { *params.add(index) }.cast::<u8>();

@@ -1,6 +1,7 @@
 //! The one state of the process, behind one lock.
 //!
-//! Calls and the threads of streams take the lock for bookkeeping only; bytes are moved and kernels run without it.
+//! Calls and the threads of streams take the lock for bookkeeping only; bytes are moved and kernels
+//! run without it.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +16,9 @@ use crate::memory::Memory;
 use crate::module::{Function, Module};
 use crate::stream::Stream;
 
-/// A context, stream, event, module or function: an opaque pointer to the caller, a key here. It is no address that
-/// could be read, and it is never used twice, so that a handle kept too long is found out.
+/// A context, stream, event, module or function: an opaque pointer to the caller, a key here. It is
+/// no address that could be read, and it is never used twice, so that a handle kept too long is
+/// found out.
 pub type Handle = usize;
 
 /// The locked state.
@@ -24,7 +26,8 @@ pub(crate) type Locked = MutexGuard<'static, State>;
 
 static STATE: Mutex<State> = Mutex::new(State::new());
 
-/// Notified whenever an operation of a stream has ended, or a test lets calls go on: what calls that wait wait for.
+/// Notified whenever an operation of a stream has ended, or a test lets calls go on: what calls
+/// that wait wait for.
 pub(crate) static ENDED: Condvar = Condvar::new();
 
 /// Everything the driver knows.

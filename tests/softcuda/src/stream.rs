@@ -1,7 +1,9 @@
-//! Streams: queues of operations, each with a thread that does them in order, later than the calls that submit them.
+//! Streams: queues of operations, each with a thread that does them in order, later than the calls
+//! that submit them.
 #![allow(
     unsafe_code,
-    reason = "moves bytes between regions and the memory that callers name, and calls their callbacks"
+    reason = "moves bytes between regions and the memory that callers name, and calls their \
+              callbacks"
 )]
 
 use std::collections::VecDeque;
@@ -18,8 +20,8 @@ use crate::clock::Cost;
 use crate::context;
 use crate::copy;
 use crate::error::{
-    CUDA_ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_READY,
-    CUDA_ERROR_OUT_OF_MEMORY, Outcome,
+    CUDA_ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE,
+    CUDA_ERROR_NOT_READY, CUDA_ERROR_OUT_OF_MEMORY, Outcome,
 };
 use crate::event::Mark;
 use crate::memory::{KernelMemory, Place};
@@ -113,7 +115,8 @@ impl Stream {
         self.ended == self.submitted
     }
 
-    /// Whether its work waits neither for the default stream nor behind that of a stream of a higher priority.
+    /// Whether its work waits neither for the default stream nor behind that of a stream of a
+    /// higher priority.
     pub(crate) fn is_first(&self) -> bool {
         self.is_preferred && !self.is_blocking
     }
@@ -140,7 +143,12 @@ impl Stream {
 }
 
 /// `cuStreamCreateWithPriority`; priorities are all the same here.
-pub(crate) fn create(state: &mut State, context: Handle, flags: u32, is_preferred: bool) -> Outcome<Handle> {
+pub(crate) fn create(
+    state: &mut State,
+    context: Handle,
+    flags: u32,
+    is_preferred: bool,
+) -> Outcome<Handle> {
     if flags & !NON_BLOCKING != 0 {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
@@ -181,8 +189,8 @@ pub(crate) fn destroy(state: &mut State, context: Handle, stream: Handle) -> Out
 /// The stream of a context's copies without a stream.
 pub(crate) fn default_of(state: &mut State, context: Handle) -> Outcome<Handle> {
     let mut streams = state.streams.iter();
-    let made =
-        streams.find(|(_, stream)| stream.context == context && stream.is_default && !stream.is_closed);
+    let made = streams
+        .find(|(_, stream)| stream.context == context && stream.is_default && !stream.is_closed);
     if let Some((&handle, _)) = made {
         return Ok(handle);
     }
@@ -201,8 +209,8 @@ fn asked(state: &mut State, context: Handle, stream: Handle) -> Outcome<Handle> 
     }
 }
 
-/// Checks that a stream exists and is of this context. The legacy stream ends the process: it waits for every other
-/// stream of the device, which is a mistake wherever it is used.
+/// Checks that a stream exists and is of this context. The legacy stream ends the process: it waits
+/// for every other stream of the device, which is a mistake wherever it is used.
 pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
     if LEGACY.contains(&stream) {
         abort("the legacy stream was given to a call that takes a stream");
@@ -213,8 +221,8 @@ pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
     }
 }
 
-/// Puts an operation at the end of a checked stream; returns its number, to wait for. A stream that captures does not
-/// do it.
+/// Puts an operation at the end of a checked stream; returns its number, to wait for. A stream that
+/// captures does not do it.
 pub(crate) fn submit(state: &mut State, stream: Handle, work: Work) -> u64 {
     let at = state.clock.now();
     let Some(stream) = state.streams.get_mut(&stream) else {
@@ -249,7 +257,10 @@ pub(crate) fn wait(state: &mut Locked, stream: Handle, number: u64) {
 /// `cuStreamSynchronize`.
 pub(crate) fn synchronize(state: &mut Locked, context: Handle, stream: Handle) -> Outcome {
     let stream = asked(state, context, stream)?;
-    let last = state.streams.get(&stream).map_or(0, |stream| stream.submitted);
+    let last = state
+        .streams
+        .get(&stream)
+        .map_or(0, |stream| stream.submitted);
     wait(state, stream, last);
     context::check(state, context)
 }
@@ -263,7 +274,8 @@ pub(crate) fn query(state: &mut State, context: Handle, stream: Handle) -> Outco
     Ok(())
 }
 
-/// Waits as copies without a stream do: for the streams of the context that are not made `NON_BLOCKING`.
+/// Waits as copies without a stream do: for the streams of the context that are not made
+/// `NON_BLOCKING`.
 pub(crate) fn wait_for_blocking(state: &mut Locked, context: Handle) -> Outcome {
     let streams = state.streams.iter();
     let before: Vec<(Handle, u64)> = streams
@@ -279,7 +291,8 @@ pub(crate) fn wait_for_blocking(state: &mut Locked, context: Handle) -> Outcome 
 /// Moves bytes, which may overlap.
 ///
 /// # Safety
-/// Both ranges are mapped. Others may work on them at the same time only as they may with a device's own copies.
+/// Both ranges are mapped. Others may work on them at the same time only as they may with a
+/// device's own copies.
 pub(crate) unsafe fn move_bytes(from: usize, to: usize, len: usize) {
     let (from, to) = (
         with_exposed_provenance::<u8>(from),
@@ -311,7 +324,11 @@ fn work(handle: Handle, wake: &Condvar) {
         let context = stream.context;
         if context::check(&state, context).is_err() {
             drop_queue(&mut state, handle);
-            if state.streams.get(&handle).is_some_and(|stream| !stream.is_closed) {
+            if state
+                .streams
+                .get(&handle)
+                .is_some_and(|stream| !stream.is_closed)
+            {
                 wake.wait(&mut state);
             }
             continue;
@@ -395,9 +412,14 @@ pub(crate) fn written(state: &mut State, bytes: &Range<usize>) {
 /// Copies, fills and callbacks; what they cost.
 fn move_or_call(work: &Work, wrong: bool) -> Cost {
     match work {
-        Work::Copy { from, to, len, cost } => {
-            // SAFETY: places of regions are checked and in use until this ends, staged bytes are owned, and a caller
-            // whose memory this is waits.
+        Work::Copy {
+            from,
+            to,
+            len,
+            cost,
+        } => {
+            // SAFETY: places of regions are checked and in use until this ends, staged bytes are
+            // owned, and a caller whose memory this is waits.
             unsafe {
                 move_bytes(from.address(), to.address(), *len);
                 if wrong {
@@ -446,7 +468,8 @@ fn end(state: &mut State, handle: Handle, submitted: u64, work: &Work, cost: Cos
     ENDED.notify_all();
 }
 
-/// Drops what a stream of a broken context still had to do. Its marks are set: another context may wait for them.
+/// Drops what a stream of a broken context still had to do. Its marks are set: another context may
+/// wait for them.
 fn drop_queue(state: &mut State, handle: Handle) {
     let Some(stream) = state
         .streams

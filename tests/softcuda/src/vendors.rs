@@ -1,4 +1,5 @@
-//! The driver under the names of other vendors' runtimes: their kinds of copies, answers and rules over the same core.
+//! The driver under the names of other vendors' runtimes: their kinds of copies, answers and rules
+//! over the same core.
 #![allow(unsafe_code, reason = "the vendors' C ABI")]
 #![allow(non_snake_case, non_upper_case_globals, reason = "the vendors' names")]
 
@@ -280,7 +281,10 @@ fn acl(export: &'static Export, act: impl FnOnce(&mut Locked) -> Outcome) -> CUr
 }
 
 /// One that needs a device, which the thread must have set.
-fn acl_current(export: &'static Export, act: impl FnOnce(&mut Locked, Handle) -> Outcome) -> CUresult {
+fn acl_current(
+    export: &'static Export,
+    act: impl FnOnce(&mut Locked, Handle) -> Outcome,
+) -> CUresult {
     acl(export, |state| {
         let current = context::current(state)?;
         state.clock.call(false);
@@ -309,7 +313,8 @@ fn set_device(state: &mut State, device: i32) -> Outcome<Handle> {
     Ok(context)
 }
 
-/// A copy whose ends are what its kind says; there is none within the host, and none that finds out for itself.
+/// A copy whose ends are what its kind says; there is none within the host, and none that finds out
+/// for itself.
 ///
 /// # Safety
 /// As for the copies of [`copy`].

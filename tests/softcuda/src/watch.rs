@@ -1,10 +1,10 @@
 //! Checks that the host leaves the pinned memory of a queued copy as it is.
 //!
-//! A copy takes a checksum of the pinned memory that it reads or writes when it is queued, and compares
-//! when it runs. Where the two differ, a device would sometimes have moved other bytes than the caller
-//! meant, so the process ends. A write by the driver itself, by an earlier copy or a kernel, is no
-//! change of the host's: the checksum is taken again. The memory of a kernel is not known when it is
-//! launched, and is not checked.
+//! A copy takes a checksum of the pinned memory that it reads or writes when it is queued, and
+//! compares when it runs. Where the two differ, a device would sometimes have moved other bytes
+//! than the caller meant, so the process ends. A write by the driver itself, by an earlier copy or
+//! a kernel, is no change of the host's: the checksum is taken again. The memory of a kernel is not
+//! known when it is launched, and is not checked.
 #![allow(unsafe_code, reason = "reads the memory that queued copies name")]
 
 use std::ops::Range;
@@ -41,7 +41,8 @@ impl Watched {
 
     fn sum_now(&self) -> u64 {
         let first = with_exposed_provenance::<u8>(self.bytes.start);
-        // SAFETY: mapped, as the maker promised. A thread that writes there now is the mistake to find.
+        // SAFETY: mapped, as the maker promised. A thread that writes there now is the mistake to
+        // find.
         let bytes = unsafe { std::slice::from_raw_parts(first, self.bytes.len()) };
         crc_fast::checksum(Crc64Nvme, bytes)
     }

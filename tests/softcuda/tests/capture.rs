@@ -58,8 +58,8 @@ fn what_a_stream_captures_is_not_done() {
 #[test]
 fn a_call_that_disturbs_is_refused_and_spoils_the_capture() {
     const REFUSED: CUresult = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    // The capture's mode, the mode of the thread that calls, whether it is the one that captures; whether that
-    // disturbs.
+    // The capture's mode, the mode of the thread that calls, whether it is the one that captures;
+    // whether that disturbs.
     let cases = [
         (GLOBAL, GLOBAL, false, true),
         (GLOBAL, THREAD_LOCAL, false, false),
@@ -86,7 +86,11 @@ fn a_call_that_disturbs_is_refused_and_spoils_the_capture() {
             } else {
                 std::thread::scope(|scope| scope.spawn(call).join().unwrap_or_default())
             };
-            let expected = if disturbs { [REFUSED; 3] } else { [CUDA_SUCCESS; 3] };
+            let expected = if disturbs {
+                [REFUSED; 3]
+            } else {
+                [CUDA_SUCCESS; 3]
+            };
             assert_eq!(codes, expected);
             let ended = end(captured);
             let expected = if disturbs {

@@ -11,7 +11,10 @@ use softcuda::*;
 fn nothing_works_before_init() {
     alone(|| {
         let mut count = 0;
-        assert_eq!(cu!(cuDeviceGetCount(&mut count)), CUDA_ERROR_NOT_INITIALIZED);
+        assert_eq!(
+            cu!(cuDeviceGetCount(&mut count)),
+            CUDA_ERROR_NOT_INITIALIZED
+        );
         assert_eq!(cu!(cuStreamSynchronize(0)), CUDA_ERROR_NOT_INITIALIZED);
         assert_eq!(get!(i32, cuDriverGetVersion()), 12080);
         ok(cu!(cuInit(0)));
@@ -33,14 +36,20 @@ fn a_thread_needs_a_context_of_its_own() {
     alone(|| {
         ok(cu!(cuInit(0)));
         let mut memory = 0;
-        assert_eq!(cu!(cuMemAlloc_v2(&mut memory, 8)), CUDA_ERROR_INVALID_CONTEXT);
+        assert_eq!(
+            cu!(cuMemAlloc_v2(&mut memory, 8)),
+            CUDA_ERROR_INVALID_CONTEXT
+        );
         assert_eq!(cu!(cuCtxSetCurrent(12345)), CUDA_ERROR_INVALID_CONTEXT);
         let context = open(0);
         alloc(8);
         std::thread::spawn(move || {
             let mut memory = 0;
             assert_eq!(get!(Handle, cuCtxGetCurrent()), 0);
-            assert_eq!(cu!(cuMemAlloc_v2(&mut memory, 8)), CUDA_ERROR_INVALID_CONTEXT);
+            assert_eq!(
+                cu!(cuMemAlloc_v2(&mut memory, 8)),
+                CUDA_ERROR_INVALID_CONTEXT
+            );
             ok(cu!(cuCtxSetCurrent(context)));
             ok(cu!(cuMemAlloc_v2(&mut memory, 8)));
         })
@@ -63,7 +72,10 @@ fn contexts_stack() {
         ok(cu!(cuCtxSetCurrent(0)));
         assert_eq!(get!(Handle, cuCtxGetCurrent()), 0);
         let mut context = 0;
-        assert_eq!(cu!(cuCtxPopCurrent_v2(&mut context)), CUDA_ERROR_INVALID_CONTEXT);
+        assert_eq!(
+            cu!(cuCtxPopCurrent_v2(&mut context)),
+            CUDA_ERROR_INVALID_CONTEXT
+        );
         let (mut least, mut greatest) = (1, 1);
         ok(cu!(cuCtxSetCurrent(first)));
         ok(cu!(cuCtxGetStreamPriorityRange(&mut least, &mut greatest)));
@@ -139,7 +151,10 @@ fn the_last_release_ends_the_context_and_all_in_it() {
             cu!(cuMemAlloc_v2(&mut memory, 8)),
             CUDA_ERROR_CONTEXT_IS_DESTROYED
         );
-        assert_eq!(cu!(cuDevicePrimaryCtxRelease_v2(0)), CUDA_ERROR_INVALID_CONTEXT);
+        assert_eq!(
+            cu!(cuDevicePrimaryCtxRelease_v2(0)),
+            CUDA_ERROR_INVALID_CONTEXT
+        );
         assert_eq!(cu!(cuCtxSetCurrent(context)), CUDA_ERROR_INVALID_CONTEXT);
         open(0);
         alloc(8);
@@ -154,7 +169,10 @@ fn a_forked_process_has_no_driver() {
         let child = forked(|| {
             let mut count = 0;
             assert_eq!(cu!(cuInit(0)), CUDA_ERROR_NOT_INITIALIZED);
-            assert_eq!(cu!(cuDeviceGetCount(&mut count)), CUDA_ERROR_NOT_INITIALIZED);
+            assert_eq!(
+                cu!(cuDeviceGetCount(&mut count)),
+                CUDA_ERROR_NOT_INITIALIZED
+            );
             assert_eq!(cu!(cuCtxSetCurrent(context)), CUDA_ERROR_NOT_INITIALIZED);
             assert_eq!(cu!(cuStreamSynchronize(stream)), CUDA_ERROR_NOT_INITIALIZED);
             let mut text = std::ptr::null();

@@ -109,7 +109,11 @@ fn a_kernel_that_leaves_its_memory_breaks_its_context() {
         ok(cu!(cuCtxSetCurrent(second)));
         synchronize(elsewhere);
         alloc(8);
-        assert_eq!(peek(memory, 64), [0; 64], "nothing behind the fault was done");
+        assert_eq!(
+            peek(memory, 64),
+            [0; 64],
+            "nothing behind the fault was done"
+        );
 
         ok(cu!(cuDevicePrimaryCtxRelease_v2(0)));
         assert_eq!(softcuda_live(5), 1);
@@ -148,6 +152,9 @@ fn errors_have_names_and_texts() {
         cu!(CStr::from_ptr(text)),
         c"an illegal memory access was encountered"
     );
-    assert_eq!(cu!(cuGetErrorName(123_456, &mut text)), CUDA_ERROR_INVALID_VALUE);
+    assert_eq!(
+        cu!(cuGetErrorName(123_456, &mut text)),
+        CUDA_ERROR_INVALID_VALUE
+    );
     assert!(text.is_null());
 }

@@ -10,20 +10,28 @@ use std::ptr::null;
 
 use common::{alone, ok};
 
-const DRIVER: &str = "cuInit cuDriverGetVersion cuGetErrorName cuGetErrorString cuDeviceGetCount cuDeviceGet \
+const DRIVER: &str = "cuInit cuDriverGetVersion cuGetErrorName cuGetErrorString cuDeviceGetCount \
+                      cuDeviceGet \
     cuDeviceGetName cuDeviceGetPCIBusId cuDeviceGetAttribute cuDevicePrimaryCtxRetain \
-    cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxGetState cuCtxSetCurrent cuCtxGetCurrent cuCtxPushCurrent_v2 \
-    cuCtxPopCurrent_v2 cuCtxGetDevice cuCtxGetStreamPriorityRange cuCtxSynchronize cuStreamCreateWithPriority \
+    cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxGetState cuCtxSetCurrent cuCtxGetCurrent \
+    cuCtxPushCurrent_v2 \
+    cuCtxPopCurrent_v2 cuCtxGetDevice cuCtxGetStreamPriorityRange cuCtxSynchronize \
+    cuStreamCreateWithPriority \
     cuStreamCreate cuStreamDestroy_v2 cuStreamSynchronize cuStreamQuery cuStreamWaitEvent \
-    cuStreamBeginCapture_v2 cuStreamEndCapture cuThreadExchangeStreamCaptureMode cuEventCreate cuEventDestroy_v2 \
-    cuEventRecord cuEventQuery cuEventSynchronize cuEventElapsedTime cuEventElapsedTime_v2 cuMemAlloc_v2 \
-    cuMemFree_v2 cuMemGetAddressRange_v2 cuMemHostAlloc cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister \
+    cuStreamBeginCapture_v2 cuStreamEndCapture cuThreadExchangeStreamCaptureMode cuEventCreate \
+    cuEventDestroy_v2 \
+    cuEventRecord cuEventQuery cuEventSynchronize cuEventElapsedTime cuEventElapsedTime_v2 \
+    cuMemAlloc_v2 \
+    cuMemFree_v2 cuMemGetAddressRange_v2 cuMemHostAlloc cuMemFreeHost cuMemHostRegister_v2 \
+    cuMemHostUnregister \
     cuMemHostGetDevicePointer_v2 cuPointerGetAttribute cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 \
-    cuMemcpyDtoDAsync_v2 cuMemcpyHtoD_v2 cuMemcpyDtoH_v2 cuMemsetD8Async cuLaunchHostFunc cuModuleLoadData \
+    cuMemcpyDtoDAsync_v2 cuMemcpyHtoD_v2 cuMemcpyDtoH_v2 cuMemsetD8Async cuLaunchHostFunc \
+    cuModuleLoadData \
     cuModuleUnload cuModuleGetFunction cuLaunchKernel cuGetProcAddress_v2";
 
 const CONTROLS: &str = "softcuda_fail softcuda_block softcuda_break softcuda_corrupt softcuda_hold \
-    softcuda_release softcuda_jitter softcuda_side_by_side softcuda_accept softcuda_forget softcuda_read softcuda_write softcuda_calls \
+    softcuda_release softcuda_jitter softcuda_side_by_side softcuda_accept softcuda_forget \
+    softcuda_read softcuda_write softcuda_calls \
     softcuda_bytes softcuda_now_ns softcuda_model softcuda_live";
 
 /// Functions of other vendors that answer with a text, which no call can fail on demand.
@@ -81,7 +89,8 @@ fn it_exports_every_name_and_tells_addresses() {
         type GetProcAddress =
             unsafe extern "C" fn(*const c_char, *mut *const c_void, i32, u64, *mut u32) -> u32;
         // SAFETY: this is that function's type.
-        let get: GetProcAddress = unsafe { std::mem::transmute(symbol(library, "cuGetProcAddress_v2")) };
+        let get: GetProcAddress =
+            unsafe { std::mem::transmute(symbol(library, "cuGetProcAddress_v2")) };
         let ask = |name: &CStr| {
             let (mut found, mut status) = (null(), 7);
             // SAFETY: a name and two variables.

@@ -54,14 +54,20 @@ fn allocations_are_aligned_to_512_and_no_more_and_never_reused() {
                 assert_eq!(read, CUDA_ERROR_INVALID_VALUE, "nothing lies behind it");
             }
             ok(cu!(cuMemFree_v2(memory)));
-            assert_eq!(cu!(softcuda_read(memory, &mut byte, 1)), CUDA_ERROR_INVALID_VALUE);
+            assert_eq!(
+                cu!(softcuda_read(memory, &mut byte, 1)),
+                CUDA_ERROR_INVALID_VALUE
+            );
             assert_eq!(cu!(cuMemFree_v2(memory)), CUDA_ERROR_INVALID_VALUE);
             before = memory;
         }
         assert_eq!(softcuda_live(0), 0);
         let mut memory = 0;
         assert_eq!(cu!(cuMemAlloc_v2(&mut memory, 0)), CUDA_ERROR_INVALID_VALUE);
-        assert_eq!(cu!(cuMemAlloc_v2(&mut memory, 1 << 40)), CUDA_ERROR_OUT_OF_MEMORY);
+        assert_eq!(
+            cu!(cuMemAlloc_v2(&mut memory, 1 << 40)),
+            CUDA_ERROR_OUT_OF_MEMORY
+        );
     });
 }
 
@@ -111,7 +117,10 @@ fn registered_memory_has_another_address_on_the_device() {
         let host = Pinned::pageable(3 * 4096);
         let device = |at| {
             let mut device = 0;
-            (cu!(cuMemHostGetDevicePointer_v2(&mut device, at, 0)), device)
+            (
+                cu!(cuMemHostGetDevicePointer_v2(&mut device, at, 0)),
+                device,
+            )
         };
         assert_eq!(device(host.at).0, CUDA_ERROR_INVALID_VALUE);
         assert_eq!(
@@ -155,7 +164,10 @@ fn registered_memory_has_another_address_on_the_device() {
             CUDA_ERROR_INVALID_VALUE,
             "it was not mapped for devices"
         );
-        assert_eq!(cu!(cuMemHostRegister_v2(4096, 4096, 3)), CUDA_ERROR_INVALID_VALUE);
+        assert_eq!(
+            cu!(cuMemHostRegister_v2(4096, 4096, 3)),
+            CUDA_ERROR_INVALID_VALUE
+        );
     });
 }
 
@@ -169,7 +181,10 @@ fn accepted_memory_is_device_memory() {
         let copy = || cu!(cuMemcpyHtoDAsync_v2(at, host.at, 9, stream));
         assert_eq!(copy(), CUDA_ERROR_INVALID_VALUE);
         ok(softcuda_accept(tensor.at, 4096));
-        assert_eq!(softcuda_accept(tensor.at + 4095, 2), CUDA_ERROR_INVALID_VALUE);
+        assert_eq!(
+            softcuda_accept(tensor.at + 4095, 2),
+            CUDA_ERROR_INVALID_VALUE
+        );
         assert_eq!(softcuda_accept(host.at, 1), CUDA_ERROR_INVALID_VALUE);
         ok(copy());
         synchronize(stream);
@@ -235,7 +250,12 @@ fn memory_that_queued_work_uses_must_stay() {
         let (stream, memory, _) = prepare();
         let tensor = Pinned::pageable(64);
         ok(softcuda_accept(tensor.at, 64));
-        ok(cu!(cuMemcpyDtoDAsync_v2(tensor.at as u64, memory, 8, stream)));
+        ok(cu!(cuMemcpyDtoDAsync_v2(
+            tensor.at as u64,
+            memory,
+            8,
+            stream
+        )));
         ok(softcuda_forget(tensor.at));
     });
     aborts("cuMemFree: queued work still uses", || {

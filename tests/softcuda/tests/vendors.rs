@@ -158,7 +158,10 @@ fn acl_begins_once_and_wants_a_device_on_each_thread() {
         assert_eq!(cu!(aclInit(null())), REPEAT_INITIALIZE);
         assert_eq!(cu!(aclrtGetDevice(&mut device)), CONTEXT_NULL);
         let mut stream = 0;
-        assert_eq!(cu!(aclrtCreateStreamWithConfig(&mut stream, 0, 3)), CONTEXT_NULL);
+        assert_eq!(
+            cu!(aclrtCreateStreamWithConfig(&mut stream, 0, 3)),
+            CONTEXT_NULL
+        );
         ok(cu!(aclrtSetDevice(1)));
         assert_eq!(get!(i32, aclrtGetDevice()), 1);
         let stream = acl_stream();
@@ -181,7 +184,14 @@ fn acl_copies_name_the_room_and_their_kind() {
         ok(cu!(aclrtHostRegisterV2(host.at, 4096, 0x1000_0000)));
         let at = host.at as u64;
         ok(cu!(aclrtMemcpyAsync(at, 4096, address, 100, 2, stream)));
-        ok(cu!(aclrtMemcpyAsync(address + 64, 64, address, 64, 3, stream)));
+        ok(cu!(aclrtMemcpyAsync(
+            address + 64,
+            64,
+            address,
+            64,
+            3,
+            stream
+        )));
         ok(cu!(aclrtSynchronizeStream(stream)));
         assert_eq!(host.bytes(100), [9; 100]);
         for (to, room, from, kind) in [
@@ -195,7 +205,10 @@ fn acl_copies_name_the_room_and_their_kind() {
         }
         ok(cu!(aclrtHostUnregister(host.at)));
         for flags in [0, 2, 1] {
-            assert_eq!(cu!(aclrtHostRegisterV2(host.at, 4096, flags)), PARAM_INVALID);
+            assert_eq!(
+                cu!(aclrtHostRegisterV2(host.at, 4096, flags)),
+                PARAM_INVALID
+            );
         }
     });
 }

@@ -1,7 +1,9 @@
-"""Lets vLLM's V2 model runner start on a machine without an accelerator; on PYTHONPATH of such test engines only.
+"""Lets vLLM's V2 model runner start on a machine without an accelerator; on PYTHONPATH of such test
+engines only.
 
-The V2 runner asks for Triton with an active driver. Triton's interpreter (``TRITON_INTERPRET=1``) can run its kernels
-on the CPU, but announces no driver; this adds one in name, as soon as ``triton.backends`` is imported.
+The V2 runner asks for Triton with an active driver. Triton's interpreter (``TRITON_INTERPRET=1``)
+can run its kernels on the CPU, but announces no driver; this adds one in name, as soon as
+``triton.backends`` is imported.
 """
 
 from __future__ import annotations

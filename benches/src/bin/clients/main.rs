@@ -1,12 +1,12 @@
-//! Client libraries alone, beside which `make bench-remote` measures the stores that are built on them:
-//! `clients redis`, `clients s3` or `clients s3-segments`.
+//! Client libraries alone, beside which `make bench-remote` measures the stores that are built on
+//! them: `clients redis`, `clients s3` or `clients s3-segments`.
 //!
-//! It answers as `benches/peers/child.py` does: for each round a line of JSON that names the address of an empty server,
-//! and a line with the figures. A round puts as many other blocks as will be measured, so that connections are open, then
-//! times putting blocks, getting them into memory of the caller and asking which are there, and single blocks one after
-//! the other. What came back is compared.
-//! Nothing is added to what the library does: no checksums, headers or deadlines. It has as many connections, requests at
-//! once and threads as the store has.
+//! It answers as `benches/peers/child.py` does: for each round a line of JSON that names the
+//! address of an empty server, and a line with the figures. A round puts as many other blocks as
+//! will be measured, so that connections are open, then times putting blocks, getting them into
+//! memory of the caller and asking which are there, and single blocks one after the other. What
+//! came back is compared. Nothing is added to what the library does: no checksums, headers or
+//! deadlines. It has as many connections, requests at once and threads as the store has.
 #![allow(clippy::print_stdout, reason = "it answers on standard output")]
 
 mod redis;
@@ -152,7 +152,8 @@ async fn one_ms(
     Ok([median(put), median(got)])
 }
 
-/// Figures as `child.py` names them: GB/s (10^9 bytes), microseconds for each id, milliseconds for one block.
+/// Figures as `child.py` names them: GB/s (10^9 bytes), microseconds for each id, milliseconds for
+/// one block.
 async fn round(kind: &str, round: &Round) -> Result<Value> {
     let (count, len) = (round.count, round.block_bytes);
     let keys = |what: &str, count: usize| -> Vec<String> {
@@ -165,7 +166,9 @@ async fn round(kind: &str, round: &Round) -> Result<Value> {
         keys("block", count),
         keys("alone", count.min(round.singles)),
     );
-    let source: Vec<Bytes> = (0..count).map(|block| content(round.seed, block, len)).collect();
+    let source: Vec<Bytes> = (0..count)
+        .map(|block| content(round.seed, block, len))
+        .collect();
     let client = Client::open(kind, &round.directory).await?;
     client.put(&warm, &source).await?;
     let mut target = client.get(&warm, vec![vec![1; len]; count]).await?;

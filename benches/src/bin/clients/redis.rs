@@ -1,4 +1,5 @@
-//! The crate `redis` alone: `SET` and `GET` of one value each, over a few connections that carry many requests at once.
+//! The crate `redis` alone: `SET` and `GET` of one value each, over a few connections that carry
+//! many requests at once.
 
 use bytes::Bytes;
 use redis::aio::MultiplexedConnection;
@@ -28,16 +29,20 @@ impl Redis {
     }
 
     pub(crate) async fn put(&self, keys: &[String], values: &[Bytes]) -> Result<()> {
-        let jobs = keys.iter().zip(values).enumerate().map(|(number, (key, value))| {
-            let (mut connection, key, value) = (self.turn(number), key.clone(), value.clone());
-            async move {
-                Ok(cmd("SET")
-                    .arg(key)
-                    .arg(&value[..])
-                    .exec_async(&mut connection)
-                    .await?)
-            }
-        });
+        let jobs = keys
+            .iter()
+            .zip(values)
+            .enumerate()
+            .map(|(number, (key, value))| {
+                let (mut connection, key, value) = (self.turn(number), key.clone(), value.clone());
+                async move {
+                    Ok(cmd("SET")
+                        .arg(key)
+                        .arg(&value[..])
+                        .exec_async(&mut connection)
+                        .await?)
+                }
+            });
         each(jobs).await.map(drop)
     }
 

@@ -1,5 +1,5 @@
-//! The crate `object_store` alone, in two ways: an object for each block, and, as the store does it, many blocks in one
-//! object, which is put in parts and read in ranges.
+//! The crate `object_store` alone, in two ways: an object for each block, and, as the store does
+//! it, many blocks in one object, which is put in parts and read in ranges.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use crate::{AT_ONCE, Result, each};
 
 /// The bucket of the server that `demo/servers.py` starts.
 const BUCKET: &str = "bucket";
-/// What the store makes one object of, and its parts: `object_size` and `PART` of `ucm_tier::object`.
+/// What the store makes one object of, and its parts: `object_size` and `PART` of
+/// `ucm_tier::object`.
 const SEGMENT: usize = 64 << 20;
 const PART: usize = 16 << 20;
 /// Bytes of one range that is read for several blocks, as there.
@@ -70,7 +71,8 @@ impl Bucket {
     }
 }
 
-/// A bucket in which an object has many blocks, one behind the other in the order in which they are put.
+/// A bucket in which an object has many blocks, one behind the other in the order in which they are
+/// put.
 pub(crate) struct Segments(Bucket);
 
 impl Segments {
@@ -96,7 +98,11 @@ impl Segments {
         Ok(())
     }
 
-    pub(crate) async fn get(&self, keys: &[String], mut into: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+    pub(crate) async fn get(
+        &self,
+        keys: &[String],
+        mut into: Vec<Vec<u8>>,
+    ) -> Result<Vec<Vec<u8>>> {
         let len = into.first().map_or(1, Vec::len);
         let (in_segment, run) = (
             SEGMENT / len,
@@ -117,7 +123,11 @@ impl Segments {
                 jobs.push(async move { fill(&store, &path, Some(range), run).await });
             }
         }
-        Ok(each(jobs.into_iter()).await?.into_iter().flatten().collect())
+        Ok(each(jobs.into_iter())
+            .await?
+            .into_iter()
+            .flatten()
+            .collect())
     }
 }
 

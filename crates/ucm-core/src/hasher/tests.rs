@@ -1,4 +1,5 @@
-//! Known answers, computed with Python (hashlib; the blake3 package), and what must not depend on how it is asked.
+//! Known answers, computed with Python (hashlib; the blake3 package), and what must not depend on
+//! how it is asked.
 
 use super::*;
 
@@ -105,8 +106,8 @@ fn known_answers() {
     }
 }
 
-/// Padding is laid out by hand for messages without frames, so every length around a 64-byte boundary is compared
-/// with the library's own padding.
+/// Padding is laid out by hand for messages without frames, so every length around a 64-byte
+/// boundary is compared with the library's own padding.
 #[test]
 fn every_block_size_agrees_with_the_library() {
     for method in HashMethod::ALL {
@@ -164,7 +165,12 @@ fn whatever_shapes_the_bytes_changes_every_key_from_there_on() {
         let mut other = base.clone();
         other[40] ^= 1;
         differs_from(hasher.hash_blocks(&other, None, 0, &[]).unwrap(), 2);
-        differs_from(hasher.hash_blocks(&base, None, 0, &[key(1, 1, b"")]).unwrap(), 1);
+        differs_from(
+            hasher
+                .hash_blocks(&base, None, 0, &[key(1, 1, b"")])
+                .unwrap(),
+            1,
+        );
         let stranger = BlockHasher::new(b"another identity", 16, method).unwrap();
         differs_from(stranger.hash_blocks(&base, None, 0, &[]).unwrap(), 0);
         // Frames cannot be re-cut into other frames with the same bytes.
@@ -193,7 +199,14 @@ fn wrong_arguments_are_named() {
     for size in [0, limits::MAX_BLOCK_TOKENS + 1] {
         assert!(BlockHasher::new(b"", size, HashMethod::Sha256).is_err());
     }
-    assert!(BlockHasher::new(&vec![0; limits::MAX_IDENTITY_BYTES + 1], 16, HashMethod::Sha256).is_err());
+    assert!(
+        BlockHasher::new(
+            &vec![0; limits::MAX_IDENTITY_BYTES + 1],
+            16,
+            HashMethod::Sha256
+        )
+        .is_err()
+    );
     assert!(
         "sha1"
             .parse::<HashMethod>()
@@ -206,7 +219,10 @@ fn wrong_arguments_are_named() {
     let parent = Some(BlockId::default());
     says(hasher.hash_blocks(&tokens, None, 1, &[]), "is missing");
     says(hasher.hash_blocks(&tokens, parent, 0, &[]), "no parent");
-    says(hasher.hash_blocks(&tokens, parent, 3, &[]), "behind the last");
+    says(
+        hasher.hash_blocks(&tokens, parent, 3, &[]),
+        "behind the last",
+    );
     says(
         hasher.hash_blocks(&tokens, parent, usize::MAX, &[]),
         "behind the last",

@@ -1,8 +1,9 @@
-//! Ascend's ACL, found at run time. It is not shaped as CUDA's: copies name the room at their target, events answer
-//! the other way round, and a thread has no device before it sets one. No one has run it on hardware with this code.
+//! Ascend's ACL, found at run time. It is not shaped as CUDA's: copies name the room at their
+//! target, events answer the other way round, and a thread has no device before it sets one. No one
+//! has run it on hardware with this code.
 //!
-//! All values and signatures: `acl_rt.h` and `acl_base_rt.h` of ACL 1.17.0 (their `ACL_*_VERSION`) and
-//! `rt_error_codes.h`, in the wheel `torch-npu` 2.14.0.
+//! All values and signatures: `acl_rt.h` and `acl_base_rt.h` of ACL 1.17.0 (their `ACL_*_VERSION`)
+//! and `rt_error_codes.h`, in the wheel `torch-npu` 2.14.0.
 #![allow(unsafe_code, reason = "calls into the runtime's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -51,7 +52,8 @@ functions! {
 }
 
 functions! {
-    /// What pins memory, which older versions have not: the `aclrtHostRegister` of theirs maps and does not pin.
+    /// What pins memory, which older versions have not: the `aclrtHostRegister` of theirs maps and
+    /// does not pin.
     Pins {
         rtHostRegisterV2(*mut c_void, u64, u32) -> c_int;
         rtHostUnregister(*mut c_void) -> c_int;
@@ -59,7 +61,8 @@ functions! {
 }
 
 functions! {
-    /// What lets calls of a thread be no trouble to a graph that some thread captures; older versions capture none.
+    /// What lets calls of a thread be no trouble to a graph that some thread captures; older
+    /// versions capture none.
     Captures {
         mdlRICaptureThreadExchangeMode(*mut c_int) -> c_int;
     }
@@ -105,7 +108,8 @@ const HUGE_FIRST: c_int = 0;
 /// `ACL_HOST_REG_PINNED`.
 const PINNED: u32 = 0x1000_0000;
 
-/// Up to this version of Linux memory that ACL did not allocate cannot be registered: using it "leads to exceptions".
+/// Up to this version of Linux memory that ACL did not allocate cannot be registered: using it
+/// "leads to exceptions".
 const TOO_OLD_TO_PIN: (u32, u32) = (5, 10);
 
 /// Where Linux says its version.
@@ -118,7 +122,8 @@ macro_rules! call {
     };
 }
 
-/// An error where a call did not succeed. None is known after which it is certain that work is over.
+/// An error where a call did not succeed. None is known after which it is certain that work is
+/// over.
 fn check(call: &str, answer: c_int) -> Result<(), Failed> {
     let kind = match answer {
         SUCCESS => return Ok(()),
@@ -159,13 +164,15 @@ pub(super) struct Ascend {
     origin: Origin,
 }
 
-// SAFETY: a handle of the runtime, which may be used by any thread; what depends on a thread is set by `bind`.
+// SAFETY: a handle of the runtime, which may be used by any thread; what depends on a thread is set
+// by `bind`.
 unsafe impl Send for Ascend {}
 // SAFETY: as above.
 unsafe impl Sync for Ascend {}
 
 impl Ascend {
-    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is none of.
+    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is
+    /// none of.
     pub(super) fn open(ordinal: u32) -> Result<Self> {
         let library = library::find(&LIBRARY)?;
         let calls = Calls::load(&library, VENDOR, "acl")?;
@@ -177,7 +184,8 @@ impl Ascend {
         if begun != REPEAT_INITIALIZE {
             check("Init", begun)?;
         }
-        // SAFETY: each call writes numbers; the name is null or a string that lives as long as the library.
+        // SAFETY: each call writes numbers; the name is null or a string that lives as long as the
+        // library.
         let chip = unsafe {
             call!(calls, rtGetDeviceCount(&raw mut count))?;
             call!(calls, rtGetVersion(major, minor, patch))?;
@@ -215,10 +223,12 @@ impl Ascend {
         Ok(device)
     }
 
-    /// Makes the device current on this thread, by the context that it has by itself, and calls of this thread no
-    /// trouble to a graph that some thread captures, until what is given ends.
+    /// Makes the device current on this thread, by the context that it has by itself, and calls of
+    /// this thread no trouble to a graph that some thread captures, until what is given ends.
     fn bind(&self) -> Result<Bound<'_>, Failed> {
-        self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
+        self.origin
+            .check(library::FORKED)
+            .map_err(Failed::of_parent)?;
         let mut bound = Bound {
             device: self,
             mode: None,
@@ -274,15 +284,21 @@ impl Ascend {
     ///
     /// # Safety
     /// As [`Runtime::to_device_now`].
-    unsafe fn copy_now(&self, to: *mut c_void, from: *const c_void, len: usize, kind: c_int) -> Result<()> {
+    unsafe fn copy_now(
+        &self,
+        to: *mut c_void,
+        from: *const c_void,
+        len: usize,
+        kind: c_int,
+    ) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for both ranges until the work of the default stream is over.
         Ok(unsafe { call!(self.calls, rtMemcpy(to, len, from, len, kind)) }?)
     }
 }
 
-/// When this ends, the context that a thread of the caller's had is its current one again: torch's threads keep theirs.
-/// A thread that had none keeps ours: ACL has no call that takes it away.
+/// When this ends, the context that a thread of the caller's had is its current one again: torch's
+/// threads keep theirs. A thread that had none keeps ours: ACL has no call that takes it away.
 #[must_use]
 struct Bound<'a> {
     device: &'a Ascend,
@@ -351,7 +367,12 @@ impl Runtime for Ascend {
         let _bound = self.bind()?;
         let mut event = null_mut();
         // SAFETY: writes one handle.
-        unsafe { call!(self.calls, rtCreateEventWithFlag(&raw mut event, EVENT_TIME_LINE)) }?;
+        unsafe {
+            call!(
+                self.calls,
+                rtCreateEventWithFlag(&raw mut event, EVENT_TIME_LINE)
+            )
+        }?;
         Ok(RawEvent(event.expose_provenance() as u64))
     }
 
@@ -372,8 +393,14 @@ impl Runtime for Ascend {
     fn is_done(&self, event: RawEvent) -> Result<bool> {
         let _bound = self.bind()?;
         let mut status = 0;
-        // SAFETY: an event of ours, or one whose maker keeps it while it is asked about; writes one number.
-        unsafe { call!(self.calls, rtQueryEventStatus(handle(event.0), &raw mut status)) }?;
+        // SAFETY: an event of ours, or one whose maker keeps it while it is asked about; writes one
+        // number.
+        unsafe {
+            call!(
+                self.calls,
+                rtQueryEventStatus(handle(event.0), &raw mut status)
+            )
+        }?;
         Ok(status == RECORDED_COMPLETE)
     }
 
@@ -405,7 +432,13 @@ impl Runtime for Ascend {
         }
     }
 
-    unsafe fn to_device(&self, to: u64, from: *const u8, len: usize, stream: RawStream) -> Result<()> {
+    unsafe fn to_device(
+        &self,
+        to: u64,
+        from: *const u8,
+        len: usize,
+        stream: RawStream,
+    ) -> Result<()> {
         // SAFETY: the caller vouches for both ranges.
         unsafe { self.copy(handle(to), from.cast(), len, HOST_TO_DEVICE, stream) }
     }

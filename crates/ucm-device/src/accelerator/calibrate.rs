@@ -1,4 +1,5 @@
-//! What copies cost on a device: measured in a few milliseconds when it is first opened, by the device's own clock.
+//! What copies cost on a device: measured in a few milliseconds when it is first opened, by the
+//! device's own clock.
 #![allow(unsafe_code, reason = "copies between the buffers of a bench")]
 
 use std::collections::HashMap;
@@ -53,7 +54,9 @@ impl<'a, 'b> Measure<'a, 'b> {
     fn new(bench: &'a mut Bench<'b>) -> Result<Self> {
         let runtime = bench.runtime();
         let first = runtime.make_event()?;
-        let second = runtime.make_event().inspect_err(|_| runtime.end_event(first))?;
+        let second = runtime
+            .make_event()
+            .inspect_err(|_| runtime.end_event(first))?;
         Ok(Self {
             bench,
             events: [first, second],
@@ -98,7 +101,8 @@ impl<'a, 'b> Measure<'a, 'b> {
         let mut gap = [0.0; 2];
         for way in ways {
             let copy = single(&methods[way as usize]);
-            let [many, one] = [&long, &whole(long.len() * LONG)].map(|runs| self.time(copy, way, runs));
+            let [many, one] =
+                [&long, &whole(long.len() * LONG)].map(|runs| self.time(copy, way, runs));
             gap[way as usize] = ((many? - one?) / (long.len() - 1) as f64).max(0.0);
         }
         let mut costs = Costs {
@@ -121,7 +125,8 @@ impl<'a, 'b> Measure<'a, 'b> {
                 costs.piece[way as usize] = piece;
                 let rate = |ns: f64| bytes_of(&small) / ns.max(1.0);
                 let (whole, rest) = (few - one, few - one - piece * small.len() as f64);
-                // Where hardly more than the number of runs counts, the rest says nothing of the bus.
+                // Where hardly more than the number of runs counts, the rest says nothing of the
+                // bus.
                 costs.mapped[way as usize] = rate(rest).min(rate(whole).max(dma[way as usize]));
             }
             if may(Method::Staging) {
@@ -143,7 +148,8 @@ impl<'a, 'b> Measure<'a, 'b> {
         let mut least = f64::INFINITY;
         for _ in 0..ROUNDS {
             let [first, second] = self.events;
-            // SAFETY: the buffers are the bench's alone, and are kept until the lane's work is over.
+            // SAFETY: the buffers are the bench's alone, and are kept until the lane's work is
+            // over.
             self.bench.run(direction, |lane, host| unsafe {
                 lane.record(first, direction)?;
                 lane.begin(method, direction, runs, host)?;

@@ -1,4 +1,5 @@
-//! Whether a device copies right: each method on random bytes, beside single copies, when it is opened.
+//! Whether a device copies right: each method on random bytes, beside single copies, when it is
+//! opened.
 #![allow(unsafe_code, reason = "copies of memory that is allocated here")]
 
 use std::sync::Arc;
@@ -21,8 +22,9 @@ const POISON: u8 = 0xa5;
 /// What is copied: lengths with all alignments, a tail, and more than one tile.
 const LENGTHS: [usize; 10] = [16, 4096, 1, 40 << 10, 7, 8, 12, 1000, 16 << 10, 33];
 
-/// A host buffer and a device buffer of the same size, with a lane between them: all that a device is tried with when
-/// it is opened. Fields are dropped in their order: when the lane is, nothing uses the buffers any more.
+/// A host buffer and a device buffer of the same size, with a lane between them: all that a device
+/// is tried with when it is opened. Fields are dropped in their order: when the lane is, nothing
+/// uses the buffers any more.
 pub(super) struct Bench<'a> {
     lanes: &'a Lanes,
     pub(super) lane: Lane,
@@ -40,7 +42,9 @@ impl<'a> Bench<'a> {
         Ok(Self {
             lane: lanes.take()?,
             memory: Allocation::new(&lanes.arenas.runtime, Self::LEN)?,
-            pinned: lanes.arenas.pin(arena.at(0).expose_provenance(), arena.len()),
+            pinned: lanes
+                .arenas
+                .pin(arena.at(0).expose_provenance(), arena.len()),
             arena,
             lanes,
         })
@@ -60,7 +64,8 @@ impl<'a> Bench<'a> {
         self.memory.address
     }
 
-    /// Begins something on the lane and waits until it is over; a lane that failed is not used again.
+    /// Begins something on the lane and waits until it is over; a lane that failed is not used
+    /// again.
     pub(super) fn run(
         &mut self,
         direction: Direction,
@@ -88,7 +93,8 @@ impl<'a> Bench<'a> {
 
     /// What is copied of the host's buffer.
     fn host(&mut self) -> &mut [u8] {
-        // SAFETY: the arena's bytes are mapped and zeroed, no one claimed any, and nothing is under way on the lane.
+        // SAFETY: the arena's bytes are mapped and zeroed, no one claimed any, and nothing is under
+        // way on the lane.
         unsafe { std::slice::from_raw_parts_mut(self.arena.at(0), BYTES) }
     }
 }
@@ -118,9 +124,9 @@ fn noise(buffer: &mut [u8], seed: u64) {
 
 const DIRECTIONS: [Direction; 2] = [Direction::ToDevice, Direction::ToHost];
 
-/// The methods that give right bytes, by direction. Each is compared with single copies, in both directions: those of
-/// streams where they are right, otherwise the driver's plain ones, which are used then. An error where not even those
-/// are right.
+/// The methods that give right bytes, by direction. Each is compared with single copies, in both
+/// directions: those of streams where they are right, otherwise the driver's plain ones, which are
+/// used then. An error where not even those are right.
 pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
     let mut beside = |method| {
         DIRECTIONS
@@ -140,13 +146,17 @@ pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
             if !bench.can(method) {
                 continue;
             }
-            // What kernels read of what to do comes by a copy: were it wrong, they would write anywhere.
+            // What kernels read of what to do comes by a copy: were it wrong, they would write
+            // anywhere.
             let checked = match method {
                 Method::Dma if single == Method::Dma => Ok(()),
                 Method::Kernel | Method::Staging
                     if !right[Direction::ToDevice as usize].contains(&Method::Dma) =>
                 {
-                    Err(Error::new(ErrorKind::Corrupt, "copies to the device are wrong"))
+                    Err(Error::new(
+                        ErrorKind::Corrupt,
+                        "copies to the device are wrong",
+                    ))
                 }
                 _ => bench.check(method, direction, single),
             };
@@ -177,8 +187,8 @@ pub(super) fn copies_on_device(bench: &mut Bench<'_>, single: Method) -> Result<
     let copies = [(0, 4096), (8192, 100), (64 << 10, 40 << 10)];
     bench.run(Direction::ToDevice, |lane, _| {
         copies.iter().try_for_each(|&(at, len)| {
-            // SAFETY: both ranges lie in the buffer, in different halves of it, and it is kept until the lane's work is
-            // over.
+            // SAFETY: both ranges lie in the buffer, in different halves of it, and it is kept
+            // until the lane's work is over.
             unsafe { lane.copy_on_device(second + at, first + at, len) }
         })
     })?;
@@ -204,7 +214,8 @@ impl Bench<'_> {
     /// Whether a method can be tried at all.
     fn can(&self, method: Method) -> bool {
         let mapped = |pinned: &Arc<Pinned>| pinned.mapped(self.arena.at(0).expose_provenance());
-        self.lane.can(method) && (method != Method::Kernel || self.pinned.as_ref().and_then(mapped).is_some())
+        self.lane.can(method)
+            && (method != Method::Kernel || self.pinned.as_ref().and_then(mapped).is_some())
     }
 
     /// All that is copied.
@@ -216,7 +227,8 @@ impl Bench<'_> {
         }]
     }
 
-    /// Moves random bytes by a method, and everything else by single copies; all of the target is looked at.
+    /// Moves random bytes by a method, and everything else by single copies; all of the target is
+    /// looked at.
     fn check(&mut self, method: Method, direction: Direction, single: Method) -> Result<()> {
         let (runs, whole) = (runs(self.device()), self.whole());
         let on_device = |run: &Run| (run.address - whole[0].address) as usize;

@@ -1,4 +1,5 @@
-//! CUDA's driver, found at run time. The primary context is torch's own, so streams and events of both may be mixed.
+//! CUDA's driver, found at run time. The primary context is torch's own, so streams and events of
+//! both may be mixed.
 #![allow(unsafe_code, reason = "calls into the driver's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -20,8 +21,8 @@ use crate::numa;
 
 const VENDOR: &str = "cuda";
 
-/// The number is the driver's. The name without it may be a library that programs are linked with and that does
-/// nothing.
+/// The number is the driver's. The name without it may be a library that programs are linked with
+/// and that does nothing.
 const LIBRARY: Places = Places {
     vendor: VENDOR,
     known_by: None, // a tool that watches calls of the driver may have some of them too
@@ -29,10 +30,14 @@ const LIBRARY: Places = Places {
     below: None,
 };
 
-/// The copy kernels, for every driver from 450 on: `tools/ptx.py` makes them from `kernels/copy.cu`.
+/// The copy kernels, for every driver from 450 on: `tools/ptx.py` makes them from
+/// `kernels/copy.cu`.
 const PTX: &CStr = match CStr::from_bytes_with_nul(
     concat!(
-        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/copy.ptx")),
+        include_str!(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../kernels/copy.ptx"
+        )),
         "\0"
     )
     .as_bytes(),
@@ -136,7 +141,10 @@ impl Driver {
     /// The one of this process, loaded and begun once.
     fn get() -> Result<&'static Self> {
         static LOADED: OnceLock<Result<Driver>> = OnceLock::new();
-        let driver = LOADED.get_or_init(Self::load).as_ref().map_err(Clone::clone)?;
+        let driver = LOADED
+            .get_or_init(Self::load)
+            .as_ref()
+            .map_err(Clone::clone)?;
         library::check_begun()?;
         Ok(driver)
     }
@@ -177,7 +185,9 @@ impl Driver {
         let named = unsafe { (self.names.cuGetErrorName)(answer, &raw mut name) };
         let name = if named == SUCCESS && !name.is_null() {
             // SAFETY: as above.
-            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+            unsafe { CStr::from_ptr(name) }
+                .to_string_lossy()
+                .into_owned()
         } else {
             format!("error {answer}")
         };
@@ -214,13 +224,15 @@ struct Kernels {
     functions: [CUfunction; 3],
 }
 
-// SAFETY: handles of the driver, which may be used by any thread; what depends on a thread is set by `bind`.
+// SAFETY: handles of the driver, which may be used by any thread; what depends on a thread is set
+// by `bind`.
 unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
 
 impl Cuda {
-    /// Device number `ordinal`; `Unsupported` without a driver, `Config` for a number there is none of.
+    /// Device number `ordinal`; `Unsupported` without a driver, `Config` for a number there is none
+    /// of.
     pub(super) fn open(ordinal: u32) -> Result<Self> {
         let driver = Driver::get()?;
         let (mut count, mut device, mut version): (c_int, _, c_int) = (0, 0, 0);
@@ -238,7 +250,10 @@ impl Cuda {
             call!(driver, cuDeviceGetName(name.as_mut_ptr(), name_len, device))?;
             call!(driver, cuDriverGetVersion(&raw mut version))?;
             call!(driver, cuDevicePrimaryCtxRetain(&raw mut context, device))?;
-            call!(driver, cuDeviceGetPCIBusId(pci.as_mut_ptr(), pci_len, device))
+            call!(
+                driver,
+                cuDeviceGetPCIBusId(pci.as_mut_ptr(), pci_len, device)
+            )
         };
         // SAFETY: the last byte is still zero.
         let pci = unsafe { CStr::from_ptr(pci.as_ptr()) }.to_string_lossy();
@@ -248,14 +263,20 @@ impl Cuda {
             driver,
             device,
             context,
-            description: format!("{name}, CUDA driver {}.{}", version / 1000, version % 1000 / 10),
+            description: format!(
+                "{name}, CUDA driver {}.{}",
+                version / 1000,
+                version % 1000 / 10
+            ),
             node: placed.ok().and_then(|()| numa::node_of(&pci)),
             origin: Origin::this()?,
             kernels: None,
         };
         cuda.kernels = cuda
             .load_kernels()
-            .inspect_err(|error| warn!(%error, "the copy kernels cannot be used: small copies are slow"))
+            .inspect_err(
+                |error| warn!(%error, "the copy kernels cannot be used: small copies are slow"),
+            )
             .ok();
         Ok(cuda)
     }
@@ -273,9 +294,15 @@ impl Cuda {
         let mut functions = [null_mut(); 3];
         for (function, name) in functions.iter_mut().zip(KERNELS) {
             // SAFETY: the module was loaded just now, and the name ends with a zero.
-            let found = unsafe { call!(self.driver, cuModuleGetFunction(function, module, name.as_ptr())) };
+            let found = unsafe {
+                call!(
+                    self.driver,
+                    cuModuleGetFunction(function, module, name.as_ptr())
+                )
+            };
             if let Err(failed) = found {
-                // SAFETY: loaded just now, and nothing uses it. A failure could not be handled here.
+                // SAFETY: loaded just now, and nothing uses it. A failure could not be handled
+                // here.
                 let _ = unsafe { call!(self.driver, cuModuleUnload(module)) };
                 return Err(failed.into());
             }
@@ -283,13 +310,20 @@ impl Cuda {
         Ok(Kernels { module, functions })
     }
 
-    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread
-    /// captures, until what is given ends.
+    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that
+    /// some thread captures, until what is given ends.
     fn bind(&self) -> Result<Bound, Failed> {
-        self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
+        self.origin
+            .check(library::FORKED)
+            .map_err(Failed::of_parent)?;
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: exchanges one number.
-        unsafe { call!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+        unsafe {
+            call!(
+                self.driver,
+                cuThreadExchangeStreamCaptureMode(&raw mut mode)
+            )
+        }?;
         let mut bound = Bound {
             driver: self.driver,
             mode,
@@ -302,8 +336,8 @@ impl Cuda {
     }
 }
 
-/// When this ends, what the thread had current is current again, or nothing if it had nothing: torch takes the device
-/// of what is current.
+/// When this ends, what the thread had current is current again, or nothing if it had nothing:
+/// torch takes the device of what is current.
 #[must_use]
 struct Bound {
     driver: &'static Driver,
@@ -320,7 +354,10 @@ impl Drop for Bound {
             if self.is_pushed {
                 let _ = call!(self.driver, cuCtxPopCurrent_v2(&raw mut ours));
             }
-            let _ = call!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.mode));
+            let _ = call!(
+                self.driver,
+                cuThreadExchangeStreamCaptureMode(&raw mut self.mode)
+            );
         }
     }
 }
@@ -329,10 +366,12 @@ impl Drop for Cuda {
     fn drop(&mut self) {
         if let Ok(_bound) = insist(|| self.bind()) {
             if let Some(kernels) = &self.kernels {
-                // SAFETY: loaded in `open`; what launched its kernels has ended. A failure could not be handled here.
+                // SAFETY: loaded in `open`; what launched its kernels has ended. A failure could
+                // not be handled here.
                 let _ = unsafe { call!(self.driver, cuModuleUnload(kernels.module)) };
             }
-            // SAFETY: retained in `open`; nothing of ours uses it any more. A failure could not be handled here.
+            // SAFETY: retained in `open`; nothing of ours uses it any more. A failure could not be
+            // handled here.
             let _ = unsafe { call!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device)) };
         }
     }
@@ -376,7 +415,8 @@ impl Runtime for Cuda {
 
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that no one uses any more; the driver ends it after its work.
+            // SAFETY: a stream of ours that no one uses any more; the driver ends it after its
+            // work.
             let _ = unsafe { call!(self.driver, cuStreamDestroy_v2(stream_of(stream))) };
         }
     }
@@ -412,7 +452,12 @@ impl Runtime for Cuda {
     fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: an event and a stream of ours.
-        Ok(unsafe { call!(self.driver, cuEventRecord(event_of(event), stream_of(stream))) }?)
+        Ok(unsafe {
+            call!(
+                self.driver,
+                cuEventRecord(event_of(event), stream_of(stream))
+            )
+        }?)
     }
 
     fn is_done(&self, event: RawEvent) -> Result<bool> {
@@ -464,7 +509,13 @@ impl Runtime for Cuda {
         }
     }
 
-    unsafe fn to_device(&self, to: u64, from: *const u8, len: usize, stream: RawStream) -> Result<()> {
+    unsafe fn to_device(
+        &self,
+        to: u64,
+        from: *const u8,
+        len: usize,
+        stream: RawStream,
+    ) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for both ranges until the stream's work is over.
         Ok(unsafe {
@@ -545,7 +596,9 @@ impl Runtime for Cuda {
         stream: RawStream,
     ) -> Result<()> {
         let Some(kernels) = &self.kernels else {
-            return Err(Error::internal("a kernel was begun on a device without any"));
+            return Err(Error::internal(
+                "a kernel was begun on a device without any",
+            ));
         };
         let _bound = self.bind()?;
         let mut parameters: [*mut c_void; 3] = [
@@ -553,8 +606,8 @@ impl Runtime for Cuda {
             (&raw mut count).cast(),
             (&raw mut base).cast(),
         ];
-        // SAFETY: the function is that of a loaded module, which takes two or three words; the driver reads them during
-        // the call. The caller vouches for what they name.
+        // SAFETY: the function is that of a loaded module, which takes two or three words; the
+        // driver reads them during the call. The caller vouches for what they name.
         unsafe {
             Ok(call!(
                 self.driver,

@@ -1,5 +1,5 @@
-//! The way of copies through a device: its streams, the buffer on the device through which small pieces go, and the
-//! memory that descriptors come from. A lane makes one transfer at a time.
+//! The way of copies through a device: its streams, the buffer on the device through which small
+//! pieces go, and the memory that descriptors come from. A lane makes one transfer at a time.
 #![allow(
     unsafe_code,
     reason = "begins copies of ranges that their makers vouched for, and waits for them"
@@ -22,8 +22,9 @@ use crate::arena::{ArenaOptions, HostArena};
 /// Bytes that are staged at once.
 pub(super) const STAGED: usize = 8 << 20;
 
-/// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each. So many threads of the
-/// memory tier load at a time; what dumps meanwhile may find none left, and copies each run by itself.
+/// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each.
+/// So many threads of the memory tier load at a time; what dumps meanwhile may find none left, and
+/// copies each run by itself.
 const ROOMS: usize = 8;
 
 /// Segments in the buffer begin at multiples of this.
@@ -32,8 +33,8 @@ const ALIGNED: usize = 256;
 /// Bytes that the kernels copy by one block of threads at a time.
 const TILE: usize = 16 << 10;
 
-/// Most blocks of threads of a kernel between places on the device, and of one that reads or writes the host's memory:
-/// a few keep the bus busy.
+/// Most blocks of threads of a kernel between places on the device, and of one that reads or writes
+/// the host's memory: a few keep the bus busy.
 const BLOCKS: [u32; 2] = [512, 32];
 
 /// The host's side of a transfer.
@@ -49,7 +50,8 @@ impl Host<'_> {
         self.first.wrapping_add(at)
     }
 
-    /// The part of pinned memory that an offset is in; all that there may be where nothing is pinned.
+    /// The part of pinned memory that an offset is in; all that there may be where nothing is
+    /// pinned.
     pub(super) fn part(self, at: usize) -> Range<usize> {
         let first = self.first.expose_provenance();
         self.pinned.map_or(0..usize::MAX, |pinned| {
@@ -58,7 +60,8 @@ impl Host<'_> {
         })
     }
 
-    /// Tells the device's addresses of the host's side of runs; `None` where kernels cannot reach it.
+    /// Tells the device's addresses of the host's side of runs; `None` where kernels cannot reach
+    /// it.
     fn mapping(self) -> impl FnMut(&Run) -> Option<u64> {
         let (mut inside, mut first) = (0..0, 0);
         move |run| {
@@ -111,7 +114,8 @@ impl Lanes {
         })
     }
 
-    /// One that no one uses, with room if there is one, or a new one: as many as there are transfers at a time.
+    /// One that no one uses, with room if there is one, or a new one: as many as there are
+    /// transfers at a time.
     pub(super) fn take(&self) -> Result<Lane> {
         let mut idle = self.idle.lock();
         let last = idle.len().checked_sub(1);
@@ -150,7 +154,8 @@ impl Lanes {
         if self.rooms.fetch_add(1, Ordering::Relaxed) >= ROOMS {
             return None;
         }
-        let refused = |error: &Error| warn!(%error, "no memory for staged copies: small copies are slow");
+        let refused =
+            |error: &Error| warn!(%error, "no memory for staged copies: small copies are slow");
         Room::new(&self.arenas, counted).inspect_err(refused).ok()
     }
 }
@@ -217,11 +222,13 @@ impl Lane {
         wait_until_over(&*self.runtime, self.stream(direction))
     }
 
-    /// Begins to move runs; where there are more than one round of descriptors, waits for all rounds but the last.
+    /// Begins to move runs; where there are more than one round of descriptors, waits for all
+    /// rounds but the last.
     ///
     /// # Safety
-    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of every run, and the host's side is readable (and
-    /// for [`Direction::ToHost`] writable, by no one else) until [`Lane::wait`] has returned.
+    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of every run, and the host's
+    /// side is readable (and for [`Direction::ToHost`] writable, by no one else) until
+    /// [`Lane::wait`] has returned.
     pub(super) unsafe fn begin(
         &mut self,
         method: Method,
@@ -271,7 +278,13 @@ impl Lane {
     ///
     /// # Safety
     /// As [`Lane::begin`].
-    unsafe fn copy(&self, direction: Direction, device: u64, host: *mut u8, len: usize) -> Result<()> {
+    unsafe fn copy(
+        &self,
+        direction: Direction,
+        device: u64,
+        host: *mut u8,
+        len: usize,
+    ) -> Result<()> {
         let stream = self.stream(direction);
         // SAFETY: as the caller vouches.
         unsafe {
@@ -286,7 +299,12 @@ impl Lane {
     ///
     /// # Safety
     /// As [`Lane::begin`].
-    unsafe fn round_mapped(&mut self, direction: Direction, runs: &[Run], host: Host<'_>) -> Result<()> {
+    unsafe fn round_mapped(
+        &mut self,
+        direction: Direction,
+        runs: &[Run],
+        host: Host<'_>,
+    ) -> Result<()> {
         let mut mapping = host.mapping();
         for (descriptor, run) in self.descriptors()?.iter_mut().zip(runs) {
             let Some(mapped) = mapping(run) else {
@@ -304,10 +322,17 @@ impl Lane {
         let descriptors = self.upload(runs.len(), stream)?;
         let longest = runs.iter().map(|run| run.len).max().unwrap_or(0);
         let grid = tiles(runs.len(), longest, BLOCKS[1]);
-        // SAFETY: as the caller vouches; the descriptors are in the lane's own memory until the stream's work is over.
+        // SAFETY: as the caller vouches; the descriptors are in the lane's own memory until the
+        // stream's work is over.
         unsafe {
-            self.runtime
-                .launch(Kernel::Batch, descriptors, runs.len() as u64, 0, grid, stream)
+            self.runtime.launch(
+                Kernel::Batch,
+                descriptors,
+                runs.len() as u64,
+                0,
+                grid,
+                stream,
+            )
         }
     }
 
@@ -315,7 +340,12 @@ impl Lane {
     ///
     /// # Safety
     /// As [`Lane::begin`].
-    unsafe fn round_staged(&mut self, direction: Direction, runs: &[Run], host: Host<'_>) -> Result<()> {
+    unsafe fn round_staged(
+        &mut self,
+        direction: Direction,
+        runs: &[Run],
+        host: Host<'_>,
+    ) -> Result<()> {
         let chunks = staged(runs, |at| host.part(at), self.descriptors()?);
         let stream = self.stream(direction);
         let descriptors = self.upload(runs.len(), stream)?;
@@ -326,8 +356,8 @@ impl Lane {
                 chunk.count as u64,
             );
             let grid = tiles(chunk.count, chunk.longest, BLOCKS[0]);
-            // SAFETY: as the caller vouches; the buffer is the lane's own, and what is done with it is done in the
-            // order of one stream.
+            // SAFETY: as the caller vouches; the buffer is the lane's own, and what is done with it
+            // is done in the order of one stream.
             unsafe {
                 if direction == Direction::ToHost {
                     self.runtime
@@ -349,18 +379,20 @@ impl Lane {
     /// Begins one copy on the device by the driver.
     ///
     /// # Safety
-    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of both ranges, which do not overlap.
+    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of both ranges, which do not
+    /// overlap.
     pub(super) unsafe fn copy_on_device(&self, to: u64, from: u64, len: usize) -> Result<()> {
         let stream = self.stream(Direction::ToDevice);
         // SAFETY: as the caller vouches.
         unsafe { self.runtime.on_device(to, from, len, stream) }
     }
 
-    /// Copies between places on the device: several by one kernel, where `kernel` says that it is right, one by the
-    /// driver, where `copies` says so of its copies.
+    /// Copies between places on the device: several by one kernel, where `kernel` says that it is
+    /// right, one by the driver, where `copies` says so of its copies.
     ///
     /// # Safety
-    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of all; no pair writes what another reads or writes.
+    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of all; no pair writes what
+    /// another reads or writes.
     pub(super) unsafe fn begin_on_device(
         &mut self,
         pairs: &[[u64; 3]],
@@ -391,8 +423,14 @@ impl Lane {
             let grid = tiles(round.len(), longest as usize, BLOCKS[0]);
             // SAFETY: as the caller vouches.
             unsafe {
-                self.runtime
-                    .launch(Kernel::Batch, descriptors, round.len() as u64, 0, grid, stream)?;
+                self.runtime.launch(
+                    Kernel::Batch,
+                    descriptors,
+                    round.len() as u64,
+                    0,
+                    grid,
+                    stream,
+                )?;
             }
         }
         Ok(())
@@ -406,8 +444,9 @@ impl Lane {
     /// Where descriptors are written. The ones before must not be in use any more.
     fn descriptors(&mut self) -> Result<&mut [[u64; 3]]> {
         let first = self.room()?.descriptors.at(0);
-        // SAFETY: the arena is the lane's own, begins at a page, has room for so many and holds numbers; nothing on the
-        // device reads it now, and the lane is borrowed for as long as the slice is.
+        // SAFETY: the arena is the lane's own, begins at a page, has room for so many and holds
+        // numbers; nothing on the device reads it now, and the lane is borrowed for as long as the
+        // slice is.
         Ok(unsafe { std::slice::from_raw_parts_mut(first.cast(), DESCRIPTORS) })
     }
 
@@ -416,8 +455,8 @@ impl Lane {
         let room = self.room()?;
         let (to, from) = (room.table.address, room.descriptors.at(0));
         debug_assert!(count <= DESCRIPTORS);
-        // SAFETY: both ranges are the lane's own and have room for so many; no one writes to the one on the host until
-        // the stream's work is over.
+        // SAFETY: both ranges are the lane's own and have room for so many; no one writes to the
+        // one on the host until the stream's work is over.
         unsafe { self.runtime.to_device(to, from, count * DESCRIPTOR, stream) }?;
         Ok(to)
     }
@@ -426,16 +465,22 @@ impl Lane {
 impl Drop for Lane {
     fn drop(&mut self) {
         for stream in self.streams {
-            let _ = wait_until_over(&*self.runtime, stream); // its error is told to who began the work
+            // its error is told to who began the work
+            let _ = wait_until_over(&*self.runtime, stream);
             self.runtime.end_stream(stream);
         }
     }
 }
 
-/// Chunks of runs, which are in the order of the host buffer, and their descriptors: as many as fit into the buffer on the
-/// device at a time. Neighbours in the one buffer are neighbours in the other; no segment crosses the border of two
-/// parts of pinned memory. No run is longer than the buffer.
-fn staged(runs: &[Run], part: impl Fn(usize) -> Range<usize>, descriptors: &mut [[u64; 3]]) -> Vec<Chunk> {
+/// Chunks of runs, which are in the order of the host buffer, and their descriptors: as many as fit
+/// into the buffer on the device at a time. Neighbours in the one buffer are neighbours in the
+/// other; no segment crosses the border of two parts of pinned memory. No run is longer than the
+/// buffer.
+fn staged(
+    runs: &[Run],
+    part: impl Fn(usize) -> Range<usize>,
+    descriptors: &mut [[u64; 3]],
+) -> Vec<Chunk> {
     let (mut chunks, mut chunk) = (Vec::new(), Chunk::default());
     let mut end = 0_usize; // of what is in the chunk, and in the host buffer
     let (mut host_end, mut inside) = (usize::MAX, 0..0);
@@ -494,7 +539,12 @@ mod tests {
 
     /// Runs of these lengths, `gap` bytes apart in the host buffer, their descriptors, and their
     /// chunks. Memory is pinned in parts of `part` bytes.
-    fn chunks(at: usize, lens: &[usize], gap: usize, part: usize) -> (Vec<Run>, Vec<[u64; 3]>, Vec<Chunk>) {
+    fn chunks(
+        at: usize,
+        lens: &[usize],
+        gap: usize,
+        part: usize,
+    ) -> (Vec<Run>, Vec<[u64; 3]>, Vec<Chunk>) {
         let mut at = at;
         let run = |&len: &usize| {
             let run = Run {
@@ -544,7 +594,14 @@ mod tests {
                         && run.at + run.len <= segment.at + segment.len
                         && segment.offset + (run.at - segment.at) == offset as usize
                 };
-                assert_eq!(chunk.segments.iter().filter(|segment| holds(segment)).count(), 1);
+                assert_eq!(
+                    chunk
+                        .segments
+                        .iter()
+                        .filter(|segment| holds(segment))
+                        .count(),
+                    1
+                );
             }
         }
         assert_eq!(next, runs.len());
@@ -558,7 +615,11 @@ mod tests {
                 let lens = [STAGED / 2, STAGED / 2 - 4096, 4096 + over, 1];
                 let (runs, descriptors, chunks) = chunks(64, &lens, gap, far);
                 check(&runs, &descriptors, &chunks, far);
-                assert_eq!(chunks[0].count, if over == 0 { 3 } else { 2 }, "{over}, {gap}");
+                assert_eq!(
+                    chunks[0].count,
+                    if over == 0 { 3 } else { 2 },
+                    "{over}, {gap}"
+                );
             }
         }
     }

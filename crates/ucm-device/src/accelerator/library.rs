@@ -25,11 +25,13 @@ pub(super) type Function = unsafe extern "C" fn();
 pub(super) struct Places {
     /// Whose it is, for errors.
     pub(super) vendor: &'static str,
-    /// A function that only it has: where the process shows that to everybody already, the library is there.
+    /// A function that only it has: where the process shows that to everybody already, the library
+    /// is there.
     pub(super) known_by: Option<&'static str>,
     /// Its names, the most likely one first.
     pub(super) names: &'static [&'static str],
-    /// An environment variable that names a directory, and a path in that, where to look before the loader does.
+    /// An environment variable that names a directory, and a path in that, where to look before the
+    /// loader does.
     pub(super) below: Option<(&'static str, &'static str)>,
 }
 
@@ -38,15 +40,16 @@ fn stand_in() -> Result<Option<Library>> {
     let Some(path) = std::env::var_os(TEST_LIBRARY) else {
         return Ok(None);
     };
-    warn!(path = %Path::new(&path).display(), "a library of tests stands for the driver of the vendor");
+    warn!(path = %Path::new(&path).display(), "a library of tests stands for the driver of the \
+    vendor");
     open(&path, MODE).map(Some).map_err(|error| {
         let wrong = Error::new(ErrorKind::Config, "the library of tests cannot be opened");
         wrong.with("variable", TEST_LIBRARY).with("error", error)
     })
 }
 
-/// A vendor's library: the one that the process has (torch's), or else the first that can be loaded. `Unsupported`
-/// without.
+/// A vendor's library: the one that the process has (torch's), or else the first that can be
+/// loaded. `Unsupported` without.
 pub(super) fn find(places: &Places) -> Result<Library> {
     if let Some(library) = stand_in()? {
         return Ok(library);
@@ -75,7 +78,8 @@ pub(super) fn find(places: &Places) -> Result<Library> {
         .chain(by_loader)
         .find_map(std::result::Result::ok)
         .ok_or_else(|| {
-            let none = "the runtime of this device is not installed here, or not where the loader looks";
+            let none =
+                "the runtime of this device is not installed here, or not where the loader looks";
             let none = Error::new(ErrorKind::Unsupported, none).with("vendor", places.vendor);
             none.with("libraries", places.names.join(", "))
         })
@@ -97,7 +101,8 @@ pub(super) fn function(library: &Library, name: &str) -> Option<Function> {
 pub(super) fn needed(library: &Library, vendor: &'static str, name: &str) -> Result<Function> {
     function(library, name).ok_or_else(|| {
         let lacks =
-            "the runtime of this device lacks a function that ucm calls: it is too old, or another one";
+            "the runtime of this device lacks a function that ucm calls: it is too old, or another \
+             one";
         let lacks = Error::new(ErrorKind::Unsupported, lacks).with("vendor", vendor);
         lacks.with("function", name)
     })
@@ -107,9 +112,11 @@ pub(super) fn needed(library: &Library, vendor: &'static str, name: &str) -> Res
 static BEGUN: OnceLock<Origin> = OnceLock::new();
 
 /// What a child of a process that opened a device is told: runtimes do not survive a fork.
-pub(super) const FORKED: &str = "this device was opened before a fork; open it in the process that uses it";
+pub(super) const FORKED: &str =
+    "this device was opened before a fork; open it in the process that uses it";
 
-/// `Forked` where a parent of this process used a vendor's library; asked before the first call of one.
+/// `Forked` where a parent of this process used a vendor's library; asked before the first call of
+/// one.
 pub(super) fn check_begun() -> Result<()> {
     BEGUN.get().map_or(Ok(()), |begun| begun.check(FORKED))
 }
@@ -121,7 +128,8 @@ pub(super) fn begun() -> Result<Origin> {
     Ok(origin)
 }
 
-/// There is no device of this kind and number: `Unsupported` where there is none of the kind at all.
+/// There is no device of this kind and number: `Unsupported` where there is none of the kind at
+/// all.
 pub(super) fn no_device(vendor: &str, ordinal: u32, count: impl Into<i64>) -> Error {
     let count = count.into();
     let kind = if count > 0 {
@@ -157,7 +165,8 @@ macro_rules! functions {
                     $($name: {
                         let name = format!("{prefix}{}", stringify!($name));
                         let found = $crate::accelerator::library::needed(library, vendor, &name)?;
-                        // SAFETY: the type is that of the vendor's header, or, where the table says so, a guess.
+                        // SAFETY: the type is that of the vendor's header, or, where the table says
+                        // so, a guess.
                         unsafe {
                             std::mem::transmute::<
                                 $crate::accelerator::library::Function,
@@ -177,7 +186,8 @@ pub(super) use functions;
 pub(super) mod tests {
     use super::*;
 
-    /// A library of these functions, which do nothing, in a directory that is gone when it is dropped.
+    /// A library of these functions, which do nothing, in a directory that is gone when it is
+    /// dropped.
     pub(in super::super) fn stub(
         prefix: &str,
         names: impl Iterator<Item = &'static str>,
@@ -192,7 +202,9 @@ pub(super) mod tests {
         );
         std::fs::write(&text, source).unwrap();
         let mut compiler = std::process::Command::new("cc");
-        let compiled = compiler.args(["-shared", "-fPIC", "-o"]).args([&built, &text]);
+        let compiled = compiler
+            .args(["-shared", "-fPIC", "-o"])
+            .args([&built, &text]);
         assert!(compiled.status().unwrap().success());
         let library = open(&built, MODE).unwrap();
         (directory, library)
@@ -212,7 +224,11 @@ pub(super) mod tests {
         let path: &'static str = Box::leak(directory.path().to_str().unwrap().into());
         let below = find(&place("abacusAdd", &["libstub.so"], Some(("PATH", path)))).unwrap();
         assert!(function(&below, "abacusCount").is_some());
-        let none = find(&place("abacusAdd", &["libabacus.so", "libabacus.so.2"], None));
+        let none = find(&place(
+            "abacusAdd",
+            &["libabacus.so", "libabacus.so.2"],
+            None,
+        ));
         let none = none.err().unwrap();
         assert_eq!(none.kind(), ErrorKind::Unsupported);
         let text = none.to_string();

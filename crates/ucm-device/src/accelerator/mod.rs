@@ -1,12 +1,18 @@
-//! Accelerators: one way of copies for all of them, over the few calls that a vendor's library makes for it.
+//! Accelerators: one way of copies for all of them, over the few calls that a vendor's library
+//! makes for it.
 //!
-//! Small pieces of a block are gathered on the device into one buffer that crosses the bus in one copy, and scattered
-//! from one; large ones are copied as they are. Which way is cheaper is computed from what was measured of the device
-//! when it was opened, and a way that gave wrong bytes then is not used ([`check`]).
+//! Small pieces of a block are gathered on the device into one buffer that crosses the bus in one
+//! copy, and scattered from one; large ones are copied as they are. Which way is cheaper is
+//! computed from what was measured of the device when it was opened, and a way that gave wrong
+//! bytes then is not used ([`check`]).
 //!
-//! **No copy outlives its call.** A copy that failed, or whose beginning failed half-way, has ended when the call
-//! returns, because the call waits until the driver says so ([`runtime::wait_until_over`]).
-#![allow(unsafe_code, reason = "begins copies of ranges that their makers vouched for")]
+//! **No copy outlives its call.** A copy that failed, or whose beginning failed half-way, has ended
+//! when the call returns, because the call waits until the driver says so
+//! ([`runtime::wait_until_over`]).
+#![allow(
+    unsafe_code,
+    reason = "begins copies of ranges that their makers vouched for"
+)]
 
 mod ascend;
 mod calibrate;
@@ -77,12 +83,17 @@ struct Shared {
     costs: Costs,
 }
 
-/// How long a device may take until it is open. A driver's first call takes some seconds on a machine of many devices.
+/// How long a device may take until it is open. A driver's first call takes some seconds on a
+/// machine of many devices.
 const OPEN_WITHIN: Duration = Duration::from_secs(30);
 
 impl Accelerator {
     /// Device number `ordinal` of CUDA.
-    pub(crate) fn cuda(ordinal: u32, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
+    pub(crate) fn cuda(
+        ordinal: u32,
+        transfer: Transfer,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Arc<dyn Device>> {
         let open = move || Ok(Arc::new(cuda::Cuda::open(ordinal)?) as _);
         Self::over(format!("cuda:{ordinal}"), open, transfer, clock)
     }
@@ -99,13 +110,17 @@ impl Accelerator {
     }
 
     /// Device number `ordinal` of Ascend.
-    pub(crate) fn ascend(ordinal: u32, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
+    pub(crate) fn ascend(
+        ordinal: u32,
+        transfer: Transfer,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Arc<dyn Device>> {
         let open = move || Ok(Arc::new(ascend::Ascend::open(ordinal)?) as _);
         Self::over(format!("ascend:{ordinal}"), open, transfer, clock)
     }
 
-    /// Opens a device on a thread of its own, which a driver that does not answer keeps with all that it holds;
-    /// `Timeout` then.
+    /// Opens a device on a thread of its own, which a driver that does not answer keeps with all
+    /// that it holds; `Timeout` then.
     fn over(
         name: String,
         open: impl FnOnce() -> Result<Arc<dyn Runtime>> + Send + 'static,
@@ -120,13 +135,15 @@ impl Accelerator {
             end.complete(());
         };
         let deadline = clock.now().after(OPEN_WITHIN);
-        begin_thread("ucm-open", opening)
-            .map_err(|error| Error::from_io(error, "cannot start the thread that opens a device"))?;
+        begin_thread("ucm-open", opening).map_err(|error| {
+            Error::from_io(error, "cannot start the thread that opens a device")
+        })?;
         ended.wait(&*clock, Some(deadline));
         let result = opened.lock().take();
         let shared = result.unwrap_or_else(|| {
             let late =
-                "the device did not answer in time while it was opened: its driver hangs, or it is busy";
+                "the device did not answer in time while it was opened: its driver hangs, or it is \
+                 busy";
             let late = Error::new(ErrorKind::Timeout, late).with("device", &name);
             Err(late.with("seconds", OPEN_WITHIN.as_secs()))
         })?;
@@ -167,7 +184,8 @@ impl Shared {
         let methods = check::methods(&mut bench)?;
         let on_device = check::copies_on_device(&mut bench, check::single(&methods[0]));
         if let Err(reason) = &on_device {
-            error!(device = runtime.description(), %reason, "copies on this device are wrong and are not used");
+            error!(device = runtime.description(), %reason, "copies on this device are wrong and \
+            are not used");
         }
         let costs = calibrate::costs(&mut bench, &methods)?;
         bench.end();
@@ -280,7 +298,8 @@ impl Drop for Allocation {
     }
 }
 
-/// An event that a caller recorded on a stream of theirs and keeps until the work that waits for it has ended.
+/// An event that a caller recorded on a stream of theirs and keeps until the work that waits for it
+/// has ended.
 struct CallersEvent {
     runtime: Arc<dyn Runtime>,
     event: RawEvent,
@@ -290,12 +309,13 @@ struct CallersEvent {
 /// How often the driver is asked about an event, first and last.
 const ASKED: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
-/// So long before a deadline the driver is asked for the last time: at the deadline a task is over, and its caller may
-/// drop the event.
+/// So long before a deadline the driver is asked for the last time: at the deadline a task is over,
+/// and its caller may drop the event.
 const MARGIN: Duration = Duration::from_millis(50);
 
 impl Event for CallersEvent {
-    /// An event that the driver knows nothing good of is not done: who waits for it fails at the deadline.
+    /// An event that the driver knows nothing good of is not done: who waits for it fails at the
+    /// deadline.
     fn done(&self) -> bool {
         self.runtime.is_done(self.event).unwrap_or(false)
     }
@@ -304,7 +324,10 @@ impl Event for CallersEvent {
         let mut pause = ASKED[0];
         loop {
             if deadline.is_some_and(|deadline| self.clock.now().after(MARGIN) >= deadline) {
-                return Err(Error::new(ErrorKind::Timeout, "the event was not done in time"));
+                return Err(Error::new(
+                    ErrorKind::Timeout,
+                    "the event was not done in time",
+                ));
             }
             if self.runtime.is_done(self.event)? {
                 return Ok(());
@@ -342,11 +365,12 @@ impl AcceleratorCopier {
         unsafe { self.begin(direction, pieces, host, pinned) }
     }
 
-    /// Makes a transfer of pieces that are all in what is pinned, if anything is; over when it returns.
+    /// Makes a transfer of pieces that are all in what is pinned, if anything is; over when it
+    /// returns.
     ///
     /// # Safety
-    /// Each piece names bytes behind `host` that live through the call and that no one else writes, or, where the
-    /// device writes them, reads.
+    /// Each piece names bytes behind `host` that live through the call and that no one else writes,
+    /// or, where the device writes them, reads.
     unsafe fn begin(
         &self,
         direction: Direction,
@@ -359,10 +383,14 @@ impl AcceleratorCopier {
             first: host,
             pinned: pinned.as_deref(),
         };
-        let runs = plan::runs(pieces, |address| runtime.allocation(address), |at| host.part(at));
+        let runs = plan::runs(
+            pieces,
+            |address| runtime.allocation(address),
+            |at| host.part(at),
+        );
         self.shared.with_lane(direction, |lane| {
-            // SAFETY: the pieces' makers vouched for them until this call returns, and it returns when the lane's work
-            // is over; so for the buffer, as the caller says.
+            // SAFETY: the pieces' makers vouched for them until this call returns, and it returns
+            // when the lane's work is over; so for the buffer, as the caller says.
             unsafe { self.shared.begin(lane, self.wanted, direction, runs, host) }
         })
     }
@@ -370,7 +398,11 @@ impl AcceleratorCopier {
 
 impl Shared {
     /// Begins something on a lane and waits until it is over; a lane that failed is not used again.
-    fn with_lane(&self, direction: Direction, begin: impl FnOnce(&mut Lane) -> Result<()>) -> Result<()> {
+    fn with_lane(
+        &self,
+        direction: Direction,
+        begin: impl FnOnce(&mut Lane) -> Result<()>,
+    ) -> Result<()> {
         let mut lane = self.lanes.take()?;
         let begun = begin(&mut lane);
         lane.wait(direction).and(begun)?;
@@ -397,7 +429,9 @@ impl Shared {
         let large = match wanted {
             Some(Method::Dma) => 0,
             // Kernels need no room for what they move.
-            Some(Method::Kernel) if methods.contains(&Method::Kernel) && can(Method::Kernel, &runs) => {
+            Some(Method::Kernel)
+                if methods.contains(&Method::Kernel) && can(Method::Kernel, &runs) =>
+            {
                 usize::MAX
             }
             _ => STAGED / 2,
@@ -429,7 +463,8 @@ impl Copier for AcceleratorCopier {
         for (number, (src, dst)) in pairs.iter().enumerate() {
             if src.addr() < dst.addr() + dst.len() && dst.addr() < src.addr() + src.len() {
                 return Err(
-                    Error::invalid("source and destination overlap on the device").with("pair", number)
+                    Error::invalid("source and destination overlap on the device")
+                        .with("pair", number),
                 );
             }
             words.push([src.addr(), dst.addr(), src.len()]);
@@ -438,7 +473,8 @@ impl Copier for AcceleratorCopier {
         let kernel = self.shared.methods[Direction::ToDevice as usize].contains(&Method::Kernel);
         let copies = self.shared.copies_on_device;
         self.shared.with_lane(Direction::ToDevice, |lane| {
-            // SAFETY: the spans' makers vouched for them until this call returns, and it returns when the work is over.
+            // SAFETY: the spans' makers vouched for them until this call returns, and it returns
+            // when the work is over.
             unsafe { lane.begin_on_device(&words, kernel, copies) }
         })
     }
@@ -454,7 +490,9 @@ impl Copier for AcceleratorCopier {
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
         check_pieces(dst, src.len())?;
         // SAFETY: the buffer is borrowed for the call, and only read.
-        unsafe { self.transfer_buffer(Direction::ToDevice, dst, src.as_ptr().cast_mut(), src.len()) }
+        unsafe {
+            self.transfer_buffer(Direction::ToDevice, dst, src.as_ptr().cast_mut(), src.len())
+        }
     }
 
     /// One transfer for what lies in one arena: of a buffer that begins at the address zero.

@@ -1,4 +1,5 @@
-//! Host memory that a device reaches at full speed: arenas, pinned part by part when a part is first used.
+//! Host memory that a device reaches at full speed: arenas, pinned part by part when a part is
+//! first used.
 #![allow(unsafe_code, reason = "tells the driver of mappings that arenas own")]
 
 use std::ops::Range;
@@ -15,7 +16,8 @@ use crate::arena::{ArenaOptions, HostArena, LetGo};
 use crate::fork::Origin;
 use crate::span::{DeviceSpan, HostSpan, Piece};
 
-/// Pinned at once: pinning takes time (the driver touches every page), and the thread that needs a slot waits for it.
+/// Pinned at once: pinning takes time (the driver touches every page), and the thread that needs a
+/// slot waits for it.
 const PART: usize = 64 << 20;
 
 /// What a device knows of some host memory.
@@ -46,8 +48,8 @@ impl Pinned {
         self.start <= address && address + len <= self.end
     }
 
-    /// Pins the parts that hold `len` bytes at `address`, those that are not yet, until the driver refuses one; the range
-    /// of these parts. There is at least one byte.
+    /// Pins the parts that hold `len` bytes at `address`, those that are not yet, until the driver
+    /// refuses one; the range of these parts. There is at least one byte.
     fn pin(&self, address: usize, len: usize) -> Range<usize> {
         let whole = self.part_of(address).start..self.part_of(address + len - 1).end;
         let mut parts = self.parts.lock();
@@ -57,14 +59,19 @@ impl Pinned {
             }
             let start = self.start + number * self.part;
             let len = self.part.min(self.end - start);
-            // SAFETY: inside the mapping, which outlives this; parts do not overlap, and this one is not registered.
-            let registered = unsafe { self.runtime.register(with_exposed_provenance_mut(start), len) };
+            // SAFETY: inside the mapping, which outlives this; parts do not overlap, and this one
+            // is not registered.
+            let registered = unsafe {
+                self.runtime
+                    .register(with_exposed_provenance_mut(start), len)
+            };
             match registered {
                 Ok(mapped) => parts[number] = Part::Pinned(mapped),
                 Err(error) => {
                     if !self.said.swap(true, Ordering::Relaxed) {
                         let device = self.runtime.description();
-                        warn!(device, %error, bytes = len, "the driver does not pin host memory: copies are slower");
+                        warn!(device, %error, bytes = len, "the driver does not pin host memory: \
+                        copies are slower");
                     }
                     let untouched = parts.iter_mut().filter(|part| **part == Part::Untouched);
                     untouched.for_each(|part| *part = Part::Not);
@@ -85,7 +92,8 @@ impl Pinned {
         start..self.end.min(start + self.part)
     }
 
-    /// The device's address of the first byte of the part that holds `address`, where it can reach it.
+    /// The device's address of the first byte of the part that holds `address`, where it can reach
+    /// it.
     pub(super) fn mapped(&self, address: usize) -> Option<u64> {
         match self.parts.lock()[self.part(address)] {
             Part::Pinned(first) => first,
@@ -93,9 +101,9 @@ impl Pinned {
         }
     }
 
-    /// Nothing of it is pinned any more, now and later, whatever still holds it; an error where the driver did not let
-    /// go. In a forked child there is nothing to do: the memory is not mapped, and a thread that the child does not
-    /// have may hold the lock.
+    /// Nothing of it is pinned any more, now and later, whatever still holds it; an error where the
+    /// driver did not let go. In a forked child there is nothing to do: the memory is not mapped,
+    /// and a thread that the child does not have may hold the lock.
     fn let_go(&self) -> Result<()> {
         if !self.origin.here() {
             return Ok(());
@@ -171,18 +179,23 @@ impl Arenas {
     /// `len` bytes at `start`, nothing of them pinned yet.
     ///
     /// # Safety
-    /// The range stays mapped until what is given has ended, and so where the driver did not let go.
+    /// The range stays mapped until what is given has ended, and so where the driver did not let
+    /// go.
     pub(super) unsafe fn add(&self, start: *mut u8, len: usize) -> Owner {
         let parts = vec![Part::Untouched; len.div_ceil(PART)];
         self.know(start.expose_provenance(), len, PART, parts)
     }
 
-    /// A caller's memory, not none, all of it pinned at once: it need not begin at a page. An error where the driver
-    /// refuses, as where a part of it is pinned already.
+    /// A caller's memory, not none, all of it pinned at once: it need not begin at a page. An error
+    /// where the driver refuses, as where a part of it is pinned already.
     pub(super) fn register(&self, host: HostSpan) -> Result<Owner> {
         let (start, len) = (host.addr() as usize, host.len() as usize);
-        // SAFETY: the span's maker promised that it stays mapped; the driver refuses what is registered already.
-        let mapped = unsafe { self.runtime.register(with_exposed_provenance_mut(start), len) }?;
+        // SAFETY: the span's maker promised that it stays mapped; the driver refuses what is
+        // registered already.
+        let mapped = unsafe {
+            self.runtime
+                .register(with_exposed_provenance_mut(start), len)
+        }?;
         Ok(self.know(start, len, len, vec![Part::Pinned(mapped)]))
     }
 
@@ -223,9 +236,12 @@ impl Arenas {
         Some(pinned)
     }
 
-    /// Pieces of a buffer that begins at the address zero: those in each known memory, with their bytes pinned, and
-    /// those in none.
-    pub(super) fn split(&self, pairs: &[(DeviceSpan, HostSpan)]) -> Vec<(Option<Arc<Pinned>>, Vec<Piece>)> {
+    /// Pieces of a buffer that begins at the address zero: those in each known memory, with their
+    /// bytes pinned, and those in none.
+    pub(super) fn split(
+        &self,
+        pairs: &[(DeviceSpan, HostSpan)],
+    ) -> Vec<(Option<Arc<Pinned>>, Vec<Piece>)> {
         let mut parts: Vec<(Option<Arc<Pinned>>, Vec<Piece>)> = Vec::new();
         let mut last = (0, 0..0); // where the piece before went, and what around it is pinned
         for &(span, host) in pairs.iter().filter(|(_, host)| !host.is_empty()) {
@@ -246,7 +262,10 @@ impl Arenas {
                 continue;
             }
             let pinned = self.pin(at, len);
-            match parts.iter_mut().find(|(of, _)| of.is_none() && pinned.is_none()) {
+            match parts
+                .iter_mut()
+                .find(|(of, _)| of.is_none() && pinned.is_none())
+            {
                 Some((_, pieces)) => pieces.push(piece),
                 None => parts.push((pinned, vec![piece])),
             }

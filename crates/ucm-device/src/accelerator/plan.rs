@@ -27,7 +27,8 @@ pub(super) enum Method {
     Kernel,
     /// One kernel between the runs and a buffer on the device, and a copy of that.
     Staging,
-    /// One copy each, of which every one ends before the next begins: where the asynchronous ones are wrong.
+    /// One copy each, of which every one ends before the next begins: where the asynchronous ones
+    /// are wrong.
     Plain,
 }
 
@@ -42,10 +43,10 @@ impl Method {
     }
 }
 
-/// Pieces as runs in the order of the host buffer, neighbours on both sides joined. A driver copies within one allocation
-/// alone: `allocation` tells where that of an address is, if it is known, and no piece is joined to one of another.
-/// Where the buffer lies in memory that was pinned in parts, no run crosses the border of two: `part` tells the one that
-/// an offset is in.
+/// Pieces as runs in the order of the host buffer, neighbours on both sides joined. A driver copies
+/// within one allocation alone: `allocation` tells where that of an address is, if it is known, and
+/// no piece is joined to one of another. Where the buffer lies in memory that was pinned in parts,
+/// no run crosses the border of two: `part` tells the one that an offset is in.
 pub(super) fn runs(
     pieces: &[Piece],
     allocation: impl Fn(u64) -> Option<Range<u64>>,
@@ -56,7 +57,8 @@ pub(super) fn runs(
         sorted.to_mut().sort_by_key(|piece| piece.at);
     }
     let mut runs: Vec<Run> = Vec::with_capacity(pieces.len());
-    let (mut known, mut inside) = (0..0, 0..0); // the allocation and the part that were asked for last
+    // the allocation and the part that were asked for last
+    let (mut known, mut inside) = (0..0, 0..0);
     let mut is_one = |first: u64, last: u64| {
         if !known.contains(&first) {
             known = allocation(first).unwrap_or_default();
@@ -64,7 +66,8 @@ pub(super) fn runs(
         known.contains(&first) && known.contains(&last)
     };
     for piece in sorted.iter().filter(|piece| !piece.span.is_empty()) {
-        let (mut at, mut address, mut left) = (piece.at, piece.span.addr(), piece.span.len() as usize);
+        let (mut at, mut address, mut left) =
+            (piece.at, piece.span.addr(), piece.span.len() as usize);
         while left > 0 {
             if !inside.contains(&at) {
                 inside = part(at);
@@ -96,7 +99,8 @@ pub(super) struct Costs {
     pub(super) launch: f64,
     /// Of one large copy, to the device and to the host.
     pub(super) dma: [f64; 2],
-    /// Nanoseconds that the bus stands still between two copies, however early the second one was begun.
+    /// Nanoseconds that the bus stands still between two copies, however early the second one was
+    /// begun.
     pub(super) gap: [f64; 2],
     /// Of a kernel that reads the host's memory, and one that writes it.
     pub(super) mapped: [f64; 2],
@@ -113,8 +117,8 @@ pub(super) const DESCRIPTOR: usize = 24;
 pub(super) const DESCRIPTORS: usize = 16 << 10;
 
 impl Costs {
-    /// Nanoseconds of a transfer of `count` runs of `bytes` in all, which make `segments` contiguous parts of the host
-    /// buffer.
+    /// Nanoseconds of a transfer of `count` runs of `bytes` in all, which make `segments`
+    /// contiguous parts of the host buffer.
     pub(super) fn of(
         &self,
         method: Method,
@@ -142,7 +146,8 @@ impl Costs {
             begun.max(self.call + moved + n * self.gap[way])
         };
         // A kernel begins when its descriptors are there and the host has begun it.
-        let descriptors = self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
+        let descriptors =
+            self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
         let kernel = descriptors.max(self.call + self.launch);
         let (host, device) = match (method, direction) {
             (Method::Dma, _) => (n * self.call, copies(n)),
@@ -155,8 +160,13 @@ impl Costs {
                 let host = self.call + self.launch + parts * self.call;
                 let on_device = bytes / self.device;
                 match direction {
-                    Direction::ToHost => (host, (kernel + on_device + moved).max(kernel + copies(parts))),
-                    Direction::ToDevice => (host, (descriptors + copies(parts)).max(host) + on_device),
+                    Direction::ToHost => (
+                        host,
+                        (kernel + on_device + moved).max(kernel + copies(parts)),
+                    ),
+                    Direction::ToDevice => {
+                        (host, (descriptors + copies(parts)).max(host) + on_device)
+                    }
                 }
             }
         };
@@ -164,7 +174,12 @@ impl Costs {
     }
 
     /// The cheapest of `methods`.
-    pub(super) fn cheapest(&self, methods: &[Method], direction: Direction, runs: &[Run]) -> Method {
+    pub(super) fn cheapest(
+        &self,
+        methods: &[Method],
+        direction: Direction,
+        runs: &[Run],
+    ) -> Method {
         let bytes = runs.iter().map(|run| run.len).sum();
         let segments = segments(runs);
         let cost = |method: &Method| self.of(*method, direction, runs.len(), segments, bytes);
@@ -175,7 +190,9 @@ impl Costs {
 
 /// How many contiguous parts of the host buffer the runs make.
 fn segments(runs: &[Run]) -> usize {
-    let broken = runs.windows(2).filter(|two| two[0].at + two[0].len != two[1].at);
+    let broken = runs
+        .windows(2)
+        .filter(|two| two[0].at + two[0].len != two[1].at);
     broken.count() + usize::from(!runs.is_empty())
 }
 
@@ -215,11 +232,17 @@ mod tests {
 
     #[test]
     fn pieces_of_two_allocations_are_two_runs() {
-        let (pieces, far) = ([piece(0, 1000, 100), piece(100, 1100, 100)], |_| 0..usize::MAX);
+        let (pieces, far) = ([piece(0, 1000, 100), piece(100, 1100, 100)], |_| {
+            0..usize::MAX
+        });
         let apart = [run(0, 1000, 100), run(100, 1100, 100)];
         assert_eq!(runs(&pieces, |_| Some(900..1200), far), [run(0, 1000, 200)]);
         assert_eq!(runs(&pieces, |_| Some(900..1199), far), apart);
-        assert_eq!(runs(&pieces, |_| None, far), apart, "nobody says where they end");
+        assert_eq!(
+            runs(&pieces, |_| None, far),
+            apart,
+            "nobody says where they end"
+        );
     }
 
     #[test]

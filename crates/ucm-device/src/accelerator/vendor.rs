@@ -1,5 +1,5 @@
-//! Runtimes that are shaped as CUDA's: the same calls under another prefix, found at run time. No one has run them on
-//! hardware with this code; what a device does is checked when it is opened.
+//! Runtimes that are shaped as CUDA's: the same calls under another prefix, found at run time. No
+//! one has run them on hardware with this code; what a device does is checked when it is opened.
 #![allow(unsafe_code, reason = "calls into the runtime's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -33,9 +33,9 @@ pub(crate) struct Vendor {
     not_ready: &'static [c_int],
 }
 
-/// AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in Debian's
-/// `libamdhip64-dev` 5.2.3. The name with `.5` is Debian's; those with other numbers follow ROCm's releases and are
-/// unverified.
+/// AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in
+/// Debian's `libamdhip64-dev` 5.2.3. The name with `.5` is Debian's; those with other numbers
+/// follow ROCm's releases and are unverified.
 pub(crate) const HIP: Vendor = Vendor {
     name: "hip",
     prefix: "hip",
@@ -57,8 +57,9 @@ pub(crate) const HIP: Vendor = Vendor {
     not_ready: &[600],
 };
 
-/// Moore Threads. **Unverified**: no header of MUSA's was at hand; names and shapes are those that public callers of
-/// it use, and the values are CUDA's. CUDA's own number for "not ready" was 34 before 10.1, so both are taken for it.
+/// Moore Threads. **Unverified**: no header of MUSA's was at hand; names and shapes are those that
+/// public callers of it use, and the values are CUDA's. CUDA's own number for "not ready" was 34
+/// before 10.1, so both are taken for it.
 pub(crate) const MUSA: Vendor = Vendor {
     name: "musa",
     prefix: "musa",
@@ -75,7 +76,8 @@ pub(crate) const MUSA: Vendor = Vendor {
     not_ready: &[600, 34],
 };
 
-/// MetaX. **Unverified**, as [`MUSA`] is; public callers open `lib/libmcruntime.so` below `$MACA_PATH`.
+/// MetaX. **Unverified**, as [`MUSA`] is; public callers open `lib/libmcruntime.so` below
+/// `$MACA_PATH`.
 pub(crate) const MACA: Vendor = Vendor {
     name: "maca",
     prefix: "mc",
@@ -110,8 +112,8 @@ functions! {
 }
 
 functions! {
-    /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime without it captures
-    /// none, or refuses such calls while one does.
+    /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime
+    /// without it captures none, or refuses such calls while one does.
     Captures {
         ThreadExchangeStreamCaptureMode(*mut c_int) -> c_int;
     }
@@ -172,7 +174,8 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is none of.
+    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is
+    /// none of.
     pub(super) fn open(vendor: &'static Vendor, ordinal: u32) -> Result<Self> {
         let library = library::find(&vendor.library)?;
         let mut device = Self {
@@ -225,14 +228,14 @@ impl Device {
         asked.map(|()| true)
     }
 
-    /// An error where a call did not succeed. The runtime keeps it for the thread's next question for it, which is
-    /// another's: it is taken away.
+    /// An error where a call did not succeed. The runtime keeps it for the thread's next question
+    /// for it, which is another's: it is taken away.
     fn check(&self, call: &str, answer: c_int) -> Result<(), Failed> {
         if answer == SUCCESS {
             return Ok(());
         }
-        // SAFETY: no arguments; and a number, for which the answer is null or a string that lives as long as the
-        // library.
+        // SAFETY: no arguments; and a number, for which the answer is null or a string that lives
+        // as long as the library.
         let name = unsafe {
             (self.calls.GetLastError)();
             let name = (self.calls.GetErrorName)(answer);
@@ -252,10 +255,12 @@ impl Device {
         })
     }
 
-    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread
-    /// captures, until what is given ends.
+    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that
+    /// some thread captures, until what is given ends.
     fn bind(&self) -> Result<Bound<'_>, Failed> {
-        self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
+        self.origin
+            .check(library::FORKED)
+            .map_err(Failed::of_parent)?;
         let mut bound = Bound {
             device: self,
             mode: None,
@@ -274,7 +279,8 @@ impl Device {
         if before != self.ordinal {
             // SAFETY: a number.
             unsafe { call!(self, SetDevice(self.ordinal)) }?;
-            // A thread of ours has no device that anybody chose: to set the first one again would begin to use that.
+            // A thread of ours has no device that anybody chose: to set the first one again would
+            // begin to use that.
             bound.before = (!is_own_thread()).then_some(before);
         }
         Ok(bound)
@@ -302,7 +308,13 @@ impl Device {
     ///
     /// # Safety
     /// As [`Runtime::to_device_now`].
-    unsafe fn copy_now(&self, to: *mut c_void, from: *const c_void, len: usize, kind: usize) -> Result<()> {
+    unsafe fn copy_now(
+        &self,
+        to: *mut c_void,
+        from: *const c_void,
+        len: usize,
+        kind: usize,
+    ) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for both ranges until the work of the default stream is over.
         Ok(unsafe { call!(self, Memcpy(to, from, len, self.vendor.kinds[kind])) }?)
@@ -312,7 +324,8 @@ impl Device {
 /// The function of [`Captures`].
 const EXCHANGE: &str = "ThreadExchangeStreamCaptureMode";
 
-/// When this ends, the device that a thread of the caller's had is its current one again: torch's threads keep theirs.
+/// When this ends, the device that a thread of the caller's had is its current one again: torch's
+/// threads keep theirs.
 #[must_use]
 struct Bound<'a> {
     device: &'a Device,
@@ -368,7 +381,8 @@ impl Runtime for Device {
 
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that no one uses any more; the runtime ends it after its work.
+            // SAFETY: a stream of ours that no one uses any more; the runtime ends it after its
+            // work.
             let _ = unsafe { call!(self, StreamDestroy(handle(stream.0))) };
         }
     }
@@ -440,7 +454,9 @@ impl Runtime for Device {
         let _bound = self.bind().ok()?;
         let (mut first, mut len) = (null_mut(), 0);
         // SAFETY: writes an address and a number.
-        let answer = unsafe { (allocated.MemGetAddressRange)(&raw mut first, &raw mut len, handle(address)) };
+        let answer = unsafe {
+            (allocated.MemGetAddressRange)(&raw mut first, &raw mut len, handle(address))
+        };
         self.check("MemGetAddressRange", answer).ok()?;
         let first = first.expose_provenance() as u64;
         Some(first..first.checked_add(len as u64)?)
@@ -453,9 +469,23 @@ impl Runtime for Device {
         }
     }
 
-    unsafe fn to_device(&self, to: u64, from: *const u8, len: usize, stream: RawStream) -> Result<()> {
+    unsafe fn to_device(
+        &self,
+        to: u64,
+        from: *const u8,
+        len: usize,
+        stream: RawStream,
+    ) -> Result<()> {
         // SAFETY: the caller vouches for both ranges.
-        unsafe { self.copy(handle(to), from.cast(), len, Direction::ToDevice as usize, stream) }
+        unsafe {
+            self.copy(
+                handle(to),
+                from.cast(),
+                len,
+                Direction::ToDevice as usize,
+                stream,
+            )
+        }
     }
 
     unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()> {
@@ -523,7 +553,10 @@ mod tests {
         }
         let (_directory, whole) = stub("mc", Calls::NAMES.iter().copied());
         assert!(Calls::load(&whole, "maca", "mc").is_ok());
-        assert!(Placed::load(&whole, "maca", "mc").is_err(), "and is not needed");
+        assert!(
+            Placed::load(&whole, "maca", "mc").is_err(),
+            "and is not needed"
+        );
         assert!(Captures::load(&whole, "maca", "mc").is_err(), "neither");
         assert!(Allocated::load(&whole, "maca", "mc").is_err(), "nor this");
         let newer = Placed::NAMES

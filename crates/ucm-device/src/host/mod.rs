@@ -46,7 +46,10 @@ impl Device for HostDevice {
     }
 
     fn make_stream(&self) -> Result<Box<dyn Stream>> {
-        Ok(Box::new(QueuedStream::new(HostCopier, self.options.clone())))
+        Ok(Box::new(QueuedStream::new(
+            HostCopier,
+            self.options.clone(),
+        )))
     }
 
     fn make_stream_by(&self, _transfer: Transfer) -> Result<Box<dyn Stream>> {

@@ -30,7 +30,8 @@ impl Memory {
     fn span(&mut self, at: usize, len: usize) -> DeviceSpan {
         assert!(at + len <= self.0.len());
         let base = self.0.as_mut_ptr().expose_provenance();
-        // SAFETY: inside the vector, which the test keeps until all operations ended and does not touch meanwhile.
+        // SAFETY: inside the vector, which the test keeps until all operations ended and does not
+        // touch meanwhile.
         unsafe { DeviceSpan::new((base + at) as u64, len as u64) }
     }
 }
@@ -82,7 +83,11 @@ fn held_stream(device: &HostDevice) -> (Box<dyn Stream>, mpsc::Sender<()>) {
 #[test]
 fn scatter_and_gather_are_inverse() {
     let mut device = Memory::zeroed(1000);
-    let spans = [device.span(500, 100), device.span(10, 300), device.span(900, 0)];
+    let spans = [
+        device.span(500, 100),
+        device.span(10, 300),
+        device.span(900, 0),
+    ];
     let pieces = end_to_end(0, &spans);
     let source: Vec<u8> = (0..400).map(|i| i as u8).collect();
     let mut stream = stream();
@@ -112,7 +117,12 @@ fn pieces_leave_the_bytes_between_them_alone() {
     gather(&mut *stream(), &pieces, &mut host).unwrap();
     assert_eq!(host[..20], device.0[32..52]);
     assert_eq!(host[64..74], device.0[..10]);
-    assert!(host[20..64].iter().chain(&host[74..]).all(|&byte| byte == 0xEE));
+    assert!(
+        host[20..64]
+            .iter()
+            .chain(&host[74..])
+            .all(|&byte| byte == 0xEE)
+    );
     let mut other = Memory::zeroed(64);
     let to = [Piece {
         at: 64,
@@ -152,7 +162,11 @@ fn wrong_lengths_are_refused_before_the_first_byte_moves() {
         at: usize::MAX,
         span: short,
     };
-    for wrong in [end_to_end(0, &[short, long]), vec![wraps], end_to_end(0, &[null])] {
+    for wrong in [
+        end_to_end(0, &[short, long]),
+        vec![wraps],
+        end_to_end(0, &[null]),
+    ] {
         let mut none = |_: &mut [u8], landed| panic!("{landed} pieces landed");
         assert_eq!(
             kind(stream.gather(&wrong, &mut host, &mut none)),
@@ -236,7 +250,10 @@ fn wrong_async_copies_report_and_return_their_buffer() {
     let (send, got) = mpsc::channel();
     let (a, b) = (device.span(0, 4), device.span(4, 5));
     stream.copy_async(a, b, Box::new(move |result| send.send(result).unwrap()));
-    assert_eq!(got.recv().unwrap().unwrap_err().kind(), ErrorKind::InvalidInput);
+    assert_eq!(
+        got.recv().unwrap().unwrap_err().kind(),
+        ErrorKind::InvalidInput
+    );
 }
 
 #[test]
@@ -260,7 +277,10 @@ fn a_full_queue_is_busy_and_everything_comes_back() {
         Box::new(move |buf, result| send.send((buf.to_vec(), result)).unwrap()),
     );
     let (buf, result) = got.recv().unwrap();
-    assert_eq!((buf, result.unwrap_err().kind()), (vec![9], ErrorKind::Busy));
+    assert_eq!(
+        (buf, result.unwrap_err().kind()),
+        (vec![9], ErrorKind::Busy)
+    );
     drop(release);
     stream.synchronize(None).unwrap();
     stream.callback(Box::new(|| ())).unwrap();
@@ -283,7 +303,10 @@ fn waits_end_at_their_deadline_on_the_injected_clock() {
         let waiter = scope.spawn(|| event.wait(Some(MonotonicTime(5))));
         clock.await_sleepers(1);
         clock.advance(Duration::from_nanos(5));
-        assert_eq!(waiter.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+        assert_eq!(
+            waiter.join().unwrap().unwrap_err().kind(),
+            ErrorKind::Timeout
+        );
     });
     // The clock stands at the deadline, so these do not wait at all.
     assert_eq!(
@@ -359,7 +382,10 @@ fn what_landed_is_told_while_a_gather_goes_on() {
     let mut landed = |host: &mut [u8], count: usize| {
         let bytes = |piece: &Piece| host[piece.at..piece.at + 32].to_vec();
         let there: Vec<u8> = pieces[..count].iter().flat_map(bytes).collect();
-        assert_eq!(there, [&device.0[64..], &device.0[..64]].concat()[..32 * count]);
+        assert_eq!(
+            there,
+            [&device.0[64..], &device.0[..64]].concat()[..32 * count]
+        );
         host[0] += 1; // the caller that is told may write beside the pieces
         told = count;
     };
@@ -399,7 +425,9 @@ fn a_stream_whose_event_comes_too_late_copies_nothing_more() {
     let mut memory = Memory::counted(8);
     let pieces = end_to_end(0, &[memory.span(0, 8)]);
     let mut stream = device.make_stream().unwrap();
-    stream.wait_event(Arc::clone(&event), MonotonicTime(5)).unwrap();
+    stream
+        .wait_event(Arc::clone(&event), MonotonicTime(5))
+        .unwrap();
     let (send, got) = mpsc::channel();
     let (back, called) = (send.clone(), send.clone());
     stream.gather_async(
@@ -435,7 +463,9 @@ fn a_panicking_callback_does_not_stop_the_stream() {
         }))
         .unwrap();
     let (send, got) = mpsc::channel();
-    stream.callback(Box::new(move || send.send(1).unwrap())).unwrap();
+    stream
+        .callback(Box::new(move || send.send(1).unwrap()))
+        .unwrap();
     assert_eq!(got.recv().unwrap(), 1);
     stream.synchronize(None).unwrap();
 }
@@ -446,7 +476,9 @@ fn a_dropped_stream_finishes_what_it_was_given() {
     let (send, got) = mpsc::channel();
     for i in 0..3 {
         let send = send.clone();
-        stream.callback(Box::new(move || send.send(i).unwrap())).unwrap();
+        stream
+            .callback(Box::new(move || send.send(i).unwrap()))
+            .unwrap();
     }
     drop((stream, send));
     drop(release);

@@ -1,4 +1,5 @@
-//! Events that the host records: set by the stream's thread when it comes to them, or by the caller that records them.
+//! Events that the host records: set by the stream's thread when it comes to them, or by the caller
+//! that records them.
 
 use std::sync::Arc;
 

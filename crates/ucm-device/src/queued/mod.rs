@@ -1,6 +1,7 @@
-//! Streams over whatever copies: synchronous copies run on the caller's thread, and a stream's first asynchronous
-//! operation starts a thread of its own, fed by a bounded ring, which makes the same copies one after the other. So a
-//! device says only how it copies; queues, order, callbacks and events are the same for all.
+//! Streams over whatever copies: synchronous copies run on the caller's thread, and a stream's
+//! first asynchronous operation starts a thread of its own, fed by a bounded ring, which makes the
+//! same copies one after the other. So a device says only how it copies; queues, order, callbacks
+//! and events are the same for all.
 
 mod event;
 mod thread;
@@ -20,8 +21,8 @@ use crate::transfer::Direction;
 pub(crate) use event::HostEvent;
 use thread::{Progress, Task};
 
-/// The copies of a device, one after the other: each is done, or has failed and is over, when its call returns. What
-/// [`Stream`] says of them holds.
+/// The copies of a device, one after the other: each is done, or has failed and is over, when its
+/// call returns. What [`Stream`] says of them holds.
 pub(crate) trait Copier: Send + 'static {
     fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()>;
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()>;
@@ -60,8 +61,8 @@ impl QueueOptions {
     }
 }
 
-/// A stream over a copier. When it is dropped its thread finishes what was submitted, calls back and ends; no one
-/// waits for that.
+/// A stream over a copier. When it is dropped its thread finishes what was submitted, calls back
+/// and ends; no one waits for that.
 pub(crate) struct QueuedStream<C> {
     options: QueueOptions,
     /// Used by the thread or, once that has nothing left to do, by the caller.
@@ -69,8 +70,8 @@ pub(crate) struct QueuedStream<C> {
     /// To the stream's thread, once there is one.
     feed: Option<RingProducer<Task>>,
     submitted: u64,
-    /// How many of them a wait has seen the end of. The thread counts a task after its event is set, so that a count
-    /// read right after a wait may still be one short.
+    /// How many of them a wait has seen the end of. The thread counts a task after its event is
+    /// set, so that a count read right after a wait may still be one short.
     waited: u64,
     /// When the last event that the thread may wait for is done, or late.
     events_until: MonotonicTime,
@@ -123,7 +124,8 @@ impl<C: Copier> QueuedStream<C> {
     /// Whether nothing submitted is left to do.
     fn is_idle(&self) -> bool {
         // Acquire: what the thread wrote before it counted is seen by what the caller does next.
-        self.waited == self.submitted || self.progress.ended.load(Ordering::Acquire) == self.submitted
+        self.waited == self.submitted
+            || self.progress.ended.load(Ordering::Acquire) == self.submitted
     }
 
     /// Starts a task, or tells its owner why not.
@@ -210,7 +212,8 @@ impl<C: Copier> Stream for QueuedStream<C> {
             return Ok(());
         }
         self.events_until = self.events_until.max(deadline);
-        self.give(Task::Wait(event, deadline)).map_err(|(_, error)| error)
+        self.give(Task::Wait(event, deadline))
+            .map_err(|(_, error)| error)
     }
 
     fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {
@@ -219,8 +222,12 @@ impl<C: Copier> Stream for QueuedStream<C> {
         let Some(feed) = &mut self.feed else {
             return Ok(());
         };
-        feed.push(Task::Record(Arc::clone(&event)), &*self.options.clock, deadline)
-            .map_err(|e| Error::from(e).with("stream", "synchronize"))?;
+        feed.push(
+            Task::Record(Arc::clone(&event)),
+            &*self.options.clock,
+            deadline,
+        )
+        .map_err(|e| Error::from(e).with("stream", "synchronize"))?;
         self.submitted += 1;
         event.wait(deadline)?;
         self.waited = self.submitted;

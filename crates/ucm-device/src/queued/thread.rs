@@ -126,7 +126,8 @@ pub(super) fn start<C: Copier>(
     let serve = move || {
         // The real clock whatever the device has: this wait has no deadline, only news end it.
         tasks.run(&SystemClock, |task: Task| {
-            // A panic of a callback is its owner's: the stream and the caller that waits for it go on.
+            // A panic of a callback is its owner's: the stream and the caller that waits for it go
+            // on.
             let _ = catch_unwind(AssertUnwindSafe(|| task.run(&copier, &progress)));
             progress.ended.fetch_add(1, Ordering::Release);
         });

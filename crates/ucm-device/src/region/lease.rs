@@ -1,8 +1,11 @@
 //! What the region lends: slots to fill, and records to read where they are.
 //!
-//! Only a [`WriteLease`] writes to the words of a slot, and a slot that is pinned is not handed out as one: so the
-//! bytes behind a [`Pinned`] stand still.
-#![allow(unsafe_code, reason = "lends the bytes of pinned slots, which nobody writes")]
+//! Only a [`WriteLease`] writes to the words of a slot, and a slot that is pinned is not handed out
+//! as one: so the bytes behind a [`Pinned`] stand still.
+#![allow(
+    unsafe_code,
+    reason = "lends the bytes of pinned slots, which nobody writes"
+)]
 
 use std::fmt;
 use std::ops::Deref;
@@ -25,9 +28,11 @@ impl WriteLease {
     /// Writes the record. `InvalidInput` when it is longer than the region's records.
     pub fn fill(&mut self, record: &[u8]) -> Result<()> {
         if record.is_empty() || record.len() > self.region.shape.record_len {
-            return Err(Error::invalid("the record does not fit the slots of this region")
-                .with("len", record.len())
-                .with("record_len", self.region.shape.record_len));
+            return Err(
+                Error::invalid("the record does not fit the slots of this region")
+                    .with("len", record.len())
+                    .with("record_len", self.region.shape.record_len),
+            );
         }
         if let Some(words) = self.region.table().record(self.slot) {
             seqlock::fill(words, record);
@@ -36,8 +41,8 @@ impl WriteLease {
         Ok(())
     }
 
-    /// Gives it a name: from here on every process finds it. In place of a record of the same name, whose slot is the
-    /// second answer. The first is its own.
+    /// Gives it a name: from here on every process finds it. In place of a record of the same name,
+    /// whose slot is the second answer. The first is its own.
     pub fn publish(self, id: BlockId, ordinal: u32) -> (u32, Option<u32>) {
         let (region, slot) = (&self.region, self.slot);
         let (table, number) = (region.table(), slot as u32);
@@ -88,9 +93,13 @@ impl Deref for Pinned {
 
     /// The record; nothing in a forked child.
     fn deref(&self) -> &[u8] {
-        // SAFETY: only a `WriteLease` stores into the words of a slot, and no slot is handed out as one while it is
-        // pinned.
-        let bytes = unsafe { self.region.mapping.bytes(self.region.shape.record(self.slot)) };
+        // SAFETY: only a `WriteLease` stores into the words of a slot, and no slot is handed out as
+        // one while it is pinned.
+        let bytes = unsafe {
+            self.region
+                .mapping
+                .bytes(self.region.shape.record(self.slot))
+        };
         bytes.get(..self.len).unwrap_or_default()
     }
 }

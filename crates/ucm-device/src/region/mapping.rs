@@ -1,17 +1,21 @@
-//! The memory of a region: a memfd that can neither grow nor shrink nor be written by others, mapped as atomic words.
+//! The memory of a region: a memfd that can neither grow nor shrink nor be written by others,
+//! mapped as atomic words.
 //!
-//! All that is unsafe about shared memory is here. Sealed against shrinking, no access to the mapping can fault for
-//! want of a file; for want of memory it could only where the system commits strictly, and there every page is taken at
-//! once.
-#![allow(unsafe_code, reason = "maps shared memory and hands it out as atomic words")]
+//! All that is unsafe about shared memory is here. Sealed against shrinking, no access to the
+//! mapping can fault for want of a file; for want of memory it could only where the system commits
+//! strictly, and there every page is taken at once.
+#![allow(
+    unsafe_code,
+    reason = "maps shared memory and hands it out as atomic words"
+)]
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
 use rustix::fs::{
-    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
-    memfd_create,
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat,
+    ftruncate, memfd_create,
 };
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
@@ -38,8 +42,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// A new memfd of `len` bytes (a multiple of 4096), zeroed and touched only where it is used; `Io` when the system
-    /// refuses it.
+    /// A new memfd of `len` bytes (a multiple of 4096), zeroed and touched only where it is used;
+    /// `Io` when the system refuses it.
     pub(crate) fn create(name: &str, len: usize) -> Result<(OwnedFd, Self)> {
         let refused = |errno: Errno| {
             Error::from_io(
@@ -50,17 +54,20 @@ impl Mapping {
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         // A kernel before 6.3 does not know that a memfd need not be executable.
-        let fd = memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(name, flags));
+        let fd = memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|_| memfd_create(name, flags));
         let fd = fd.map_err(refused)?;
         ftruncate(&fd, len as u64).map_err(refused)?;
         fcntl_add_seals(&fd, SIZE_IS_FIXED).map_err(refused)?;
         let mapping = Self::map(&fd, len, true).map_err(refused)?;
-        // Our mapping stays writable, no one gets another one; a kernel before 5.1 leaves that to good manners.
+        // Our mapping stays writable, no one gets another one; a kernel before 5.1 leaves that to
+        // good manners.
         let _ = fcntl_add_seals(&fd, SealFlags::FUTURE_WRITE | SealFlags::SEAL);
         Ok((fd, mapping))
     }
 
-    /// Maps what another process made, read-only. `Foreign` unless it is a file of `len` bytes sealed as ours are.
+    /// Maps what another process made, read-only. `Foreign` unless it is a file of `len` bytes
+    /// sealed as ours are.
     pub(crate) fn attach(fd: &OwnedFd, len: usize) -> Result<Self> {
         let other = || {
             Error::new(
@@ -75,8 +82,9 @@ impl Mapping {
         if !sealed || size != len as i64 || len == 0 || !len.is_multiple_of(WORD) {
             return Err(other());
         }
-        Self::map(fd, len, false)
-            .map_err(|errno| Error::from_io(errno.into(), "a region of another process cannot be mapped"))
+        Self::map(fd, len, false).map_err(|errno| {
+            Error::from_io(errno.into(), "a region of another process cannot be mapped")
+        })
     }
 
     fn map(fd: &OwnedFd, len: usize, writable: bool) -> rustix::io::Result<Self> {
@@ -86,8 +94,8 @@ impl Mapping {
         } else {
             ProtFlags::empty()
         };
-        // SAFETY: a new mapping at an address the kernel chooses touches no memory in use. The file cannot shrink
-        // (sealed), so every byte of it stays accessible.
+        // SAFETY: a new mapping at an address the kernel chooses touches no memory in use. The file
+        // cannot shrink (sealed), so every byte of it stays accessible.
         let start = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -109,7 +117,8 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Lets the kernel join these pages to huge ones, where it may do that with shared memory; a hint.
+    /// Lets the kernel join these pages to huge ones, where it may do that with shared memory; a
+    /// hint.
     pub(crate) fn join_pages(&self, words: Range<usize>) -> bool {
         self.advise(words, Advice::LinuxHugepage).is_ok()
     }
@@ -133,10 +142,11 @@ impl Mapping {
         if !self.origin.here() {
             return &[];
         }
-        // SAFETY: the mapping is page aligned, `words` long, readable, initialised (zeroes at first) and lives as long
-        // as `self`. It may be read-only, where only loads of at most 8 bytes are done through it: `AtomicU64` allows
-        // those (std::sync::atomic, "Atomic accesses to read-only memory"), and stores are only ever done by the type
-        // that holds a writable one.
+        // SAFETY: the mapping is page aligned, `words` long, readable, initialised (zeroes at
+        // first) and lives as long as `self`. It may be read-only, where only loads of at most 8
+        // bytes are done through it: `AtomicU64` allows those (std::sync::atomic, "Atomic accesses
+        // to read-only memory"), and stores are only ever done by the type that holds a writable
+        // one.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.words) }
     }
 
@@ -154,14 +164,14 @@ impl Mapping {
     /// Some words as plain bytes; none in a forked child, or where there are no such words.
     ///
     /// # Safety
-    /// As long as the bytes are borrowed no one stores into these words, in this process; that no other process does
-    /// is what the seals and the one writable mapping are for.
+    /// As long as the bytes are borrowed no one stores into these words, in this process; that no
+    /// other process does is what the seals and the one writable mapping are for.
     pub(crate) unsafe fn bytes(&self, words: Range<usize>) -> &[u8] {
         let Some(words) = self.words().get(words) else {
             return &[];
         };
-        // SAFETY: initialised memory of that length inside the mapping, borrowed with `self`; the caller promises that
-        // no one writes.
+        // SAFETY: initialised memory of that length inside the mapping, borrowed with `self`; the
+        // caller promises that no one writes.
         unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
     }
 }
@@ -170,7 +180,8 @@ impl Mapping {
 pub(crate) fn take_pages(fd: impl AsFd, len: usize) -> Result<()> {
     fallocate(fd, FallocateFlags::empty(), 0, len as u64).map_err(|errno| {
         let text =
-            "the system commits no more memory than it has, and has not as much as cache_size; give it less";
+            "the system commits no more memory than it has, and has not as much as cache_size; \
+             give it less";
         Error::from_io(errno.into(), text).with("bytes", len)
     })
 }
@@ -178,8 +189,8 @@ pub(crate) fn take_pages(fd: impl AsFd, len: usize) -> Result<()> {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.origin.here() {
-            // SAFETY: the mapping is ours and what borrows of it borrows of `self`. In a forked child it is not
-            // mapped, and something else may be there.
+            // SAFETY: the mapping is ours and what borrows of it borrows of `self`. In a forked
+            // child it is not mapped, and something else may be there.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.words * WORD) };
         }
     }

@@ -1,7 +1,8 @@
-//! The region this process writes: slots handed out blank, filled, published under an id, pinned while in use.
+//! The region this process writes: slots handed out blank, filled, published under an id, pinned
+//! while in use.
 //!
-//! A slot is written only between [`SharedRegion::reserve`] and [`WriteLease::publish`], and is handed out again only
-//! when it has no name and no one in this process pins it (`lease.rs`).
+//! A slot is written only between [`SharedRegion::reserve`] and [`WriteLease::publish`], and is
+//! handed out again only when it has no name and no one in this process pins it (`lease.rs`).
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd};
@@ -31,8 +32,8 @@ pub struct RegionOptions {
     pub huge_pages: bool,
 }
 
-/// Memory that this process writes and others of this host can read. Drop it, and its memory goes with the last
-/// process that maps it.
+/// Memory that this process writes and others of this host can read. Drop it, and its memory goes
+/// with the last process that maps it.
 pub struct SharedRegion {
     pub(super) mapping: Mapping,
     pub(super) shape: Shape,
@@ -43,7 +44,8 @@ pub struct SharedRegion {
 
 /// What the writer knows of its slots: 4 bytes each, and 4 more while a slot is free.
 struct Slots {
-    /// The last given back on top: its pages are likeliest in a cache, and untouched ones stay untouched.
+    /// The last given back on top: its pages are likeliest in a cache, and untouched ones stay
+    /// untouched.
     free: Vec<u32>,
     /// Users of each slot, with [`NAMED`].
     state: Vec<u32>,
@@ -54,9 +56,10 @@ struct Slots {
 const NAMED: u32 = 1 << 31;
 
 impl SharedRegion {
-    /// A new region, empty and untouched, that no one knows of yet. `Config` when not even four records fit, `Io` when
-    /// the system refuses the memory. Where the system commits no more memory than it has (vm.overcommit_memory=2) all
-    /// of it is taken now: later a page that is refused would be a signal (SIGBUS) instead of an error.
+    /// A new region, empty and untouched, that no one knows of yet. `Config` when not even four
+    /// records fit, `Io` when the system refuses the memory. Where the system commits no more
+    /// memory than it has (vm.overcommit_memory=2) all of it is taken now: later a page that is
+    /// refused would be a signal (SIGBUS) instead of an error.
     pub fn create(options: RegionOptions) -> Result<Arc<Self>> {
         let setting = std::fs::read_to_string("/proc/sys/vm/overcommit_memory");
         Self::make(options, setting.is_ok_and(|setting| setting.trim() == "2"))
@@ -65,7 +68,12 @@ impl SharedRegion {
     /// `whole`: with every page of it taken.
     pub(super) fn make(options: RegionOptions, whole: bool) -> Result<Arc<Self>> {
         let nonce = ucm_infra::random_u64();
-        let shape = Shape::fitting(options.capacity, options.record_len, options.namespace, nonce)?;
+        let shape = Shape::fitting(
+            options.capacity,
+            options.record_len,
+            options.namespace,
+            nonce,
+        )?;
         let name = memfd_name(nonce);
         let together = hold_forks()?;
         let (fd, mapping) = Mapping::create(&name, shape.len())?;
@@ -78,7 +86,11 @@ impl SharedRegion {
             mapping.join_pages(shape.records()..shape.len() / 8);
         }
         // The last word is the generation of the index.
-        for (word, value) in mapping.words().iter().zip(shape.header().into_iter().chain([2])) {
+        for (word, value) in mapping
+            .words()
+            .iter()
+            .zip(shape.header().into_iter().chain([2]))
+        {
             word.store(value, std::sync::atomic::Ordering::Relaxed);
         }
         Ok(Arc::new(Self {
@@ -94,8 +106,8 @@ impl SharedRegion {
         }))
     }
 
-    /// Lets the other processes of this host and user find it; again if its file was removed meanwhile. Touches the
-    /// file system.
+    /// Lets the other processes of this host and user find it; again if its file was removed
+    /// meanwhile. Touches the file system.
     pub fn announce(&self, registry: &Registry) -> Result<()> {
         self.mapping.check_here()?;
         let mut announced = self.announced.lock();
@@ -169,8 +181,8 @@ impl SharedRegion {
                 .is_some_and(|state| state & !NAMED > 0)
     }
 
-    /// Takes away the name of a record; it is held until the answer is dropped, then its slot is free. `only` in that
-    /// slot, if given.
+    /// Takes away the name of a record; it is held until the answer is dropped, then its slot is
+    /// free. `only` in that slot, if given.
     pub fn remove(self: &Arc<Self>, id: BlockId, only: Option<u32>) -> Option<Pinned> {
         if !self.mapping.here() {
             return None;
@@ -198,7 +210,8 @@ impl SharedRegion {
 
     /// Ids of all records, in no order, with their lengths and slots.
     pub fn records(&self) -> Vec<(BlockId, usize, u32)> {
-        let _still = self.mapping.here().then(|| self.slots.lock()); // nothing is named or removed meanwhile
+        // nothing is named or removed meanwhile
+        let _still = self.mapping.here().then(|| self.slots.lock());
         let records = self.table().iter();
         records
             .map(|found| (found.id, found.len, found.slot as u32))
@@ -246,7 +259,10 @@ impl SharedRegion {
     /// Its mapping, which stays until this is dropped; nothing in a forked child.
     pub(crate) fn mapped(&self) -> (*mut u8, usize) {
         let words = self.mapping.words();
-        (words.as_ptr().cast_mut().cast(), std::mem::size_of_val(words))
+        (
+            words.as_ptr().cast_mut().cast(),
+            std::mem::size_of_val(words),
+        )
     }
 
     /// The number that tells this region from every other.

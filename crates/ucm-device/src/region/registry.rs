@@ -1,8 +1,10 @@
-//! How processes of one host and user find each other's regions: one small file for each, in a directory of ours.
+//! How processes of one host and user find each other's regions: one small file for each, in a
+//! directory of ours.
 //!
-//! A file `<nonce>.region` names process, start time, descriptor, namespace and sizes. Its writer holds its `flock`
-//! from before it has that name until the process ends, however it ends; so a lock that can be had means a writer that
-//! is dead, and the file goes. Files are written under a private name and renamed, so they are read whole.
+//! A file `<nonce>.region` names process, start time, descriptor, namespace and sizes. Its writer
+//! holds its `flock` from before it has that name until the process ends, however it ends; so a
+//! lock that can be had means a writer that is dead, and the file goes. Files are written under a
+//! private name and renamed, so they are read whole.
 
 use std::fmt::Write as _;
 use std::os::fd::OwnedFd;
@@ -27,8 +29,8 @@ const LONGEST: usize = 1024;
 const MOST_NAMES: usize = 4096;
 /// Most regions of others that are mapped at once.
 const MOST_VIEWS: usize = 64;
-/// Times a file is made anew when another process took it for a dead one's in the moment before it was locked, or this
-/// one forked in that moment.
+/// Times a file is made anew when another process took it for a dead one's in the moment before it
+/// was locked, or this one forked in that moment.
 const ATTEMPTS: usize = 8;
 const ENDING: &str = ".region";
 const PRIVATE: &str = ".new";
@@ -96,7 +98,8 @@ impl Registry {
         &self.dir
     }
 
-    /// Opens the directory, made if it is not there; an error unless it is ours and no one else can change it.
+    /// Opens the directory, made if it is not there; an error unless it is ours and no one else can
+    /// change it.
     fn open(&self) -> Result<OwnedFd> {
         use std::os::unix::fs::DirBuilderExt as _;
         let refused = |error: std::io::Error| {
@@ -111,14 +114,17 @@ impl Registry {
             .recursive(true)
             .create(&self.dir)
         {
-            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(refused(error)),
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                return Err(refused(error));
+            }
             _ => {}
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let dir = open(&self.dir, flags, Mode::empty()).map_err(|errno| refused(errno.into()))?;
         let meta = fstat(&dir).map_err(|errno| refused(errno.into()))?;
         if meta.st_uid != rustix::process::geteuid().as_raw() || meta.st_mode & 0o022 != 0 {
-            let text = "the directory in which memory regions are announced belongs to somebody else or can be written \
+            let text = "the directory in which memory regions are announced belongs to somebody \
+                        else or can be written \
                         by others; remove it or name another";
             return Err(Error::new(ErrorKind::Foreign, text).with("dir", self.dir.display()));
         }
@@ -159,13 +165,16 @@ impl Registry {
         )
     }
 
-    /// Looks once: which regions there are for `wanted`, of which `known` stay mapped. Files of dead writers are
-    /// removed. Touches the file system; `Io` when the directory cannot be read.
+    /// Looks once: which regions there are for `wanted`, of which `known` stay mapped. Files of
+    /// dead writers are removed. Touches the file system; `Io` when the directory cannot be read.
     pub fn scan(&self, wanted: &Wanted, known: &[Arc<RegionView>]) -> Result<Scan> {
         let dir = self.open()?;
         let unreadable = |errno: Errno| {
-            Error::from_io(errno.into(), "the registry of memory regions cannot be read")
-                .with("dir", self.dir.display())
+            Error::from_io(
+                errno.into(),
+                "the registry of memory regions cannot be read",
+            )
+            .with("dir", self.dir.display())
         };
         let mut scan = Scan::default();
         for entry in rustix::fs::Dir::read_from(&dir)
@@ -180,8 +189,10 @@ impl Registry {
                 continue; // went meanwhile, or none of ours
             };
             if flock(&file, FlockOperation::NonBlockingLockShared).is_ok() {
-                // Names are random and never used twice, so this removes the file that was looked at.
-                scan.swept += usize::from(unlinkat(&dir, entry.file_name(), AtFlags::empty()).is_ok());
+                // Names are random and never used twice, so this removes the file that was looked
+                // at.
+                scan.swept +=
+                    usize::from(unlinkat(&dir, entry.file_name(), AtFlags::empty()).is_ok());
                 continue;
             }
             if wanted.own == Some(nonce) || scan.views.len() >= MOST_VIEWS {
@@ -221,7 +232,8 @@ pub(crate) struct Announcement {
 }
 
 impl Announcement {
-    /// Whether it is in this registry, and its file is still there (a cleaner of temporary files may have taken it).
+    /// Whether it is in this registry, and its file is still there (a cleaner of temporary files
+    /// may have taken it).
     pub(crate) fn is_in(&self, registry: &Registry) -> bool {
         self.registry == *registry && fstat(&self.file).is_ok_and(|meta| meta.st_nlink > 0)
     }
@@ -235,13 +247,15 @@ impl Drop for Announcement {
     }
 }
 
-/// Makes a file under a private name, locks it, and gives it its name. The inner error: another process took it away.
+/// Makes a file under a private name, locks it, and gives it its name. The inner error: another
+/// process took it away.
 fn make(dir: &OwnedFd, name: &str, notice: &Notice) -> Result<Result<OwnFd, Errno>> {
     let private = format!("{:016x}{PRIVATE}", ucm_infra::random_u64());
     let before = forks()?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let made = openat(dir, private.as_str(), flags, Mode::RUSR | Mode::WUSR);
-    let file = made.map_err(|errno| Error::from_io(errno.into(), "a memory region cannot be announced"))?;
+    let file =
+        made.map_err(|errno| Error::from_io(errno.into(), "a memory region cannot be announced"))?;
     // First out of children's hands, then locked: no child ever has the lock.
     let file = OwnFd::new(file)?;
     if forks()? != before {
@@ -277,9 +291,12 @@ fn read(file: &OwnedFd) -> Option<Notice> {
     Notice::parse(std::str::from_utf8(text.get(..len)?).ok()?)
 }
 
-/// The number in the name of a registry file, named or still private; `None` for what is none of ours.
+/// The number in the name of a registry file, named or still private; `None` for what is none of
+/// ours.
 fn nonce_of(name: &str) -> Option<u64> {
-    let digits = name.strip_suffix(ENDING).or_else(|| name.strip_suffix(PRIVATE))?;
+    let digits = name
+        .strip_suffix(ENDING)
+        .or_else(|| name.strip_suffix(PRIVATE))?;
     let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     (digits.len() == 16 && digits.bytes().all(hex))
         .then(|| u64::from_str_radix(digits, 16).ok())
@@ -298,7 +315,11 @@ fn started(pid: u32) -> u64 {
 impl std::fmt::Display for Notice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "{FIRST}")?;
-        writeln!(f, "pid {}\nstarted {}\nfd {}", self.pid, self.started, self.fd)?;
+        writeln!(
+            f,
+            "pid {}\nstarted {}\nfd {}",
+            self.pid, self.started, self.fd
+        )?;
         writeln!(f, "nonce {:016x}", self.nonce)?;
         let mut namespace = String::new();
         self.namespace
@@ -315,7 +336,8 @@ impl Notice {
         if self.started == 0 || self.started == started(self.pid) {
             return Ok(());
         }
-        let text = "the writer of a memory region cannot be seen from here; processes of different containers share \
+        let text = "the writer of a memory region cannot be seen from here; processes of different \
+                    containers share \
                     memory only if these share their process numbers (pid namespace)";
         Err(Error::new(ErrorKind::Foreign, text).with("pid", self.pid))
     }

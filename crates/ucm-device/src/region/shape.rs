@@ -1,8 +1,9 @@
 //! Where things lie in a region: a page of header, the index, the entries, the record slots.
 //!
-//! All fields are 64-bit words. The index is open addressing by record id, at most half full: a word is 0 (free) or
-//! 32 bits of the id's hash above the slot's number plus 1. It is a hint; what counts is the slot's entry: generation,
-//! id (two words), length and ordinal. Record slots begin on pages.
+//! All fields are 64-bit words. The index is open addressing by record id, at most half full: a
+//! word is 0 (free) or 32 bits of the id's hash above the slot's number plus 1. It is a hint; what
+//! counts is the slot's entry: generation, id (two words), length and ordinal. Record slots begin
+//! on pages.
 
 use std::ops::Range;
 
@@ -38,12 +39,17 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// As many slots for records of `record_len` bytes as fit in `capacity` bytes with all that belongs to them.
-    pub(crate) fn fitting(capacity: u64, record_len: usize, namespace: [u8; 32], nonce: u64) -> Result<Self> {
+    /// As many slots for records of `record_len` bytes as fit in `capacity` bytes with all that
+    /// belongs to them.
+    pub(crate) fn fitting(
+        capacity: u64,
+        record_len: usize,
+        namespace: [u8; 32],
+        nonce: u64,
+    ) -> Result<Self> {
         if record_len == 0 || record_len as u64 > u64::from(u32::MAX) {
-            return Err(
-                Error::invalid("a record has between 1 byte and 4 GiB").with("record_len", record_len)
-            );
+            return Err(Error::invalid("a record has between 1 byte and 4 GiB")
+                .with("record_len", record_len));
         }
         let stride = round_up(record_len as u64, PAGE);
         let slots = capacity.saturating_sub(3 * PAGE) / (stride + OVERHEAD);
@@ -105,7 +111,8 @@ impl Shape {
     pub(crate) fn place(&self, id: BlockId) -> (usize, u64) {
         let [low, high] = halves(id);
         // Ids are parts of hashes; the products only spread those that somebody made by hand.
-        let mut hash = low.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ high.wrapping_mul(0xc2b2_ae3d_27d4_eb4f);
+        let mut hash =
+            low.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ high.wrapping_mul(0xc2b2_ae3d_27d4_eb4f);
         hash ^= hash >> 29;
         hash = hash.wrapping_mul(0x1656_67b1_9e37_79f9);
         (hash as usize & (self.buckets - 1), hash >> 32 << 32)
@@ -116,7 +123,10 @@ impl Shape {
         let mut words = [0; HEADER_WORDS];
         words[0] = MAGIC;
         words[1] = VERSION;
-        for (word, bytes) in words[2..6].iter_mut().zip(self.namespace.as_chunks::<WORD>().0) {
+        for (word, bytes) in words[2..6]
+            .iter_mut()
+            .zip(self.namespace.as_chunks::<WORD>().0)
+        {
             *word = u64::from_le_bytes(*bytes);
         }
         let numbers = [
@@ -181,7 +191,10 @@ pub(crate) fn whole([low, high]: [u64; 2]) -> BlockId {
 
 /// The checksum of the header's words before it.
 fn check(words: &[u64; HEADER_WORDS]) -> u64 {
-    let bytes: Vec<u8> = words[..12].iter().flat_map(|word| word.to_le_bytes()).collect();
+    let bytes: Vec<u8> = words[..12]
+        .iter()
+        .flat_map(|word| word.to_le_bytes())
+        .collect();
     u64::from(ucm_core::crc32c(&bytes))
 }
 
@@ -194,7 +207,9 @@ mod tests {
         for capacity in [1 << 16, 1 << 20, (1 << 20) + 4097, 1 << 30, 100 << 30] {
             for record_len in [1, 4096, 4097, 256 << 10, 1 << 20] {
                 let Ok(shape) = Shape::fitting(capacity, record_len, [1; 32], 7) else {
-                    assert!(capacity < 4 * (round_up(record_len as u64, PAGE) + OVERHEAD) + 3 * PAGE);
+                    assert!(
+                        capacity < 4 * (round_up(record_len as u64, PAGE) + OVERHEAD) + 3 * PAGE
+                    );
                     continue;
                 };
                 assert!(shape.len() as u64 <= capacity, "{shape:?}");

@@ -29,7 +29,8 @@ pub(crate) struct Found {
     generation: u64,
 }
 
-/// The words of a region with its sizes. Whatever stands in the words, nothing here reads past them or panics.
+/// The words of a region with its sizes. Whatever stands in the words, nothing here reads past them
+/// or panics.
 #[derive(Clone, Copy)]
 pub(crate) struct Table<'a> {
     pub(crate) words: &'a [AtomicU64],
@@ -66,7 +67,8 @@ impl<'a> Table<'a> {
         self.words.get(self.shape.record(slot))
     }
 
-    /// The buckets of an id in the order in which they are searched, with the bits its index word has.
+    /// The buckets of an id in the order in which they are searched, with the bits its index word
+    /// has.
     pub(crate) fn search(&self, id: BlockId) -> (impl Iterator<Item = usize> + use<>, u64) {
         let (first, tag) = self.shape.place(id);
         let buckets = self.shape.buckets;
@@ -119,7 +121,10 @@ impl<'a> Table<'a> {
         let entry = self.entry(slot)?;
         let generation = seqlock::enter(&entry[Field::Generation as usize])?;
         let field = |field: Field| entry[field as usize].load(Ordering::Relaxed);
-        let (id, size) = (whole([field(Field::Low), field(Field::High)]), field(Field::Size));
+        let (id, size) = (
+            whole([field(Field::Low), field(Field::High)]),
+            field(Field::Size),
+        );
         let len = usize::try_from(size & u64::from(u32::MAX)).ok()?;
         let found = Found {
             id,
@@ -132,18 +137,24 @@ impl<'a> Table<'a> {
         (whole && len <= self.shape.record_len).then_some(found)
     }
 
-    /// Copies a record to the start of `out`; its length, or `None` if it is not there, went meanwhile, or is longer
-    /// than `out`. The bytes are those its writer put there; whether they are right their checksums say.
+    /// Copies a record to the start of `out`; its length, or `None` if it is not there, went
+    /// meanwhile, or is longer than `out`. The bytes are those its writer put there; whether they
+    /// are right their checksums say.
     pub(crate) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         let whole = 0..out.len();
         let len = self.copy_parts(id, &[whole], out)?;
         (len <= out.len()).then_some(len)
     }
 
-    /// Copies parts of a record, as far as it goes, each to where it lies in the whole; the record's length, or `None`
-    /// if it is not there, went meanwhile, or `out` is too short. Parts begin at words. The bytes are all of one
-    /// record, those its writer put there.
-    pub(crate) fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
+    /// Copies parts of a record, as far as it goes, each to where it lies in the whole; the
+    /// record's length, or `None` if it is not there, went meanwhile, or `out` is too short. Parts
+    /// begin at words. The bytes are all of one record, those its writer put there.
+    pub(crate) fn copy_parts(
+        &self,
+        id: BlockId,
+        parts: &[Range<usize>],
+        out: &mut [u8],
+    ) -> Option<usize> {
         for _ in 0..AGAIN {
             let found = self.find(id)?;
             let (entry, words) = (self.entry(found.slot)?, self.record(found.slot)?);
@@ -167,7 +178,8 @@ impl<'a> Table<'a> {
         buckets.filter_map(move |bucket| self.look(self.bucket(bucket)?.load(Ordering::Acquire)))
     }
 
-    /// Gives a slot a name in the index, in place of slot `instead` if it had this name. The writer only.
+    /// Gives a slot a name in the index, in place of slot `instead` if it had this name. The writer
+    /// only.
     pub(crate) fn name(&self, id: BlockId, slot: usize, instead: Option<usize>) {
         let (buckets, tag) = self.search(id);
         let old = instead.map_or(0, |old| index_word(tag, old));
@@ -179,19 +191,23 @@ impl<'a> Table<'a> {
 
     /// Takes the name of a slot away. The writer only.
     ///
-    /// No mark is left behind: what a search would no longer reach is moved up, so searches stay as short as if the
-    /// name had never been there. A word is stored in its new place before its old one is given to the next, and the
-    /// generation of the index tells readers that passed by.
+    /// No mark is left behind: what a search would no longer reach is moved up, so searches stay as
+    /// short as if the name had never been there. A word is stored in its new place before its old
+    /// one is given to the next, and the generation of the index tells readers that passed by.
     pub(crate) fn unname(&self, id: BlockId, slot: usize) {
         let (mut buckets, tag) = self.search(id);
-        let load = |bucket: usize| self.bucket(bucket).map_or(0, |word| word.load(Ordering::Relaxed));
+        let load = |bucket: usize| {
+            self.bucket(bucket)
+                .map_or(0, |word| word.load(Ordering::Relaxed))
+        };
         let store = |bucket: usize, to: u64| {
             if let Some(word) = self.bucket(bucket) {
                 word.store(to, Ordering::Release);
             }
         };
         let (ours, mask) = (index_word(tag, slot), self.shape.buckets - 1);
-        let (Some(mut hole), Some(moves)) = (buckets.find(|&bucket| load(bucket) == ours), self.moves())
+        let (Some(mut hole), Some(moves)) =
+            (buckets.find(|&bucket| load(bucket) == ours), self.moves())
         else {
             return;
         };
@@ -204,7 +220,9 @@ impl<'a> Table<'a> {
                 break;
             }
             // Where a search for it begins: it may move up to the hole unless that lies before.
-            let home = self.look(word).map_or(next, |found| self.shape.place(found.id).0);
+            let home = self
+                .look(word)
+                .map_or(next, |found| self.shape.place(found.id).0);
             if (next.wrapping_sub(home) & mask) >= (next.wrapping_sub(hole) & mask) {
                 store(hole, word);
                 hole = next;

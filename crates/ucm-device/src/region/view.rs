@@ -14,8 +14,8 @@ use super::shape::{HEADER_WORDS, Shape};
 use super::table::{MOST_PROBES, Table};
 use crate::fork::hold_forks;
 
-/// A region of another process (or of another store of this one), for reading. Its memory stays mapped when its writer
-/// dies; [`super::Registry::scan`] says when it counts no more.
+/// A region of another process (or of another store of this one), for reading. Its memory stays
+/// mapped when its writer dies; [`super::Registry::scan`] says when it counts no more.
 #[derive(Debug)]
 pub struct RegionView {
     mapping: Mapping,
@@ -24,8 +24,8 @@ pub struct RegionView {
 }
 
 impl RegionView {
-    /// Maps what a registry file names. `Foreign` when it is not (or no longer) there as announced, `Io` when the
-    /// system does not let us in.
+    /// Maps what a registry file names. `Foreign` when it is not (or no longer) there as announced,
+    /// `Io` when the system does not let us in.
     pub(crate) fn attach(notice: &Notice) -> Result<Self> {
         let path = format!("/proc/{}/fd/{}", notice.pid, notice.fd);
         let refused = |errno: rustix::io::Errno, what: &'static str| {
@@ -33,9 +33,11 @@ impl RegionView {
         };
         let wanted = format!("/memfd:{} (deleted)", memfd_name(notice.nonce));
         let link = readlink(path.as_str(), Vec::new());
-        let link = link.map_err(|errno| refused(errno, "a region's descriptor cannot be looked at"))?;
+        let link =
+            link.map_err(|errno| refused(errno, "a region's descriptor cannot be looked at"))?;
         if link.to_bytes() != wanted.as_bytes() {
-            let text = "the process number of a region is another process's by now, or of another container";
+            let text = "the process number of a region is another process's by now, or of another \
+                        container";
             return Err(Error::new(ErrorKind::Foreign, text).with("pid", notice.pid));
         }
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
@@ -56,8 +58,11 @@ impl RegionView {
                 && shape.record_len == notice.record_len
         });
         let shape = shape.ok_or_else(|| {
-            Error::new(ErrorKind::Foreign, "a region is not what its registry file says")
-                .with("pid", notice.pid)
+            Error::new(
+                ErrorKind::Foreign,
+                "a region is not what its registry file says",
+            )
+            .with("pid", notice.pid)
         })?;
         Ok(Self {
             mapping,
@@ -71,22 +76,25 @@ impl RegionView {
         self.table().find(id).is_some()
     }
 
-    /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went meanwhile, or is
-    /// longer than `out`. A hint: whether the bytes are right their checksums say.
+    /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went
+    /// meanwhile, or is longer than `out`. A hint: whether the bytes are right their checksums say.
     pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         self.table().copy_out(id, out)
     }
 
-    /// Copies parts of a record, as far as it goes, each to where it lies in the whole, and tells the record's length;
-    /// `None` if it is not there, went meanwhile, or a part does not fit `out`. Parts begin at multiples of 8. A hint
-    /// like [`RegionView::copy_out`].
+    /// Copies parts of a record, as far as it goes, each to where it lies in the whole, and tells
+    /// the record's length; `None` if it is not there, went meanwhile, or a part does not fit
+    /// `out`. Parts begin at multiples of 8. A hint like [`RegionView::copy_out`].
     pub fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         self.table().copy_parts(id, parts, out)
     }
 
     /// Ids of all records, in no order, with their lengths.
     pub fn records(&self) -> Vec<(BlockId, usize)> {
-        self.table().iter().map(|found| (found.id, found.len)).collect()
+        self.table()
+            .iter()
+            .map(|found| (found.id, found.len))
+            .collect()
     }
 
     /// The number that tells this region from every other.

@@ -19,19 +19,24 @@ pub enum Sides<'a> {
     Together(u64),
 }
 
-/// Pieces of `size` bytes at these addresses of a device, each with its side on the host. `InvalidInput`, which names
-/// the piece, for an address that is null or whose end wraps around, for no piece, no byte, and sides that are not
-/// equally many.
+/// Pieces of `size` bytes at these addresses of a device, each with its side on the host.
+/// `InvalidInput`, which names the piece, for an address that is null or whose end wraps around,
+/// for no piece, no byte, and sides that are not equally many.
 ///
 /// # Safety
-/// [`DeviceSpan::new`] and [`HostSpan::new`] say what must hold of each address and the `size` bytes from it on.
-pub unsafe fn pairs(device: &[u64], host: Sides<'_>, size: usize) -> Result<Vec<(DeviceSpan, HostSpan)>> {
+/// [`DeviceSpan::new`] and [`HostSpan::new`] say what must hold of each address and the `size`
+/// bytes from it on.
+pub unsafe fn pairs(
+    device: &[u64],
+    host: Sides<'_>,
+    size: usize,
+) -> Result<Vec<(DeviceSpan, HostSpan)>> {
     if size == 0 || size > isize::MAX as usize || device.is_empty() {
-        return Err(
-            Error::invalid("a copy has at least one piece, of one byte to the address space")
-                .with("pieces", device.len())
-                .with("size", size),
-        );
+        return Err(Error::invalid(
+            "a copy has at least one piece, of one byte to the address space",
+        )
+        .with("pieces", device.len())
+        .with("size", size));
     }
     if let Sides::Each(host) = host
         && host.len() != device.len()
@@ -67,11 +72,12 @@ pub unsafe fn pairs(device: &[u64], host: Sides<'_>, size: usize) -> Result<Vec<
     Ok(pairs)
 }
 
-/// The `count` addresses of an array that begins at `array`. `InvalidInput` for a null address, and for none or more
-/// than fit into the address space.
+/// The `count` addresses of an array that begins at `array`. `InvalidInput` for a null address, and
+/// for none or more than fit into the address space.
 ///
 /// # Safety
-/// So many words of 8 bytes are readable there and no one writes to them meanwhile; they need no alignment.
+/// So many words of 8 bytes are readable there and no one writes to them meanwhile; they need no
+/// alignment.
 pub unsafe fn addresses_at(array: u64, count: usize) -> Result<Vec<u64>> {
     let bytes = (count as u64)
         .checked_mul(8)
@@ -123,9 +129,15 @@ mod tests {
     #[test]
     fn what_cannot_be_copied_is_refused_by_name() {
         let null = refused(&[4096, 0], Sides::Together(1000), 16);
-        assert!(null.contains("piece=1") && null.contains("side=device"), "{null}");
+        assert!(
+            null.contains("piece=1") && null.contains("side=device"),
+            "{null}"
+        );
         let null = refused(&[4096], Sides::Each(&[0]), 16);
-        assert!(null.contains("piece=0") && null.contains("side=host"), "{null}");
+        assert!(
+            null.contains("piece=0") && null.contains("side=host"),
+            "{null}"
+        );
         let null = refused(&[4096, 8192], Sides::Together(0), 16);
         assert!(null.contains("side=host"), "{null}");
         assert!(refused(&[4096, 1], Sides::Each(&[1]), 16).contains("equally many"));

@@ -28,14 +28,18 @@ impl Copies {
         }
     }
 
-    /// Copies, and returns when the bytes have moved; what was submitted before ends first. Errors as of
-    /// [`Stream::transfer`].
-    pub fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
+    /// Copies, and returns when the bytes have moved; what was submitted before ends first. Errors
+    /// as of [`Stream::transfer`].
+    pub fn transfer(
+        &mut self,
+        direction: Direction,
+        pairs: &[(DeviceSpan, HostSpan)],
+    ) -> Result<()> {
         self.stream.transfer(direction, pairs)
     }
 
-    /// Begins to copy; `kept` is let go of when that is over. `Busy` when the queue is full; how the copy ended is
-    /// told by [`Copies::synchronize`] and [`Copies::callback`].
+    /// Begins to copy; `kept` is let go of when that is over. `Busy` when the queue is full; how
+    /// the copy ended is told by [`Copies::synchronize`] and [`Copies::callback`].
     pub fn transfer_async(
         &mut self,
         direction: Direction,
@@ -52,9 +56,9 @@ impl Copies {
         self.stream.transfer_async(direction, pairs, Box::new(done))
     }
 
-    /// Calls `call` on the stream's thread when everything submitted before has ended, with whether no copy has
-    /// failed since the stream was last synchronized. It must not block. `Busy` when the queue is full; then it is
-    /// dropped without a call.
+    /// Calls `call` on the stream's thread when everything submitted before has ended, with whether
+    /// no copy has failed since the stream was last synchronized. It must not block. `Busy` when
+    /// the queue is full; then it is dropped without a call.
     pub fn callback(&mut self, call: impl FnOnce(bool) + Send + 'static) -> Result<()> {
         let failed = Arc::clone(&self.failed);
         self.stream.callback(Box::new(move || {
@@ -63,8 +67,8 @@ impl Copies {
         }))
     }
 
-    /// Waits until everything submitted has ended, and gives the first failure of an asynchronous copy since the last
-    /// time; `Timeout` when `deadline` comes first (`None`: for ever).
+    /// Waits until everything submitted has ended, and gives the first failure of an asynchronous
+    /// copy since the last time; `Timeout` when `deadline` comes first (`None`: for ever).
     pub fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {
         self.stream.synchronize(deadline)?;
         self.failed.lock().take().map_or(Ok(()), Err)

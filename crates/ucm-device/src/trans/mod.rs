@@ -1,5 +1,5 @@
-//! Copies for callers that name addresses: streams whose copies need no slot, and buffers from pools. What
-//! `ucm.trans` of Python is made of.
+//! Copies for callers that name addresses: streams whose copies need no slot, and buffers from
+//! pools. What `ucm.trans` of Python is made of.
 //!
 //! ```
 //! use ucm_device::trans::{Copies, Place, Pools, Sides, pairs};

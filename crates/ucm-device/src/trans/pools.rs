@@ -51,8 +51,8 @@ struct Part {
     at: usize,
 }
 
-/// Some bytes on the device or the host, the caller's until it is dropped: then they go back to their pool, if they
-/// are of one, and are freed otherwise.
+/// Some bytes on the device or the host, the caller's until it is dropped: then they go back to
+/// their pool, if they are of one, and are freed otherwise.
 pub struct Buffer {
     part: Part,
     len: usize,
@@ -79,7 +79,8 @@ impl Buffer {
     }
 }
 
-/// In a forked child nothing goes back: a thread that the child does not have may hold the pool's lock.
+/// In a forked child nothing goes back: a thread that the child does not have may hold the pool's
+/// lock.
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Some(pool) = self.pool.as_ref().filter(|_| self.origin.here()) {
@@ -106,8 +107,8 @@ impl Pools {
         }
     }
 
-    /// A buffer of `size` bytes that is of no pool. `InvalidInput` for none, `NoSpace` or `Io` where there is not so
-    /// much.
+    /// A buffer of `size` bytes that is of no pool. `InvalidInput` for none, `NoSpace` or `Io`
+    /// where there is not so much.
     pub fn make(&self, place: Place, size: usize) -> Result<Buffer> {
         let memory = self.memory(place, size)?;
         Ok(Buffer {
@@ -122,8 +123,8 @@ impl Pools {
         })
     }
 
-    /// Adds `number` buffers of `size` bytes to the pool of that size. Errors as of [`Pools::make`]; then nothing was
-    /// added.
+    /// Adds `number` buffers of `size` bytes to the pool of that size. Errors as of
+    /// [`Pools::make`]; then nothing was added.
     pub fn fill(&self, place: Place, size: usize, number: usize) -> Result<()> {
         let stride = size
             .checked_next_multiple_of(ALIGNED)
@@ -147,17 +148,24 @@ impl Pools {
         Ok(())
     }
 
-    /// A buffer of at least `size` bytes from the pool of the smallest that hold so many. One that is empty is waited
-    /// for: `Timeout` when `deadline` comes first (`None`: for ever). `InvalidInput` where no pool has buffers so
-    /// large.
-    pub fn get(&self, place: Place, size: usize, deadline: Option<MonotonicTime>) -> Result<Buffer> {
+    /// A buffer of at least `size` bytes from the pool of the smallest that hold so many. One that
+    /// is empty is waited for: `Timeout` when `deadline` comes first (`None`: for ever).
+    /// `InvalidInput` where no pool has buffers so large.
+    pub fn get(
+        &self,
+        place: Place,
+        size: usize,
+        deadline: Option<MonotonicTime>,
+    ) -> Result<Buffer> {
         let found = self.pools.lock()[place as usize]
             .range(size.max(1)..)
             .next()
             .map(|(&len, pool)| (len, Arc::clone(pool)));
         let Some((len, pool)) = found.filter(|_| size > 0) else {
             let none = Error::invalid("no pool has buffers of this size: make some first");
-            return Err(none.with("size", size).with("place", format_args!("{place:?}")));
+            return Err(none
+                .with("size", size)
+                .with("place", format_args!("{place:?}")));
         };
         let origin = Origin::this()?;
         loop {
@@ -179,8 +187,9 @@ impl Pools {
         }
     }
 
-    /// Pins a range of this process's memory until [`Pools::unregister`] is told its first address, or these pools end.
-    /// `InvalidInput` for a range that begins where another one does; other errors as of [`Device::register`].
+    /// Pins a range of this process's memory until [`Pools::unregister`] is told its first address,
+    /// or these pools end. `InvalidInput` for a range that begins where another one does; other
+    /// errors as of [`Device::register`].
     pub fn register(&self, host: HostSpan) -> Result<()> {
         let mut registered = self.registered.lock();
         if registered.contains_key(&host.addr()) {
@@ -191,8 +200,8 @@ impl Pools {
         Ok(())
     }
 
-    /// Ends what [`Pools::register`] began at this address; no copy may use the range any more. `InvalidInput` where
-    /// nothing was.
+    /// Ends what [`Pools::register`] began at this address; no copy may use the range any more.
+    /// `InvalidInput` where nothing was.
     pub fn unregister(&self, address: u64) -> Result<()> {
         let ended = self.registered.lock().remove(&address);
         ended.map(drop).ok_or_else(|| {
@@ -233,7 +242,10 @@ mod tests {
 
     fn pools() -> (Arc<Pools>, Arc<ManualClock>) {
         let clock = ManualClock::new();
-        let pools = Pools::new(Arc::new(HostDevice::new()), Arc::clone(&clock) as Arc<dyn Clock>);
+        let pools = Pools::new(
+            Arc::new(HostDevice::new()),
+            Arc::clone(&clock) as Arc<dyn Clock>,
+        );
         (Arc::new(pools), clock)
     }
 
@@ -249,7 +261,10 @@ mod tests {
             assert_ne!(one.address(), two.address());
             assert_eq!((one.len(), two.len()), (100, 100));
             let now = Some(clock.now());
-            assert_eq!(pools.get(place, 100, now).unwrap_err().kind(), ErrorKind::Timeout);
+            assert_eq!(
+                pools.get(place, 100, now).unwrap_err().kind(),
+                ErrorKind::Timeout
+            );
             let address = two.address();
             drop(two);
             assert_eq!(pools.get(place, 100, now).unwrap().address(), address);

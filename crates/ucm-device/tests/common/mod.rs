@@ -18,7 +18,8 @@ use libloading::Library;
 use parking_lot::{Mutex, MutexGuard};
 use ucm_core::{Error, Result};
 use ucm_device::{
-    ArenaOptions, Device, DeviceSpan, Event, HostBuf, Piece, Slot, SlotPool, Stream, Transfer, open_device,
+    ArenaOptions, Device, DeviceSpan, Event, HostBuf, Piece, Slot, SlotPool, Stream, Transfer,
+    open_device,
 };
 use ucm_infra::{Clock, SystemClock};
 
@@ -47,7 +48,8 @@ impl Deref for Alone {
     }
 }
 
-/// Where cargo puts the driver, which it builds with the tests: beside or one above the test's own program.
+/// Where cargo puts the driver, which it builds with the tests: beside or one above the test's own
+/// program.
 fn path() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let found = program
@@ -59,8 +61,8 @@ fn path() -> PathBuf {
 }
 
 impl Driver {
-    /// Puts it in the place of the driver, before any device is opened. Its state is the process's: a test has it
-    /// alone.
+    /// Puts it in the place of the driver, before any device is opened. Its state is the process's:
+    /// a test has it alone.
     pub(crate) fn load() -> Alone {
         static ALONE: Mutex<()> = Mutex::new(());
         Alone(ALONE.lock())
@@ -69,7 +71,8 @@ impl Driver {
     fn of_process() -> &'static Self {
         static LOADED: OnceLock<Driver> = OnceLock::new();
         LOADED.get_or_init(|| {
-            // SAFETY: before anything else of this test begins a thread; every test file does this first.
+            // SAFETY: before anything else of this test begins a thread; every test file does this
+            // first.
             unsafe { std::env::set_var("UCM_TEST_DRIVER", path()) };
             // SAFETY: our own library.
             Self(unsafe { Library::new(path()) }.unwrap())
@@ -196,11 +199,12 @@ impl Driver {
         }
     }
 
-    /// Begins the capture of a graph by this thread, in the primary context of the first device, in the way that
-    /// forbids most to others. The stream.
+    /// Begins the capture of a graph by this thread, in the primary context of the first device, in
+    /// the way that forbids most to others. The stream.
     pub(crate) fn begin_capture(&self) -> usize {
         let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = self.function(c"cuStreamCreate");
-        let begin: unsafe extern "C" fn(usize, u32) -> c_int = self.function(c"cuStreamBeginCapture_v2");
+        let begin: unsafe extern "C" fn(usize, u32) -> c_int =
+            self.function(c"cuStreamBeginCapture_v2");
         let mut stream = 0;
         // SAFETY: writes one handle.
         let answers = unsafe { [make(&raw mut stream, 1), begin(stream, 0)] };
@@ -210,7 +214,8 @@ impl Driver {
 
     /// Ends it; 0 where nothing disturbed it.
     pub(crate) fn end_capture(&self, stream: usize) -> c_int {
-        let end: unsafe extern "C" fn(usize, *mut usize) -> c_int = self.function(c"cuStreamEndCapture");
+        let end: unsafe extern "C" fn(usize, *mut usize) -> c_int =
+            self.function(c"cuStreamEndCapture");
         let destroy: unsafe extern "C" fn(usize) -> c_int = self.function(c"cuStreamDestroy_v2");
         let mut graph = 0;
         // SAFETY: writes one handle.
@@ -260,7 +265,8 @@ impl Driver {
         let init: unsafe extern "C" fn(u32) -> c_int = self.function(c"cuInit");
         let retain: Retain = self.function(c"cuDevicePrimaryCtxRetain");
         let current: unsafe extern "C" fn(*mut c_void) -> c_int = self.function(c"cuCtxSetCurrent");
-        let allocate: unsafe extern "C" fn(*mut u64, usize) -> c_int = self.function(c"cuMemAlloc_v2");
+        let allocate: unsafe extern "C" fn(*mut u64, usize) -> c_int =
+            self.function(c"cuMemAlloc_v2");
         // SAFETY: each call writes one handle or address.
         let answers = unsafe {
             [
@@ -274,14 +280,18 @@ impl Driver {
         Memory { address, len }
     }
 
-    /// An event of the caller's, recorded on a stream of theirs behind work that [`Driver::hold`] keeps.
+    /// An event of the caller's, recorded on a stream of theirs behind work that [`Driver::hold`]
+    /// keeps.
     pub(crate) fn recorded_event(&self, memory: &Memory) -> u64 {
         let (mut stream, mut event) = (null_mut::<c_void>(), null_mut::<c_void>());
-        let make: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int = self.function(c"cuStreamCreate");
-        let event_of: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int = self.function(c"cuEventCreate");
+        let make: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int =
+            self.function(c"cuStreamCreate");
+        let event_of: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int =
+            self.function(c"cuEventCreate");
         let set: unsafe extern "C" fn(u64, u8, usize, *mut c_void) -> c_int =
             self.function(c"cuMemsetD8Async");
-        let record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int = self.function(c"cuEventRecord");
+        let record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int =
+            self.function(c"cuEventRecord");
         // SAFETY: the memory is the test's; each call writes one handle or none.
         let answers = unsafe {
             [
@@ -305,7 +315,8 @@ pub(crate) struct Memory {
 impl Memory {
     pub(crate) fn span(&self, at: usize, len: usize) -> DeviceSpan {
         assert!(at + len <= self.len);
-        // SAFETY: inside the memory, which the test keeps until all work ended and does not touch meanwhile.
+        // SAFETY: inside the memory, which the test keeps until all work ended and does not touch
+        // meanwhile.
         unsafe { DeviceSpan::new(self.address + at as u64, len as u64) }
     }
 
@@ -319,7 +330,8 @@ impl Memory {
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
-        let read: unsafe extern "C" fn(u64, *mut u8, usize) = Driver::of_process().function(c"softcuda_read");
+        let read: unsafe extern "C" fn(u64, *mut u8, usize) =
+            Driver::of_process().function(c"softcuda_read");
         // SAFETY: as many bytes as there is room for.
         unsafe { read(self.address, bytes.as_mut_ptr(), bytes.len()) };
         bytes
@@ -375,7 +387,11 @@ pub(crate) fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 
 /// Runs `act` on a thread of its own while all streams are held, until a stream of the device is
 /// waited for.
-pub(crate) fn while_held<T: Send>(driver: &Driver, device: &str, act: impl FnOnce() -> T + Send) -> T {
+pub(crate) fn while_held<T: Send>(
+    driver: &Driver,
+    device: &str,
+    act: impl FnOnce() -> T + Send,
+) -> T {
     let wait = match device.split(':').next() {
         Some("hip") => "hipStreamSynchronize",
         Some("musa") => "musaStreamSynchronize",
@@ -404,7 +420,8 @@ pub(crate) struct Caller<'a> {
 impl<'a> Caller<'a> {
     /// One that begins nothing until it may [`Caller::go`].
     pub(crate) fn held(driver: &'a Driver) -> Self {
-        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = driver.function(c"cuStreamCreate");
+        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int =
+            driver.function(c"cuStreamCreate");
         let hold: unsafe extern "C" fn(usize) = driver.function(c"softcuda_hold");
         let mut stream = 0;
         // SAFETY: writes one handle, which is held then.
@@ -431,8 +448,10 @@ impl<'a> Caller<'a> {
 
     /// The handle of an event at this point.
     pub(crate) fn record(&self) -> u64 {
-        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = self.driver.function(c"cuEventCreate");
-        let record: unsafe extern "C" fn(usize, usize) -> c_int = self.driver.function(c"cuEventRecord");
+        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int =
+            self.driver.function(c"cuEventCreate");
+        let record: unsafe extern "C" fn(usize, usize) -> c_int =
+            self.driver.function(c"cuEventRecord");
         let mut event = 0;
         // SAFETY: writes one handle, and names it and a stream that exists.
         let answers = unsafe { [make(&raw mut event, 0), record(event, self.stream)] };
@@ -441,7 +460,8 @@ impl<'a> Caller<'a> {
     }
 
     pub(crate) fn synchronize(&self) {
-        let wait: unsafe extern "C" fn(usize) -> c_int = self.driver.function(c"cuStreamSynchronize");
+        let wait: unsafe extern "C" fn(usize) -> c_int =
+            self.driver.function(c"cuStreamSynchronize");
         // SAFETY: a stream that exists.
         assert_eq!(unsafe { wait(self.stream) }, 0);
     }
@@ -449,7 +469,8 @@ impl<'a> Caller<'a> {
 
 impl Drop for Caller<'_> {
     fn drop(&mut self) {
-        let destroy: unsafe extern "C" fn(usize) -> c_int = self.driver.function(c"cuStreamDestroy_v2");
+        let destroy: unsafe extern "C" fn(usize) -> c_int =
+            self.driver.function(c"cuStreamDestroy_v2");
         self.go();
         // SAFETY: a stream of this alone.
         unsafe { destroy(self.stream) };

@@ -75,25 +75,27 @@ impl WorkerPoolBuilder {
         self
     }
 
-    /// How long [`on_start`](Self::on_start) may take before that worker counts as stuck; default 10 s.
+    /// How long [`on_start`](Self::on_start) may take before that worker counts as stuck; default
+    /// 10 s.
     #[must_use]
     pub fn start_within(mut self, span: Duration) -> Self {
         self.start_within = span;
         self
     }
 
-    /// Starts no thread before a job wants it, and no more workers than jobs were there to be done at once. What
-    /// [`build`](Self::build) says of threads that cannot be had is then said by the first job (monitor), or shows as a
-    /// job that waits for another attempt (workers).
+    /// Starts no thread before a job wants it, and no more workers than jobs were there to be done
+    /// at once. What [`build`](Self::build) says of threads that cannot be had is then said by the
+    /// first job (monitor), or shows as a job that waits for another attempt (workers).
     #[must_use]
     pub fn on_demand(mut self) -> Self {
         self.on_demand = true;
         self
     }
 
-    /// Runs first on every worker thread, replacements included, with the number of its place (below size +
-    /// replacements; a place is used again after its thread ended). An error or a panic ends that thread: at the
-    /// start it fails `build`, later another is tried a second after.
+    /// Runs first on every worker thread, replacements included, with the number of its place
+    /// (below size + replacements; a place is used again after its thread ended). An error or a
+    /// panic ends that thread: at the start it fails `build`, later another is tried a second
+    /// after.
     #[must_use]
     pub fn on_start(mut self, hook: impl Fn(usize) -> Result<()> + Send + Sync + 'static) -> Self {
         self.on_start = Some(Box::new(hook));
@@ -110,9 +112,9 @@ impl WorkerPoolBuilder {
     /// Starts the threads and waits until each worker has started.
     ///
     /// # Errors
-    /// `Config` if a number is out of range; the error of `on_start`; `Io` if the system gives no thread; `Timeout`
-    /// if a worker did not start within [`start_within`](Self::start_within). Nothing is left running then, except
-    /// a thread that hangs in `on_start`.
+    /// `Config` if a number is out of range; the error of `on_start`; `Io` if the system gives no
+    /// thread; `Timeout` if a worker did not start within [`start_within`](Self::start_within).
+    /// Nothing is left running then, except a thread that hangs in `on_start`.
     pub fn build(mut self) -> Result<Arc<WorkerPool>> {
         if self.lanes.is_empty() {
             self.lanes.push(Lane {
@@ -121,9 +123,11 @@ impl WorkerPoolBuilder {
                 max_running: self.size,
             });
         }
-        self.check().map_err(|error| error.with("pool", &self.name))?;
+        self.check()
+            .map_err(|error| error.with("pool", &self.name))?;
         let clock = self.clock.take().unwrap_or_else(SystemClock::shared);
-        let state = State::new(self.size, self.max_replacements, &self.lanes).on_demand(self.on_demand);
+        let state =
+            State::new(self.size, self.max_replacements, &self.lanes).on_demand(self.on_demand);
         let start_by = clock.now().after(self.start_within);
         let pool = Arc::new(WorkerPool {
             shared: Arc::new(Shared {
@@ -152,10 +156,11 @@ impl WorkerPoolBuilder {
             return Err(error);
         }
         if !started {
-            return Err(
-                Error::new(ErrorKind::Timeout, "the workers of a pool did not start in time")
-                    .with("pool", &shared.name),
-            );
+            return Err(Error::new(
+                ErrorKind::Timeout,
+                "the workers of a pool did not start in time",
+            )
+            .with("pool", &shared.name));
         }
         if !self.on_demand {
             shared.start_monitor(&mut shared.state.lock())?;
@@ -164,8 +169,9 @@ impl WorkerPoolBuilder {
     }
 
     fn check(&self) -> Result<()> {
-        let wrong =
-            |what: &'static str, value: usize| Err(Error::new(ErrorKind::Config, what).with("got", value));
+        let wrong = |what: &'static str, value: usize| {
+            Err(Error::new(ErrorKind::Config, what).with("got", value))
+        };
         if self.size == 0 {
             return wrong("a pool has at least 1 worker", self.size);
         }
@@ -179,7 +185,8 @@ impl WorkerPoolBuilder {
             return wrong("a pool has at most 16 lanes", self.lanes.len());
         }
         for lane in &self.lanes {
-            let refuse = |what, value| wrong(what, value).map_err(|error| error.with("lane", lane.name));
+            let refuse =
+                |what, value| wrong(what, value).map_err(|error| error.with("lane", lane.name));
             if lane.capacity == 0 || lane.capacity > MAX_QUEUE {
                 return refuse("a lane holds between 1 and 1048576 jobs", lane.capacity);
             }

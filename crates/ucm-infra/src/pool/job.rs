@@ -16,14 +16,16 @@ pub(super) enum Verdict {
     Closed,
 }
 
-/// A job whose types are forgotten. The thread that takes `done` first reports; the others find nothing to do.
+/// A job whose types are forgotten. The thread that takes `done` first reports; the others find
+/// nothing to do.
 pub(super) trait Job: Send + Sync {
-    /// Does the work and reports it, unless the job was failed before or meanwhile; then the late result is dropped
-    /// here.
+    /// Does the work and reports it, unless the job was failed before or meanwhile; then the late
+    /// result is dropped here.
     fn run(&self);
 
-    /// Reports `error`; `false` if the job was reported already. Work that was not begun is dropped first, so that
-    /// its buffers are free again when `done` hears. A panic of that drop goes on after the report.
+    /// Reports `error`; `false` if the job was reported already. Work that was not begun is dropped
+    /// first, so that its buffers are free again when `done` hears. A panic of that drop goes on
+    /// after the report.
     fn fail(&self, verdict: Verdict, error: Error) -> bool;
 }
 
@@ -64,7 +66,8 @@ where
                 done(result);
             }
             None => {
-                // First the bytes, then the count: who reads the count may rely on the buffers being back.
+                // First the bytes, then the count: who reads the count may rely on the buffers
+                // being back.
                 drop(result);
                 self.counters.late();
             }

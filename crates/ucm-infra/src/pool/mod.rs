@@ -1,10 +1,11 @@
 //! A pool of named threads for calls that may hang.
 //!
-//! Jobs wait in *lanes*: bounded queues served in order, lane 0 first, each with a limit on how many of its jobs
-//! run at once, so that background work never takes the whole pool. Every job has a deadline. A monitor thread
-//! reports a job that passed it as timed out, whether it was still queued or is running; the worker that runs it is
-//! then *written off* (no one waits for it or joins it) and replaced, up to a cap. What such a worker's call
-//! returns in the end is dropped there, by that worker: buffers that the call was given stay with it until then.
+//! Jobs wait in *lanes*: bounded queues served in order, lane 0 first, each with a limit on how
+//! many of its jobs run at once, so that background work never takes the whole pool. Every job has
+//! a deadline. A monitor thread reports a job that passed it as timed out, whether it was still
+//! queued or is running; the worker that runs it is then *written off* (no one waits for it or
+//! joins it) and replaced, up to a cap. What such a worker's call returns in the end is dropped
+//! there, by that worker: buffers that the call was given stay with it until then.
 //!
 //! Every accepted job is reported exactly once, through its `done`.
 
@@ -54,25 +55,33 @@ impl<W, D> fmt::Debug for Refused<W, D> {
 }
 
 impl WorkerPool {
-    /// Starts describing a pool; `name` is the prefix of its threads' names (the system keeps 15 bytes of those).
+    /// Starts describing a pool; `name` is the prefix of its threads' names (the system keeps 15
+    /// bytes of those).
     pub fn builder(name: impl Into<String>) -> WorkerPoolBuilder {
         WorkerPoolBuilder::new(name.into())
     }
 
     /// Queues `work` in `lane`; `done` gets its result, exactly once:
     /// * on the worker, what `work` returned, or `Internal` if it panicked;
-    /// * on the monitor (or on a worker that found the job too late), `Timeout` once `deadline` has passed: `work`
-    ///   was then never called, or its late result is dropped by its worker;
+    /// * on the monitor (or on a worker that found the job too late), `Timeout` once `deadline` has
+    ///   passed: `work` was then never called, or its late result is dropped by its worker;
     /// * on the thread that shuts the pool down, `Closed`.
     ///
-    /// `done` must not block: the monitor waits for it. [`MonotonicTime::NEVER`] is no deadline; use it only for work that
-    /// cannot hang.
+    /// `done` must not block: the monitor waits for it. [`MonotonicTime::NEVER`] is no deadline;
+    /// use it only for work that cannot hang.
     ///
     /// # Errors
-    /// `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput` if there is no such lane.
-    /// A pool [on demand](WorkerPoolBuilder::on_demand) that gets no monitor thread refuses with `Io`.
-    /// Neither closure is called then; to have them back use [`offer`](Self::offer).
-    pub fn submit<T, W, D>(&self, lane: usize, deadline: MonotonicTime, work: W, done: D) -> Result<()>
+    /// `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput` if there
+    /// is no such lane. A pool [on demand](WorkerPoolBuilder::on_demand) that gets no monitor
+    /// thread refuses with `Io`. Neither closure is called then; to have them back use
+    /// [`offer`](Self::offer).
+    pub fn submit<T, W, D>(
+        &self,
+        lane: usize,
+        deadline: MonotonicTime,
+        work: W,
+        done: D,
+    ) -> Result<()>
     where
         W: FnOnce() -> T + Send + 'static,
         D: FnOnce(Result<T>) + Send + 'static,
@@ -105,7 +114,10 @@ impl WorkerPool {
             }
             Some(full) if full.queue.len() >= full.spec.capacity => {
                 full.counters.refused();
-                Some(Error::new(ErrorKind::Busy, "the lane's queue is full").with("lane", full.spec.name))
+                Some(
+                    Error::new(ErrorKind::Busy, "the lane's queue is full")
+                        .with("lane", full.spec.name),
+                )
             }
             Some(_) if !state.monitored => shared.start_monitor(&mut state).err(),
             Some(_) => None,
@@ -122,12 +134,14 @@ impl WorkerPool {
         open.counters.submitted();
         let job = Arc::new(JobCell::new(work, done, Arc::clone(&open.counters)));
         open.queue.push_back(Queued { job, deadline });
-        // The monitor sleeps until the earliest deadline it knew; only an earlier one has to wake it.
+        // The monitor sleeps until the earliest deadline it knew; only an earlier one has to wake
+        // it.
         let wake_monitor = deadline < state.monitor_wakes;
         if wake_monitor {
             state.monitor_wakes = deadline;
         }
-        // A job whose lane is at its limit is taken by the worker that makes room: it looks again before it sleeps.
+        // A job whose lane is at its limit is taken by the worker that makes room: it looks again
+        // before it sleeps.
         let runnable = state.has_work();
         let claimed = if state.grow() {
             let now = shared.clock.now();
@@ -161,11 +175,12 @@ impl WorkerPool {
         self.shared.state.lock().stats()
     }
 
-    /// Refuses new jobs, gives those accepted up to `drain` to end, then reports the rest as `Closed` and returns.
-    /// Deadlines hold while draining. Returns how many were reported as `Closed`.
+    /// Refuses new jobs, gives those accepted up to `drain` to end, then reports the rest as
+    /// `Closed` and returns. Deadlines hold while draining. Returns how many were reported as
+    /// `Closed`.
     ///
-    /// A thread that hangs is left behind, never joined. Repeatable; called from a job's `done` it waits for that
-    /// very job, so give it no drain there.
+    /// A thread that hangs is left behind, never joined. Repeatable; called from a job's `done` it
+    /// waits for that very job, so give it no drain there.
     pub fn shutdown(&self, drain: Duration) -> usize {
         let shared = &*self.shared;
         let until = shared.clock.now().after(drain);
@@ -186,8 +201,11 @@ impl WorkerPool {
         shared.alarm.notify();
         let mut closed = 0;
         for job in left {
-            let error = Error::new(ErrorKind::Closed, "the pool was shut down before the job ended")
-                .with("pool", &shared.name);
+            let error = Error::new(
+                ErrorKind::Closed,
+                "the pool was shut down before the job ended",
+            )
+            .with("pool", &shared.name);
             closed += usize::from(shared.tell(|| job.fail(Verdict::Closed, error)) == Some(true));
         }
         // The monitor may be in the middle of telling someone.
@@ -214,7 +232,8 @@ impl fmt::Debug for WorkerPool {
 type StartHook = Box<dyn Fn(usize) -> Result<()> + Send + Sync>;
 type ExitHook = Box<dyn Fn(usize) + Send + Sync>;
 
-/// What the handle, the workers and the monitor share. No callback is ever called with `state` locked.
+/// What the handle, the workers and the monitor share. No callback is ever called with `state`
+/// locked.
 struct Shared {
     name: String,
     clock: Arc<dyn Clock>,
@@ -245,7 +264,8 @@ impl Shared {
         }
     }
 
-    /// Runs a foreign callback; a panic in it is counted, not passed on, so that no thread of the pool dies of it.
+    /// Runs a foreign callback; a panic in it is counted, not passed on, so that no thread of the
+    /// pool dies of it.
     fn tell<R>(&self, callback: impl FnOnce() -> R) -> Option<R> {
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(callback));
         if result.is_err() {

@@ -40,8 +40,8 @@ impl Shared {
                 (overdue, missing, wake)
             };
             if !overdue.is_empty() {
-                // Shutdown looks again: it does not wait for a worker that is written off. And the workers: a place
-                // in a lane may be free, or the last queued job gone.
+                // Shutdown looks again: it does not wait for a worker that is written off. And the
+                // workers: a place in a lane may be free, or the last queued job gone.
                 self.roll_call.notify();
                 self.work.notify_all();
             }
@@ -50,8 +50,11 @@ impl Shared {
                 self.start_worker(slot);
             }
             // Rung meanwhile or not: news since `seen` makes this return at once.
-            self.clock
-                .sleep(&self.alarm, seen, (wake != MonotonicTime::NEVER).then_some(wake));
+            self.clock.sleep(
+                &self.alarm,
+                seen,
+                (wake != MonotonicTime::NEVER).then_some(wake),
+            );
         }
     }
 }

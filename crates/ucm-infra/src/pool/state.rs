@@ -146,8 +146,9 @@ impl State {
         self.lanes.iter().map(|lane| lane.queue.len()).sum()
     }
 
-    /// How many jobs of a lane may run. While workers are stuck and not replaced, a limited lane gets its share of
-    /// those left, never the last one: a part of the workers stays free for the lanes without a limit.
+    /// How many jobs of a lane may run. While workers are stuck and not replaced, a limited lane
+    /// gets its share of those left, never the last one: a part of the workers stays free for the
+    /// lanes without a limit.
     fn allowed(&self, lane: &Lane, live: usize) -> usize {
         if lane.max_running >= self.size || live >= self.size {
             lane.max_running
@@ -184,7 +185,8 @@ impl State {
         grows
     }
 
-    /// Gives the next job to an idle worker. A job that is past its deadline goes to `late` instead.
+    /// Gives the next job to an idle worker. A job that is past its deadline goes to `late`
+    /// instead.
     pub(super) fn take(
         &mut self,
         slot: usize,
@@ -250,12 +252,17 @@ impl State {
         self.start_error.get_or_insert(error);
     }
 
-    /// Takes every job that is past its deadline out of the queues and off its worker, and writes such workers off.
+    /// Takes every job that is past its deadline out of the queues and off its worker, and writes
+    /// such workers off.
     pub(super) fn overdue(&mut self, now: MonotonicTime) -> Vec<Overdue> {
         let mut overdue = Vec::new();
         for slot in &mut self.slots {
             match slot {
-                Slot::Busy { lane, job, deadline } if *deadline <= now => {
+                Slot::Busy {
+                    lane,
+                    job,
+                    deadline,
+                } if *deadline <= now => {
                     let lane = self.lanes.get_mut(*lane);
                     overdue.push(Overdue {
                         job: Arc::clone(job),
@@ -371,7 +378,10 @@ impl State {
             lanes: self
                 .lanes
                 .iter()
-                .map(|lane| lane.counters.stats(lane.spec, lane.queue.len(), lane.running))
+                .map(|lane| {
+                    lane.counters
+                        .stats(lane.spec, lane.queue.len(), lane.running)
+                })
                 .collect(),
         }
     }

@@ -9,8 +9,8 @@ pub struct Lane {
     pub name: &'static str,
     /// Most jobs that wait in it; at least 1.
     pub capacity: usize,
-    /// Most of its jobs that run at once; at least 1. If this is less than the pool's size, the lane also never
-    /// gets the last worker while others are stuck and not replaced.
+    /// Most of its jobs that run at once; at least 1. If this is less than the pool's size, the
+    /// lane also never gets the last worker while others are stuck and not replaced.
     pub max_running: usize,
 }
 
@@ -33,7 +33,8 @@ pub struct LaneStats {
     pub timed_out: u64,
     /// Jobs reported as `Closed`.
     pub closed: u64,
-    /// Jobs that ended after they had been reported as `Timeout` or `Closed`; their results were dropped.
+    /// Jobs that ended after they had been reported as `Timeout` or `Closed`; their results were
+    /// dropped.
     pub late: u64,
     /// Jobs whose work panicked.
     pub panicked: u64,

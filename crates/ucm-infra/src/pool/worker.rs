@@ -54,8 +54,8 @@ impl Shared {
         }
         self.state.lock().left(slot);
         self.roll_call.notify();
-        // A place is free again: perhaps for a replacement that the cap had forbidden. And other workers may have
-        // waited for this one's job before they leave.
+        // A place is free again: perhaps for a replacement that the cap had forbidden. And other
+        // workers may have waited for this one's job before they leave.
         self.alarm.notify();
         self.work.notify_all();
     }
@@ -64,10 +64,12 @@ impl Shared {
         let Some(hook) = &self.on_start else {
             return Ok(());
         };
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| hook(slot))).unwrap_or_else(|payload| {
-            let text = panic_text(&*payload);
-            Err(Error::internal("on_start of a worker pool panicked").with("panic", text))
-        })
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| hook(slot))).unwrap_or_else(
+            |payload| {
+                let text = panic_text(&*payload);
+                Err(Error::internal("on_start of a worker pool panicked").with("panic", text))
+            },
+        )
     }
 
     /// Waits for a job; `None` when the worker shall leave.
@@ -105,10 +107,13 @@ impl Shared {
     /// Reports jobs that passed their deadline.
     pub(super) fn report_overdue(&self, overdue: Vec<Overdue>) {
         for Overdue { job, lane, was } in overdue {
-            let error = Error::new(ErrorKind::Timeout, "the job did not end before its deadline")
-                .with("pool", &self.name)
-                .with("lane", lane)
-                .with("was", was);
+            let error = Error::new(
+                ErrorKind::Timeout,
+                "the job did not end before its deadline",
+            )
+            .with("pool", &self.name)
+            .with("lane", lane)
+            .with("was", was);
             self.tell(|| job.fail(Verdict::TimedOut, error));
         }
     }

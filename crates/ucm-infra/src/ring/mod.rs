@@ -1,5 +1,5 @@
-//! A bounded ring between two threads: items go without a lock, and an end that has nothing to do spins briefly,
-//! yields, then parks until the other end wakes it.
+//! A bounded ring between two threads: items go without a lock, and an end that has nothing to do
+//! spins briefly, yields, then parks until the other end wakes it.
 
 mod parking;
 mod queue;
@@ -18,8 +18,9 @@ use crate::sync::{AtomicBool, Ordering};
 use parking::Parking;
 use queue::{Head, Tail, queue};
 
-/// Looks without giving the processor away, while the other end is likely in the middle of its step. (None under
-/// loom: it explores the parking, and looks before that would only multiply the interleavings.)
+/// Looks without giving the processor away, while the other end is likely in the middle of its
+/// step. (None under loom: it explores the parking, and looks before that would only multiply the
+/// interleavings.)
 const SPINS: usize = if cfg!(loom) { 0 } else { 64 };
 /// Looks that let another thread run in between, before parking.
 const YIELDS: usize = if cfg!(loom) { 0 } else { 8 };
@@ -90,10 +91,11 @@ impl<T> SpscRing<T> {
     /// `Config` if `capacity` is zero or above 16777216.
     pub fn bounded(capacity: usize) -> Result<(RingProducer<T>, RingConsumer<T>)> {
         if capacity == 0 || capacity > MAX_CAPACITY {
-            return Err(
-                Error::new(ErrorKind::Config, "a ring holds between 1 and 16777216 items")
-                    .with("got", capacity),
-            );
+            return Err(Error::new(
+                ErrorKind::Config,
+                "a ring holds between 1 and 16777216 items",
+            )
+            .with("got", capacity));
         }
         let (tail, head) = queue(capacity);
         let shared = Arc::new(Shared {
@@ -146,7 +148,8 @@ impl<T> RingProducer<T> {
         }
     }
 
-    /// Closes the ring: nothing can be pushed any more, the consumer takes what is in it and then sees the end.
+    /// Closes the ring: nothing can be pushed any more, the consumer takes what is in it and then
+    /// sees the end.
     pub fn close(&self) {
         self.shared.close();
     }
@@ -175,17 +178,23 @@ impl<T> RingConsumer<T> {
                 self.shared.producer.wake();
                 Ok(item)
             }
-            // The flag was read before the ring was found empty: what a producer pushed before closing was seen.
+            // The flag was read before the ring was found empty: what a producer pushed before
+            // closing was seen.
             None if closed => Err(PopError::Closed),
             None => Err(PopError::Empty),
         }
     }
 
-    /// Takes the oldest item, waiting for one until `deadline` on `clock` (`None`: for ever): spins, yields, parks.
+    /// Takes the oldest item, waiting for one until `deadline` on `clock` (`None`: for ever):
+    /// spins, yields, parks.
     ///
     /// # Errors
     /// `TimedOut`, or `Closed` once nothing will come any more.
-    pub fn recv(&mut self, clock: &dyn Clock, deadline: Option<MonotonicTime>) -> Result<T, PopError> {
+    pub fn recv(
+        &mut self,
+        clock: &dyn Clock,
+        deadline: Option<MonotonicTime>,
+    ) -> Result<T, PopError> {
         let shared = Arc::clone(&self.shared);
         let look = || match self.try_pop() {
             Err(PopError::Empty) => None,
@@ -201,8 +210,8 @@ impl<T> RingConsumer<T> {
         }
     }
 
-    /// Closes the ring: the producer's next push fails. What is in the ring can still be taken; an item whose push
-    /// overlaps with this call may be accepted and then be dropped with the ring.
+    /// Closes the ring: the producer's next push fails. What is in the ring can still be taken; an
+    /// item whose push overlaps with this call may be accepted and then be dropped with the ring.
     pub fn close(&self) {
         self.shared.close();
     }
@@ -264,9 +273,10 @@ impl<T> From<PushError<T>> for Error {
         match error {
             PushError::Full(_) => Self::new(ErrorKind::Busy, "the ring is full"),
             PushError::Closed(_) => Self::new(ErrorKind::Closed, "the ring is closed"),
-            PushError::TimedOut(_) => {
-                Self::new(ErrorKind::Timeout, "the ring stayed full until the deadline")
-            }
+            PushError::TimedOut(_) => Self::new(
+                ErrorKind::Timeout,
+                "the ring stayed full until the deadline",
+            ),
         }
     }
 }
@@ -277,7 +287,10 @@ impl From<PopError> for Error {
         match error {
             PopError::Empty => Self::new(ErrorKind::Busy, "the ring is empty"),
             PopError::Closed => Self::new(ErrorKind::Closed, "the ring is closed"),
-            PopError::TimedOut => Self::new(ErrorKind::Timeout, "the ring stayed empty until the deadline"),
+            PopError::TimedOut => Self::new(
+                ErrorKind::Timeout,
+                "the ring stayed empty until the deadline",
+            ),
         }
     }
 }

@@ -1,8 +1,10 @@
-//! How one end of the ring goes to sleep and the other wakes it, without a lock on the way of items.
+//! How one end of the ring goes to sleep and the other wakes it, without a lock on the way of
+//! items.
 //!
-//! The sleeper announces itself, then looks once more, then sleeps; the waker changes the ring, then looks for the
-//! announcement. A full fence between the two steps on each side makes it impossible that both look too early: the
-//! sleeper sees the change or the waker sees the announcement.
+//! The sleeper announces itself, then looks once more, then sleeps; the waker changes the ring,
+//! then looks for the announcement. A full fence between the two steps on each side makes it
+//! impossible that both look too early: the sleeper sees the change or the waker sees the
+//! announcement.
 
 use crate::clock::{Clock, MonotonicTime};
 use crate::notify::Notify;
@@ -10,8 +12,8 @@ use crate::sync::{AtomicBool, Ordering, fence};
 
 /// Where one thread sleeps until another wakes it.
 pub(super) struct Parking {
-    /// Every write is a swap, never a store: so the writes of both threads have one order, in which each builds on
-    /// the one before, and a waker's late `false` cannot hide a newer announcement.
+    /// Every write is a swap, never a store: so the writes of both threads have one order, in which
+    /// each builds on the one before, and a waker's late `false` cannot hide a newer announcement.
     announced: AtomicBool,
     notify: Notify,
 }

@@ -32,7 +32,9 @@ mod plain {
     impl<T> Tail<T> {
         /// The item comes back if the queue is full.
         pub(in crate::ring) fn push(&mut self, item: T) -> Result<(), T> {
-            self.0.push(item).map_err(|rtrb::PushError::Full(item)| item)
+            self.0
+                .push(item)
+                .map_err(|rtrb::PushError::Full(item)| item)
         }
 
         pub(in crate::ring) fn is_full(&self) -> bool {

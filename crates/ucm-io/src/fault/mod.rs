@@ -1,6 +1,6 @@
-//! The fault-injecting twin of the real engine: stands before it and, by script, fails operations, loses
-//! answers, tears and flips bytes, hangs, hides files. The same seed and the same order of operations give the same
-//! faults. For tests, ours and those of backends written elsewhere.
+//! The fault-injecting twin of the real engine: stands before it and, by script, fails operations,
+//! loses answers, tears and flips bytes, hangs, hides files. The same seed and the same order of
+//! operations give the same faults. For tests, ours and those of backends written elsewhere.
 
 mod gate;
 mod harm;
@@ -82,7 +82,11 @@ impl FaultyEngine {
 
     /// How often a rule struck.
     pub fn hits(&self, rule: RuleId) -> u64 {
-        self.state.lock().rules.get(rule.0).map_or(0, |rule| rule.hits)
+        self.state
+            .lock()
+            .rules
+            .get(rule.0)
+            .map_or(0, |rule| rule.hits)
     }
 
     /// Takes all rules out of force; their numbers mean nothing any more.
@@ -118,11 +122,10 @@ impl FaultyEngine {
         let number = state.ops;
         state.ops += 1;
         state.counts[kind as usize] += 1;
-        let fault = state
-            .rules
-            .iter_mut()
-            .zip(1u64..)
-            .find_map(|(rule, salt)| rule.strike(lane, kind, paths, draw(self.seed, number, salt)));
+        let fault =
+            state.rules.iter_mut().zip(1u64..).find_map(|(rule, salt)| {
+                rule.strike(lane, kind, paths, draw(self.seed, number, salt))
+            });
         if state.log.len() == MAX_LOG {
             state.log.pop_front();
         }
@@ -135,7 +138,8 @@ impl FaultyEngine {
         (fault, draw(self.seed, number, 0))
     }
 
-    /// Does an operation on these names by `act`, with what befalls it; `act` is told what befalls its bytes.
+    /// Does an operation on these names by `act`, with what befalls it; `act` is told what befalls
+    /// its bytes.
     fn befall<T>(
         &self,
         by: &Caller<'_>,
@@ -154,7 +158,10 @@ impl FaultyEngine {
                 if (by.wanted)() {
                     return pass();
                 }
-                Err(Error::new(ErrorKind::Timeout, "it hung too long (scripted)"))
+                Err(Error::new(
+                    ErrorKind::Timeout,
+                    "it hung too long (scripted)",
+                ))
             }
             Some(Fault::HangAfter(gate)) => {
                 let result = pass();
@@ -164,7 +171,11 @@ impl FaultyEngine {
             Some(Fault::Replay) => {
                 let first = pass()?;
                 // A client that has its bytes does not ask for them again.
-                if kind == OpKind::Read { Ok(first) } else { pass() }
+                if kind == OpKind::Read {
+                    Ok(first)
+                } else {
+                    pass()
+                }
             }
             of_bytes => act(&Harm(of_bytes, random)),
         }
@@ -231,7 +242,9 @@ impl IoEngine for FaultyEngine {
         keep: bool,
     ) -> Result<usize> {
         self.befall(by, OpKind::Read, &[path], |harm| {
-            let read = self.see(path, || self.inner.read_parts(by, path, offset, parts, buf, keep))?;
+            let read = self.see(path, || {
+                self.inner.read_parts(by, path, offset, parts, buf, keep)
+            })?;
             harm.flip(&mut buf[..parts.last().map_or(0, |part| part.end)]);
             Ok(harm.arriving(read))
         })
@@ -263,12 +276,26 @@ impl IoEngine for FaultyEngine {
         })
     }
 
-    fn create(&self, by: &Caller<'_>, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
+    fn create(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        head: &[u8],
+        room: u64,
+        mode: u32,
+    ) -> Result<()> {
         let create = |_: &Harm| self.inner.create(by, path, head, room, mode);
         self.befall(by, OpKind::Create, &[path], create)
     }
 
-    fn write_at(&self, by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()> {
+    fn write_at(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        bytes: &[u8],
+        keep: bool,
+    ) -> Result<()> {
         self.befall(by, OpKind::WriteAt, &[path], |harm| {
             self.inner
                 .write_at(by, path, offset, &harm.written(bytes), keep)?;

@@ -104,7 +104,8 @@ pub enum Tail {
     Cut,
 }
 
-/// One way to go wrong. A fault that makes no sense for an operation (a short read of a publish) leaves it alone.
+/// One way to go wrong. A fault that makes no sense for an operation (a short read of a publish)
+/// leaves it alone.
 #[derive(Clone, Debug)]
 pub enum Fault {
     /// Not done; fails with this error number.
@@ -115,21 +116,22 @@ pub enum Fault {
     Busy,
     /// Read: at most this many bytes arrive, though the file's length says there are more.
     ShortRead(usize),
-    /// Publish, write and finish: succeeds, but only the first `keep` bytes are in the file (a power cut without fsync).
+    /// Publish, write and finish: succeeds, but only the first `keep` bytes are in the file (a
+    /// power cut without fsync).
     Torn {
         /// Bytes that reached the medium.
         keep: usize,
         /// What follows them.
         tail: Tail,
     },
-    /// Publish, write and finish: the writer dies with `keep` bytes written; the private file stays, the target does not appear, and the
-    /// operation fails with EIO.
+    /// Publish, write and finish: the writer dies with `keep` bytes written; the private file
+    /// stays, the target does not appear, and the operation fails with EIO.
     Killed {
         /// Bytes in the private file.
         keep: usize,
     },
-    /// Read, publish, write and finish: inverts the bytes at these positions of the operation's data (on the way in, or on the
-    /// medium); those past its end are skipped.
+    /// Read, publish, write and finish: inverts the bytes at these positions of the operation's
+    /// data (on the way in, or on the medium); those past its end are skipped.
     Flip(Vec<usize>),
     /// As `Flip`, at this many positions chosen by the seed.
     FlipRandom(usize),
@@ -137,10 +139,12 @@ pub enum Fault {
     HangBefore(Gate),
     /// Done, but does not return until the gate is opened.
     HangAfter(Gate),
-    /// Publish and finish: done, but for this many looks (read, stat, list) at the target it seems not to be there, or until
-    /// [`FaultyEngine::reveal`](super::FaultyEngine::reveal) (`u64::MAX`: only that).
+    /// Publish and finish: done, but for this many looks (read, stat, list) at the target it seems
+    /// not to be there, or until [`FaultyEngine::reveal`](super::FaultyEngine::reveal) (`u64::MAX`:
+    /// only that).
     LateVisible(u64),
-    /// Done twice, as by a client that repeats a call whose answer it did not get; the second answer counts.
+    /// Done twice, as by a client that repeats a call whose answer it did not get; the second
+    /// answer counts.
     Replay,
 }
 
@@ -169,7 +173,8 @@ impl Fault {
     }
 }
 
-/// Which operations a fault befalls. Starts as "every one of this kind" and is narrowed by the methods.
+/// Which operations a fault befalls. Starts as "every one of this kind" and is narrowed by the
+/// methods.
 #[derive(Clone, Debug)]
 pub struct Rule {
     kind: Option<OpKind>,
@@ -273,8 +278,15 @@ impl Active {
         }
     }
 
-    /// The fault for this operation, if the rule strikes. `draw` is a random number for this operation and rule.
-    pub(super) fn strike(&mut self, lane: usize, kind: OpKind, paths: &[&Path], draw: u64) -> Option<Fault> {
+    /// The fault for this operation, if the rule strikes. `draw` is a random number for this
+    /// operation and rule.
+    pub(super) fn strike(
+        &mut self,
+        lane: usize,
+        kind: OpKind,
+        paths: &[&Path],
+        draw: u64,
+    ) -> Option<Fault> {
         if !self.rule.matches(lane, kind, paths) || draw % 1000 >= self.rule.per_mille {
             return None;
         }
@@ -303,7 +315,8 @@ mod tests {
 
     /// Whether a rule befalls a listing.
     fn strikes(rule: &mut Active, lane: usize, dir: &str, draw: u64) -> bool {
-        rule.strike(lane, OpKind::List, &[Path::new(dir)], draw).is_some()
+        rule.strike(lane, OpKind::List, &[Path::new(dir)], draw)
+            .is_some()
     }
 
     #[test]

@@ -1,7 +1,8 @@
-//! The C interface of 3FS's client library (`hf3fs_usrbio.h`), looked up in the library when it is loaded.
+//! The C interface of 3FS's client library (`hf3fs_usrbio.h`), looked up in the library when it is
+//! loaded.
 //!
-//! The structures are the caller's memory, and the library fills and reads them, so their layout is checked here at compile
-//! time.
+//! The structures are the caller's memory, and the library fills and reads them, so their layout is
+//! checked here at compile time.
 
 use std::error::Error;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
@@ -50,25 +51,46 @@ pub(super) struct Cqe {
 }
 
 const _: () = {
-    assert!(size_of::<Iov>() == 312 && offset_of!(Iov, id) == 16 && offset_of!(Iov, mount_point) == 32);
     assert!(
-        offset_of!(Iov, size) == 288 && offset_of!(Iov, block_size) == 296 && offset_of!(Iov, numa) == 304
+        size_of::<Iov>() == 312 && offset_of!(Iov, id) == 16 && offset_of!(Iov, mount_point) == 32
     );
-    assert!(size_of::<Ior>() == 600 && offset_of!(Ior, handle) == 312 && offset_of!(Ior, mount_point) == 320);
     assert!(
-        offset_of!(Ior, for_read) == 576 && offset_of!(Ior, io_depth) == 580 && offset_of!(Ior, flags) == 592
+        offset_of!(Iov, size) == 288
+            && offset_of!(Iov, block_size) == 296
+            && offset_of!(Iov, numa) == 304
     );
-    assert!(size_of::<Cqe>() == 24 && offset_of!(Cqe, result) == 8 && offset_of!(Cqe, userdata) == 16);
+    assert!(
+        size_of::<Ior>() == 600
+            && offset_of!(Ior, handle) == 312
+            && offset_of!(Ior, mount_point) == 320
+    );
+    assert!(
+        offset_of!(Ior, for_read) == 576
+            && offset_of!(Ior, io_depth) == 580
+            && offset_of!(Ior, flags) == 592
+    );
+    assert!(
+        size_of::<Cqe>() == 24 && offset_of!(Cqe, result) == 8 && offset_of!(Cqe, userdata) == 16
+    );
 };
 
 /// The functions that are used, and the library that has them.
 pub(super) struct Library {
     is_hf3fs: unsafe extern "C" fn(c_int) -> bool,
     extract_mount_point: unsafe extern "C" fn(*mut c_char, c_int, *const c_char) -> c_int,
-    pub(super) iovcreate: unsafe extern "C" fn(*mut Iov, *const c_char, usize, usize, c_int) -> c_int,
+    pub(super) iovcreate:
+        unsafe extern "C" fn(*mut Iov, *const c_char, usize, usize, c_int) -> c_int,
     pub(super) iovdestroy: unsafe extern "C" fn(*mut Iov),
-    pub(super) iorcreate4:
-        unsafe extern "C" fn(*mut Ior, *const c_char, c_int, bool, c_int, c_int, c_int, u64) -> c_int,
+    pub(super) iorcreate4: unsafe extern "C" fn(
+        *mut Ior,
+        *const c_char,
+        c_int,
+        bool,
+        c_int,
+        c_int,
+        c_int,
+        u64,
+    ) -> c_int,
     pub(super) iordestroy: unsafe extern "C" fn(*mut Ior),
     reg_fd: unsafe extern "C" fn(c_int, u64) -> c_int,
     dereg_fd: unsafe extern "C" fn(c_int),
@@ -100,11 +122,13 @@ impl Library {
                 .map_or_else(|| error.to_string(), ToString::to_string);
             format!("{} cannot be used: {why}", name.display())
         };
-        // SAFETY: the user names 3FS's client library, whose initialisation sets up its own logging and tables.
+        // SAFETY: the user names 3FS's client library, whose initialisation sets up its own logging
+        // and tables.
         let loaded = unsafe { Loaded::open(Some(name), RTLD_NOW | RTLD_LOCAL) }.map_err(cannot)?;
         macro_rules! function {
             ($name:literal) => {{
-                // SAFETY: the types of the fields are those of the header, and the library stays loaded.
+                // SAFETY: the types of the fields are those of the header, and the library stays
+                // loaded.
                 let found: Symbol<_> = unsafe { loaded.get($name) }.map_err(cannot)?;
                 *found
             }};
@@ -137,11 +161,17 @@ impl Library {
         let mut found = [0u8; MOUNT_POINT];
         // SAFETY: the path ends with a zero, and there is room for as many bytes as is said.
         let len = unsafe {
-            (self.extract_mount_point)(found.as_mut_ptr().cast(), MOUNT_POINT as c_int, path.as_ptr())
+            (self.extract_mount_point)(
+                found.as_mut_ptr().cast(),
+                MOUNT_POINT as c_int,
+                path.as_ptr(),
+            )
         };
         // Its length and one, or that of one that is too long.
         let fits = usize::try_from(len).is_ok_and(|len| (2..=MOUNT_POINT).contains(&len));
-        let found = fits.then(|| CStr::from_bytes_until_nul(&found).ok()).flatten()?;
+        let found = fits
+            .then(|| CStr::from_bytes_until_nul(&found).ok())
+            .flatten()?;
         Some(found.to_owned())
     }
 

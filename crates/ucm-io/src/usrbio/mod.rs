@@ -1,13 +1,14 @@
-//! Slots to and from 3FS by USRBIO, its way past FUSE: operations go in batches through rings in memory that its daemon
-//! shares, and the bytes by RDMA into registered memory.
+//! Slots to and from 3FS by USRBIO, its way past FUSE: operations go in batches through rings in
+//! memory that its daemon shares, and the bytes by RDMA into registered memory.
 //!
-//! 3FS's client library is loaded when a root is probed, and only what lies on 3FS goes this way: file names, lengths and
-//! everything else stay system calls on its mount. Where there is no such library, no 3FS or no ring, reads and writes are
-//! plain ones, and the probe says why ([`Probe::rings`](crate::Probe)).
+//! 3FS's client library is loaded when a root is probed, and only what lies on 3FS goes this way:
+//! file names, lengths and everything else stay system calls on its mount. Where there is no such
+//! library, no 3FS or no ring, reads and writes are plain ones, and the probe says why
+//! ([`Probe::rings`](crate::Probe)).
 //!
-//! A thread that waits for a ring is like one in a system call: it comes back when all of its operations have ended, however
-//! long that takes, and is written off meanwhile by those who keep the time. So no late byte meets memory that is somebody
-//! else's.
+//! A thread that waits for a ring is like one in a system call: it comes back when all of its
+//! operations have ended, however long that takes, and is written off meanwhile by those who keep
+//! the time. So no late byte meets memory that is somebody else's.
 
 mod abi;
 mod ring;
@@ -34,14 +35,15 @@ pub struct UsrbioOptions {
     pub library: OsString,
     /// Entries of a ring, at least 1.
     pub entries: u32,
-    /// Operations that 3FS's daemon begins together at most, whatever the sign; 0: as many as there are. The library
-    /// takes a positive number for batches of exactly so many, which a smaller one would wait for without end, so it is
-    /// handed over with a minus.
+    /// Operations that 3FS's daemon begins together at most, whatever the sign; 0: as many as there
+    /// are. The library takes a positive number for batches of exactly so many, which a smaller one
+    /// would wait for without end, so it is handed over with a minus.
     pub depth: i32,
     /// The node that the memory is taken from; negative: any.
     pub numa: i32,
-    /// Most memory that rings are given together, bytes: each has 4 MiB, half of them are for reads and half for writes, and
-    /// there is one of each at least. A thread that finds none free makes a plain system call.
+    /// Most memory that rings are given together, bytes: each has 4 MiB, half of them are for reads
+    /// and half for writes, and there is one of each at least. A thread that finds none free makes
+    /// a plain system call.
     pub memory: usize,
 }
 
@@ -105,8 +107,8 @@ impl Rings {
         })
     }
 
-    /// Whether rings can be used on the file system of this open file, which lies in this directory: why not, in words. It
-    /// counts from then on. Most memory that rings have, bytes.
+    /// Whether rings can be used on the file system of this open file, which lies in this
+    /// directory: why not, in words. It counts from then on. Most memory that rings have, bytes.
     pub(crate) fn look(&self, dir: &Path, fd: &OwnedFd) -> Result<usize, String> {
         self.give_up();
         let library = self.load()?;
@@ -227,8 +229,8 @@ impl Pool {
     }
 }
 
-/// An open file that rings may use. It goes before the file is closed: the library knows files by their numbers, and takes no
-/// other of the same number until then.
+/// An open file that rings may use. It goes before the file is closed: the library knows files by
+/// their numbers, and takes no other of the same number until then.
 pub(crate) struct RingFile {
     rings: Arc<Rings>,
     library: Arc<Library>,
@@ -246,7 +248,11 @@ impl fmt::Debug for RingFile {
 
 impl RingFile {
     /// As preadv(2); none where a plain call has to do.
-    pub(crate) fn read(&self, bufs: &mut [IoSliceMut<'_>], at: u64) -> Option<rustix::io::Result<usize>> {
+    pub(crate) fn read(
+        &self,
+        bufs: &mut [IoSliceMut<'_>],
+        at: u64,
+    ) -> Option<rustix::io::Result<usize>> {
         let read = |ring: &mut Ring| ring.read(self.fd, bufs, at);
         self.rings.with_ring(&self.library, &self.mount, true, read)
     }
@@ -257,7 +263,8 @@ impl RingFile {
             return Some(Err(Errno::INVAL));
         }
         let write = |ring: &mut Ring| ring.write(self.fd, bytes, at);
-        self.rings.with_ring(&self.library, &self.mount, false, write)
+        self.rings
+            .with_ring(&self.library, &self.mount, false, write)
     }
 }
 

@@ -1,8 +1,9 @@
 //! One ring of USRBIO and the registered memory that its operations go through.
 //!
-//! A ring is used by one thread at a time: it prepares a batch of operations, hands them over, and waits for all of them.
-//! Nothing of a batch is left when it returns, so the memory is free again; where that cannot be known any more the ring
-//! is never used again and its memory never given back, for the daemon may still write there.
+//! A ring is used by one thread at a time: it prepares a batch of operations, hands them over, and
+//! waits for all of them. Nothing of a batch is left when it returns, so the memory is free again;
+//! where that cannot be known any more the ring is never used again and its memory never given
+//! back, for the daemon may still write there.
 
 use std::ffi::{CStr, c_int};
 use std::io::IoSliceMut;
@@ -16,12 +17,14 @@ use rustix::io::Errno;
 use super::UsrbioOptions;
 use super::abi::{Cqe, Ior, Iov, Library};
 
-/// Bytes of one operation at most, and of the memory of a ring: so many operations are under way together.
+/// Bytes of one operation at most, and of the memory of a ring: so many operations are under way
+/// together.
 pub(super) const PIECE: usize = 256 << 10;
 pub(super) const BUFFER: usize = 4 << 20;
 /// Operations of a batch at most.
 const BATCH: usize = BUFFER / PIECE;
-/// How long one call waits; what is under way is waited for again and again, as in a call of the kernel.
+/// How long one call waits; what is under way is waited for again and again, as in a call of the
+/// kernel.
 const WAIT_S: i64 = 1;
 
 /// See the module.
@@ -38,8 +41,8 @@ pub(super) struct Ring {
     process: u32,
 }
 
-// SAFETY: the library's calls on a ring may come from any thread, one at a time, and `&mut self` says that; what the
-// structures point to is the library's or this ring's alone.
+// SAFETY: the library's calls on a ring may come from any thread, one at a time, and `&mut self`
+// says that; what the structures point to is the library's or this ring's alone.
 #[allow(unsafe_code, reason = "raw pointers in the structures of a C library")]
 unsafe impl Send for Ring {}
 
@@ -54,8 +57,9 @@ impl Ring {
     ) -> rustix::io::Result<Self> {
         let mut memory = MaybeUninit::<Iov>::zeroed();
         // SAFETY: the structure is ours to be filled, the path ends with a zero.
-        let made =
-            unsafe { (library.iovcreate)(memory.as_mut_ptr(), mount.as_ptr(), BUFFER, 0, options.numa) };
+        let made = unsafe {
+            (library.iovcreate)(memory.as_mut_ptr(), mount.as_ptr(), BUFFER, 0, options.numa)
+        };
         check(made)?;
         // SAFETY: all zeros are a valid `Iov`, and the call has filled it.
         let mut memory = unsafe { memory.assume_init() };
@@ -110,7 +114,8 @@ impl Ring {
                 Err(_) => break, // the next call meets it first
                 Ok(read) => read,
             };
-            // SAFETY: the memory is `BUFFER` bytes long, no operation is under way, and these were read.
+            // SAFETY: the memory is `BUFFER` bytes long, no operation is under way, and these were
+            // read.
             let mut came = unsafe { std::slice::from_raw_parts(self.memory.base, read) };
             while !came.is_empty() {
                 if room.is_empty() {
@@ -134,13 +139,15 @@ impl Ring {
     /// As pwrite(2).
     pub(super) fn write(&mut self, fd: RawFd, bytes: &[u8], at: u64) -> rustix::io::Result<usize> {
         let asked = bytes.len().min(self.batch * PIECE);
-        // SAFETY: the memory is `BUFFER` bytes long, which is no less than a batch, and no operation is under way.
+        // SAFETY: the memory is `BUFFER` bytes long, which is no less than a batch, and no
+        // operation is under way.
         let memory = unsafe { std::slice::from_raw_parts_mut(self.memory.base, asked) };
         memory.copy_from_slice(&bytes[..asked]);
         self.batch(fd, at, asked)
     }
 
-    /// Moves so many bytes between the beginning of the memory and the file; how many came before the first that did not.
+    /// Moves so many bytes between the beginning of the memory and the file; how many came before
+    /// the first that did not.
     fn batch(&mut self, fd: RawFd, at: u64, len: usize) -> rustix::io::Result<usize> {
         if self.broken {
             return Err(Errno::IO);
@@ -151,8 +158,8 @@ impl Ring {
         while begun < pieces {
             let offset = begun * PIECE;
             let piece = PIECE.min(len - offset);
-            // SAFETY: the piece lies in the memory, which stays until the operation has ended: it is waited for below, or
-            // the ring is broken and is never given back.
+            // SAFETY: the piece lies in the memory, which stays until the operation has ended: it
+            // is waited for below, or the ring is broken and is never given back.
             let prepared = unsafe {
                 (self.library.prep_io)(
                     &raw const self.ring,
@@ -256,7 +263,8 @@ fn check(answer: c_int) -> rustix::io::Result<usize> {
     usize::try_from(answer).map_err(|_| errno_of(i64::from(answer)))
 }
 
-/// The error that a negative answer is; numbers that no kernel has, which are 3FS's own, are an error of the medium.
+/// The error that a negative answer is; numbers that no kernel has, which are 3FS's own, are an
+/// error of the medium.
 fn errno_of(answer: i64) -> Errno {
     match i32::try_from(answer.unsigned_abs()) {
         Ok(number) if number < 134 => Errno::from_raw_os_error(number),

@@ -1,5 +1,6 @@
-//! A file system of the test's own, spoken over /dev/fuse: one directory of files in memory, that gives short counts,
-//! fails closes and stalls when told to. Just as much of the protocol as the engine needs. Needs root.
+//! A file system of the test's own, spoken over /dev/fuse: one directory of files in memory, that
+//! gives short counts, fails closes and stalls when told to. Just as much of the protocol as the
+//! engine needs. Needs root.
 #![allow(
     unsafe_code,
     reason = "mount(2) of a FUSE descriptor has no safe form in the crates at hand"
@@ -38,7 +39,8 @@ pub mod op {
 
 const ROOT: u64 = 1;
 const IN_HEADER: usize = 40;
-/// Open flag: no page cache, so that what the file system answers is what the caller's system call returns.
+/// Open flag: no page cache, so that what the file system answers is what the caller's system call
+/// returns.
 const DIRECT_IO: u32 = 1;
 
 /// How the file system behaves.
@@ -101,7 +103,10 @@ impl Fuse {
             )
         };
         if done != 0 {
-            return Err(format!("mount of FUSE: {}", std::io::Error::last_os_error()));
+            return Err(format!(
+                "mount of FUSE: {}",
+                std::io::Error::last_os_error()
+            ));
         }
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
@@ -142,7 +147,13 @@ impl Fuse {
 
     /// How many requests of a kind came.
     pub fn requests(&self, kind: u32) -> usize {
-        self.shared.state.lock().requests.get(&kind).copied().unwrap_or(0)
+        self.shared
+            .state
+            .lock()
+            .requests
+            .get(&kind)
+            .copied()
+            .unwrap_or(0)
     }
 
     /// Waits until a request is stalled.
@@ -164,14 +175,15 @@ impl Drop for Fuse {
     fn drop(&mut self) {
         self.release();
         if let Ok(path) = CString::new(self.dir.as_os_str().as_bytes()) {
-            // SAFETY: a NUL-terminated string that lives until the call returns. Lazily, for a failed test may have
-            // left files open; the server ends with the last of them.
+            // SAFETY: a NUL-terminated string that lives until the call returns. Lazily, for a
+            // failed test may have left files open; the server ends with the last of them.
             unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
         }
     }
 }
 
-/// Reads requests until the file system is unmounted. Each is answered on a thread of its own, for one may stall.
+/// Reads requests until the file system is unmounted. Each is answered on a thread of its own, for
+/// one may stall.
 fn serve(device: &Arc<File>, shared: &Arc<Shared>) {
     let mut buffer = vec![0; 1 << 20];
     loop {

@@ -1,4 +1,5 @@
-//! What the tests of the engines share: jobs on the test's own thread, pools, slots, file systems of their own.
+//! What the tests of the engines share: jobs on the test's own thread, pools, slots, file systems
+//! of their own.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -19,10 +20,14 @@ use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::{FileMeta, IoEngine, IoJob, IoOptions, IoPool, PsyncEngine, Publish, ReadMode};
 
-/// Directories on the file systems at hand: whatever holds temporary files, and a tmpfs where there is one.
+/// Directories on the file systems at hand: whatever holds temporary files, and a tmpfs where there
+/// is one.
 pub fn places() -> Vec<tempfile::TempDir> {
     let shm = tempfile::tempdir_in("/dev/shm").ok();
-    [tempfile::tempdir().unwrap()].into_iter().chain(shm).collect()
+    [tempfile::tempdir().unwrap()]
+        .into_iter()
+        .chain(shm)
+        .collect()
 }
 
 /// A job on this thread.
@@ -60,7 +65,9 @@ pub fn start<T: Send + 'static>(
     work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
 ) -> mpsc::Receiver<Result<T>> {
     let (send, answer) = mpsc::channel();
-    pool.job(lane, deadline, work, move |result| send.send(result).unwrap());
+    pool.job(lane, deadline, work, move |result| {
+        send.send(result).unwrap()
+    });
     answer
 }
 
@@ -172,8 +179,13 @@ impl Mounted {
             let image = dir.with_file_name("image");
             let file = std::fs::File::create(&image).map_err(|e| e.to_string())?;
             file.set_len(bytes).map_err(|e| e.to_string())?;
-            run(Command::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&image))?;
-            run(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(dir))
+            run(Command::new("mkfs.ext4")
+                .args(["-q", "-m", "0"])
+                .arg(&image))?;
+            run(Command::new("mount")
+                .args(["-o", "loop"])
+                .arg(&image)
+                .arg(dir))
         })
     }
 
@@ -185,7 +197,8 @@ impl Mounted {
         Ok(Self { dir, base })
     }
 
-    /// Stops every change of the file system until thawed: calls that would change it hang in the kernel.
+    /// Stops every change of the file system until thawed: calls that would change it hang in the
+    /// kernel.
     pub fn freeze(&self) -> Result<(), String> {
         // Never the machine's own file system, should the mount be gone.
         let dev = |path: &Path| {
@@ -226,8 +239,8 @@ fn run(command: &mut Command) -> Result<(), String> {
     ))
 }
 
-/// What needs a privilege, or `None` after saying why the test is skipped. With `UCM_REQUIRE_ROOT_TESTS` in the
-/// environment (as in CI) a skip is a failure.
+/// What needs a privilege, or `None` after saying why the test is skipped. With
+/// `UCM_REQUIRE_ROOT_TESTS` in the environment (as in CI) a skip is a failure.
 pub fn or_skip<T>(test: &str, made: Result<T, String>) -> Option<T> {
     match made {
         Ok(made) => Some(made),

@@ -1,5 +1,5 @@
-//! The functions of the table, in the order of the header. Each reads what C passed, calls the engine and writes what
-//! it found; nothing is written when a call fails.
+//! The functions of the table, in the order of the header. Each reads what C passed, calls the
+//! engine and writes what it found; nothing is written when a call fails.
 
 use std::ffi::{c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -53,7 +53,8 @@ unsafe fn out<'a, T>(target: *mut T, name: &'static str) -> Result<&'a mut T> {
     if target.is_null() || !target.is_aligned() {
         return Err(Error::invalid("a pointer is null or not aligned").with("argument", name));
     }
-    // SAFETY: not null, aligned; the caller vouches for the rest. Only numbers are written, and none is read.
+    // SAFETY: not null, aligned; the caller vouches for the rest. Only numbers are written, and
+    // none is read.
     Ok(unsafe { &mut *target })
 }
 
@@ -75,7 +76,9 @@ pub(super) unsafe extern "C" fn lookup(
         // SAFETY: the header asks for `count` ids of 16 bytes.
         let ids = unsafe { ids(block_ids, count) }?;
         if count > 0 && found.is_null() {
-            return Err(Error::invalid("a pointer is null or not aligned").with("argument", "found"));
+            return Err(
+                Error::invalid("a pointer is null or not aligned").with("argument", "found")
+            );
         }
         for (at, present) in open.engine.lookup(&ids)?.into_iter().enumerate() {
             // SAFETY: the header asks for room for `count` bytes; there are as many answers as ids.
@@ -102,8 +105,8 @@ pub(super) unsafe extern "C" fn lookup_on_prefix(
 /// The rows of a load or dump.
 ///
 /// # Safety
-/// `rows` ids and shard indices and `rows` × `pieces` addresses can be read until the call returns; every address is
-/// that of memory of its piece's size which stays valid until the task has ended.
+/// `rows` ids and shard indices and `rows` × `pieces` addresses can be read until the call returns;
+/// every address is that of memory of its piece's size which stays valid until the task has ended.
 unsafe fn rows_of(
     open: &Open,
     block_ids: *const u8,
@@ -114,7 +117,8 @@ unsafe fn rows_of(
 ) -> Result<Vec<Row>> {
     let geometry = open.engine.geometry();
     if rows > 0 && pieces != geometry.tensors_per_shard() {
-        let error = Error::invalid("a row has one address per piece of a shard").with("given", pieces);
+        let error =
+            Error::invalid("a row has one address per piece of a shard").with("given", pieces);
         return Err(error.with("expected", geometry.tensors_per_shard()));
     }
     let count = rows
@@ -123,7 +127,11 @@ unsafe fn rows_of(
     // SAFETY: as the caller of this function vouches.
     let (ids, shards, addrs) = unsafe {
         let ids = ids(block_ids, rows)?;
-        (ids, items(shards, rows, "shards")?, items(addrs, count, "addrs")?)
+        (
+            ids,
+            items(shards, rows, "shards")?,
+            items(addrs, count, "addrs")?,
+        )
     };
     let row = |(number, ((id, &shard), addrs)): (usize, ((BlockId, &u32), &[u64]))| {
         // SAFETY: as the caller of this function vouches for its addresses.
@@ -191,7 +199,12 @@ pub(super) unsafe extern "C" fn dump(
     })
 }
 
-pub(super) unsafe extern "C" fn check(store: *mut c_void, task: u64, until: u32, finished: *mut u8) -> i32 {
+pub(super) unsafe extern "C" fn check(
+    store: *mut c_void,
+    task: u64,
+    until: u32,
+    finished: *mut u8,
+) -> i32 {
     run(store, |open| {
         // SAFETY: the header asks for a place for one byte.
         let finished = unsafe { out(finished, "finished") }?;
@@ -200,10 +213,16 @@ pub(super) unsafe extern "C" fn check(store: *mut c_void, task: u64, until: u32,
     })
 }
 
-pub(super) unsafe extern "C" fn wait(store: *mut c_void, task: u64, until: u32, timeout_ns: u64) -> i32 {
+pub(super) unsafe extern "C" fn wait(
+    store: *mut c_void,
+    task: u64,
+    until: u32,
+    timeout_ns: u64,
+) -> i32 {
     run(store, |open| {
         let (task, level, clock) = (open.task(task)?, level(until)?, open.engine.clock());
-        let limit = (timeout_ns != OWN_DEADLINE).then(|| clock.now().after(Duration::from_nanos(timeout_ns)));
+        let limit = (timeout_ns != OWN_DEADLINE)
+            .then(|| clock.now().after(Duration::from_nanos(timeout_ns)));
         if !task.wait(clock, level, limit) {
             return Ok(PENDING);
         }
@@ -227,7 +246,9 @@ pub(super) unsafe extern "C" fn failures(
         let count = unsafe { out(count, "count") }?;
         let failed = open.task(task)?.failures();
         if capacity > 0 && (rows.is_null() || codes.is_null()) {
-            return Err(Error::invalid("a pointer is null or not aligned").with("argument", "rows, codes"));
+            return Err(
+                Error::invalid("a pointer is null or not aligned").with("argument", "rows, codes")
+            );
         }
         for (at, (row, error)) in failed.iter().take(capacity).enumerate() {
             // SAFETY: the header asks for room for `capacity` numbers in each.
@@ -256,7 +277,8 @@ pub(super) unsafe extern "C" fn release(store: *mut c_void, task: u64) -> i32 {
 unsafe fn copy_text(text: &str, target: *mut c_char, capacity: usize) -> usize {
     if !target.is_null() && capacity > 0 {
         let fits = text.len().min(capacity - 1);
-        // SAFETY: `fits` bytes and a zero are at most `capacity`; a text of our own does not overlap a caller's memory.
+        // SAFETY: `fits` bytes and a zero are at most `capacity`; a text of our own does not
+        // overlap a caller's memory.
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr(), target.cast::<u8>(), fits);
             target.add(fits).write(0);

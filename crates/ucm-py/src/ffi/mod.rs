@@ -1,8 +1,10 @@
-//! The C table of a store: what `cc_store()` hands to native callers. `python/ucm/include/ucm_store.h` is its text.
+//! The C table of a store: what `cc_store()` hands to native callers.
+//! `python/ucm/include/ucm_store.h` is its text.
 //!
-//! A table lies in memory that is never freed, because no one can take back an address that was handed out: a call
-//! through the table of a closed store is an error code. The number of tables of a process is bounded for that reason.
-//! No panic leaves a function, and none of them touches Python.
+//! A table lies in memory that is never freed, because no one can take back an address that was
+//! handed out: a call through the table of a closed store is an error code. The number of tables of
+//! a process is bounded for that reason. No panic leaves a function, and none of them touches
+//! Python.
 #![allow(
     unsafe_code,
     reason = "functions that C calls take raw pointers, and device addresses are numbers"
@@ -22,7 +24,8 @@ use ucm_core::{Error, ErrorKind, Geometry, Result};
 use ucm_device::DeviceSpan;
 use ucm_store::engine::{Engine, Task};
 
-/// `UCM_STORE_VERSION`: changes when something of the table changes its meaning or place; a longer table does not.
+/// `UCM_STORE_VERSION`: changes when something of the table changes its meaning or place; a longer
+/// table does not.
 const VERSION: u32 = 1;
 /// `UCM_OK` and `UCM_PENDING`: what a call returns that did not fail.
 const OK: i32 = 0;
@@ -38,13 +41,29 @@ const MAGIC: u64 = u64::from_le_bytes(*b"UCMSTORE");
 
 type Lookup = unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut u8) -> i32;
 type LookupOnPrefix = unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut usize) -> i32;
-type Load =
-    unsafe extern "C" fn(*mut c_void, *const u8, *const u32, *const u64, usize, usize, u64, *mut u64) -> i32;
-type Dump =
-    unsafe extern "C" fn(*mut c_void, *const u8, *const u32, *const u64, usize, usize, *mut u64) -> i32;
+type Load = unsafe extern "C" fn(
+    *mut c_void,
+    *const u8,
+    *const u32,
+    *const u64,
+    usize,
+    usize,
+    u64,
+    *mut u64,
+) -> i32;
+type Dump = unsafe extern "C" fn(
+    *mut c_void,
+    *const u8,
+    *const u32,
+    *const u64,
+    usize,
+    usize,
+    *mut u64,
+) -> i32;
 type Check = unsafe extern "C" fn(*mut c_void, u64, u32, *mut u8) -> i32;
 type Wait = unsafe extern "C" fn(*mut c_void, u64, u32, u64) -> i32;
-type Failures = unsafe extern "C" fn(*mut c_void, u64, *mut usize, *mut i32, usize, *mut usize) -> i32;
+type Failures =
+    unsafe extern "C" fn(*mut c_void, u64, *mut usize, *mut i32, usize, *mut usize) -> i32;
 type Release = unsafe extern "C" fn(*mut c_void, u64) -> i32;
 type Stats = unsafe extern "C" fn(*mut c_void, *mut c_char, usize, *mut usize) -> i32;
 type LastError = unsafe extern "C" fn(*mut c_char, usize) -> usize;
@@ -87,7 +106,8 @@ struct Open {
 }
 
 impl Open {
-    /// Starts a task and gives it a number. Refused before anything was started when too many are kept.
+    /// Starts a task and gives it a number. Refused before anything was started when too many are
+    /// kept.
     fn begin(&self, start: impl FnOnce() -> Result<Task>) -> Result<u64> {
         if self.tasks.lock().len() >= MAX_TASKS {
             let error = Error::new(ErrorKind::Busy, "too many tasks were not released");
@@ -100,7 +120,8 @@ impl Open {
     }
 
     fn task(&self, number: u64) -> Result<Task> {
-        let unknown = || Error::invalid("no such task: it was released, or belongs to another store");
+        let unknown =
+            || Error::invalid("no such task: it was released, or belongs to another store");
         let found = self.tasks.lock().get(&number).cloned();
         found.ok_or_else(|| unknown().with("task", number))
     }
@@ -168,7 +189,8 @@ impl Published {
         self.address
     }
 
-    /// Every further call is refused; those under way end by themselves. Without effect in a forked child.
+    /// Every further call is refused; those under way end by themselves. Without effect in a forked
+    /// child.
     pub(crate) fn close(&self) {
         if self.slot.pid == std::process::id() {
             let open = self.slot.open.write().take();
@@ -192,8 +214,8 @@ fn open(store: *mut c_void) -> Result<Arc<Open>> {
     if slot.is_null() || !slot.is_aligned() {
         return Err(Error::invalid("`store` is not the one of a table"));
     }
-    // SAFETY: the caller passes the `store` of a table, as the header asks. Slots are never freed, so that of a store
-    // which was closed is still one.
+    // SAFETY: the caller passes the `store` of a table, as the header asks. Slots are never freed,
+    // so that of a store which was closed is still one.
     let slot = unsafe { &*slot };
     if slot.magic != MAGIC {
         return Err(Error::invalid("`store` is not the one of a table"));
@@ -208,7 +230,9 @@ fn open(store: *mut c_void) -> Result<Arc<Open>> {
 
 /// Runs one call: whatever goes wrong becomes its code, and its text the thread's last error.
 fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
-    let outcome = catch_unwind(AssertUnwindSafe(|| open(store).and_then(|open| work(&open))));
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        open(store).and_then(|open| work(&open))
+    }));
     match outcome {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => {
@@ -225,7 +249,8 @@ fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
 /// The pieces of one row on the device.
 ///
 /// # Safety
-/// Each address is that of memory of its piece's size, valid until the task it is used for has ended.
+/// Each address is that of memory of its piece's size, valid until the task it is used for has
+/// ended.
 pub(crate) unsafe fn spans(
     geometry: &Geometry,
     row: usize,

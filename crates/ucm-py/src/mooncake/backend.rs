@@ -1,8 +1,9 @@
 //! What the engine sees of a Mooncake pool.
 //!
-//! A value appears whole or not at all, is evicted by Mooncake when the pool is full, and goes with the process whose
-//! memory it lies in; so there is neither index nor collector here, and what is not there (any more) is a miss. Every
-//! record is verified by the engine as ever, also one that was overwritten while it was read.
+//! A value appears whole or not at all, is evicted by Mooncake when the pool is full, and goes with
+//! the process whose memory it lies in; so there is neither index nor collector here, and what is
+//! not there (any more) is a miss. Every record is verified by the engine as ever, also one that
+//! was overwritten while it was read.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -74,7 +75,8 @@ impl Mooncake {
     fn came(&self, id: BlockId, slot: Slot, len: usize) -> Result<ReadDone> {
         let read = len.min(slot.len()); // others may keep more beside the KV
         if is_safetensors(&slot.as_slice()[..read]) {
-            let text = "this value is in the form of safetensors, which says neither whose it is nor whether it is \
+            let text = "this value is in the form of safetensors, which says neither whose it is \
+                        nor whether it is \
                         whole; ucm keeps records of its own in Mooncake and does not read it";
             self.told
                 .call_once(|| warn!(store = self.whose.writer, block = %id, "{text}"));
@@ -88,7 +90,13 @@ impl Mooncake {
         })
     }
 
-    fn store(&self, io: &IoJob, id: BlockId, slot: Slot, options: &WriteOptions) -> Result<Written> {
+    fn store(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: &WriteOptions,
+    ) -> Result<Written> {
         let record = Record {
             key: self.key(id),
             slot,
@@ -107,7 +115,10 @@ impl Mooncake {
                     layout: &self.whose.layout,
                 };
                 let checked = verify_stored(&slot.as_slice()[..len], len as u64, &expect);
-                Ok(checked.map_or_else(|refusal| Written::Unsound(refusal.reason), |_| Written::Published))
+                Ok(checked.map_or_else(
+                    |refusal| Written::Unsound(refusal.reason),
+                    |_| Written::Published,
+                ))
             }
             _ => Err(mixed_up()),
         }
@@ -167,7 +178,14 @@ impl Backend for Mooncake {
         ids.into_iter().zip(came).map(outcome).collect()
     }
 
-    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+    fn write(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    ) {
         done(self.store(io, id, slot, &options));
     }
 

@@ -1,8 +1,9 @@
-//! The one thread that calls Mooncake's client: it makes one call of what waits together ([`client`](super::client)).
+//! The one thread that calls Mooncake's client: it makes one call of what waits together
+//! ([`client`](super::client)).
 //!
-//! There are two clients. The first lends this process's memory to the pool and moves nothing. The second moves bytes:
-//! when a transfer of it failed half-way, Mooncake may still write to its buffers, so it is closed and set up anew, at
-//! no cost for what the first one lends.
+//! There are two clients. The first lends this process's memory to the pool and moves nothing. The
+//! second moves bytes: when a transfer of it failed half-way, Mooncake may still write to its
+//! buffers, so it is closed and set up anew, at no cost for what the first one lends.
 
 use std::sync::Arc;
 
@@ -14,7 +15,9 @@ use ucm_record::RecordHeader;
 
 use super::LEAST_BUFFER;
 use super::client::{Answer, Client, Item, Reads, Record, Shared, Stored, Stretch, Told, Work};
-use super::library::{Calls, FOUND, Handle, NO_VALUE, OK, Pool, WRONG_ARGUMENT, error_of, is_settled};
+use super::library::{
+    Calls, FOUND, Handle, NO_VALUE, OK, Pool, WRONG_ARGUMENT, error_of, is_settled,
+};
 
 /// Begins the thread; nothing is reached before [`Work::Open`].
 pub(super) fn begin(pool: Pool, clock: Arc<dyn Clock>) -> Result<Client> {
@@ -89,8 +92,11 @@ impl Thread {
                 Work::Lengths(keys) => lengths.push((keys, answer)),
                 Work::Stretch(stretch) => {
                     let read = self.stretch(stretch);
-                    answer
-                        .tell(read.map(|piece| Answer::Stretch(piece.map(|piece| (piece.slot, piece.read)))));
+                    answer.tell(
+                        read.map(|piece| {
+                            Answer::Stretch(piece.map(|piece| (piece.slot, piece.read)))
+                        }),
+                    );
                 }
             }
         }
@@ -100,7 +106,9 @@ impl Thread {
                 |calls, keys| calls.exist(keys),
                 |codes| match codes.iter().find(|&&code| code < OK) {
                     Some(&code) => Err(error_of(code)),
-                    None => Ok(Answer::Exist(codes.iter().map(|&code| code == FOUND).collect())),
+                    None => Ok(Answer::Exist(
+                        codes.iter().map(|&code| code == FOUND).collect(),
+                    )),
                 },
             );
         }
@@ -108,7 +116,11 @@ impl Thread {
             self.ask_all(
                 remove,
                 |calls, keys| calls.remove(keys),
-                |codes| Ok(Answer::Removed(codes.iter().filter(|&&code| code == OK).count())),
+                |codes| {
+                    Ok(Answer::Removed(
+                        codes.iter().filter(|&&code| code == OK).count(),
+                    ))
+                },
             );
         }
         if !lengths.is_empty() {
@@ -137,8 +149,8 @@ impl Thread {
         self.batch(&[], |_| Ok(()))
     }
 
-    /// Makes calls for one batch, whose slots lie in these arenas; sets up the client if need be. Where Python
-    /// raised, the client is closed: nothing says what it still does.
+    /// Makes calls for one batch, whose slots lie in these arenas; sets up the client if need be.
+    /// Where Python raised, the client is closed: nothing says what it still does.
     fn batch<T>(
         &mut self,
         arenas: &[Arc<HostArena>],
@@ -148,7 +160,8 @@ impl Thread {
         let unknown = mover.unknown(arenas);
         let done = mover.handle.batch(|calls| {
             for arena in &unknown {
-                calls.register(arena.address(), arena.len())?; // what cannot be registered fails as a transfer
+                // what cannot be registered fails as a transfer
+                calls.register(arena.address(), arena.len())?;
             }
             work(calls)
         });
@@ -157,7 +170,10 @@ impl Thread {
                 mover.registered.extend(unknown);
                 Ok(done)
             }
-            Ok(None) => Err(Error::new(ErrorKind::Io, "Mooncake's client has lost its master")),
+            Ok(None) => Err(Error::new(
+                ErrorKind::Io,
+                "Mooncake's client has lost its master",
+            )),
             Err(error) => {
                 self.abandon();
                 Err(error)
@@ -170,7 +186,12 @@ impl Thread {
         if self.mover.is_none() {
             let host = self.pool.host()?;
             if self.lender.is_none() && self.pool.lent > 0 {
-                self.lender = Some(Handle::set_up(&self.pool, &host, self.pool.lent, LEAST_BUFFER)?);
+                self.lender = Some(Handle::set_up(
+                    &self.pool,
+                    &host,
+                    self.pool.lent,
+                    LEAST_BUFFER,
+                )?);
             }
             let handle = Handle::set_up(&self.pool, &host, 0, self.pool.buffer)?;
             self.mover = Some(Mover {
@@ -245,8 +266,8 @@ impl Thread {
         self.settle(unsettled);
     }
 
-    /// As much of a value as its slot has room for, and the length of all of it: one that is longer than a record of ours may be
-    /// that of a writer that keeps side shards behind the KV.
+    /// As much of a value as its slot has room for, and the length of all of it: one that is longer
+    /// than a record of ours may be that of a writer that keeps side shards behind the KV.
     fn beginning(&mut self, key: String, slot: Slot) -> Result<(Slot, usize)> {
         let (start, len) = (0, slot.len());
         let read = self.stretch(Stretch {
@@ -268,17 +289,19 @@ impl Thread {
     /// The lengths of values that were read into these slots.
     fn get(&mut self, reads: &mut [(String, Slot)]) -> Result<Vec<i64>> {
         let addresses: Vec<u64> = reads.iter_mut().map(|(_, slot)| address(slot)).collect();
-        let (keys, room): (Vec<_>, Vec<_>) = reads.iter().map(|(key, slot)| (&**key, slot.len())).unzip();
+        let (keys, room): (Vec<_>, Vec<_>) =
+            reads.iter().map(|(key, slot)| (&**key, slot.len())).unzip();
         let arenas = arenas_of(reads.iter().map(|(_, slot)| slot));
         let codes = self.batch(&arenas, |calls| calls.get(&keys, &addresses, &room))?;
         self.shared.count(keys.len());
         counted(codes, keys.len()).inspect_err(|_| self.abandon())
     }
 
-    /// Stores records: one call that asks which are there, one for all that are not. Those that replace others have
-    /// calls of their own.
+    /// Stores records: one call that asks which are there, one for all that are not. Those that
+    /// replace others have calls of their own.
     fn write(&mut self, items: Vec<(Record, Arc<Told>)>) {
-        let (replacing, new): (Vec<_>, Vec<_>) = items.into_iter().partition(|(record, _)| record.replace);
+        let (replacing, new): (Vec<_>, Vec<_>) =
+            items.into_iter().partition(|(record, _)| record.replace);
         if !new.is_empty() {
             self.put(new, false);
         }
@@ -315,7 +338,11 @@ impl Thread {
     }
 
     /// For each record 0 where it was stored, [`FOUND`] where there is one, or an error.
-    fn put_records(&mut self, items: &mut [(Record, Arc<Told>)], replace: bool) -> Result<Vec<i64>> {
+    fn put_records(
+        &mut self,
+        items: &mut [(Record, Arc<Told>)],
+        replace: bool,
+    ) -> Result<Vec<i64>> {
         let addresses: Vec<u64> = items
             .iter_mut()
             .map(|(record, _)| address(&mut record.slot))
@@ -367,8 +394,8 @@ impl Thread {
         }
     }
 
-    /// Whether what has this key is a record of a newer version. One of ours has `len` bytes; what is shorter than the
-    /// header that is asked for is no record.
+    /// Whether what has this key is a record of a newer version. One of ours has `len` bytes; what
+    /// is shorter than the header that is asked for is no record.
     fn is_newer(&mut self, key: &str, len: usize) -> Result<bool> {
         let len = len.min(RecordHeader::LONGEST);
         if self.scratch.is_none() {
@@ -405,11 +432,17 @@ impl Thread {
         let len = usize::try_from(whole.saturating_sub(start)).map_or(len, |left| left.min(len));
         let whole = usize::try_from(whole).unwrap_or(usize::MAX);
         if len == 0 {
-            return Ok(Some(Piece { slot, read: 0, whole }));
+            return Ok(Some(Piece {
+                slot,
+                read: 0,
+                whole,
+            }));
         }
         let to = address(&mut slot);
         let start = usize::try_from(start).unwrap_or(usize::MAX);
-        let code = self.batch(&arenas_of([&slot]), |calls| calls.piece(&key, to, start, len))?;
+        let code = self.batch(&arenas_of([&slot]), |calls| {
+            calls.piece(&key, to, start, len)
+        })?;
         if !is_settled(code) {
             self.settle(vec![slot]);
             return Err(error_of(code));
@@ -421,7 +454,8 @@ impl Thread {
         Ok(length_of(code)?.map(piece))
     }
 
-    /// Closes the client where Mooncake may still use one of these slots; only then do they go back.
+    /// Closes the client where Mooncake may still use one of these slots; only then do they go
+    /// back.
     fn settle(&mut self, unsettled: Vec<Slot>) {
         if !unsettled.is_empty() {
             self.abandon();
@@ -485,7 +519,8 @@ fn counted(codes: Vec<i64>, asked: usize) -> Result<Vec<i64>> {
     }
 }
 
-/// Where the bytes of a slot lie. Who holds the slot holds them, and nothing else of Rust looks at them during a call.
+/// Where the bytes of a slot lie. Who holds the slot holds them, and nothing else of Rust looks at
+/// them during a call.
 fn address(slot: &mut Slot) -> u64 {
     slot.as_mut_slice().as_mut_ptr() as u64
 }
@@ -502,7 +537,9 @@ fn refuse(answers: impl Iterator<Item = Arc<Told>>, error: Error) {
     let (kind, text) = (error.kind(), error.message().to_owned());
     let mut first = Some(error);
     for answer in answers {
-        let error = first.take().unwrap_or_else(|| Error::new(kind, text.clone()));
+        let error = first
+            .take()
+            .unwrap_or_else(|| Error::new(kind, text.clone()));
         answer.tell(Err(error));
     }
 }

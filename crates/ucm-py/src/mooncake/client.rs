@@ -1,9 +1,10 @@
 //! How work gets to the one thread that calls Mooncake's client (`calling.rs`).
 //!
-//! A thread of the tier, or one that looks blocks up, puts its work in line and waits until its own deadline, never
-//! longer. The thread that calls takes what waits together, of one sort and up to [`BATCH`] bytes, and makes one call of
-//! it; it holds the slots while a call runs, which no deadline ends. So a master that hangs costs each request its
-//! deadline, then the breaker opens; a slot comes back when the call does.
+//! A thread of the tier, or one that looks blocks up, puts its work in line and waits until its own
+//! deadline, never longer. The thread that calls takes what waits together, of one sort and up to
+//! [`BATCH`] bytes, and makes one call of it; it holds the slots while a call runs, which no
+//! deadline ends. So a master that hangs costs each request its deadline, then the breaker opens; a
+//! slot comes back when the call does.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -71,7 +72,8 @@ pub(super) enum Answer {
     Opened,
     /// A flag for each key.
     Exist(Vec<bool>),
-    /// For each a slot, with as much of the value as it has room for, and the length of the value, or why there is none.
+    /// For each a slot, with as much of the value as it has room for, and the length of the value,
+    /// or why there is none.
     Read(Vec<Result<(Slot, usize)>>),
     /// Of [`Work::Write`].
     Stored(Stored),
@@ -79,7 +81,8 @@ pub(super) enum Answer {
     Removed(usize),
     /// Bytes of each value; none where there is none.
     Lengths(Vec<Option<u64>>),
-    /// A slot and how many bytes of the value are in it, fewer where it ends before; none where there is no such value.
+    /// A slot and how many bytes of the value are in it, fewer where it ends before; none where
+    /// there is no such value.
     Stretch(Option<(Slot, usize)>),
 }
 
@@ -142,8 +145,8 @@ impl Client {
         Self(shared)
     }
 
-    /// Hands `work` over and waits for the answer. `Timeout` at the deadline: what was not begun by then is not done,
-    /// and what was keeps its slots until it has ended.
+    /// Hands `work` over and waits for the answer. `Timeout` at the deadline: what was not begun by
+    /// then is not done, and what was keeps its slots until it has ended.
     pub(super) fn ask(&self, work: Work, deadline: MonotonicTime) -> Result<Answer> {
         let answer = Arc::new(Told::default());
         {
@@ -185,10 +188,14 @@ impl Client {
     /// Calls of the client for records, and how many records they were for.
     pub(super) fn counts(&self) -> (u64, u64) {
         let Shared { calls, records, .. } = &*self.0;
-        (calls.load(Ordering::Relaxed), records.load(Ordering::Relaxed))
+        (
+            calls.load(Ordering::Relaxed),
+            records.load(Ordering::Relaxed),
+        )
     }
 
-    /// Takes no more work and ends the client, waiting for that `drain` long; what is left of that time.
+    /// Takes no more work and ends the client, waiting for that `drain` long; what is left of that
+    /// time.
     pub(super) fn close(&self, drain: Duration) -> Duration {
         let until = self.0.clock.now().after(drain);
         let waiting = {
@@ -257,7 +264,8 @@ impl Shared {
         }
     }
 
-    /// What is to be done next, in one call: at least one item that is not late, all of one sort. `None` at the end.
+    /// What is to be done next, in one call: at least one item that is not late, all of one sort.
+    /// `None` at the end.
     pub(super) fn next(&self) -> Option<Vec<Item>> {
         loop {
             let seen = self.news.seen();

@@ -1,8 +1,9 @@
 //! Mooncake's Python client: what is called of it, and what its numbers mean.
 //!
-//! A call that asks the pool releases the GIL while it waits, so holding it here costs other threads no more than the
-//! arguments take. Setting a client up and closing it do not, and take minutes where the master hangs: they are called
-//! only after it was seen to answer ([`Pool::host`]).
+//! A call that asks the pool releases the GIL while it waits, so holding it here costs other
+//! threads no more than the arguments take. Setting a client up and closing it do not, and take
+//! minutes where the master hangs: they are called only after it was seen to answer
+//! ([`Pool::host`]).
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -14,9 +15,10 @@ use ucm_core::{Error, ErrorKind, Result};
 
 /// How long the master may take to accept a connection, and to answer.
 const REACH: Duration = Duration::from_secs(2);
-/// The head of a call of a function that no master has, as its RPC (coro_rpc of yalantinglibs) is written: magic, version,
-/// form of the arguments, type, then u32 each: sequence, function, length of the arguments and of the attachment. A master
-/// that runs says at once that there is no such function.
+/// The head of a call of a function that no master has, as its RPC (coro_rpc of yalantinglibs) is
+/// written: magic, version, form of the arguments, type, then u32 each: sequence, function, length
+/// of the arguments and of the attachment. A master that runs says at once that there is no such
+/// function.
 const NO_CALL: [u8; 20] = [21, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
 /// A value was found.
@@ -27,7 +29,8 @@ const NO_SPACE: i64 = -200;
 pub(super) const WRONG_ARGUMENT: i64 = -600;
 /// There is no value with a key.
 pub(super) const NO_VALUE: i64 = -704;
-/// Something about the object itself: absent, evicted meanwhile, not written to its end, its lease over.
+/// Something about the object itself: absent, evicted meanwhile, not written to its end, its lease
+/// over.
 const OF_THE_OBJECT: std::ops::RangeInclusive<i64> = -799..=-702;
 /// The master did not answer.
 const NO_MASTER: std::ops::RangeInclusive<i64> = -999..=-900;
@@ -51,13 +54,14 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// The name of this host for a new client, once the master was seen to answer: Mooncake itself tries for minutes. `Io`
-    /// where it does not. A master behind another service is not asked.
+    /// The name of this host for a new client, once the master was seen to answer: Mooncake itself
+    /// tries for minutes. `Io` where it does not. A master behind another service is not asked.
     pub(super) fn host(&self) -> Result<String> {
         let given = self.host.clone().filter(|host| !host.is_empty());
         if self.master.contains("://") {
             return given.ok_or_else(|| {
-                let text = "local_hostname is not given, and cannot be found out from a master behind another service";
+                let text = "local_hostname is not given, and cannot be found out from a master \
+                            behind another service";
                 Error::new(ErrorKind::Config, text).with("master", &self.master)
             });
         }
@@ -84,7 +88,8 @@ impl Pool {
     }
 }
 
-/// The connection, once something came over it: an answer, or its end. An error that says what did not come.
+/// The connection, once something came over it: an answer, or its end. An error that says what did
+/// not come.
 fn answered(mut stream: TcpStream) -> std::io::Result<TcpStream> {
     use std::io::ErrorKind::{TimedOut, WouldBlock};
     stream.set_read_timeout(Some(REACH))?;
@@ -108,10 +113,17 @@ pub(super) fn check_installed() -> Result<()> {
     match imported {
         Some(Ok(())) => Ok(()),
         Some(Err(error)) => {
-            let missing = Python::try_attach(|py| error.is_instance_of::<PyImportError>(py)).unwrap_or(false);
-            let kind = if missing { ErrorKind::Config } else { ErrorKind::Io };
-            let text = "UcmMooncakeStore needs Mooncake's client, which cannot be imported; install \
-                        mooncake-transfer-engine (or -non-cuda, and the system's libibverbs1), or name another store";
+            let missing =
+                Python::try_attach(|py| error.is_instance_of::<PyImportError>(py)).unwrap_or(false);
+            let kind = if missing {
+                ErrorKind::Config
+            } else {
+                ErrorKind::Io
+            };
+            let text = "UcmMooncakeStore needs Mooncake's client, which cannot be imported; \
+                        install \
+                        mooncake-transfer-engine (or -non-cuda, and the system's libibverbs1), or \
+                        name another store";
             Err(Error::new(kind, text).caused_by(error))
         }
         None => Err(ending()),
@@ -131,7 +143,8 @@ fn ending() -> Error {
 
 /// Works with Python for one batch. `Io` for what it raises, `Closed` once the interpreter ends.
 pub(super) fn attached<T>(work: impl FnOnce(Python<'_>) -> PyResult<T>) -> Result<T> {
-    let raised = |error: PyErr| Error::new(ErrorKind::Io, "Mooncake's client raised").caused_by(error);
+    let raised =
+        |error: PyErr| Error::new(ErrorKind::Io, "Mooncake's client raised").caused_by(error);
     Python::try_attach(|py| work(py).map_err(raised)).unwrap_or_else(|| Err(ending()))
 }
 
@@ -139,8 +152,8 @@ pub(super) fn attached<T>(work: impl FnOnce(Python<'_>) -> PyResult<T>) -> Resul
 pub(super) struct Handle(Py<PyAny>);
 
 impl Handle {
-    /// A client under this name that lends so many bytes and has so many for itself. Holds the GIL, for minutes where the
-    /// master does not answer.
+    /// A client under this name that lends so many bytes and has so many for itself. Holds the GIL,
+    /// for minutes where the master does not answer.
     pub(super) fn set_up(pool: &Pool, host: &str, lent: u64, buffer: u64) -> Result<Self> {
         let (handle, code) = attached(|py| {
             let client = py
@@ -168,8 +181,12 @@ impl Handle {
             .with("master", &pool.master))
     }
 
-    /// Works with the client for one batch; `None`, and nothing was done, where it has lost its master.
-    pub(super) fn batch<T>(&self, work: impl FnOnce(&Calls<'_>) -> PyResult<T>) -> Result<Option<T>> {
+    /// Works with the client for one batch; `None`, and nothing was done, where it has lost its
+    /// master.
+    pub(super) fn batch<T>(
+        &self,
+        work: impl FnOnce(&Calls<'_>) -> PyResult<T>,
+    ) -> Result<Option<T>> {
         attached(|py| {
             let calls = Calls(self.0.bind(py).clone());
             let health: i64 = calls.0.call_method0("health_check")?.extract()?;
@@ -181,8 +198,8 @@ impl Handle {
         })
     }
 
-    /// Ends the client and every transfer of it. Holds the GIL, of a client that lends for minutes where the master does not
-    /// answer.
+    /// Ends the client and every transfer of it. Holds the GIL, of a client that lends for minutes
+    /// where the master does not answer.
     pub(super) fn close(self) {
         let _ended = attached(|py| {
             let client = self.0.into_bound(py);
@@ -190,14 +207,15 @@ impl Handle {
         });
     }
 
-    /// Leaves the client as it is until the process ends; the master drops it once it hears nothing of it.
+    /// Leaves the client as it is until the process ends; the master drops it once it hears nothing
+    /// of it.
     pub(super) fn leave(self) {
         let _ = std::mem::ManuallyDrop::new(self.0); // its destructor closes it
     }
 }
 
-/// A client within one batch. Addresses are of registered memory that belongs to the caller until the call returned;
-/// see [`is_settled`] for when it may be used again.
+/// A client within one batch. Addresses are of registered memory that belongs to the caller until
+/// the call returned; see [`is_settled`] for when it may be used again.
 pub(super) struct Calls<'py>(Bound<'py, PyAny>);
 
 impl Calls<'_> {
@@ -207,7 +225,12 @@ impl Calls<'_> {
     }
 
     /// Reads each value to an address with room for so many bytes; its length, or an error.
-    pub(super) fn get(&self, keys: &[&str], addresses: &[u64], room: &[usize]) -> PyResult<Vec<i64>> {
+    pub(super) fn get(
+        &self,
+        keys: &[&str],
+        addresses: &[u64],
+        room: &[usize],
+    ) -> PyResult<Vec<i64>> {
         self.0
             .call_method1("batch_get_into", (keys, addresses, room))?
             .extract()
@@ -218,7 +241,8 @@ impl Calls<'_> {
         self.0.call_method1("get_size", (key,))?.extract()
     }
 
-    /// Reads so many bytes of one value, from `start` on, which must be there; how many, or an error.
+    /// Reads so many bytes of one value, from `start` on, which must be there; how many, or an
+    /// error.
     pub(super) fn piece(&self, key: &str, address: u64, start: usize, len: usize) -> PyResult<i64> {
         let (addresses, keys) = ([address], [[key]]);
         let what = (addresses, keys, [[[0usize]]], [[[start]]], [[[len]]]);
@@ -244,7 +268,9 @@ impl Calls<'_> {
         } else {
             "batch_put_from"
         };
-        self.0.call_method1(call, (keys, addresses, lengths))?.extract()
+        self.0
+            .call_method1(call, (keys, addresses, lengths))?
+            .extract()
     }
 
     /// Removes each value, also one that was read just now.
@@ -254,12 +280,14 @@ impl Calls<'_> {
 
     /// Makes memory known.
     pub(super) fn register(&self, address: u64, len: usize) -> PyResult<i64> {
-        self.0.call_method1("register_buffer", (address, len))?.extract()
+        self.0
+            .call_method1("register_buffer", (address, len))?
+            .extract()
     }
 }
 
-/// Whether an operation with this answer is over in every respect. After any other failure Mooncake may still move
-/// bytes of the buffer, which is no one else's then until the client was closed.
+/// Whether an operation with this answer is over in every respect. After any other failure Mooncake
+/// may still move bytes of the buffer, which is no one else's then until the client was closed.
 pub(super) fn is_settled(code: i64) -> bool {
     code >= OK
         || code == NO_SPACE

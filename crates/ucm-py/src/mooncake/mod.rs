@@ -1,8 +1,10 @@
-//! The kind `mooncake`: one value per record in the pool of a Mooncake Store, through its Python client.
+//! The kind `mooncake`: one value per record in the pool of a Mooncake Store, through its Python
+//! client.
 //!
-//! Mooncake's C API comes in no wheel, so the client is the Python object that users have installed, and the kind
-//! lives here, where Python may be called. [`client`] has the line of what is asked, [`calling`] the one thread that takes it
-//! from there, [`library`] the calls, [`backend`] what the engine sees, [`place`] what tools do.
+//! Mooncake's C API comes in no wheel, so the client is the Python object that users have
+//! installed, and the kind lives here, where Python may be called. [`client`] has the line of what
+//! is asked, [`calling`] the one thread that takes it from there, [`library`] the calls,
+//! [`backend`] what the engine sees, [`place`] what tools do.
 
 mod backend;
 mod calling;
@@ -22,7 +24,8 @@ use backend::{Mooncake, Whose};
 use library::Pool;
 use place::MooncakePlace;
 
-/// Threads that load and dump: as many batches wait for the client at once, and it takes what waits together.
+/// Threads that load and dump: as many batches wait for the client at once, and it takes what waits
+/// together.
 const THREADS: usize = 32;
 /// Where Mooncake's master listens unless it is told otherwise.
 const MASTER_PORT: u16 = 50051;
@@ -53,13 +56,14 @@ struct MooncakeOptions {
     device_name: String,
     /// how bytes travel; `rdma` is untested
     protocol: String,
-    /// memory that each process that stores lends to the pool; 0: none, where others lend theirs. The pool is the sum
-    /// of it, and Mooncake evicts by itself when it is full
+    /// memory that each process that stores lends to the pool; 0: none, where others lend theirs.
+    /// The pool is the sum of it, and Mooncake evicts by itself when it is full
     global_segment_size: Size,
     /// memory that Mooncake's client takes for transfers of its own
     #[schemars(range(min = 1))]
     local_buffer_size: Size,
-    /// address of the master's HTTP service (its `--metrics_port`), which lists the keys of a pool: only tools ask it
+    /// address of the master's HTTP service (its `--metrics_port`), which lists the keys of a pool:
+    /// only tools ask it
     #[schemars(extend("unset" = "port 9003 on the host of the master", "unit" = "`host:port`"))]
     master_http_address: Option<String>,
 }
@@ -82,18 +86,21 @@ impl Default for MooncakeOptions {
 
 /// Adds the kind to the registry; once is enough, also where the module is initialised again.
 pub(crate) fn register() {
-    let summary =
-        "built: the memory of a Mooncake pool, over TCP; needs the package `mooncake-transfer-engine`";
+    let summary = "built: the memory of a Mooncake pool, over TCP; needs the package \
+                   `mooncake-transfer-engine`";
     let name = StoreName::new("mooncake", "UcmMooncakeStore", summary);
-    let _registered_before = registry::register(TierKind::medium(name, make).seen_by_tools(open_place));
+    let _registered_before =
+        registry::register(TierKind::medium(name, make).seen_by_tools(open_place));
 }
 
-/// The pool that these options name, to which this process lends so much, and the client's own memory, bytes.
+/// The pool that these options name, to which this process lends so much, and the client's own
+/// memory, bytes.
 fn pool_of(options: MooncakeOptions, lent: u64, buffer: u64) -> Result<Pool> {
     for (key, bytes) in [("global_segment_size", lent), ("local_buffer_size", buffer)] {
         if bytes < LEAST && !(bytes == 0 && key == "global_segment_size") {
-            let text =
-                format!("{key} is less than Mooncake takes; give it at least 16 MiB, or lend nothing (0)");
+            let text = format!(
+                "{key} is less than Mooncake takes; give it at least 16 MiB, or lend nothing (0)"
+            );
             return Err(Error::new(ErrorKind::Config, text).with(key, bytes));
         }
     }
@@ -123,7 +130,9 @@ fn open_place(options: MooncakeOptions) -> Result<Box<dyn Place>> {
             .map_or(&*pool.master, |(host, _)| host);
         format!("{host}:{HTTP_PORT}")
     };
-    let http = given.filter(|address| !address.is_empty()).unwrap_or_else(beside);
+    let http = given
+        .filter(|address| !address.is_empty())
+        .unwrap_or_else(beside);
     Ok(Box::new(MooncakePlace::open(pool, http)?))
 }
 
@@ -159,13 +168,15 @@ fn master_of(options: &MooncakeOptions) -> Result<String> {
         [] => None,
         [address] => Some(master_at(address)?),
         more => {
-            let text = "storage_backends names one pool of Mooncake, by its master: mooncake://host:port";
+            let text =
+                "storage_backends names one pool of Mooncake, by its master: mooncake://host:port";
             return Err(Error::new(ErrorKind::Config, text).with("given", more.len()));
         }
     };
     match (named, addressed) {
         (Some(named), Some(addressed)) if named != addressed => {
-            let text = "storage_backends and master_server_address name two masters; keep one of them";
+            let text =
+                "storage_backends and master_server_address name two masters; keep one of them";
             let error = Error::new(ErrorKind::Config, text).with("storage_backends", addressed);
             Err(error.with("master_server_address", named))
         }
@@ -173,7 +184,8 @@ fn master_of(options: &MooncakeOptions) -> Result<String> {
         (None, None) => {
             let beside = options.metadata_server.as_deref().and_then(master_beside);
             beside.ok_or_else(|| {
-                let text = "UcmMooncakeStore needs the address of Mooncake's master; write master_server_address: \
+                let text = "UcmMooncakeStore needs the address of Mooncake's master; write \
+                            master_server_address: \
                             host:port, or storage_backends: mooncake://host:port";
                 Error::new(ErrorKind::Config, text)
             })
@@ -183,8 +195,8 @@ fn master_of(options: &MooncakeOptions) -> Result<String> {
 
 /// The master of `mooncake://host:port`; without a port Mooncake's own.
 fn master_at(address: &str) -> Result<String> {
-    let text =
-        "a pool of Mooncake is written mooncake://host:port, the address of its master and nothing else";
+    let text = "a pool of Mooncake is written mooncake://host:port, the address of its master and \
+                nothing else";
     let wrong = || Error::new(ErrorKind::Config, text);
     let (_, place) = address.split_once("://").ok_or_else(wrong)?;
     let place = place.strip_suffix('/').unwrap_or(place);
@@ -198,10 +210,14 @@ fn master_at(address: &str) -> Result<String> {
     Ok(format!("{host}:{port}"))
 }
 
-/// The master on the host of a metadata server, at Mooncake's own port; nothing where that is no URL of HTTP.
+/// The master on the host of a metadata server, at Mooncake's own port; nothing where that is no
+/// URL of HTTP.
 fn master_beside(metadata: &str) -> Option<String> {
     let (scheme, rest) = metadata.split_once("://")?;
-    let authority = rest.split('/').next().filter(|authority| !authority.is_empty())?;
+    let authority = rest
+        .split('/')
+        .next()
+        .filter(|authority| !authority.is_empty())?;
     let host = match authority.rsplit_once(':') {
         Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => host,
         _ => authority,

@@ -1,7 +1,7 @@
 //! A pool as tools see it.
 //!
-//! Mooncake's client lists no keys, and the master's HTTP service, which answers its metrics, does; everything else goes
-//! through the client. When a value was last used the master keeps to itself.
+//! Mooncake's client lists no keys, and the master's HTTP service, which answers its metrics, does;
+//! everything else goes through the client. When a value was last used the master keeps to itself.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,10 +60,11 @@ impl MooncakePlace {
     fn get(&self, path: &str) -> Result<String> {
         let asked = attached(|py| {
             let client = py.import("http.client")?;
-            let connection =
-                client
-                    .getattr("HTTPConnection")?
-                    .call1((&self.http, py.None(), PATIENCE.as_secs()))?;
+            let connection = client.getattr("HTTPConnection")?.call1((
+                &self.http,
+                py.None(),
+                PATIENCE.as_secs(),
+            ))?;
             let asked = ask(&connection, path);
             connection.call_method0("close")?;
             asked
@@ -76,14 +77,18 @@ impl MooncakePlace {
     }
 
     fn no_http(&self) -> Error {
-        let text = "the keys of a pool of Mooncake are listed by its master's HTTP service, which does not answer; give its \
+        let text = "the keys of a pool of Mooncake are listed by its master's HTTP service, which \
+                    does not answer; give its \
                     address (its --metrics_port): --option master_http_address=host:port";
         Error::new(ErrorKind::Io, text).with("master_http_address", &self.http)
     }
 
     /// The length of each of these values; none for one that is gone.
     fn lengths(&self, keys: &[String]) -> Result<Vec<Option<u64>>> {
-        match self.client.ask(Work::Lengths(keys.to_vec()), self.deadline())? {
+        match self
+            .client
+            .ask(Work::Lengths(keys.to_vec()), self.deadline())?
+        {
             Answer::Lengths(lengths) => Ok(lengths),
             _ => Err(super::backend::mixed_up()),
         }
@@ -103,12 +108,16 @@ impl Place for MooncakePlace {
         let metrics = self.get("/metrics")?;
         let gauge = |name: &str| {
             let line = |line: &str| line.strip_prefix(name)?.trim().parse::<f64>().ok();
-            metrics.lines().find_map(line).map_or(0, |value| value as u64)
+            metrics
+                .lines()
+                .find_map(line)
+                .map_or(0, |value| value as u64)
         };
         Ok(Room {
             limit: gauge("master_total_capacity_bytes "),
             used: gauge("master_allocated_bytes "),
-            words: "a pool of Mooncake, which evicts by itself, keeps no manifests and does not say when something was used"
+            words: "a pool of Mooncake, which evicts by itself, keeps no manifests and does not \
+                    say when something was used"
                 .to_owned(),
         })
     }

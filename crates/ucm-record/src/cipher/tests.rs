@@ -1,4 +1,5 @@
-//! Encrypted records: they come back to the byte, for who has the key and for no one else, and no changed byte passes.
+//! Encrypted records: they come back to the byte, for who has the key and for no one else, and no
+//! changed byte passes.
 
 use proptest::prelude::*;
 use ucm_core::{BlockId, DType, Geometry, MissReason, Part, crc32c};
@@ -25,7 +26,11 @@ fn layout(layers: u32, sides: &[(&str, u64)]) -> RecordLayout {
     });
     let geometry = Geometry::new(vec![300, 84], layers, 1).unwrap();
     let layout = RecordLayout::new(&geometry).describing(16, DType::Bf16);
-    layout.with_sides(sides.collect()).unwrap().encrypted().unwrap()
+    layout
+        .with_sides(sides.collect())
+        .unwrap()
+        .encrypted()
+        .unwrap()
 }
 
 fn meta() -> RecordMeta {
@@ -76,7 +81,11 @@ fn check(bytes: &[u8], layout: &RecordLayout) -> std::result::Result<RecordHeade
 }
 
 /// What becomes of stored bytes: the record, or why it is none.
-fn read(keys: &Keys, stored: &[u8], layout: &RecordLayout) -> std::result::Result<Vec<u8>, MissReason> {
+fn read(
+    keys: &Keys,
+    stored: &[u8],
+    layout: &RecordLayout,
+) -> std::result::Result<Vec<u8>, MissReason> {
     let (mut bytes, read) = (stored.to_vec(), stored.len());
     keys.decrypt(&mut bytes, read)?;
     let header = check(&bytes, layout)?;
@@ -88,7 +97,8 @@ fn read(keys: &Keys, stored: &[u8], layout: &RecordLayout) -> std::result::Resul
 fn forge(record: &mut [u8]) {
     let header_len = u32_at(record, at::HEADER_LEN) as usize;
     seal_header(&mut record[..header_len]);
-    let pieces: Vec<_> = RecordHeader::decode(record).map_or(Vec::new(), |header| pieces(&header).collect());
+    let pieces: Vec<_> =
+        RecordHeader::decode(record).map_or(Vec::new(), |header| pieces(&header).collect());
     for piece in pieces {
         let crc = crc32c(&record[piece.start..piece.end]);
         put(record, piece.crc, &crc.to_le_bytes());
@@ -126,7 +136,10 @@ fn the_header_is_as_long_as_without_up_to_83_layers() {
             layout(layers, &[]).record_lengths().len(),
         )
     };
-    assert_eq!((lens(83), lens(84), lens(146)), ((4096, 1), (8192, 1), (8192, 1)));
+    assert_eq!(
+        (lens(83), lens(84), lens(146)),
+        ((4096, 1), (8192, 1), (8192, 1))
+    );
     let most = RecordLayout::new(&Geometry::new(vec![64], 4096, 1).unwrap());
     assert!(most.encrypted().is_err());
 }
@@ -149,7 +162,10 @@ fn a_compressed_record_is_encrypted_as_it_is_stored() {
     let compressed = stored.clone();
     keys(1).encrypt(&mut stored).unwrap();
     assert!(stored_form(&stored, len as u64, &expect(&layout)).is_some());
-    assert_eq!(keys(1).decrypt(&mut stored, len).unwrap(), Opened::Decrypted);
+    assert_eq!(
+        keys(1).decrypt(&mut stored, len).unwrap(),
+        Opened::Decrypted
+    );
     assert_eq!(stored, compressed);
     let header = stored_form(&stored, len as u64, &expect(&layout)).unwrap();
     stored.resize(plain.len(), 0xee);
@@ -164,14 +180,22 @@ fn without_the_key_it_is_a_wrong_key_and_stays_as_it_is() {
         let plain = record(&layout);
         let stored = encrypted(&keys(1), &plain);
         let mut bytes = stored.clone();
-        assert_eq!(keys(2).decrypt(&mut bytes, stored.len()).unwrap(), Opened::Left);
+        assert_eq!(
+            keys(2).decrypt(&mut bytes, stored.len()).unwrap(),
+            Opened::Left
+        );
         assert_eq!(bytes, stored);
         assert_eq!(check(&bytes, &layout), Err(MissReason::WrongKey));
         // Who has no key has another layout, and takes such a record for what it is.
         let geometry = Geometry::new(vec![300, 84], layers, 1).unwrap();
         let keyless = RecordLayout::new(&geometry).describing(16, DType::Bf16);
         assert_eq!(check(&bytes, &keyless), Err(MissReason::WrongKey));
-        let side = verify_side(&bytes, bytes.len() as u64, &expect(&layout), &layout.sides()[0]);
+        let side = verify_side(
+            &bytes,
+            bytes.len() as u64,
+            &expect(&layout),
+            &layout.sides()[0],
+        );
         assert_eq!(side.unwrap_err().reason, MissReason::WrongKey);
         let some = verify_layers(&bytes, bytes.len() as u64, &expect(&layout), 0..1);
         assert_eq!(some.unwrap_err().reason, MissReason::WrongKey);
@@ -181,7 +205,10 @@ fn without_the_key_it_is_a_wrong_key_and_stays_as_it_is() {
             Opened::Plain
         );
         assert_eq!(plain_read, plain);
-        assert!(keys(1).encrypt(&mut bytes).is_err(), "it is encrypted already");
+        assert!(
+            keys(1).encrypt(&mut bytes).is_err(),
+            "it is encrypted already"
+        );
     }
 }
 
@@ -193,7 +220,10 @@ fn keys_follow_one_another() {
     let (one, two) = ("01".repeat(KEY), "02".repeat(KEY));
     let both = Keys::parse(&format!("{two} # new\n\n  # the one before\n{one}\n")).unwrap();
     assert_eq!(read(&both, &old, &layout).unwrap(), plain);
-    assert_eq!(read(&keys(2), &encrypted(&both, &plain), &layout).unwrap(), plain);
+    assert_eq!(
+        read(&keys(2), &encrypted(&both, &plain), &layout).unwrap(),
+        plain
+    );
     for wrong in [
         "",
         "# nothing",
@@ -259,7 +289,9 @@ fn a_side_shard_is_decrypted_without_the_rest() {
     alone.truncate(len);
     let mut stored = encrypted(&keys(1), &alone);
     assert_eq!(
-        keys(1).decrypt_side(&mut stored, &layout.sides()[0]).unwrap(),
+        keys(1)
+            .decrypt_side(&mut stored, &layout.sides()[0])
+            .unwrap(),
         Opened::Decrypted
     );
     assert_eq!(stored, alone);

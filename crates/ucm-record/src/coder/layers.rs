@@ -1,8 +1,10 @@
-//! One layer to its stored form and back: byte planes, each made shorter or, where that gains nothing, as it is.
+//! One layer to its stored form and back: byte planes, each made shorter or, where that gains
+//! nothing, as it is.
 //!
-//! The stored layer begins with four bytes for each plane, the lowest first: its stored length, and in the highest bit
-//! whether it is stored as it is. The planes follow one behind the other. Nothing here believes a length that it reads:
-//! whatever the bytes say, no more is written than the layer has.
+//! The stored layer begins with four bytes for each plane, the lowest first: its stored length, and
+//! in the highest bit whether it is stored as it is. The planes follow one behind the other.
+//! Nothing here believes a length that it reads: whatever the bytes say, no more is written than
+//! the layer has.
 
 use ucm_core::Result;
 
@@ -53,7 +55,8 @@ impl Hope {
 }
 
 impl LayerCoder {
-    /// Memory for layers of this length, bytes. `Internal` when there is none, `Unsupported` in a build without codecs.
+    /// Memory for layers of this length, bytes. `Internal` when there is none, `Unsupported` in a
+    /// build without codecs.
     pub(super) fn new(layer_len: usize) -> Result<Self> {
         Ok(Self {
             planes: vec![0; layer_len],
@@ -62,13 +65,17 @@ impl LayerCoder {
         })
     }
 
-    /// Writes the stored form of a layer at the start of `out`: its length, or `None` where it does not fit.
+    /// Writes the stored form of a layer at the start of `out`: its length, or `None` where it does
+    /// not fit.
     pub(super) fn encode(&mut self, codec: Codec, layer: &[u8], out: &mut [u8]) -> Option<usize> {
         let (algorithm, width) = (codec.algorithm()?, codec.width());
         split(width, layer, self.planes.get_mut(..layer.len())?);
         let count = layer.len() / width;
         let mut end = 4 * width;
-        for (place, plane) in self.planes[..layer.len()].chunks_exact(count.max(1)).enumerate() {
+        for (place, plane) in self.planes[..layer.len()]
+            .chunks_exact(count.max(1))
+            .enumerate()
+        {
             let hope = &mut self.hopes[place];
             let room = out.get_mut(end..)?;
             let most = room.len().min(count - count / LEAST_GAIN);
@@ -105,7 +112,10 @@ impl LayerCoder {
         ) else {
             return false;
         };
-        for (head, plane) in heads.chunks_exact(4).zip(planes.chunks_exact_mut(count.max(1))) {
+        for (head, plane) in heads
+            .chunks_exact(4)
+            .zip(planes.chunks_exact_mut(count.max(1)))
+        {
             let word = u32::from_le_bytes([head[0], head[1], head[2], head[3]]);
             let Some((packed, more)) = rest.split_at_checked((word & !AS_IS) as usize) else {
                 return false;
@@ -205,8 +215,9 @@ mod tests {
             assert_eq!(back, noise);
         }
         let zeros = vec![0; noise.len()];
-        let shrank =
-            |coder: &mut LayerCoder, out: &mut Vec<u8>| coder.encode(zstd(1), &zeros, out).unwrap() < 100;
+        let shrank = |coder: &mut LayerCoder, out: &mut Vec<u8>| {
+            coder.encode(zstd(1), &zeros, out).unwrap() < 100
+        };
         assert!(
             (0..=SKIPPED).any(|_| shrank(&mut coder, &mut out)),
             "it is tried again"
@@ -221,7 +232,11 @@ mod tests {
         let mut out = vec![0; layer.len()];
         let len = coder.encode(zstd(2), &layer, &mut out).unwrap();
         for room in [0, 3, 8, len / 2, len - 1] {
-            assert_eq!(coder.encode(zstd(2), &layer, &mut out[..room]), None, "{room}");
+            assert_eq!(
+                coder.encode(zstd(2), &layer, &mut out[..room]),
+                None,
+                "{room}"
+            );
         }
     }
 
@@ -239,7 +254,8 @@ mod tests {
             prop_assert_eq!(back, layer);
         }
 
-        /// Bytes that were changed anywhere give something, or nothing: never more than the layer, never a panic.
+        /// Bytes that were changed anywhere give something, or nothing: never more than the layer,
+        /// never a panic.
         #[test]
         fn changed_bytes_are_no_danger(
             changes in vec((any::<prop::sample::Index>(), any::<u8>()), 1..40),

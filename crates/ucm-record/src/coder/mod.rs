@@ -1,10 +1,11 @@
 //! A record to its stored form and back, in the buffer it lies in.
 //!
-//! The thread that writes a record encodes it just before, and the thread that has read one decodes it before it is
-//! verified. What was read is verified twice: as it was stored ([`crate::verify_stored`]), and as it is used, by the
-//! checksums that were taken when it left the device. The parts: [`planes`] sorts the bytes of elements, [`layers`]
-//! makes the stored form of one layer, `packer` makes one plane shorter; the header of the stored form is the business
-//! of [`crate::encoded`].
+//! The thread that writes a record encodes it just before, and the thread that has read one decodes
+//! it before it is verified. What was read is verified twice: as it was stored
+//! ([`crate::verify_stored`]), and as it is used, by the checksums that were taken when it left the
+//! device. The parts: [`planes`] sorts the bytes of elements, [`layers`] makes the stored form of
+//! one layer, `packer` makes one plane shorter; the header of the stored form is the business of
+//! [`crate::encoded`].
 
 mod layers;
 #[cfg_attr(not(feature = "compress"), path = "no_packer.rs")]
@@ -26,8 +27,8 @@ use layers::LayerCoder;
 /// Different lengths that stored records may have, about: an index of places keeps a table of them.
 const LENGTHS: u64 = 256;
 
-/// What one thread needs to encode and decode the records of one layout: memory for a record and for a layer, and what the
-/// algorithms keep (less than 2 MiB).
+/// What one thread needs to encode and decode the records of one layout: memory for a record and
+/// for a layer, and what the algorithms keep (less than 2 MiB).
 pub struct Coder {
     layout: RecordLayout,
     granule: u64,
@@ -46,10 +47,16 @@ impl Coder {
         })
     }
 
-    /// Puts the stored form of a record in its place, if that is shorter: its length. `None` leaves the record as it is: it is
-    /// none of this layout, has more than this form can hold, or does not get shorter. With `prove` the form is decoded again
-    /// first and compared, and what does not come back is an error and stays as it is.
-    pub fn encode(&mut self, codec: Codec, record: &mut [u8], prove: bool) -> Result<Option<usize>> {
+    /// Puts the stored form of a record in its place, if that is shorter: its length. `None` leaves
+    /// the record as it is: it is none of this layout, has more than this form can hold, or does
+    /// not get shorter. With `prove` the form is decoded again first and compared, and what does
+    /// not come back is an error and stays as it is.
+    pub fn encode(
+        &mut self,
+        codec: Codec,
+        record: &mut [u8],
+        prove: bool,
+    ) -> Result<Option<usize>> {
         let Some((header, lens)) = self.encode_layers(codec, record) else {
             return Ok(None);
         };
@@ -66,15 +73,19 @@ impl Coder {
         Ok(Some(stored + record.len() - kv_len))
     }
 
-    /// Encodes every layer into the scratch, one behind the other behind the room for the header; the header of the record,
-    /// and the lengths of the stored layers.
+    /// Encodes every layer into the scratch, one behind the other behind the room for the header;
+    /// the header of the record, and the lengths of the stored layers.
     fn encode_layers(&mut self, codec: Codec, record: &[u8]) -> Option<(RecordHeader, Vec<usize>)> {
         let header = RecordHeader::decode(record).ok()?;
-        let ours = header.codec.is_as_is() && !header.without_kv && has_layout(&header, &self.layout);
+        let ours =
+            header.codec.is_as_is() && !header.without_kv && has_layout(&header, &self.layout);
         if !ours || header.record_len != record.len() as u64 || !self.has_zeros_between(record) {
             return None;
         }
-        let (mut at, end) = (self.layout.header_len(), self.layout.kv_len() - PAGE as usize);
+        let (mut at, end) = (
+            self.layout.header_len(),
+            self.layout.kv_len() - PAGE as usize,
+        );
         let mut lens = Vec::with_capacity(self.layout.layers as usize);
         for layer in 0..self.layout.layers {
             let out = self.scratch.get_mut(at..end)?;
@@ -95,7 +106,8 @@ impl Coder {
             .zip(starts.chain([self.layout.kv_len()]))
             .map(|(layer, end)| data(layer).end..end);
         let zeros = |gap: &[u8]| gap.iter().all(|&byte| byte == 0);
-        gaps.into_iter().all(|gap| record.get(gap).is_some_and(zeros))
+        gaps.into_iter()
+            .all(|gap| record.get(gap).is_some_and(zeros))
     }
 
     /// Whether what is in the scratch gives the layers of this record.
@@ -105,15 +117,22 @@ impl Coder {
         (0..).zip(lens).all(|(layer, len)| {
             let stored = &self.scratch[at..at + len];
             at += len;
-            self.layers.decode(codec, stored, &mut back) && back == record[self.layout.layer_data(layer)]
+            self.layers.decode(codec, stored, &mut back)
+                && back == record[self.layout.layer_data(layer)]
         })
     }
 
-    /// Puts the record in the place of its stored form, whose verified header this is and the first `read` bytes of
-    /// which lie at the start of `bytes`. Gives the length of the record, which ends with its payload where its side
-    /// shards were not read or do not fit, and whether all of its payload could be decoded. What could not comes to be
-    /// zeros, which its checksum refuses. Of a header that is none of this layout nothing is decoded.
-    pub fn decode(&mut self, header: &RecordHeader, bytes: &mut [u8], read: usize) -> (usize, bool) {
+    /// Puts the record in the place of its stored form, whose verified header this is and the first
+    /// `read` bytes of which lie at the start of `bytes`. Gives the length of the record, which
+    /// ends with its payload where its side shards were not read or do not fit, and whether all of
+    /// its payload could be decoded. What could not comes to be zeros, which its checksum refuses.
+    /// Of a header that is none of this layout nothing is decoded.
+    pub fn decode(
+        &mut self,
+        header: &RecordHeader,
+        bytes: &mut [u8],
+        read: usize,
+    ) -> (usize, bool) {
         let (start, kv_len, stored_len) = (
             self.layout.header_len(),
             self.layout.kv_len(),
@@ -126,14 +145,18 @@ impl Coder {
         let sides = header.record_len as usize - stored_len;
         let fit = read >= stored_len + sides && bytes.len() >= kv_len + sides;
         let sides = if fit { sides } else { 0 };
-        bytes.copy_within(stored_len..stored_len + sides, kv_len); // first, since the payload grows over them
+        // first, since the payload grows over them
+        bytes.copy_within(stored_len..stored_len + sides, kv_len);
         self.scratch[start..stored_len].copy_from_slice(&bytes[start..stored_len]);
         let (mut whole, mut free) = (true, start);
         for (layer, entry) in (0..).zip(&header.table) {
             let range = self.layout.layer_data(layer);
             bytes[free..range.start].fill(0); // between layers
             free = range.end;
-            let end = entry.offset.saturating_add(entry.len).min(stored_len as u64);
+            let end = entry
+                .offset
+                .saturating_add(entry.len)
+                .min(stored_len as u64);
             let stored = self.scratch.get(entry.offset as usize..end as usize);
             let layer = &mut bytes[range];
             if !self
@@ -150,9 +173,10 @@ impl Coder {
     }
 }
 
-/// The header of what was read, `stored_len` bytes on its medium, if it is the stored form of what was asked for and whole in
-/// itself. Anything else is to be verified as it is.
+/// The header of what was read, `stored_len` bytes on its medium, if it is the stored form of what
+/// was asked for and whole in itself. Anything else is to be verified as it is.
 pub fn stored_form(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Option<RecordHeader> {
-    let claimed = claimed_codec(bytes).filter(|codec| !codec.is_as_is() && bytes.starts_with(&MAGIC));
+    let claimed =
+        claimed_codec(bytes).filter(|codec| !codec.is_as_is() && bytes.starts_with(&MAGIC));
     claimed.and_then(|_| verify_stored(bytes, stored_len, expected).ok())
 }

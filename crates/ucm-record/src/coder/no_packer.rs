@@ -10,7 +10,8 @@ pub(super) enum Packer {}
 impl Packer {
     /// `Unsupported`.
     pub(super) fn new() -> Result<Self> {
-        let text = "this build has no codec; build with the feature \"compress\", or write codec: off";
+        let text =
+            "this build has no codec; build with the feature \"compress\", or write codec: off";
         Err(Error::new(ErrorKind::Unsupported, text))
     }
 

@@ -1,6 +1,8 @@
 //! One plane made shorter, and back: by zstd or lz4.
 
-use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size};
+use lz4_flex::block::{
+    CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
+};
 use ucm_core::{Error, Result};
 use zstd_safe::{CCtx, CParameter, DCtx, ParamSwitch, Strategy};
 
@@ -23,8 +25,8 @@ impl Packer {
     pub(super) fn new() -> Result<Self> {
         let none = || Error::internal("there is no memory to compress with");
         let mut compressor = CCtx::try_create().ok_or_else(none)?;
-        // Exponents hardly repeat, so looking for repetitions is nearly skipped; the entropy coder does the work. Three times
-        // as fast as level 1 on them, and shorter.
+        // Exponents hardly repeat, so looking for repetitions is nearly skipped; the entropy coder
+        // does the work. Three times as fast as level 1 on them, and shorter.
         for parameter in [
             CParameter::CompressionLevel(1),
             CParameter::Strategy(Strategy::ZSTD_fast),
@@ -41,20 +43,28 @@ impl Packer {
         })
     }
 
-    /// Writes the shorter form of a plane at the start of `room`: its length, or `None` where it does not fit.
-    pub(super) fn pack(&mut self, algorithm: Algorithm, plane: &[u8], room: &mut [u8]) -> Option<usize> {
+    /// Writes the shorter form of a plane at the start of `room`: its length, or `None` where it
+    /// does not fit.
+    pub(super) fn pack(
+        &mut self,
+        algorithm: Algorithm,
+        plane: &[u8],
+        room: &mut [u8],
+    ) -> Option<usize> {
         match algorithm {
             Algorithm::Zstd => self.compressor.compress2(room, plane).ok(),
             Algorithm::Lz4 => {
                 self.packed.resize(get_maximum_output_size(plane.len()), 0);
-                let len = compress_into_with_table(plane, &mut self.packed, &mut self.table).ok()?;
+                let len =
+                    compress_into_with_table(plane, &mut self.packed, &mut self.table).ok()?;
                 room.get_mut(..len)?.copy_from_slice(&self.packed[..len]);
                 Some(len)
             }
         }
     }
 
-    /// Writes a plane from its shorter form; false, with anything in `plane`, where that is none of it.
+    /// Writes a plane from its shorter form; false, with anything in `plane`, where that is none of
+    /// it.
     pub(super) fn unpack(&mut self, algorithm: Algorithm, packed: &[u8], plane: &mut [u8]) -> bool {
         let whole = plane.len();
         match algorithm {

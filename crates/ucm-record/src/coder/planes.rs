@@ -1,9 +1,12 @@
-//! Bytes of elements sorted by their place: what is alike in many numbers (their exponents) comes to lie together.
+//! Bytes of elements sorted by their place: what is alike in many numbers (their exponents) comes
+//! to lie together.
 //!
-//! Every element, read as a little-endian number, is first rotated left by one bit, so that the sign goes to the lowest bit
-//! and the exponent of bfloat16 and of single precision fills the highest byte alone. Plane 0 has the lowest bytes.
+//! Every element, read as a little-endian number, is first rotated left by one bit, so that the
+//! sign goes to the lowest bit and the exponent of bfloat16 and of single precision fills the
+//! highest byte alone. Plane 0 has the lowest bytes.
 
-/// Sorts whole elements of `width` bytes (1, 2 or 4) into planes, one after the other. Both are of the same length.
+/// Sorts whole elements of `width` bytes (1, 2 or 4) into planes, one after the other. Both are of
+/// the same length.
 pub(super) fn split(width: usize, elements: &[u8], planes: &mut [u8]) {
     let count = elements.len() / width.max(1);
     match width {
@@ -19,7 +22,8 @@ pub(super) fn split(width: usize, elements: &[u8], planes: &mut [u8]) {
             let ((a, b), (c, d)) = (low.split_at_mut(count), high.split_at_mut(count));
             let quads = elements.chunks_exact(4).zip(a).zip(b).zip(c).zip(d);
             for ((((quad, a), b), c), d) in quads {
-                let number = u32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]]).rotate_left(1);
+                let number =
+                    u32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]]).rotate_left(1);
                 [*a, *b, *c, *d] = number.to_le_bytes();
             }
         }

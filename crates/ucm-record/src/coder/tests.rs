@@ -10,8 +10,8 @@ use crate::{RecordMeta, SideSpec, verify, verify_side};
 const LAYERS: u32 = 4;
 /// Digest of the identity of the frozen records.
 const NAMESPACE: [u8; 32] = [
-    0x6e, 0xd3, 0xe6, 0x4f, 0xc6, 0xf9, 0x1e, 0x72, 0xe8, 0x79, 0x5d, 0x70, 0xc0, 0x3f, 0xc8, 0xdf, 0xea,
-    0xf0, 0xce, 0x27, 0xdf, 0x7b, 0xf3, 0x6f, 0x68, 0xb1, 0xbf, 0x05, 0x94, 0xc7, 0xb4, 0x95,
+    0x6e, 0xd3, 0xe6, 0x4f, 0xc6, 0xf9, 0x1e, 0x72, 0xe8, 0x79, 0x5d, 0x70, 0xc0, 0x3f, 0xc8, 0xdf,
+    0xea, 0xf0, 0xce, 0x27, 0xdf, 0x7b, 0xf3, 0x6f, 0x68, 0xb1, 0xbf, 0x05, 0x94, 0xc7, 0xb4, 0x95,
 ];
 
 fn layout(dtype: DType) -> RecordLayout {
@@ -34,7 +34,8 @@ fn id() -> BlockId {
     BlockId([7; 16])
 }
 
-/// A sealed record with what the algorithm makes shorter: numbers that are alike, as those of a model are, or repetitions.
+/// A sealed record with what the algorithm makes shorter: numbers that are alike, as those of a
+/// model are, or repetitions.
 fn record(algorithm: Algorithm, dtype: DType) -> Vec<u8> {
     record_of(algorithm, &layout(dtype))
 }
@@ -107,7 +108,9 @@ fn read(stored: &[u8]) -> Vec<u8> {
     };
     let read = bytes.len();
     bytes.resize(layout.kv_len().max(read), 0xee);
-    let (len, _) = Coder::new(&layout).unwrap().decode(&header, &mut bytes, read);
+    let (len, _) = Coder::new(&layout)
+        .unwrap()
+        .decode(&header, &mut bytes, read);
     bytes.truncate(len);
     bytes
 }
@@ -126,12 +129,17 @@ fn a_record_of_every_type_comes_back_to_the_byte() {
         for dtype in DType::ALL {
             let (layout, record) = (layout(dtype), record(algorithm, dtype));
             let mut stored = stored_of(algorithm, dtype, &record);
-            assert!(stored.len() * 10 < record.len() * 9, "{algorithm:?} {dtype:?}");
+            assert!(
+                stored.len() * 10 < record.len() * 9,
+                "{algorithm:?} {dtype:?}"
+            );
             assert!(stored.len().is_multiple_of(4096));
             let header = stored_form(&stored, stored.len() as u64, &expect(&layout)).unwrap();
             let read = stored.len();
             stored.resize(record.len(), 0xee);
-            let decoded = Coder::new(&layout).unwrap().decode(&header, &mut stored, read);
+            let decoded = Coder::new(&layout)
+                .unwrap()
+                .decode(&header, &mut stored, read);
             assert_eq!(decoded, (record.len(), true));
             assert_eq!(stored, record, "{algorithm:?} {dtype:?}");
         }
@@ -160,7 +168,8 @@ fn side_shards_are_stored_as_they_are_behind_the_payload() {
             assert_eq!(side, &record[layout.side_data(index).unwrap()]);
         }
         stored.resize(layout.record_len(), 0xee);
-        let decode = |bytes: &mut [u8], read| Coder::new(&layout).unwrap().decode(&header, bytes, read);
+        let decode =
+            |bytes: &mut [u8], read| Coder::new(&layout).unwrap().decode(&header, bytes, read);
         // Into a slot for the KV alone, and of what was read of it.
         for (room, read) in [
             (layout.kv_len(), read),
@@ -200,12 +209,17 @@ fn fixture(algorithm: Algorithm) -> std::path::PathBuf {
 }
 
 fn fixture_named(name: &str) -> std::path::PathBuf {
-    [env!("CARGO_MANIFEST_DIR"), "../../tests/fixtures/record-v1", name]
-        .iter()
-        .collect()
+    [
+        env!("CARGO_MANIFEST_DIR"),
+        "../../tests/fixtures/record-v1",
+        name,
+    ]
+    .iter()
+    .collect()
 }
 
-/// Written once; `cargo test -p ucm-record writes_the_fixtures -- --ignored` never replaces what is there.
+/// Written once; `cargo test -p ucm-record writes_the_fixtures -- --ignored` never replaces what is
+/// there.
 #[test]
 #[ignore = "writes the frozen fixtures where they are missing"]
 fn writes_the_fixtures() {
@@ -214,7 +228,10 @@ fn writes_the_fixtures() {
     let sided = (fixture_named(SIDED), sided_stored());
     let plain = Algorithm::ALL.map(|algorithm| (fixture(algorithm), stored(algorithm)));
     for (path, stored) in plain.into_iter().chain([sided]) {
-        let file = std::fs::File::options().write(true).create_new(true).open(path);
+        let file = std::fs::File::options()
+            .write(true)
+            .create_new(true)
+            .open(path);
         if let Ok(mut file) = file {
             file.write_all(&stored).unwrap();
         }
@@ -229,12 +246,17 @@ fn sided_stored() -> Vec<u8> {
     encoded(Algorithm::Lz4, &layout, &record_of(Algorithm::Lz4, &layout))
 }
 
-/// The same files are decoded by `tests/unit/test_compressed_format.py`, which shares no code with this.
+/// The same files are decoded by `tests/unit/test_compressed_format.py`, which shares no code with
+/// this.
 #[test]
 fn the_frozen_compressed_records_stay_readable() {
     for algorithm in Algorithm::ALL {
         let frozen = std::fs::read(fixture(algorithm)).unwrap();
-        assert_eq!(read(&frozen), record(algorithm, DType::Bf16), "{algorithm:?}");
+        assert_eq!(
+            read(&frozen),
+            record(algorithm, DType::Bf16),
+            "{algorithm:?}"
+        );
     }
     let frozen = std::fs::read(fixture_named(SIDED)).unwrap();
     let (layout, whole) = (sided_layout(), record_of(Algorithm::Lz4, &sided_layout()));
@@ -317,7 +339,11 @@ fn what_is_no_record_of_this_part_goes_as_it_is() {
 
 #[test]
 fn a_header_of_another_layout_decodes_nothing() {
-    let stored = stored_of(Algorithm::Zstd, DType::F16, &record(Algorithm::Zstd, DType::F16));
+    let stored = stored_of(
+        Algorithm::Zstd,
+        DType::F16,
+        &record(Algorithm::Zstd, DType::F16),
+    );
     let header = RecordHeader::decode(&stored).unwrap();
     let mut coder = Coder::new(&layout(DType::Bf16)).unwrap();
     let mut bytes = stored.clone();
@@ -336,7 +362,8 @@ fn any_algorithm() -> impl Strategy<Value = Algorithm> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Any change of any stored bytes is refused, or changed nothing that counts; never is it a wrong hit.
+    /// Any change of any stored bytes is refused, or changed nothing that counts; never is it a
+    /// wrong hit.
     #[test]
     fn changed_bytes_are_refused(
         algorithm in any_algorithm(),
@@ -353,7 +380,8 @@ proptest! {
         prop_assert!(check(&read(&bytes)).is_err());
     }
 
-    /// The same where somebody made the checksums of what is stored right again: then the record's own refuse it.
+    /// The same where somebody made the checksums of what is stored right again: then the record's
+    /// own refuse it.
     #[test]
     fn forged_bytes_are_refused(
         algorithm in any_algorithm(),

@@ -1,15 +1,17 @@
 //! Decode attention over a block table, for pages as vLLM's CPU backend packs them.
 //!
-//! Each row has one query, the newest token's, which sees every token of the row's table; so there is no mask but the
-//! end of the last block. The page of a head holds its keys transposed, `[dim, block_size]`, and behind them its values,
-//! `[block_size, dim]` (vLLM's instruction set "vec" and "vec16"; "amx" packs otherwise, and is not read here).
+//! Each row has one query, the newest token's, which sees every token of the row's table; so there
+//! is no mask but the end of the last block. The page of a head holds its keys transposed,
+//! `[dim, block_size]`, and behind them its values, `[block_size, dim]` (vLLM's instruction set
+//! "vec" and "vec16"; "amx" packs otherwise, and is not read here).
 //!
 //! ```text
 //! out[x] = Σ_t p_t·v_t / Σ_t p_t,   p_t = exp(scale·q_x·k_t - m),   m the largest of the exponents
 //! ```
 //!
-//! Logits, probabilities and sums are singles. A row is cut into parts of a fixed number of tokens, each computed by one
-//! thread and put together in order, so the answer depends neither on the batch nor on the number of threads.
+//! Logits, probabilities and sums are singles. A row is cut into parts of a fixed number of tokens,
+//! each computed by one thread and put together in order, so the answer depends neither on the
+//! batch nor on the number of threads.
 #![allow(
     unsafe_code,
     reason = "kernels that read pages by address and are compiled for instruction sets"
@@ -33,7 +35,8 @@ use crate::rows::{Blocks, Rows};
 use crate::team::Team;
 use crate::vectors::Vectors;
 
-/// Pages `[block, heads, 2 * block_size * dim]`: for each head the keys, transposed, and then the values.
+/// Pages `[block, heads, 2 * block_size * dim]`: for each head the keys, transposed, and then the
+/// values.
 #[derive(Debug, Clone, Copy)]
 pub struct Pages<'a> {
     /// The page of each physical block, all heads.
@@ -71,21 +74,27 @@ impl<'a> Output<'a> {
             .iter()
             .try_fold(element.size(), |size, &part| size.checked_mul(part));
         if size != Some(bytes.len()) {
-            let error =
-                Error::invalid("there are other bytes than the result needs").with("bytes", bytes.len());
+            let error = Error::invalid("there are other bytes than the result needs")
+                .with("bytes", bytes.len());
             return Err(error.with("shape", format!("{shape:?}")));
         }
         // SAFETY: all of it lies in `bytes`.
         Ok(unsafe { Self::from_raw(bytes.as_mut_ptr(), element, rows, [heads * dim, dim]) })
     }
 
-    /// A result at an address; `strides` are the elements from one row, and from one head, to the next.
+    /// A result at an address; `strides` are the elements from one row, and from one head, to the
+    /// next.
     ///
     /// # Safety
     ///
-    /// For `'a` the elements of `rows` rows, of as many heads as the query has, can be written at these strides, and
-    /// no one else reads or writes them.
-    pub unsafe fn from_raw(base: *mut u8, element: Element, rows: usize, strides: [usize; 2]) -> Self {
+    /// For `'a` the elements of `rows` rows, of as many heads as the query has, can be written at
+    /// these strides, and no one else reads or writes them.
+    pub unsafe fn from_raw(
+        base: *mut u8,
+        element: Element,
+        rows: usize,
+        strides: [usize; 2],
+    ) -> Self {
         Self {
             base,
             element,
@@ -101,13 +110,14 @@ const PART: usize = 1024;
 
 /// Attention of one query in each row over the tokens of its table.
 ///
-/// Where `rows` has as many rows as there are queries, the heads of a query share its table; where it has `pages.heads`
-/// times as many, the table of KV head `h` of query `i` is row `i * pages.heads + h`. A row without tokens gives zeros.
+/// Where `rows` has as many rows as there are queries, the heads of a query share its table; where
+/// it has `pages.heads` times as many, the table of KV head `h` of query `i` is row
+/// `i * pages.heads + h`. A row without tokens gives zeros.
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other, an id beyond the last block or a block that is not there;
-/// `Unsupported` for instructions that this processor lacks.
+/// `InvalidInput` for sizes that do not fit each other, an id beyond the last block or a block that
+/// is not there; `Unsupported` for instructions that this processor lacks.
 pub fn attention(
     queries: &Vectors<'_>,
     pages: &Pages<'_>,
@@ -141,14 +151,23 @@ pub fn attention(
             let (place, part) = (item / job.parts, item % job.parts);
             let tokens = job.tokens(place, part);
             if !tokens.is_empty() {
-                // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; each part has its place.
+                // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; each
+                // part has its place.
                 unsafe { kernel(&job, place, tokens, parts.at(item * job.part_len())) };
             }
         })?;
         let out = &*out;
         let done = team.run(places, |place| {
-            // SAFETY: no one writes to the parts any more, and each thread writes to the heads of its place.
-            unsafe { put_together(&job, place, parts.at(place * job.parts * job.part_len()), out) };
+            // SAFETY: no one writes to the parts any more, and each thread writes to the heads of
+            // its place.
+            unsafe {
+                put_together(
+                    &job,
+                    place,
+                    parts.at(place * job.parts * job.part_len()),
+                    out,
+                )
+            };
         });
         scratch.truncate(MOST_KEPT);
         scratch.shrink_to(MOST_KEPT);
@@ -194,7 +213,8 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Numbers of a part: for each query head the sums of values, the largest logit and the sum of probabilities.
+    /// Numbers of a part: for each query head the sums of values, the largest logit and the sum of
+    /// probabilities.
     fn part_len(&self) -> usize {
         self.group * (self.pages.dim + 2)
     }
@@ -231,7 +251,12 @@ impl Job<'_> {
 }
 
 /// Whether every head has a table of its own.
-fn check(queries: &Vectors<'_>, pages: &Pages<'_>, rows: &Rows<'_>, out: &Output<'_>) -> Result<bool> {
+fn check(
+    queries: &Vectors<'_>,
+    pages: &Pages<'_>,
+    rows: &Rows<'_>,
+    out: &Output<'_>,
+) -> Result<bool> {
     let wrong = |message: &'static str| {
         let error = Error::invalid(message)
             .with("heads", pages.heads)
@@ -242,7 +267,9 @@ fn check(queries: &Vectors<'_>, pages: &Pages<'_>, rows: &Rows<'_>, out: &Output
     };
     let (heads, dim) = (pages.heads, pages.dim);
     if heads == 0 || dim == 0 || !dim.is_multiple_of(16) || !rows.block_size().is_multiple_of(16) {
-        return Err(wrong("a head size and a block size are multiples of 16 here"));
+        return Err(wrong(
+            "a head size and a block size are multiples of 16 here",
+        ));
     }
     if pages.element == Element::I8 {
         return Err(wrong("pages hold bf16, f16 or f32 here"));
@@ -252,18 +279,23 @@ fn check(queries: &Vectors<'_>, pages: &Pages<'_>, rows: &Rows<'_>, out: &Output
         .iter()
         .try_fold(1_usize, |size, &part| size.checked_mul(part));
     if page.is_none_or(|page| page > pages.blocks.len()) {
-        return Err(wrong("a page has fewer bytes than its heads need").with("bytes", pages.blocks.len()));
+        return Err(
+            wrong("a page has fewer bytes than its heads need").with("bytes", pages.blocks.len())
+        );
     }
     if queries.dim() != dim || queries.heads() == 0 || !queries.heads().is_multiple_of(heads) {
         return Err(wrong("the queries do not fit the pages").with("query_heads", queries.heads()));
     }
     if out.len != queries.tokens() || out.element == Element::I8 {
-        return Err(wrong("the place for the result does not fit the queries").with("rows", out.len));
+        return Err(
+            wrong("the place for the result does not fit the queries").with("rows", out.len)
+        );
     }
     let heads_apart = rows.len() != queries.tokens();
     if heads_apart && rows.len() != queries.tokens() * heads {
         return Err(
-            wrong("there is a table for each query, or for each of its KV heads").with("rows", rows.len()),
+            wrong("there is a table for each query, or for each of its KV heads")
+                .with("rows", rows.len()),
         );
     }
     rows.check_ids(pages.blocks.count())?;
@@ -288,8 +320,9 @@ unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Out
         .take_while(|&part| !job.tokens(place, part).is_empty())
         .count();
     // SAFETY: as the caller vouches.
-    let part =
-        |part: usize| unsafe { std::slice::from_raw_parts(parts.add(part * job.part_len()), job.part_len()) };
+    let part = |part: usize| unsafe {
+        std::slice::from_raw_parts(parts.add(part * job.part_len()), job.part_len())
+    };
     let most = |member: usize| move |part: &[f32]| part[group * dim + member];
     let sum = |member: usize| move |part: &[f32]| part[group * (dim + 1) + member];
     for member in 0..group {
@@ -298,7 +331,10 @@ unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Out
             .map(most(member))
             .fold(f32::NEG_INFINITY, f32::max);
         let weight = |of: &[f32]| (most(member)(of) - largest).exp();
-        let total: f32 = (0..count).map(part).map(|of| weight(of) * sum(member)(of)).sum();
+        let total: f32 = (0..count)
+            .map(part)
+            .map(|of| weight(of) * sum(member)(of))
+            .sum();
         let share = if count == 0 { 0.0 } else { 1.0 / total };
         let at = query * out.strides[0] + (head * group + member) * out.strides[1];
         for column in 0..dim {
@@ -320,9 +356,11 @@ unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Out
                         .cast::<u16>()
                         .add(at + column)
                         .write_unaligned(to_f16(value)),
-                    Element::F32 | Element::I8 => {
-                        out.base.cast::<f32>().add(at + column).write_unaligned(value)
-                    }
+                    Element::F32 | Element::I8 => out
+                        .base
+                        .cast::<f32>()
+                        .add(at + column)
+                        .write_unaligned(value),
                 }
             }
         }
@@ -333,7 +371,8 @@ unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Out
 ///
 /// # Safety
 ///
-/// The sizes were checked, the processor has the instructions, and the place of the part is this thread's.
+/// The sizes were checked, the processor has the instructions, and the place of the part is this
+/// thread's.
 type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>, *mut f32);
 
 fn kernel(isa: Isa, element: Element) -> Kernel {

@@ -1,10 +1,11 @@
 //! A part of attention with sixteen numbers side by side.
 //!
-//! Keys lie transposed, so sixteen tokens are a register, and a query's element is multiplied into all of them; values
-//! lie as they are, and sixteen elements of a value are a register. A tile of query heads by registers stays in registers
-//! while a block is passed through once for the keys; then the probabilities of the whole part are taken, and the blocks
-//! are passed through again for the values. Meanwhile memory is asked for what comes next: a page is a fraction of what
-//! the processor would find by itself before it ends.
+//! Keys lie transposed, so sixteen tokens are a register, and a query's element is multiplied into
+//! all of them; values lie as they are, and sixteen elements of a value are a register. A tile of
+//! query heads by registers stays in registers while a block is passed through once for the keys;
+//! then the probabilities of the whole part are taken, and the blocks are passed through again for
+//! the values. Meanwhile memory is asked for what comes next: a page is a fraction of what the
+//! processor would find by itself before it ends.
 
 use std::ops::Range;
 
@@ -41,7 +42,8 @@ pub(super) unsafe fn part<L: Lanes, N: Load>(
         unsafe {
             for member in 0..members {
                 let asked = &mut asked[member * dim..(member + 1) * dim];
-                job.queries.read(query, head * group + first + member, asked);
+                job.queries
+                    .read(query, head * group + first + member, asked);
                 asked.iter_mut().for_each(|value| *value *= job.scale);
             }
             let pass = Pass {
@@ -97,7 +99,8 @@ impl Pass<'_> {
     unsafe fn run<L: Lanes, N: Load, const MEMBERS: usize, const TILE: usize>(&self) {
         let (size, dim) = (self.job.rows.block_size(), self.job.pages.dim);
         let blocks = self.tokens.start / size..self.tokens.end.div_ceil(size);
-        // SAFETY: as the caller vouches; every block is one of the row, and a block has room for whole registers.
+        // SAFETY: as the caller vouches; every block is one of the row, and a block has room for
+        // whole registers.
         unsafe {
             let page = |block: usize| self.job.page::<N>(self.place, block);
             for block in blocks.clone() {
@@ -138,13 +141,27 @@ impl Pass<'_> {
                     let (values, sums) = (values.add(at), self.sums.add(at));
                     at += WIDTH
                         * match (dim - at) / WIDTH {
-                            4.. if TILE >= 4 => {
-                                self.values::<L, N, MEMBERS, 4>(values, probabilities, count, sums, next)
-                            }
-                            2.. if TILE >= 2 => {
-                                self.values::<L, N, MEMBERS, 2>(values, probabilities, count, sums, next)
-                            }
-                            _ => self.values::<L, N, MEMBERS, 1>(values, probabilities, count, sums, next),
+                            4.. if TILE >= 4 => self.values::<L, N, MEMBERS, 4>(
+                                values,
+                                probabilities,
+                                count,
+                                sums,
+                                next,
+                            ),
+                            2.. if TILE >= 2 => self.values::<L, N, MEMBERS, 2>(
+                                values,
+                                probabilities,
+                                count,
+                                sums,
+                                next,
+                            ),
+                            _ => self.values::<L, N, MEMBERS, 1>(
+                                values,
+                                probabilities,
+                                count,
+                                sums,
+                                next,
+                            ),
                         };
                 }
             }
@@ -165,7 +182,8 @@ impl Pass<'_> {
             let mut sums = [[L::splat(0.0); TILE]; MEMBERS];
             for at in 0..dim {
                 ask::<L, N, TILE>(next, at);
-                let tile: [L; TILE] = std::array::from_fn(|i| N::load::<L>(keys.add(at * size + i * WIDTH)));
+                let tile: [L; TILE] =
+                    std::array::from_fn(|i| N::load::<L>(keys.add(at * size + i * WIDTH)));
                 for (member, sums) in sums.iter_mut().enumerate() {
                     let asked = L::splat(*self.asked.add(member * dim + at));
                     for (sum, keys) in sums.iter_mut().zip(tile) {
@@ -207,7 +225,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Adds `count` values, each times its probability, in `TILE` registers of elements. Says how many.
+    /// Adds `count` values, each times its probability, in `TILE` registers of elements. Says how
+    /// many.
     #[inline(always)]
     unsafe fn values<L: Lanes, N: Load, const MEMBERS: usize, const TILE: usize>(
         &self,
@@ -244,7 +263,8 @@ impl Pass<'_> {
     }
 }
 
-/// Asks memory for the part of what comes next that is as long as the step that is computed, `TILE` registers.
+/// Asks memory for the part of what comes next that is as long as the step that is computed, `TILE`
+/// registers.
 #[inline(always)]
 unsafe fn ask<L: Lanes, N, const TILE: usize>(next: *const N, step: usize) {
     let from = next.wrapping_add(step * TILE * WIDTH).cast::<u8>();

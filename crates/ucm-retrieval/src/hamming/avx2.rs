@@ -1,6 +1,7 @@
 //! Distances 32 bytes at a time: AVX2 counts the bits of each half of a byte by looking them up.
 //!
-//! The table of sixteen counts in a register is W. Mula's, "Faster population counts using AVX2 instructions" (2016).
+//! The table of sixteen counts in a register is W. Mula's, "Faster population counts using AVX2
+//! instructions" (2016).
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -11,7 +12,12 @@ use crate::rows::ScoreRows;
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "avx2,popcnt")]
-pub(super) unsafe fn score(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
+pub(super) unsafe fn score(
+    spec: &HammingScores<'_>,
+    out: &ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+) {
     // SAFETY: as the caller vouches.
     unsafe {
         if !stream::score::<Avx2>(spec, out, row, blocks.clone()) {
@@ -23,7 +29,8 @@ pub(super) unsafe fn score(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: 
 #[derive(Clone, Copy)]
 struct Avx2(__m256i);
 
-// Each operation is one instruction, or few; the caller vouches for the processor and for the addresses.
+// Each operation is one instruction, or few; the caller vouches for the processor and for the
+// addresses.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "the line above")]
 impl Register for Avx2 {
     const WIDTH: usize = 32;
@@ -43,13 +50,16 @@ impl Register for Avx2 {
     #[inline(always)]
     unsafe fn distances<const WORDS: usize>(self, query: Self) -> Self {
         unsafe {
-            let counts =
-                _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4));
+            let counts = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+                0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4,
+            ));
             let low = _mm256_set1_epi8(15);
             let bits = _mm256_xor_si256(self.0, query.0);
             let of_low = _mm256_shuffle_epi8(counts, _mm256_and_si256(bits, low));
-            let of_high = _mm256_shuffle_epi8(counts, _mm256_and_si256(_mm256_srli_epi16::<4>(bits), low));
-            let mut found = _mm256_sad_epu8(_mm256_add_epi8(of_low, of_high), _mm256_setzero_si256());
+            let of_high =
+                _mm256_shuffle_epi8(counts, _mm256_and_si256(_mm256_srli_epi16::<4>(bits), low));
+            let mut found =
+                _mm256_sad_epu8(_mm256_add_epi8(of_low, of_high), _mm256_setzero_si256());
             if WORDS >= 2 {
                 found = _mm256_add_epi64(found, _mm256_shuffle_epi32::<0b01_00_11_10>(found));
             }

@@ -1,8 +1,8 @@
 //! Distances 64 bytes at a time, by the vector instruction that counts bits.
 //!
-//! Where several queries of a head add up, their distances to a key are linear in the key's bits: with `c_j` queries
-//! that have bit `j`, of `R`, the sum is `Σ_j c_j + Σ_j k_j·(R - 2·c_j)`. So a key costs one masked sum of small
-//! weights, however many queries there are.
+//! Where several queries of a head add up, their distances to a key are linear in the key's bits:
+//! with `c_j` queries that have bit `j`, of `R`, the sum is `Σ_j c_j + Σ_j k_j·(R - 2·c_j)`. So a
+//! key costs one masked sum of small weights, however many queries there are.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -13,8 +13,16 @@ use crate::rows::ScoreRows;
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,popcnt")]
-pub(super) unsafe fn score(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
-    if spec.queries_per_head > 1 && spec.code_len.is_multiple_of(8) && spec.code_len <= MOST_WEIGHTS / 8 {
+pub(super) unsafe fn score(
+    spec: &HammingScores<'_>,
+    out: &ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+) {
+    if spec.queries_per_head > 1
+        && spec.code_len.is_multiple_of(8)
+        && spec.code_len <= MOST_WEIGHTS / 8
+    {
         return summed(spec, out, row, blocks);
     }
     // SAFETY: as the caller vouches.
@@ -28,7 +36,8 @@ pub(super) unsafe fn score(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: 
 #[derive(Clone, Copy)]
 struct Avx512(__m512i);
 
-// Each operation is one instruction, or few; the caller vouches for the processor and for the addresses.
+// Each operation is one instruction, or few; the caller vouches for the processor and for the
+// addresses.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "the line above")]
 impl Register for Avx512 {
     const WIDTH: usize = 64;
@@ -56,7 +65,10 @@ impl Register for Avx512 {
                 counts = _mm512_add_epi64(counts, _mm512_permutex_epi64::<0b01_00_11_10>(counts));
             }
             if WORDS >= 8 {
-                counts = _mm512_add_epi64(counts, _mm512_shuffle_i64x2::<0b01_00_11_10>(counts, counts));
+                counts = _mm512_add_epi64(
+                    counts,
+                    _mm512_shuffle_i64x2::<0b01_00_11_10>(counts, counts),
+                );
             }
             Self(counts)
         }
@@ -71,7 +83,8 @@ impl Register for Avx512 {
     }
 }
 
-/// Most bits of a code whose weights can be added up in 16 bits: pairs of weights up to 127, one pair from each word.
+/// Most bits of a code whose weights can be added up in 16 bits: pairs of weights up to 127, one
+/// pair from each word.
 const MOST_WEIGHTS: usize = 128 * 64;
 
 /// Several queries for each head.
@@ -87,7 +100,8 @@ fn summed(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Ra
                 .filter(|query| query[bit / 8] >> (bit % 8) & 1 == 1);
             let set = set.count() as i32;
             constants[head] += set;
-            weights[head * len * 8 + bit] = (per_head as i32 - 2 * set) as i8; // at most 127 queries
+            // at most 127 queries
+            weights[head * len * 8 + bit] = (per_head as i32 - 2 * set) as i8;
         }
     }
     let ones = _mm512_set1_epi8(1);
@@ -98,7 +112,9 @@ fn summed(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Ra
                 for word in 0..len / 8 {
                     // SAFETY: the word is within the code, and there are as many weights as bits.
                     let (key, weights) = unsafe {
-                        let key = codes.add((slot * heads + head) * len + word * 8).cast::<u64>();
+                        let key = codes
+                            .add((slot * heads + head) * len + word * 8)
+                            .cast::<u64>();
                         let weights = weights.as_ptr().add((head * len + word * 8) * 8);
                         (key.read_unaligned(), _mm512_loadu_si512(weights.cast()))
                     };

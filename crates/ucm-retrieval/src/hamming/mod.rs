@@ -1,12 +1,14 @@
-//! Scores from hash codes: in how few bits the code of some key of a block differs from the query's.
+//! Scores from hash codes: in how few bits the code of some key of a block differs from the
+//! query's.
 //!
 //! ```text
 //! dist[t, h] = Σ over the queries of head h ( popcount( code(query) xor code(key[t, h]) ) )
 //! score[b]   = - min over tokens t of the block, and over heads h ( dist[t, h] )
 //! ```
 //!
-//! With grouped heads there is one query for each KV head, the group's mean. With latent attention there is one head of
-//! keys, and the distances of several queries to it add up. Everything is an integer, and exact.
+//! With grouped heads there is one query for each KV head, the group's mean. With latent attention
+//! there is one head of keys, and the distances of several queries to it add up. Everything is an
+//! integer, and exact.
 #![allow(unsafe_code, reason = "kernels that read blocks by address")]
 
 #[cfg(target_arch = "x86_64")]
@@ -29,7 +31,8 @@ use crate::team::Team;
 /// Arguments of [`hamming_scores`].
 #[derive(Debug, Clone, Copy)]
 pub struct HammingScores<'a> {
-    /// The rows that are scored; their ids are places in `codes`. Of a last block only the slots of its tokens count.
+    /// The rows that are scored; their ids are places in `codes`. Of a last block only the slots of
+    /// its tokens count.
     pub rows: Rows<'a>,
     /// Codes of keys, `[block, slot, heads, code_len]` without gaps within a block.
     pub codes: Blocks<'a>,
@@ -50,10 +53,11 @@ pub struct HammingScores<'a> {
 /// Blocks that one thread scores at a time.
 const CHUNK: usize = 32;
 
-/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` where heads stay apart.
+/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` where
+/// heads stay apart.
 ///
-/// Blocks of the windows get [`i32::MAX`], those that are not there (a negative id) and places behind a row's end
-/// [`i32::MIN`].
+/// Blocks of the windows get [`i32::MAX`], those that are not there (a negative id) and places
+/// behind a row's end [`i32::MIN`].
 ///
 /// ```
 /// use ucm_retrieval::*;
@@ -77,8 +81,8 @@ const CHUNK: usize = 32;
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other or an id beyond the last block, `Unsupported` for instructions
-/// that this processor lacks.
+/// `InvalidInput` for sizes that do not fit each other or an id beyond the last block,
+/// `Unsupported` for instructions that this processor lacks.
 pub fn hamming_scores(
     spec: &HammingScores<'_>,
     out: &mut [i32],
@@ -100,8 +104,8 @@ pub fn hamming_scores(
         }
         let part = middle.start.max(chunk * CHUNK)..middle.end.min((chunk + 1) * CHUNK);
         if !part.is_empty() {
-            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; this thread alone writes to
-            // these places.
+            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; this
+            // thread alone writes to these places.
             unsafe { kernel(spec, &out, row, part) };
         }
     })
@@ -120,16 +124,21 @@ fn check(spec: &HammingScores<'_>) -> Result<()> {
     let token = spec.heads.checked_mul(spec.code_len);
     let block = token.and_then(|token| token.checked_mul(spec.rows.block_size()));
     if block != Some(spec.codes.len()) {
-        let error = wrong("a block has other bytes than its codes need").with("bytes", spec.codes.len());
+        let error =
+            wrong("a block has other bytes than its codes need").with("bytes", spec.codes.len());
         return Err(error.with("block_size", spec.rows.block_size()));
     }
-    let queries = token.and_then(|token| token.checked_mul(spec.queries_per_head * spec.rows.len()));
+    let queries =
+        token.and_then(|token| token.checked_mul(spec.queries_per_head * spec.rows.len()));
     if queries != Some(spec.queries.len()) {
-        return Err(wrong("there are not as many codes of queries as rows").with("bytes", spec.queries.len()));
+        return Err(wrong("there are not as many codes of queries as rows")
+            .with("bytes", spec.queries.len()));
     }
     // Larger sums would not fit the score, nor the weights of a vector kernel.
     if spec.queries_per_head > MAX_QUERIES || spec.code_len > MAX_CODE_LEN {
-        return Err(wrong("a code is too long, or a head has too many queries").with("limit", MAX_QUERIES));
+        return Err(
+            wrong("a code is too long, or a head has too many queries").with("limit", MAX_QUERIES)
+        );
     }
     spec.rows.check_ids(spec.codes.count())
 }
@@ -143,7 +152,8 @@ const MAX_CODE_LEN: usize = 4096;
 ///
 /// # Safety
 ///
-/// The specification was checked, the processor has the instructions, and no one else writes to these places.
+/// The specification was checked, the processor has the instructions, and no one else writes to
+/// these places.
 type Kernel = unsafe fn(&HammingScores<'_>, &ScoreRows<i32>, usize, Range<usize>);
 
 fn kernel(isa: Isa) -> Kernel {
@@ -163,7 +173,8 @@ unsafe fn scalar(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blo
     let (heads, len, per_head) = (spec.heads, spec.code_len, spec.queries_per_head);
     let queries = queries(spec, row);
     each_block(spec, out, row, blocks, |codes, slots, _, least| {
-        for (head, (queries, least)) in queries.chunks_exact(per_head * len).zip(least).enumerate() {
+        for (head, (queries, least)) in queries.chunks_exact(per_head * len).zip(least).enumerate()
+        {
             for slot in 0..slots {
                 // SAFETY: the slot and the head are within the block.
                 let code = unsafe { codes.add((slot * heads + head) * len) };
@@ -189,8 +200,9 @@ fn queries<'a>(spec: &HammingScores<'a>, row: usize) -> &'a [u8] {
 /// Stands for the least distance where there is none.
 const NONE: u32 = u32::MAX;
 
-/// Scores the blocks of a range: `find` lowers the least distance of each head, from the codes of the block and the
-/// number of its slots that count; it is told besides where the codes of the next block begin.
+/// Scores the blocks of a range: `find` lowers the least distance of each head, from the codes of
+/// the block and the number of its slots that count; it is told besides where the codes of the next
+/// block begin.
 #[inline(always)]
 fn each_block(
     spec: &HammingScores<'_>,
@@ -211,11 +223,20 @@ fn each_block(
             None
         };
         if let Some((codes, slots)) = this {
-            find(codes, slots, next.map_or(codes, |(codes, _)| codes), &mut least);
+            find(
+                codes,
+                slots,
+                next.map_or(codes, |(codes, _)| codes),
+                &mut least,
+            );
         }
-        let scores = least
-            .iter()
-            .map(|&least| if least == NONE { i32::MIN } else { -(least as i32) });
+        let scores = least.iter().map(|&least| {
+            if least == NONE {
+                i32::MIN
+            } else {
+                -(least as i32)
+            }
+        });
         let to = out.at(row, block);
         if spec.heads_apart {
             for (head, score) in scores.enumerate() {

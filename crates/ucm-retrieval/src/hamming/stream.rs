@@ -1,8 +1,8 @@
 //! Distances a register at a time: the kernel of processors that count bits in vectors.
 //!
-//! A stretch of codes is a stream of registers; after some of them (`REGISTERS`) token and head are where they were, so
-//! as many registers hold the query, repeated. The counts of a code's words are added up within a register, and the least
-//! of each place is kept until the block ends.
+//! A stretch of codes is a stream of registers; after some of them (`REGISTERS`) token and head are
+//! where they were, so as many registers hold the query, repeated. The counts of a code's words are
+//! added up within a register, and the least of each place is kept until the block ends.
 
 use std::ops::Range;
 
@@ -40,7 +40,8 @@ const MOST_BYTES: usize = 8 * 64;
 /// Most words of a register.
 const MOST_WORDS: usize = 8;
 
-/// Scores a range of blocks of a row; false where codes of this size cannot be cut into registers, and nothing is done.
+/// Scores a range of blocks of a row; false where codes of this size cannot be cut into registers,
+/// and nothing is done.
 ///
 /// # Safety
 ///
@@ -111,8 +112,9 @@ fn repeated(bytes: &[u8], period: usize) -> [u8; MOST_BYTES] {
     filled
 }
 
-/// Lowers the least distances by those of the codes of a period. A function: a closure that is called from two places
-/// would not be compiled for the processor, and a call for each instruction takes ten times as long.
+/// Lowers the least distances by those of the codes of a period. A function: a closure that is
+/// called from two places would not be compiled for the processor, and a call for each instruction
+/// takes ten times as long.
 ///
 /// # Safety
 ///
@@ -172,7 +174,8 @@ unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
             unsafe { lower::<R, WORDS, REGISTERS>(&mut least, &query, codes.add(at * period)) };
         }
         if rest > 0 {
-            // The tokens that are left, again and again: the least does not change by what is there twice.
+            // The tokens that are left, again and again: the least does not change by what is there
+            // twice.
             // SAFETY: the block has so many bytes behind its whole periods.
             let left = unsafe { std::slice::from_raw_parts(codes.add(whole * period), rest) };
             let filled = repeated(left, period);
@@ -183,7 +186,12 @@ unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
             let mut words = [0_u64; MOST_WORDS];
             // SAFETY: there is room for the largest register.
             unsafe { least.store(words.as_mut_ptr().cast()) };
-            for (word, found) in words.into_iter().enumerate().take(R::WIDTH / 8).step_by(WORDS) {
+            for (word, found) in words
+                .into_iter()
+                .enumerate()
+                .take(R::WIDTH / 8)
+                .step_by(WORDS)
+            {
                 let head = (register * R::WIDTH + word * 8) % token / spec.code_len;
                 of_heads[head] = of_heads[head].min(found as u32);
             }

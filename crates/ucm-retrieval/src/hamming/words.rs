@@ -1,5 +1,5 @@
-//! Distances eight bytes at a time, by the instruction that counts bits: the kernel of processors without a vector form
-//! of it, and for codes of sizes that registers cannot be cut into.
+//! Distances eight bytes at a time, by the instruction that counts bits: the kernel of processors
+//! without a vector form of it, and for codes of sizes that registers cannot be cut into.
 
 use std::ops::Range;
 
@@ -8,7 +8,12 @@ use crate::rows::ScoreRows;
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "popcnt")]
-pub(super) unsafe fn score(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
+pub(super) unsafe fn score(
+    spec: &HammingScores<'_>,
+    out: &ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+) {
     match (spec.code_len, spec.queries_per_head) {
         (8, 1) => of_size::<1>(spec, out, row, blocks),
         (16, 1) => of_size::<2>(spec, out, row, blocks),
@@ -38,7 +43,11 @@ fn of_size<const WORDS: usize>(
             for (head, (query, least)) in queries.iter().zip(&mut *least).enumerate() {
                 // SAFETY: as above, for each head.
                 let code = unsafe { of_slot.add(head).read_unaligned() };
-                let distance: u32 = code.iter().zip(query).map(|(a, b)| (a ^ b).count_ones()).sum();
+                let distance: u32 = code
+                    .iter()
+                    .zip(query)
+                    .map(|(a, b)| (a ^ b).count_ones())
+                    .sum();
                 *least = distance.min(*least);
             }
         }
@@ -52,11 +61,18 @@ fn of_any_size(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, block
     let queries = queries(spec, row);
     each_block(spec, out, row, blocks, |codes, slots, _, least| {
         for slot in 0..slots {
-            let of_heads = queries.chunks_exact(spec.queries_per_head * len).zip(&mut *least);
+            let of_heads = queries
+                .chunks_exact(spec.queries_per_head * len)
+                .zip(&mut *least);
             for (head, (queries, least)) in of_heads.enumerate() {
                 // SAFETY: the slot and the head are within the block.
-                let code = unsafe { std::slice::from_raw_parts(codes.add((slot * heads + head) * len), len) };
-                let distance: u32 = queries.chunks_exact(len).map(|query| distance(code, query)).sum();
+                let code = unsafe {
+                    std::slice::from_raw_parts(codes.add((slot * heads + head) * len), len)
+                };
+                let distance: u32 = queries
+                    .chunks_exact(len)
+                    .map(|query| distance(code, query))
+                    .sum();
                 *least = distance.min(*least);
             }
         }
@@ -71,7 +87,11 @@ fn distance(a: &[u8], b: &[u8]) -> u32 {
         .zip(b)
         .map(|(a, b)| (word(a) ^ word(b)).count_ones())
         .sum();
-    let rest: u32 = a_rest.iter().zip(b_rest).map(|(a, b)| (a ^ b).count_ones()).sum();
+    let rest: u32 = a_rest
+        .iter()
+        .zip(b_rest)
+        .map(|(a, b)| (a ^ b).count_ones())
+        .sum();
     words + rest
 }
 

@@ -17,13 +17,17 @@ pub(crate) struct Avx2(pub(crate) __m256, pub(crate) __m256);
 pub(super) unsafe fn sum_of_eight(lanes: __m256) -> f32 {
     // SAFETY: as the caller vouches.
     unsafe {
-        let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
+        let four = _mm_add_ps(
+            _mm256_castps256_ps128(lanes),
+            _mm256_extractf128_ps::<1>(lanes),
+        );
         let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
     }
 }
 
-// SAFETY of all blocks below: the instructions are there, as the trait demands, and loads read sixteen elements.
+// SAFETY of all blocks below: the instructions are there, as the trait demands, and loads read
+// sixteen elements.
 #[allow(
     clippy::undocumented_unsafe_blocks,
     reason = "one reason for all, given above: the contract of the trait"
@@ -80,7 +84,12 @@ impl Lanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
-        unsafe { Self(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)) }
+        unsafe {
+            Self(
+                _mm256_add_ps(self.0, other.0),
+                _mm256_add_ps(self.1, other.1),
+            )
+        }
     }
     #[inline(always)]
     unsafe fn add_product_exact(self, a: Self, b: Self) -> Self {
@@ -105,12 +114,18 @@ impl Lanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn max(self, other: Self) -> Self {
-        unsafe { Self(_mm256_max_ps(self.0, other.0), _mm256_max_ps(self.1, other.1)) }
+        unsafe {
+            Self(
+                _mm256_max_ps(self.0, other.0),
+                _mm256_max_ps(self.1, other.1),
+            )
+        }
     }
     #[inline(always)]
     unsafe fn round(self) -> Self {
         unsafe {
-            let half = |lanes| _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(lanes);
+            let half =
+                |lanes| _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(lanes);
             Self(half(self.0), half(self.1))
         }
     }
@@ -128,7 +143,10 @@ impl Lanes for Avx2 {
     unsafe fn most(self) -> f32 {
         unsafe {
             let eight = _mm256_max_ps(self.0, self.1);
-            let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let four = _mm_max_ps(
+                _mm256_castps256_ps128(eight),
+                _mm256_extractf128_ps::<1>(eight),
+            );
             let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
         }

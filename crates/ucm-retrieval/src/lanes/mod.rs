@@ -1,8 +1,10 @@
-//! Numbers side by side: the few operations the kernels are written in, one implementation for each instruction set.
+//! Numbers side by side: the few operations the kernels are written in, one implementation for each
+//! instruction set.
 //!
-//! A kernel is a function generic over [`Lanes`], inlined into a small function that is compiled for the instruction
-//! set. Sums are taken in the same order on every vector set, so AVX2 and AVX-512 give the same bits; the scalar lane
-//! adds one number after the other, without fused operations.
+//! A kernel is a function generic over [`Lanes`], inlined into a small function that is compiled
+//! for the instruction set. Sums are taken in the same order on every vector set, so AVX2 and
+//! AVX-512 give the same bits; the scalar lane adds one number after the other, without fused
+//! operations.
 #![allow(
     unsafe_code,
     reason = "instructions that not every processor has, and loads by address"
@@ -24,8 +26,9 @@ use crate::element::{Bf16, F16, Number};
 ///
 /// # Safety
 ///
-/// Every function needs a processor with the instructions of the implementation, and has to be inlined into a function
-/// that is compiled for them. Loads read [`Lanes::WIDTH`] elements at an address of any alignment.
+/// Every function needs a processor with the instructions of the implementation, and has to be
+/// inlined into a function that is compiled for them. Loads read [`Lanes::WIDTH`] elements at an
+/// address of any alignment.
 pub(crate) trait Lanes: Copy {
     /// How many.
     const WIDTH: usize;
@@ -177,9 +180,11 @@ impl Lanes for Scalar {
     unsafe fn prefetch(_: *const u8) {}
 }
 
-/// `e` to the power of each, of numbers up to 88: relatively within 2e-7, down to `e^-87`, which stands for all below.
+/// `e` to the power of each, of numbers up to 88: relatively within 2e-7, down to `e^-87`, which
+/// stands for all below.
 ///
-/// A power of two times `e^r`, with `r` at most half of `ln 2` away from zero: `1 + r + r²·(polynomial of Cephes' expf)`.
+/// A power of two times `e^r`, with `r` at most half of `ln 2` away from zero:
+/// `1 + r + r²·(polynomial of Cephes' expf)`.
 ///
 /// # Safety
 ///
@@ -256,7 +261,10 @@ pub(crate) unsafe fn reduce<L: Lanes, N: Load, const SQUARED_DISTANCE: bool>(
             sums[0].sum()
         };
         while at < len {
-            let (a, b) = (a.add(at).read_unaligned(), b.add(at).read_unaligned().to_f32());
+            let (a, b) = (
+                a.add(at).read_unaligned(),
+                b.add(at).read_unaligned().to_f32(),
+            );
             total += if SQUARED_DISTANCE {
                 (a - scale * b) * (a - scale * b)
             } else {
@@ -318,7 +326,10 @@ mod tests {
             for found in exps(&of) {
                 for (found, of) in found.into_iter().zip(of) {
                     let right = f64::from(of.max(-87.0)).exp();
-                    assert!((f64::from(found) / right - 1.0).abs() < 2e-7, "e^{of} is {found}");
+                    assert!(
+                        (f64::from(found) / right - 1.0).abs() < 2e-7,
+                        "e^{of} is {found}"
+                    );
                 }
             }
         }

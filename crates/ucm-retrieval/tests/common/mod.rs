@@ -1,11 +1,13 @@
-//! What the tests of the kernels share: instruction sets of this machine, numbers, and batches of rows.
+//! What the tests of the kernels share: instruction sets of this machine, numbers, and batches of
+//! rows.
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use proptest::prelude::*;
 use ucm_retrieval::{Element, Isa, Team};
 
-/// Every set of this processor, and how many threads share a call; the last ones are threads of our own.
+/// Every set of this processor, and how many threads share a call; the last ones are threads of our
+/// own.
 pub(crate) fn ways() -> Vec<(Isa, Team)> {
     let sets = Isa::ALL.into_iter().filter(|isa| isa.supported());
     let mut ways: Vec<_> = sets.map(|isa| (isa, Team::ONE)).collect();
@@ -13,7 +15,8 @@ pub(crate) fn ways() -> Vec<(Isa, Team)> {
     ways
 }
 
-/// Numbers from -2 to 2 that are exact in every type of element, and whose products add up exactly for a while.
+/// Numbers from -2 to 2 that are exact in every type of element, and whose products add up exactly
+/// for a while.
 pub(crate) fn number(state: &mut u64) -> f32 {
     *state = state
         .wrapping_mul(0x5851_f42d_4c95_7f2d)
@@ -56,8 +59,8 @@ pub(crate) fn elements() -> impl Strategy<Value = Element> {
     ]
 }
 
-/// A block table of `lengths.len()` rows whose ids lie anywhere below `pool`; a tenth of the blocks is not there where
-/// `absent`.
+/// A block table of `lengths.len()` rows whose ids lie anywhere below `pool`; a tenth of the blocks
+/// is not there where `absent`.
 pub(crate) fn table(
     lengths: &[usize],
     block_size: usize,

@@ -7,7 +7,8 @@ use ucm_tier::registry::{self, BuildContext, BuiltLevel};
 
 use crate::tiers::WritePolicy;
 
-/// Makes the media of a store, top first, each with its policy. `Config` for options that make no sense.
+/// Makes the media of a store, top first, each with its policy. `Config` for options that make no
+/// sense.
 pub(super) fn make_all(
     tiers: Vec<TierSpec>,
     context: &BuildContext<'_>,
@@ -39,7 +40,9 @@ impl TierSpec {
         let Some(name) = &self.write_policy else {
             return Ok(WritePolicy::Through);
         };
-        let found = WritePolicy::ALL.into_iter().find(|policy| policy.name() == name);
+        let found = WritePolicy::ALL
+            .into_iter()
+            .find(|policy| policy.name() == name);
         let unknown = || Error::new(ErrorKind::Config, "write_policy is through, back or never");
         found.ok_or_else(|| unknown().with("write_policy", name))
     }
@@ -62,7 +65,9 @@ mod tests {
     }
 
     fn posix(layout: &str, codec: &str) -> TierSpec {
-        tier(json!({"kind": "posix", "storage_backends": ["/nowhere"], "layout": layout, "codec": codec}))
+        tier(
+            json!({"kind": "posix", "storage_backends": ["/nowhere"], "layout": layout, "codec": codec}),
+        )
     }
 
     /// Why these tiers make no store; nothing where they do.
@@ -87,7 +92,9 @@ mod tests {
             scheduler_elsewhere: false,
             clock: SystemClock::shared(),
         };
-        make_all(tiers, &context).err().map(|error| error.to_string())
+        make_all(tiers, &context)
+            .err()
+            .map(|error| error.to_string())
     }
 
     #[test]

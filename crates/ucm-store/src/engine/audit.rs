@@ -1,9 +1,9 @@
 //! Comparing what should be the same: the self-audit, and the second look of `verify: paranoid`.
 //!
-//! The engine that computes declines one hit in N and marks the blocks; when they are dumped, what was computed is
-//! compared with what is stored. A difference beyond the tolerance is counted and told, and that is all: the record
-//! proved itself by its checksums, so the fault may as well lie with the identity, with the engine that wrote it, or
-//! with the one that computes now.
+//! The engine that computes declines one hit in N and marks the blocks; when they are dumped, what
+//! was computed is compared with what is stored. A difference beyond the tolerance is counted and
+//! told, and that is all: the record proved itself by its checksums, so the fault may as well lie
+//! with the identity, with the engine that wrote it, or with the one that computes now.
 
 use std::sync::Arc;
 
@@ -22,8 +22,9 @@ use crate::tiers::TierRead;
 const MOST_MARKED: usize = 1 << 16;
 
 impl Core {
-    /// The next dump of each of these blocks is compared with what is stored, where it would only find it there. The
-    /// outcome is counted (`audits`, `audit_deviations`); nothing is refused or replaced by it.
+    /// The next dump of each of these blocks is compared with what is stored, where it would only
+    /// find it there. The outcome is counted (`audits`, `audit_deviations`); nothing is refused or
+    /// replaced by it.
     pub fn audit(&self, ids: &[BlockId]) -> Result<()> {
         self.usable()?;
         for &id in ids {
@@ -39,8 +40,8 @@ impl Core {
         tolerance(self.records.layout.dtype())
     }
 
-    /// Reads the stored block and compares it with the whole record in `slot`; writes as usual if there is none to
-    /// compare with, or no slot to read it into.
+    /// Reads the stored block and compares it with the whole record in `slot`; writes as usual if
+    /// there is none to compare with, or no slot to read it into.
     pub(super) fn write_audited(
         self: &Arc<Self>,
         builder: &Arc<BlockBuilder>,
@@ -49,14 +50,21 @@ impl Core {
     ) {
         let (id, request) = (builder.id, builder.request);
         let tier = self.tiers.place(id, None, request.number);
-        let room = tier.and_then(|_| self.device.slots.try_acquire_above(self.device.reserved_slots));
+        let room = tier.and_then(|_| {
+            self.device
+                .slots
+                .try_acquire_above(self.device.reserved_slots)
+        });
         let (Some(tier), Some(room)) = (tier, room) else {
             return self.write(builder, slot, options, None);
         };
         let (core, builder) = (Arc::clone(self), Arc::clone(builder));
         let ended = Arc::new(move |slot: Slot, result: Result<ReadDone>| match result {
             Ok(stored) if core.verify(id, &stored, 0).is_ok() => {
-                core.audited(id, core.numeric_diff(stored.slot.as_slice(), slot.as_slice()));
+                core.audited(
+                    id,
+                    core.numeric_diff(stored.slot.as_slice(), slot.as_slice()),
+                );
                 drop((stored, slot));
                 core.write_done(&builder, None, Ok(Written::Present));
             }
@@ -103,7 +111,8 @@ impl Core {
             block = %id,
             deviation = diff,
             tolerance,
-            "block {id}, computed again, differs from the stored one by {diff:.3} of its largest value (up to \
+            "block {id}, computed again, differs from the stored one by {diff:.3} of its largest \
+             value (up to \
              {tolerance} is usual): look at what writes and what computes before blaming the record"
         );
     }

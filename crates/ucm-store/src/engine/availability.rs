@@ -1,4 +1,5 @@
-//! Whether an engine takes work: since when it is whose, and whether too much is lost in calls that do not return.
+//! Whether an engine takes work: since when it is whose, and whether too much is lost in calls that
+//! do not return.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +41,8 @@ impl Core {
         match &lost {
             Some(error) if !was => {
                 let kind = error.kind().name();
-                let text = "the store is switched off until enough of them have, every lookup misses";
+                let text =
+                    "the store is switched off until enough of them have, every lookup misses";
                 warn!(store = self.records.writer, error = kind, "{error}: {text}");
             }
             None if was => info!(store = self.records.writer, "the store answers again"),
@@ -53,8 +55,8 @@ impl Core {
         Err(Error::new(ErrorKind::Unhealthy, text))
     }
 
-    /// The error that says that too many slots are lost in calls that do not return: each of these may hold one, and
-    /// half of them is too many.
+    /// The error that says that too many slots are lost in calls that do not return: each of these
+    /// may hold one, and half of them is too many.
     pub(super) fn lost(&self) -> Option<Error> {
         let (slots, io, copies) = (
             self.device.slots.capacity(),
@@ -69,9 +71,12 @@ impl Core {
         })
     }
 
-    /// Threads that hang in copies from the device. Those that hang in a write that they carried on with are their
-    /// tier's.
+    /// Threads that hang in copies from the device. Those that hang in a write that they carried on
+    /// with are their tier's.
     pub(super) fn copies_stuck(&self) -> usize {
-        self.device.copies.stuck().saturating_sub(self.tiers.lent_stuck())
+        self.device
+            .copies
+            .stuck()
+            .saturating_sub(self.tiers.lent_stuck())
     }
 }

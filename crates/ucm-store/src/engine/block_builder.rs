@@ -17,14 +17,16 @@ pub(super) struct BlockBuilder {
     pub(super) alone: Option<usize>,
     /// The dump that brought its first shard.
     pub(super) request: Request,
-    /// Held while shards are copied from the device, perhaps for ever; never taken for anything else.
+    /// Held while shards are copied from the device, perhaps for ever; never taken for anything
+    /// else.
     pub(super) copying: Mutex<()>,
     /// Held for moments only.
     pub(super) inner: Mutex<Inner>,
 }
 
 pub(super) struct Inner {
-    /// The record in the making; away while somebody copies into it, and once it was handed to the backend or given up.
+    /// The record in the making; away while somebody copies into it, and once it was handed to the
+    /// backend or given up.
     pub(super) slot: Option<Slot>,
     /// Which shards were gathered.
     pub(super) have: Vec<bool>,
@@ -54,7 +56,8 @@ pub(super) enum After {
     Ended(Result<()>),
     /// They end with their block.
     Wait,
-    /// They completed their block: its record, the checksums of its layers, and whether it has its side shards.
+    /// They completed their block: its record, the checksums of its layers, and whether it has its
+    /// side shards.
     Publish(Slot, Vec<u32>, bool),
 }
 
@@ -62,7 +65,8 @@ pub(super) enum After {
 pub(super) type BlockBuilders = Mutex<HashMap<BlockId, Arc<BlockBuilder>>>;
 
 impl BlockBuilder {
-    /// An empty one, with the slot its record is made in; `alone`: for a side shard and nothing else.
+    /// An empty one, with the slot its record is made in; `alone`: for a side shard and nothing
+    /// else.
     pub(super) fn new(
         id: BlockId,
         alone: Option<usize>,

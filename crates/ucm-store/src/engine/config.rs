@@ -50,7 +50,8 @@ pub struct EngineConfig {
     pub block_tokens: u32,
     /// Element type, for the header.
     pub dtype: DType,
-    /// Side shards that blocks may have beside their KV; each a whole number of bytes for every shard of a block.
+    /// Side shards that blocks may have beside their KV; each a whole number of bytes for every
+    /// shard of a block.
     pub sides: Vec<SideSpec>,
     /// Bytes of host memory for staging; 0 opens the engine for lookups only.
     pub staging_bytes: u64,
@@ -66,7 +67,8 @@ pub struct EngineConfig {
     pub keys: Option<Arc<Keys>>,
     /// What the blocks of each tenant may come to in every level below memory, if that is bounded.
     pub tenant_quota: Option<Capacity>,
-    /// Reads back what was published before it counts, and what was loaded from the device before it is reported.
+    /// Reads back what was published before it counts, and what was loaded from the device before
+    /// it is reported.
     pub paranoid: bool,
 }
 
@@ -78,7 +80,8 @@ pub struct Row {
     pub shard: u32,
     /// Where they lie.
     pub pieces: Pieces,
-    /// What must be done before they are read or written; the row fails where it is not by the deadline of its task.
+    /// What must be done before they are read or written; the row fails where it is not by the
+    /// deadline of its task.
     pub ready: Option<Arc<dyn Event>>,
     /// What a dump brings beside the KV; a load takes no notice of it.
     pub sides: RowSides,
@@ -90,11 +93,12 @@ pub enum RowSides {
     /// Nothing. A block has its side shards where every one of its rows brings them.
     #[default]
     None,
-    /// Its share of every side shard of the store, in their order, one behind the other: the row of shard *i* of *n*
-    /// brings the
+    /// Its share of every side shard of the store, in their order, one behind the other: the row of
+    /// shard *i* of *n* brings the
     /// *i*-th *n*-th of each.
     Beside(Box<[u8]>),
-    /// The side shard of this index, whole, for a record of its own and of this row's id; there is no KV.
+    /// The side shard of this index, whole, for a record of its own and of this row's id; there is
+    /// no KV.
     Alone(usize, Box<[u8]>),
 }
 

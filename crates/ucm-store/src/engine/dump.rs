@@ -1,9 +1,9 @@
 //! The way of a block from the device to the medium.
 //!
-//! A dump takes its slots at once or is refused (Busy, source untouched). Its rows are gathered into the slot with
-//! their checksums; a task is *staged* when all its rows are. The shard that completes a block sends it to the
-//! backend; the tasks that brought that shard are *published* with it. A block still incomplete at its deadline is
-//! dropped and counted.
+//! A dump takes its slots at once or is refused (Busy, source untouched). Its rows are gathered
+//! into the slot with their checksums; a task is *staged* when all its rows are. The shard that
+//! completes a block sends it to the backend; the tasks that brought that shard are *published*
+//! with it. A block still incomplete at its deadline is dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -91,7 +91,8 @@ impl Run {
 }
 
 impl Core {
-    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium or of writes is open).
+    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
+    /// or of writes is open).
     pub fn dump(self: &Arc<Self>, rows: Vec<Row>) -> Result<Task> {
         self.check_rows(&rows, false)?;
         let now = self.clock.now();
@@ -130,8 +131,8 @@ impl Core {
         Ok(task)
     }
 
-    /// Puts `threads` of the copy pool to a dump. Each begins the next: to wake a thread takes a system call, and the caller
-    /// has a model to compute.
+    /// Puts `threads` of the copy pool to a dump. Each begins the next: to wake a thread takes a
+    /// system call, and the caller has a model to compute.
     fn spread(self: &Arc<Self>, run: &Arc<Run>, threads: usize, deadline: MonotonicTime) {
         let ticket = Arc::new(Ticket::default());
         let (core, blocks, watched) = (Arc::clone(self), Arc::clone(run), Arc::clone(&ticket));
@@ -155,9 +156,9 @@ impl Core {
         }
     }
 
-    /// Takes one block of a dump after the other and carries it as far as it goes: to the medium, or, on the thread that is
-    /// kept from media so that the device waits for none, to a thread of the tier. That one stands by where the others need
-    /// nothing but their processors.
+    /// Takes one block of a dump after the other and carries it as far as it goes: to the medium,
+    /// or, on the thread that is kept from media so that the device waits for none, to a thread of
+    /// the tier. That one stands by where the others need nothing but their processors.
     fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>) {
         let (writers, cached) = (&self.dumps.inline_writers, self.tiers.writes_cached());
         let mut writer = writers.begin();
@@ -184,7 +185,8 @@ impl Core {
         }
     }
 
-    /// A builder with a slot and a place in the queue of copies for every block, or Busy and nothing changed.
+    /// A builder with a slot and a place in the queue of copies for every block, or Busy and
+    /// nothing changed.
     fn take_slots(
         &self,
         blocks: Vec<(BlockId, BlockRowList)>,
@@ -193,18 +195,24 @@ impl Core {
         let (mut work, mut fresh) = (Vec::with_capacity(blocks.len()), Vec::new());
         let mut builders = self.dumps.builders.lock();
         let blocks_wanted = blocks.len();
-        let mut full = self.dumps.copying.load(Ordering::Acquire) + blocks_wanted > self.dumps.copy_limit;
+        let mut full =
+            self.dumps.copying.load(Ordering::Acquire) + blocks_wanted > self.dumps.copy_limit;
         for (id, rows) in blocks {
             let builder = match builders.get(&id) {
                 _ if full => break,
                 Some(builder) => Arc::clone(builder),
                 None => {
-                    let Some(slot) = self.device.slots.try_acquire_above(self.device.reserved_slots) else {
+                    let Some(slot) = self
+                        .device
+                        .slots
+                        .try_acquire_above(self.device.reserved_slots)
+                    else {
                         full = true;
                         break;
                     };
                     let alone = rows.sides.iter().find_map(|(_, sides)| sides.alone());
-                    let builder = BlockBuilder::new(id, alone, request, slot, &self.records.geometry);
+                    let builder =
+                        BlockBuilder::new(id, alone, request, slot, &self.records.geometry);
                     let builder = Arc::new(builder);
                     fresh.push(Arc::clone(&builder));
                     builder
@@ -233,11 +241,14 @@ impl Core {
         Ok(work)
     }
 
-    /// Copies rows from the device into the record and checksums them. Nothing but memory is touched here: a copy
-    /// that returns late, after its block was given up, changes nothing but its slot's freedom.
+    /// Copies rows from the device into the record and checksums them. Nothing but memory is
+    /// touched here: a copy that returns late, after its block was given up, changes nothing but
+    /// its slot's freedom.
     fn gather(&self, builder: &BlockBuilder, rows: &BlockRowList) -> Result<()> {
         if !rows.are_of(builder.alone) {
-            return Err(Error::invalid("a block has the id of another's side shard").with("id", builder.id));
+            return Err(
+                Error::invalid("a block has the id of another's side shard").with("id", builder.id)
+            );
         }
         let _alone = builder.copying.lock();
         let (mut slot, wanted) = {
@@ -285,8 +296,15 @@ impl Core {
         Ok(())
     }
 
-    /// The rows of one block were gathered, or will not be: counts them, and sends a whole record on its way.
-    fn gathered(self: &Arc<Self>, run: &Run, index: usize, here: Option<&Arc<Ticket>>, result: Result<()>) {
+    /// The rows of one block were gathered, or will not be: counts them, and sends a whole record
+    /// on its way.
+    fn gathered(
+        self: &Arc<Self>,
+        run: &Run,
+        index: usize,
+        here: Option<&Arc<Ticket>>,
+        result: Result<()>,
+    ) {
         let ((builder, rows), task) = (&run.blocks[index], &run.task);
         let rows: Vec<usize> = rows.iter().map(|(row, _, _)| *row).collect();
         let count = rows.len();
@@ -299,7 +317,8 @@ impl Core {
         };
         self.dumps.copying.fetch_sub(1, Ordering::AcqRel); // now that its stage says where it is
         if let After::Ended(Err(error)) = &after {
-            rows.iter().for_each(|&row| task.fail_row(row, error.clone()));
+            rows.iter()
+                .for_each(|&row| task.fail_row(row, error.clone()));
         }
         if task.rows_staged(count) {
             self.stats.stage_latency.observe(self.elapsed(task));
@@ -310,13 +329,15 @@ impl Core {
                 self.finish_rows(task, count);
             }
             After::Wait => {}
-            After::Publish(mut slot, crcs, sided) => match self.seal(builder, &mut slot, crcs, sided) {
-                Err(error) => self.write_done(builder, None, Err(error)),
-                Ok(options) if self.dumps.marked.remove(&builder.id) && !options.replace => {
-                    self.write_audited(builder, slot, options);
+            After::Publish(mut slot, crcs, sided) => {
+                match self.seal(builder, &mut slot, crcs, sided) {
+                    Err(error) => self.write_done(builder, None, Err(error)),
+                    Ok(options) if self.dumps.marked.remove(&builder.id) && !options.replace => {
+                        self.write_audited(builder, slot, options);
+                    }
+                    Ok(options) => self.write(builder, slot, options, here),
                 }
-                Ok(options) => self.write(builder, slot, options, here),
-            },
+            }
         }
         self.flush_if_wanted(task);
         self.dumps.moved_on.notify();
@@ -331,7 +352,8 @@ impl Core {
         loop {
             let seen = self.dumps.moved_on.seen();
             let builders: Vec<_> = self.dumps.builders.lock().values().cloned().collect();
-            let all = self.dumps.copying.load(Ordering::Acquire) == 0 && !builders.iter().any(on_its_way);
+            let all =
+                self.dumps.copying.load(Ordering::Acquire) == 0 && !builders.iter().any(on_its_way);
             if all || self.clock.now() >= until {
                 return;
             }
@@ -364,7 +386,8 @@ impl Core {
         }
     }
 
-    /// Makes a record of what was gathered, with its side shards or without, and says how it is to be written.
+    /// Makes a record of what was gathered, with its side shards or without, and says how it is to
+    /// be written.
     fn seal(
         &self,
         builder: &BlockBuilder,
@@ -373,7 +396,13 @@ impl Core {
         sided: bool,
     ) -> Result<WriteOptions> {
         let (layout, block) = (&self.records.layout, self.block_of(builder));
-        let hint = self.dumps.hints.lock().get(&block).copied().unwrap_or_default();
+        let hint = self
+            .dumps
+            .hints
+            .lock()
+            .get(&block)
+            .copied()
+            .unwrap_or_default();
         let Hint {
             parent,
             ordinal,
@@ -416,7 +445,8 @@ impl Core {
         })
     }
 
-    /// Writes a whole record: `here`, while it is in the cache of the core that gathered it, or on a thread of the tier.
+    /// Writes a whole record: `here`, while it is in the cache of the core that gathered it, or on
+    /// a thread of the tier.
     pub(super) fn write(
         self: &Arc<Self>,
         builder: &Arc<BlockBuilder>,
@@ -438,7 +468,8 @@ impl Core {
         self.tiers.write(write, here, done);
     }
 
-    /// The record of a block is published, or will not be; `options`: how it was written, if it was.
+    /// The record of a block is published, or will not be; `options`: how it was written, if it
+    /// was.
     pub(super) fn write_done(
         self: &Arc<Self>,
         builder: &Arc<BlockBuilder>,
@@ -462,7 +493,9 @@ impl Core {
         };
         match &result {
             Ok(written) => {
-                if *written == Written::Published && self.dumps.unwritable.swap(false, Ordering::AcqRel) {
+                if *written == Written::Published
+                    && self.dumps.unwritable.swap(false, Ordering::AcqRel)
+                {
                     info!(store = self.records.writer, "blocks are stored again");
                 }
                 let counted = match (*written, builder.alone) {
@@ -478,10 +511,12 @@ impl Core {
                     Stats::add(&self.stats.bytes_published, len as u64);
                 }
                 let replaced = options.is_some_and(|options| options.replace);
-                if replaced && *written == Written::Published && self.refused.clear_bad(builder.id) {
+                if replaced && *written == Written::Published && self.refused.clear_bad(builder.id)
+                {
                     Stats::add(&self.stats.records_replaced, 1);
                     let id = builder.id;
-                    info!(store = self.records.writer, block = %id, "a refused record was replaced: {id}");
+                    info!(store = self.records.writer, block = %id, "a refused record was \
+                    replaced: {id}");
                 }
             }
             Err(error) => {
@@ -491,7 +526,8 @@ impl Core {
                     && !self.dumps.unwritable.swap(true, Ordering::AcqRel)
                 {
                     let (id, kind) = (builder.id, error.kind().name());
-                    warn!(store = self.records.writer, block = %id, error = kind, "a block could not be stored: {error}");
+                    warn!(store = self.records.writer, block = %id, error = kind, "a block could \
+                    not be stored: {error}");
                 }
             }
         }
@@ -516,23 +552,26 @@ impl Core {
     fn in_the_way(&self, id: BlockId, reason: MissReason) -> Error {
         let text = match reason {
             MissReason::WrongKey => {
-                "another key has encrypted what is stored under the name of this block, and it is not replaced: the block is \
+                "another key has encrypted what is stored under the name of this block, and it is \
+                 not replaced: the block is \
                  not stored. Add that key behind the first one of this store, or use another root"
             }
             _ => {
-                "a newer version has stored this block, and it is not replaced: the block is not stored. Upgrade, or use \
+                "a newer version has stored this block, and it is not replaced: the block is not \
+                 stored. Upgrade, or use \
                  another root"
             }
         };
         if !self.dumps.in_the_way.swap(true, Ordering::AcqRel) {
             let (store, why) = (self.records.writer, reason.name());
-            warn!(store, block = %id, reason = why, "{text}; further blocks like this are not named");
+            warn!(store, block = %id, reason = why, "{text}; further blocks like this are not \
+            named");
         }
         Error::new(ErrorKind::Foreign, text).with("reason", reason.name())
     }
 
-    /// Drops a block that cannot be completed; false if it is complete, or was dropped before. No one waits for it:
-    /// rows wait only for a block that is being published.
+    /// Drops a block that cannot be completed; false if it is complete, or was dropped before. No
+    /// one waits for it: rows wait only for a block that is being published.
     fn give_up(&self, builder: &Arc<BlockBuilder>, error: &Error) -> bool {
         let slot = {
             let mut inner = builder.inner.lock();
@@ -542,7 +581,8 @@ impl Core {
             inner.stage = Stage::Ended(Err(error.clone()));
             inner.slot.take() // or a copy that hangs has it, and drops it when it returns
         };
-        // Still this one: it leaves the list once, here or when its publishing ended, and no other takes its place before.
+        // Still this one: it leaves the list once, here or when its publishing ended, and no other
+        // takes its place before.
         self.dumps.builders.lock().remove(&builder.id);
         drop(slot);
         true
@@ -565,7 +605,8 @@ impl Core {
             .cloned()
             .collect();
         for builder in late {
-            // Without its slot there it is being copied or published: then its pool keeps the deadline.
+            // Without its slot there it is being copied or published: then its pool keeps the
+            // deadline.
             if builder.inner.lock().slot.is_some() {
                 let text = "the block's other shards did not come in time";
                 let error = Error::new(ErrorKind::Timeout, text).with("block", builder.id);

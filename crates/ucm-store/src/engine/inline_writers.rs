@@ -1,25 +1,27 @@
 //! Which threads that copy from the device also write what they copied.
 //!
-//! A record is written at half the cost while it is in the cache of the core that gathered it. But a thread that writes waits
-//! for the medium, and the device must not: so all threads but one write *inline*, each block all the way, and the one that is
-//! left gathers on. Where writes fill only the page cache, that one would push out of the caches what the others are about to
-//! write; there it stands by as long as the others are quick.
+//! A record is written at half the cost while it is in the cache of the core that gathered it. But
+//! a thread that writes waits for the medium, and the device must not: so all threads but one write
+//! *inline*, each block all the way, and the one that is left gathers on. Where writes fill only
+//! the page cache, that one would push out of the caches what the others are about to write; there
+//! it stands by as long as the others are quick.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ucm_infra::Notify;
 
-/// Bytes a second of one thread that gathers and writes inline, below which it counts as waiting for a device: a tenth of what
-/// memory takes.
+/// Bytes a second of one thread that gathers and writes inline, below which it counts as waiting
+/// for a device: a tenth of what memory takes.
 const QUICK: u64 = 256 << 20;
 /// Least time for one block: a busy processor gives a thread its turn within it.
 const LEAST: Duration = Duration::from_millis(25);
-/// Times that one block may take, for which a thread stands by at most: other dumps may keep the others busy for long.
+/// Times that one block may take, for which a thread stands by at most: other dumps may keep the
+/// others busy for long.
 const LONGEST: u32 = 8;
 
-/// The threads of an engine that write inline. Their times are the system's, not those of a test's clock: these decide which
-/// thread works, not what comes of it.
+/// The threads of an engine that write inline. Their times are the system's, not those of a test's
+/// clock: these decide which thread works, not what comes of it.
 pub(super) struct InlineWriters {
     most: usize,
     now: AtomicUsize,
@@ -39,7 +41,8 @@ impl InlineWriters {
         Self {
             most,
             now: AtomicUsize::new(0),
-            patience: Duration::from_micros(record_len.saturating_mul(1_000_000) / QUICK).max(LEAST),
+            patience: Duration::from_micros(record_len.saturating_mul(1_000_000) / QUICK)
+                .max(LEAST),
             quick: AtomicU64::new(0),
             stalled_at: AtomicU64::new(u64::MAX),
             ended: Notify::new(),
@@ -55,7 +58,8 @@ impl InlineWriters {
         began.is_ok().then(|| InlineWriter(self))
     }
 
-    /// Waits for a while, as long as there is work left and the others are quick. Returns as one of them once one has ended.
+    /// Waits for a while, as long as there is work left and the others are quick. Returns as one of
+    /// them once one has ended.
     pub(super) fn stand_by(&self, is_work_left: impl Fn() -> bool) -> Option<InlineWriter<'_>> {
         let longest = Instant::now() + self.patience * LONGEST;
         loop {
@@ -64,7 +68,10 @@ impl InlineWriters {
                 return None;
             }
             let (writer, now) = (self.begin(), Instant::now());
-            if writer.is_some() || now >= longest || self.stalled_at.load(Ordering::Acquire) == quick {
+            if writer.is_some()
+                || now >= longest
+                || self.stalled_at.load(Ordering::Acquire) == quick
+            {
                 return writer;
             }
             let until = now + self.patience;
@@ -119,7 +126,8 @@ mod tests {
         std::thread::scope(|scope| {
             let stands_by = scope.spawn(|| {
                 while writers.stand_by(|| true).is_none() {
-                    writers.quick.fetch_add(1, Ordering::AcqRel); // as if they were quick all the time
+                    // as if they were quick all the time
+                    writers.quick.fetch_add(1, Ordering::AcqRel);
                 }
             });
             drop(one);

@@ -1,11 +1,12 @@
 //! The way of a block from the medium to the device.
 //!
-//! Every block of a load has its own slot, and each of its rows its own state (a [`LoadState`]): *reading* until it was
-//! verified in the slot, then *scattering* for the length of the copy, then done. At the first failure the rows of that block
-//! and of the blocks after it, in the order of their first rows, that are still reading are cancelled; the blocks before it
-//! finish, because a reader of a prefix can use them. When one of those fails too, the cut moves up to it. The load is
-//! reported once, when nothing is reading or scattering, so no byte reaches the device after that (rule 1). Loads of one
-//! block by several tasks join one read.
+//! Every block of a load has its own slot, and each of its rows its own state (a [`LoadState`]):
+//! *reading* until it was verified in the slot, then *scattering* for the length of the copy, then
+//! done. At the first failure the rows of that block and of the blocks after it, in the order of
+//! their first rows, that are still reading are cancelled; the blocks before it finish, because a
+//! reader of a prefix can use them. When one of those fails too, the cut moves up to it. The load
+//! is reported once, when nothing is reading or scattering, so no byte reaches the device after
+//! that (rule 1). Loads of one block by several tasks join one read.
 
 use std::collections::HashMap;
 use std::ops::{Deref, Range};
@@ -62,8 +63,8 @@ pub(super) struct LoadTask {
 /// Longest deadline a load may be given: no wait is without one.
 pub(super) const LONGEST_LOAD: Duration = Duration::from_secs(600);
 
-/// Why blocks of a load were cancelled, for those that did not fail themselves: each cut lies before the one that came
-/// earlier.
+/// Why blocks of a load were cancelled, for those that did not fail themselves: each cut lies
+/// before the one that came earlier.
 #[derive(Default)]
 struct Cuts(Vec<Cut>);
 
@@ -93,8 +94,8 @@ impl LoadTask {
         states.any(|at| self.load_state.state(at).is_some_and(&so))
     }
 
-    /// Takes the rows of a block that are still wanted and are `ready`, by their places in it: who has them copies them, with
-    /// [`Core::scatter`].
+    /// Takes the rows of a block that are still wanted and are `ready`, by their places in it: who
+    /// has them copies them, with [`Core::scatter`].
     pub(super) fn take(&self, index: usize, ready: impl Fn(&BlockRow) -> bool) -> Vec<usize> {
         let block = &self.blocks[index];
         let rows = block.rows.iter().enumerate().filter(|(_, row)| ready(row));
@@ -113,8 +114,8 @@ impl Cuts {
 /// Number of a row, its shard, and its device pieces.
 pub(super) type BlockRow = (usize, u32, Pieces);
 
-/// The rows of one block, what some of them bring beside the KV (by shard), and the events that copies of them wait
-/// for.
+/// The rows of one block, what some of them bring beside the KV (by shard), and the events that
+/// copies of them wait for.
 #[derive(Default)]
 pub(super) struct BlockRowList {
     rows: Vec<BlockRow>,
@@ -123,7 +124,8 @@ pub(super) struct BlockRowList {
 }
 
 impl BlockRowList {
-    /// Whether all of them bring this side shard and nothing else; `None`: whether all of them bring KV.
+    /// Whether all of them bring this side shard and nothing else; `None`: whether all of them
+    /// bring KV.
     pub(super) fn are_of(&self, alone: Option<usize>) -> bool {
         let brought = self.sides.iter().filter_map(|(_, sides)| sides.alone());
         match alone {
@@ -161,10 +163,12 @@ pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
 }
 
 impl Core {
-    /// Starts loading rows. A block that is absent, refused or late fails the task; see [`Task::failures`]. Blocks go by
-    /// the order of their first rows: those before the first that failed arrive, of those after it what was still being read
-    /// is given up. `deadline`: from now, the configured one if `None`, ten minutes at most; it ends all of them.
-    /// A block whose row is wanted in its slot is read and verified whole, as by [`Engine::verify`](super::Engine::verify).
+    /// Starts loading rows. A block that is absent, refused or late fails the task; see
+    /// [`Task::failures`]. Blocks go by the order of their first rows: those before the first that
+    /// failed arrive, of those after it what was still being read is given up. `deadline`: from
+    /// now, the configured one if `None`, ten minutes at most; it ends all of them. A block whose
+    /// row is wanted in its slot is read and verified whole, as by
+    /// [`Engine::verify`](super::Engine::verify).
     pub fn load(self: &Arc<Self>, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
         self.check_rows(&rows, true)?;
         let now = self.clock.now();
@@ -205,7 +209,9 @@ impl Core {
     /// Lets the blocks of a load wait for their reads, or ends it here.
     fn begin_load(self: &Arc<Self>, task: &Arc<LoadTask>, now: MonotonicTime) {
         if let Err(error) = self.check_available(now) {
-            self.stats.misses.add(reason_of(&error), task.blocks.len() as u64);
+            self.stats
+                .misses
+                .add(reason_of(&error), task.blocks.len() as u64);
             return self.end_load(task, error);
         }
         if let Some(index) = task
@@ -227,7 +233,8 @@ impl Core {
             return self.end_load(task, full.with("most", MAX_PENDING));
         }
         self.pump_elsewhere();
-        // Either the thread that closes the engine has seen the blocks, or we see here that it is closed.
+        // Either the thread that closes the engine has seen the blocks, or we see here that it is
+        // closed.
         if let Err(closed) = self.usable() {
             self.end_load(task, closed);
         }
@@ -238,8 +245,14 @@ impl Core {
         if !(0..task.blocks.len()).any(|index| task.reads(index)) {
             return; // over, or only copies to the device are under way
         }
-        let late = Error::new(ErrorKind::Timeout, "the load did not finish by its deadline");
-        if self.cancel_from(task, 0, late, Some(MissReason::Timeout)).last {
+        let late = Error::new(
+            ErrorKind::Timeout,
+            "the load did not finish by its deadline",
+        );
+        if self
+            .cancel_from(task, 0, late, Some(MissReason::Timeout))
+            .last
+        {
             self.report(task);
         }
     }
@@ -252,8 +265,8 @@ impl Core {
         }
     }
 
-    /// Copies verified rows of a block, read from `tier`, to the device, those that the caller has taken. True if that ended the
-    /// load: the caller reports it.
+    /// Copies verified rows of a block, read from `tier`, to the device, those that the caller has
+    /// taken. True if that ended the load: the caller reports it.
     pub(super) fn scatter(
         &self,
         task: &LoadTask,
@@ -266,20 +279,26 @@ impl Core {
         let rows = || taken.iter().map(|&at| &block.rows[at]);
         let copied = self.pieces(rows()).and_then(|pieces| {
             let ready = &block.rows.ready;
-            self.device.streams.with(ready, task.state.deadline, |stream| {
-                stream.scatter(record, &pieces)?;
-                if self.paranoid {
-                    compare(stream, &pieces, record)?;
-                }
-                Ok(())
-            })
+            self.device
+                .streams
+                .with(ready, task.state.deadline, |stream| {
+                    stream.scatter(record, &pieces)?;
+                    if self.paranoid {
+                        compare(stream, &pieces, record)?;
+                    }
+                    Ok(())
+                })
         });
         match copied {
             Ok(()) => {
                 task.state.rows_arrived(rows().map(|(row, _, _)| *row));
                 let shards = rows().filter(|(_, _, pieces)| !pieces.in_slot()).count();
                 Stats::add(&self.stats.bytes_loaded, shards as u64 * self.shard_len());
-                if block.rows.iter().all(|(row, _, _)| task.state.has_arrived(*row)) {
+                if block
+                    .rows
+                    .iter()
+                    .all(|(row, _, _)| task.state.has_arrived(*row))
+                {
                     task.state.serve(tier);
                     let counted = match shards {
                         0 => &self.stats.blocks_verified,
@@ -299,8 +318,9 @@ impl Core {
         ended.count() > 0
     }
 
-    /// A read failed: that is this block's own failure if it was still wanted, and the end of the blocks after it; at the
-    /// deadline of the load also of those before it. `miss` is counted and taken if so.
+    /// A read failed: that is this block's own failure if it was still wanted, and the end of the
+    /// blocks after it; at the deadline of the load also of those before it. `miss` is counted and
+    /// taken if so.
     pub(super) fn fail_block(
         self: &Arc<Self>,
         task: &Arc<LoadTask>,
@@ -322,17 +342,20 @@ impl Core {
         }
     }
 
-    /// Records the failure of a block of which a row is still open, and gives up the blocks from `first` on. They are
-    /// cut off first: who sees the failure knows that no later event, as the deadline, is the reason of theirs.
+    /// Records the failure of a block of which a row is still open, and gives up the blocks from
+    /// `first` on. They are cut off first: who sees the failure knows that no later event, as the
+    /// deadline, is the reason of theirs.
     fn fail_from(&self, task: &LoadTask, index: usize, first: usize, error: Error) {
-        let _ = self.cancel_from(task, first, given_up(error.clone()), None); // never the last: a row is open
+        // never the last: a row is open
+        let _ = self.cancel_from(task, first, given_up(error.clone()), None);
         self.record_failure(task, index, &error);
     }
 
     fn record_failure(&self, task: &LoadTask, index: usize, error: &Error) {
         let block = &task.blocks[index];
         for (row, _, _) in &*block.rows {
-            task.state.fail_row(*row, error.clone().with("block", block.id));
+            task.state
+                .fail_row(*row, error.clone().with("block", block.id));
         }
     }
 
@@ -355,7 +378,8 @@ impl Core {
         if cancelled.0.last().is_none_or(|cut| first < cut.first) {
             cancelled.0.push(Cut { first, error, miss });
         }
-        drop(cancelled); // the reason is there before the first block is cancelled: the thread that reports finds it
+        // the reason is there before the first block is cancelled: the thread that reports finds it
+        drop(cancelled);
         task.load_state.cancel_from(task.blocks[first].first)
     }
 
@@ -388,14 +412,15 @@ impl Core {
     }
 }
 
-/// What the other blocks of a load are told that are cancelled when one has failed: what speaks of time or of the whole
-/// store holds for them too, but one record's fault says nothing about theirs.
+/// What the other blocks of a load are told that are cancelled when one has failed: what speaks of
+/// time or of the whole store holds for them too, but one record's fault says nothing about theirs.
 fn given_up(error: Error) -> Error {
     let kind = match error.kind() {
         kind @ (ErrorKind::Timeout | ErrorKind::Closed | ErrorKind::Unhealthy) => kind,
         _ => ErrorKind::Busy,
     };
-    let given_up = Error::new(kind, "given up, because another block of this load failed").caused_by(error);
+    let given_up =
+        Error::new(kind, "given up, because another block of this load failed").caused_by(error);
     match kind {
         ErrorKind::Busy => given_up.with("reason", MissReason::LoadFailed.name()),
         _ => given_up, // the kind says it

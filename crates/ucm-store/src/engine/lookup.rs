@@ -10,7 +10,8 @@ use super::{Core, LANE_ASK};
 use crate::stats::Stats;
 use crate::tiers::{LEAST_WINDOW, Place, Request, WINDOW};
 
-/// How long a lookup that no one waits for may wait for its turn at least, and the pool to tell that it hangs.
+/// How long a lookup that no one waits for may wait for its turn at least, and the pool to tell
+/// that it hangs.
 const QUEUED: Duration = Duration::from_secs(1);
 
 /// What [`Core::locate_on_prefix`] answers.
@@ -27,7 +28,8 @@ impl Asked {
 }
 
 impl Core {
-    /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact per id.
+    /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact
+    /// per id.
     pub fn lookup(self: &Arc<Self>, ids: &[BlockId]) -> Result<Vec<bool>> {
         let (now, asked) = self.begin(ids)?;
         if !asked {
@@ -46,17 +48,23 @@ impl Core {
     }
 
     /// The same, and why the next id is no hit; `None` if every id is one.
-    pub fn explain_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<(usize, Option<MissReason>)> {
+    pub fn explain_on_prefix(
+        self: &Arc<Self>,
+        ids: &[BlockId],
+    ) -> Result<(usize, Option<MissReason>)> {
         let (tiers, reason) = self.locate_on_prefix(ids)?;
         Ok((tiers.len(), reason))
     }
 
-    /// The tier, counted from the top, that each id from the first on would be read from without a gap, and why the
-    /// next one is no hit. Where a record is may change until it is read.
+    /// The tier, counted from the top, that each id from the first on would be read from without a
+    /// gap, and why the next one is no hit. Where a record is may change until it is read.
     pub fn locate_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Located {
         let (now, asked) = self.begin(ids)?;
         if !asked {
-            return Ok((Vec::new(), (!ids.is_empty()).then_some(MissReason::Unhealthy)));
+            return Ok((
+                Vec::new(),
+                (!ids.is_empty()).then_some(MissReason::Unhealthy),
+            ));
         }
         let request = self.tiers.request(now.after(self.deadlines.lookup)); // one for all windows
         let (mut tiers, mut window, mut reason) = (Vec::new(), LEAST_WINDOW, None);
@@ -85,7 +93,10 @@ impl Core {
             let (core, answer) = (Arc::clone(&core), Weak::clone(&answer));
             move || match answer.strong_count() > 0 && core.clock.now() < begun.after(turn) {
                 true => core.locate_on_prefix(&ids),
-                false => Err(Error::new(ErrorKind::Timeout, "the lookup had no turn in time")),
+                false => Err(Error::new(
+                    ErrorKind::Timeout,
+                    "the lookup had no turn in time",
+                )),
             }
         };
         let tell = move |located: Result<Located>| {
@@ -93,13 +104,14 @@ impl Core {
                 answer.complete((located.flatten(), core.clock.now().since(begun)));
             }
         };
-        let deadline = begun.after(turn + self.deadlines.lookup + QUEUED); // none that had its turn takes so long
+        // none that had its turn takes so long
+        let deadline = begun.after(turn + self.deadlines.lookup + QUEUED);
         self.asks.submit(LANE_ASK, deadline, work, tell)?;
         Ok(asked)
     }
 
-    /// Whether lookups are answered from memory, without a system call. May change: a layout is decided by the first
-    /// writer.
+    /// Whether lookups are answered from memory, without a system call. May change: a layout is
+    /// decided by the first writer.
     pub fn answers_at_once(&self) -> bool {
         self.tiers.answers_at_once()
     }
@@ -120,7 +132,9 @@ impl Core {
         }
         let asked = self.check_available(now).is_ok();
         if !asked {
-            self.stats.misses.add(MissReason::Unhealthy, ids.len() as u64);
+            self.stats
+                .misses
+                .add(MissReason::Unhealthy, ids.len() as u64);
         }
         Ok((now, asked))
     }
@@ -131,8 +145,14 @@ impl Core {
         self.stats.lookup_latency.observe(took.as_nanos() as u64);
     }
 
-    /// Asks for ids, in order; what was not answered in time, or not asked after a missing one, is not there.
-    fn ask(self: &Arc<Self>, ids: &[BlockId], stop_at_missing: bool, request: Request) -> Vec<Place> {
+    /// Asks for ids, in order; what was not answered in time, or not asked after a missing one, is
+    /// not there.
+    fn ask(
+        self: &Arc<Self>,
+        ids: &[BlockId],
+        stop_at_missing: bool,
+        request: Request,
+    ) -> Vec<Place> {
         let mut found = self.tiers.locate(ids, stop_at_missing, request);
         for (&id, place) in ids.iter().zip(&mut found) {
             if place.is_ok() && self.refused.contains(id) {

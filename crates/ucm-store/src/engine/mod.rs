@@ -1,9 +1,10 @@
-//! The one engine over every tier: tasks, staging slots, gather and scatter, checksums, joined loads, deadlines,
-//! back-pressure, counters.
+//! The one engine over every tier: tasks, staging slots, gather and scatter, checksums, joined
+//! loads, deadlines, back-pressure, counters.
 //!
-//! The five rules it keeps are those of the design: no late bytes, block by block ([`load`]); two levels of a dump,
-//! staged and published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that comes
-//! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by the caller that looks at them.
+//! The five rules it keeps are those of the design: no late bytes, block by block ([`load`]); two
+//! levels of a dump, staged and published ([`dump`]); bounded queues; deadlines on every wait;
+//! verification of everything that comes from a medium. Deadlines of I/O are kept by the backend's
+//! pool, those of tasks by the caller that looks at them.
 
 mod audit;
 mod availability;
@@ -50,7 +51,8 @@ use transfer::{DeviceSide, Streams};
 /// Threads for lookups that no one waits for, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
 const MOST_ASKED: usize = 1024;
-/// Lanes of the pool for what needs a thread of its own for a moment: lookups, and starting the reads of loads.
+/// Lanes of the pool for what needs a thread of its own for a moment: lookups, and starting the
+/// reads of loads.
 const LANE_ASK: usize = 0;
 const LANE_PUMP: usize = 1;
 
@@ -99,15 +101,17 @@ impl Deref for Engine {
 }
 
 impl Engine {
-    /// Sets everything up and looks at the tiers once, top first, within the probe deadline. One that does not answer
-    /// is retried later; until one does every lookup is a miss. `levels`: top first, each a tier or several side by side.
+    /// Sets everything up and looks at the tiers once, top first, within the probe deadline. One
+    /// that does not answer is retried later; until one does every lookup is a miss. `levels`: top
+    /// first, each a tier or several side by side.
     pub fn open(
         config: EngineConfig,
         levels: impl IntoIterator<Item = impl Into<LevelConfig>>,
         device: Arc<dyn Device>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
-        let layout = RecordLayout::new(&config.geometry).describing(config.block_tokens, config.dtype);
+        let layout =
+            RecordLayout::new(&config.geometry).describing(config.block_tokens, config.dtype);
         let layout = layout.with_sides(config.sides)?;
         let layout = if config.keys.is_some() {
             layout.encrypted()?
@@ -132,7 +136,8 @@ impl Engine {
             .with("staging_capacity", config.staging_bytes)
             .with("at_least", LEAST_SLOTS as u64 * slot_len));
         }
-        let arena = device.make_arena((slots.max(1) * slot_len) as usize, ArenaOptions::default())?;
+        let arena =
+            device.make_arena((slots.max(1) * slot_len) as usize, ArenaOptions::default())?;
         let levels: Vec<LevelConfig> = levels.into_iter().map(Into::into).collect();
         let lends = levels
             .iter()
@@ -145,7 +150,8 @@ impl Engine {
         let staging = match slots.capacity() {
             few if few < LEAST_SLOTS => "lookups only".to_owned(),
             count => format!(
-                "{count} staging slots of {slot_len} bytes on {pages}, {reserved_slots} of them kept for loads"
+                "{count} staging slots of {slot_len} bytes on {pages}, {reserved_slots} of them \
+                 kept for loads"
             ),
         };
         let below = TiersConfig {
@@ -186,8 +192,9 @@ impl Engine {
                 },
                 Lane {
                     name: "load",
-                    capacity: 1,                  // it starts what all who came before it want
-                    max_running: ASK_THREADS + 1, // one at a time does something; lookups never hold the last thread
+                    capacity: 1, // it starts what all who came before it want
+                    // one at a time does something; lookups never hold the last thread
+                    max_running: ASK_THREADS + 1,
                 },
             ])
             .max_replacements(ASK_THREADS)
@@ -221,17 +228,19 @@ impl Engine {
                 core.pump_sides();
             }
         });
-        core.tiers.open(core.clock.now().after(core.deadlines.probe));
+        core.tiers
+            .open(core.clock.now().after(core.deadlines.probe));
         Ok(Self(core))
     }
 
-    /// An event of the device by its runtime's handle, for [`Row::ready`]; see [`Device::event_of`].
+    /// An event of the device by its runtime's handle, for [`Row::ready`]; see
+    /// [`Device::event_of`].
     pub fn event_of(&self, handle: u64) -> Result<Arc<dyn Event>> {
         self.device.streams.device().event_of(handle)
     }
 
-    /// Learns where the KV lies whose blocks [`Engine::rows_of_blocks`] names by number, in place of what was told before.
-    /// Tasks under way keep what they began with.
+    /// Learns where the KV lies whose blocks [`Engine::rows_of_blocks`] names by number, in place
+    /// of what was told before. Tasks under way keep what they began with.
     ///
     /// # Errors
     /// `InvalidInput` where its pieces are not those of the geometry.
@@ -239,12 +248,13 @@ impl Engine {
         let sizes = self.records.geometry.tensors();
         let expected = sizes.len() * self.records.geometry.layers() as usize;
         let lengths = layout.spans(0, 0..layout.pieces()).map(|span| span.len());
-        if layout.pieces() != expected || !lengths.eq(sizes.iter().copied().cycle().take(expected)) {
-            return Err(
-                Error::invalid("the KV must have the pieces that the store was opened for")
-                    .with("pieces", layout.pieces())
-                    .with("expected", expected),
-            );
+        if layout.pieces() != expected || !lengths.eq(sizes.iter().copied().cycle().take(expected))
+        {
+            return Err(Error::invalid(
+                "the KV must have the pieces that the store was opened for",
+            )
+            .with("pieces", layout.pieces())
+            .with("expected", expected));
         }
         *self.device.kv.lock() = Some(Arc::new(layout));
         Ok(())
@@ -253,18 +263,22 @@ impl Engine {
     /// Rows of whole blocks, each with its number in the KV that was registered.
     ///
     /// # Errors
-    /// `InvalidInput` before [`Engine::register_kv`], `Unsupported` where a block has several shards.
-    pub fn rows_of_blocks(&self, blocks: impl IntoIterator<Item = (BlockId, u64)>) -> Result<Vec<Row>> {
+    /// `InvalidInput` before [`Engine::register_kv`], `Unsupported` where a block has several
+    /// shards.
+    pub fn rows_of_blocks(
+        &self,
+        blocks: impl IntoIterator<Item = (BlockId, u64)>,
+    ) -> Result<Vec<Row>> {
         let Some(layout) = self.device.kv.lock().clone() else {
             return Err(Error::invalid(
                 "no KV is registered with this store: name addresses, or register it first",
             ));
         };
         if self.records.geometry.shards() > 1 {
-            let text = "this store splits its blocks into shards, which are named with their addresses";
-            return Err(
-                Error::new(ErrorKind::Unsupported, text).with("shards", self.records.geometry.shards())
-            );
+            let text =
+                "this store splits its blocks into shards, which are named with their addresses";
+            return Err(Error::new(ErrorKind::Unsupported, text)
+                .with("shards", self.records.geometry.shards()));
         }
         let row = |(id, number)| Row {
             id,
@@ -276,9 +290,10 @@ impl Engine {
         Ok(blocks.into_iter().map(row).collect())
     }
 
-    /// Loads whole blocks into staging slots and no further: they are read and verified as for a load, which fails where
-    /// that one would and leaves behind what that one would (a refused record is no hit any more), and no device memory
-    /// is touched. `deadline` as of [`Core::load`].
+    /// Loads whole blocks into staging slots and no further: they are read and verified as for a
+    /// load, which fails where that one would and leaves behind what that one would (a refused
+    /// record is no hit any more), and no device memory is touched. `deadline` as of
+    /// [`Core::load`].
     pub fn verify(&self, ids: &[BlockId], deadline: Option<Duration>) -> Result<Task> {
         let row = |&id| Row {
             id,
@@ -290,18 +305,20 @@ impl Engine {
         self.load(ids.iter().map(row).collect(), deadline)
     }
 
-    /// Ends the engine: no new work, what is under way gets the shutdown deadline, then every task has ended.
-    /// Idempotent; in a forked child it does nothing.
+    /// Ends the engine: no new work, what is under way gets the shutdown deadline, then every task
+    /// has ended. Idempotent; in a forked child it does nothing.
     pub fn close(&self) {
         if self.check_process().is_err() || self.life.closed.swap(true, Ordering::AcqRel) {
             return;
         }
         let until = self.clock.now().after(self.deadlines.shutdown);
         let left = || until.since(self.clock.now());
-        // What comes after the last flush is published alone, so first the media have what is on its way to them.
+        // What comes after the last flush is published alone, so first the media have what is on
+        // its way to them.
         self.await_placed(self.clock.now().after(left() / 2));
         self.tiers.flush(Flush::Last);
-        // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next one.
+        // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next
+        // one.
         self.life.open_tasks.wait(&*self.clock, until);
         self.asks.shutdown(Duration::ZERO);
         self.device.copies.shutdown(left());
@@ -316,7 +333,8 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         if self.check_process().is_err() {
-            // A forked child has none of the threads, and their locks as they were: it must not even drop them.
+            // A forked child has none of the threads, and their locks as they were: it must not
+            // even drop them.
             Box::leak(Box::new(Arc::clone(&self.0)));
         }
         self.close();
@@ -334,7 +352,8 @@ impl Core {
         Ok(())
     }
 
-    /// These blocks, with their ordinals, were used by a request; with each its side shards, wherever they lie.
+    /// These blocks, with their ordinals, were used by a request; with each its side shards,
+    /// wherever they lie.
     pub fn touch(&self, ids: &[(BlockId, u32)]) -> Result<()> {
         self.usable()?;
         let deadline = self.clock.now().after(self.deadlines.dump);
@@ -342,7 +361,8 @@ impl Core {
         Ok(())
     }
 
-    /// The same for what this process alone can touch: its memory, and what it knows of the segments that it merges.
+    /// The same for what this process alone can touch: its memory, and what it knows of the
+    /// segments that it merges.
     pub fn touch_own(&self, ids: &[(BlockId, u32)]) -> Result<()> {
         self.usable()?;
         let deadline = self.clock.now().after(self.deadlines.dump);
@@ -350,15 +370,15 @@ impl Core {
         Ok(())
     }
 
-    /// Whether [`Core::touch_own`] does anything: whether this process is to be told what another one's touch does not
-    /// reach. May change until the store was ready once.
+    /// Whether [`Core::touch_own`] does anything: whether this process is to be told what another
+    /// one's touch does not reach. May change until the store was ready once.
     pub fn wants_touch_own(&self) -> bool {
         self.tiers.wants_touch_own()
     }
 
-    /// These blocks will be asked for: brings them into the upper tiers of a pipeline, when nothing more urgent is to
-    /// be done. The answer counts those taken on; without an upper tier that is none, nor in a store for lookups only,
-    /// which keeps nothing.
+    /// These blocks will be asked for: brings them into the upper tiers of a pipeline, when nothing
+    /// more urgent is to be done. The answer counts those taken on; without an upper tier that is
+    /// none, nor in a store for lookups only, which keeps nothing.
     pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
@@ -378,7 +398,8 @@ impl Core {
         Ok(self.tiers.cancel_prefetch(ids))
     }
 
-    /// Publishes soon what was dumped and waits for more to be published with it (a segment). Never waits.
+    /// Publishes soon what was dumped and waits for more to be published with it (a segment). Never
+    /// waits.
     pub fn flush(&self) -> Result<()> {
         self.usable()?;
         self.dumps
@@ -388,22 +409,24 @@ impl Core {
         Ok(())
     }
 
-    /// What became readable for this process before others can see it, and what no longer is, since the last call.
+    /// What became readable for this process before others can see it, and what no longer is, since
+    /// the last call.
     pub fn locally_visible(&self) -> Result<LocallyVisible> {
         self.usable()?;
         Ok(self.tiers.locally_visible())
     }
 
-    /// Another process of the same engine refused these records, or could not read them: they are no hits here until the
-    /// next dump has replaced them, unless they are of a newer version.
+    /// Another process of the same engine refused these records, or could not read them: they are
+    /// no hits here until the next dump has replaced them, unless they are of a newer version.
     pub fn mark_bad(&self, ids: &[BlockId]) -> Result<()> {
         self.usable()?;
         ids.iter().for_each(|&id| self.refused.mark_bad(id));
         Ok(())
     }
 
-    /// Another process of the same engine replaces these records: what was refused of them here is forgotten. Nothing
-    /// is believed by this: a record that is still bad is refused again by the next load.
+    /// Another process of the same engine replaces these records: what was refused of them here is
+    /// forgotten. Nothing is believed by this: a record that is still bad is refused again by the
+    /// next load.
     pub fn clear_bad(&self, ids: &[BlockId]) -> Result<()> {
         self.usable()?;
         self.tiers.clear_bad(ids);
@@ -432,8 +455,8 @@ impl Core {
         &*self.clock
     }
 
-    /// Number that tells this store from all others: in the header of what it writes, and in the field `store` of what it
-    /// logs.
+    /// Number that tells this store from all others: in the header of what it writes, and in the
+    /// field `store` of what it logs.
     pub fn writer(&self) -> u64 {
         self.records.writer
     }
@@ -483,7 +506,8 @@ impl Core {
         Ok(())
     }
 
-    /// Whether these rows can be loaded or dumped; `in_slots`: whether they may be wanted in their slots alone.
+    /// Whether these rows can be loaded or dumped; `in_slots`: whether they may be wanted in their
+    /// slots alone.
     fn check_rows(&self, rows: &[Row], in_slots: bool) -> Result<()> {
         self.check_count(rows.len())?;
         let (shards, pieces) = (

@@ -1,9 +1,9 @@
-//! Reads of blocks, each into a slot of its own: begun while slots are free, asked tier by tier of what lies below, and
-//! verified before anybody hears of them.
+//! Reads of blocks, each into a slot of its own: begun while slots are free, asked tier by tier of
+//! what lies below, and verified before anybody hears of them.
 //!
-//! A load that wants few of a block's layers has only those read where that can be; loads that join it and want others wait
-//! for the next read. A copy that is absent, refused or late in one tier is asked of the next. A record is refused when no tier has a
-//! sound one.
+//! A load that wants few of a block's layers has only those read where that can be; loads that join
+//! it and want others wait for the next read. A copy that is absent, refused or late in one tier is
+//! asked of the next. A record is refused when no tier has a sound one.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -30,11 +30,13 @@ use crate::tiers::{Request, TierRead};
 const READS_AT_ONCE: usize = 1024;
 /// Most reads of one tier that are handed over together.
 const TOGETHER: usize = 256;
-/// Bytes that reading a part of a record must save: less is read sooner than asked for by itself. And at least half.
+/// Bytes that reading a part of a record must save: less is read sooner than asked for by itself.
+/// And at least half.
 const WORTH: usize = 256 << 10;
 /// Bytes that an operation brings at least where a block is read part by part.
 const STEP: usize = 256 << 10;
-/// How much earlier than at its deadline a block may fail because the read that it joined after others was late.
+/// How much earlier than at its deadline a block may fail because the read that it joined after
+/// others was late.
 const LITTLE: Duration = Duration::from_secs(1);
 /// How long starting reads can take at most on a machine that gives every thread a turn.
 const MOMENTS: Duration = Duration::from_secs(1);
@@ -87,8 +89,8 @@ struct Reading {
     so_far: Option<Failed>,
 }
 
-/// The layers, with their checksums, of the record of which some may have gone to the device before all of it was there.
-/// Another record may have its name when the others are read.
+/// The layers, with their checksums, of the record of which some may have gone to the device before
+/// all of it was there. Another record may have its name when the others are read.
 type BegunWith = Mutex<Option<Vec<LayerEntry>>>;
 
 /// A read that brings a block part by part, as those parts are told of it.
@@ -132,7 +134,8 @@ impl Reads {
 }
 
 impl Core {
-    /// Joins reads under way or queues new ones, for the blocks not cancelled yet; false if that would be too many.
+    /// Joins reads under way or queues new ones, for the blocks not cancelled yet; false if that
+    /// would be too many.
     pub(super) fn enqueue(&self, task: &Arc<LoadTask>) -> bool {
         let mut reads = self.reads.blocks.lock();
         if reads.pending.len() + task.blocks.len() > MAX_PENDING {
@@ -152,24 +155,28 @@ impl Core {
         true
     }
 
-    /// Starts waiting reads on another thread: the thread that begins a load has a model to compute.
+    /// Starts waiting reads on another thread: the thread that begins a load has a model to
+    /// compute.
     pub(super) fn pump_elsewhere(self: &Arc<Self>) {
         let core = Arc::clone(self);
         let pump = move || {
             core.pump();
             core.pump_sides();
         };
-        // Nothing in it waits, so it has no deadline. What is refused has others before it that have not begun.
-        if let Err(refused) = self.asks.offer(LANE_PUMP, MonotonicTime::NEVER, pump, |_| {})
+        // Nothing in it waits, so it has no deadline. What is refused has others before it that
+        // have not begun.
+        if let Err(refused) = self
+            .asks
+            .offer(LANE_PUMP, MonotonicTime::NEVER, pump, |_| {})
             && refused.error.kind() != ErrorKind::Busy
         {
             (refused.work)(); // closed meanwhile
         }
     }
 
-    /// Starts waiting reads while slots are free, those of one tier together. One thread pumps at a time: a call from inside (an
-    /// operation that failed at once) or beside has nothing to do, because that thread looks again, under the lock, before it
-    /// stops.
+    /// Starts waiting reads while slots are free, those of one tier together. One thread pumps at a
+    /// time: a call from inside (an operation that failed at once) or beside has nothing to do,
+    /// because that thread looks again, under the lock, before it stops.
     pub(super) fn pump(self: &Arc<Self>) {
         if std::mem::replace(&mut self.reads.blocks.lock().pumping, true) {
             return;
@@ -215,8 +222,8 @@ impl Core {
         }
     }
 
-    /// The store is closed: waits for a thread that is starting reads, which takes moments, so that no one else ends a
-    /// task after this one has looked.
+    /// The store is closed: waits for a thread that is starting reads, which takes moments, so that
+    /// no one else ends a task after this one has looked.
     pub(super) fn await_pump(&self) {
         let begun = std::time::Instant::now();
         let pumping = || self.reads.blocks.lock().pumping || self.reads.sides.lock().is_pumping();
@@ -225,8 +232,8 @@ impl Core {
         }
     }
 
-    /// Reads that can begin now, at most a batch of them; none ends the pumping. What no one waits for any more is
-    /// dropped.
+    /// Reads that can begin now, at most a batch of them; none ends the pumping. What no one waits
+    /// for any more is dropped.
     fn take_slots_for_reads(&self) -> Vec<Begun> {
         let (mut begun, mut reads) = (Vec::new(), self.reads.blocks.lock());
         let reads = &mut *reads;
@@ -258,7 +265,8 @@ impl Core {
         begun
     }
 
-    /// The layers that all who wait for a block want together, if they are few enough to be read by themselves.
+    /// The layers that all who wait for a block want together, if they are few enough to be read by
+    /// themselves.
     fn few_layers(&self, waiters: &[(Arc<LoadTask>, usize)]) -> Option<Range<u32>> {
         if self.records.geometry.shards() == 1 {
             return None;
@@ -279,7 +287,9 @@ impl Core {
     }
 
     /// Where a block goes that a tier has read, or has not.
-    fn way_on(self: &Arc<Self>) -> Arc<impl Fn(Reading, Result<ReadDone>) + Send + Sync + 'static + use<>> {
+    fn way_on(
+        self: &Arc<Self>,
+    ) -> Arc<impl Fn(Reading, Result<ReadDone>) + Send + Sync + 'static + use<>> {
         let core = Arc::clone(self);
         Arc::new(move |reading, result| core.load_block(reading, result))
     }
@@ -303,21 +313,25 @@ impl Core {
         }
     }
 
-    /// Whole records that are read for the first time go to the device from where they lie, if that is as fast and they lie
-    /// there in the form in which they are used.
+    /// Whole records that are read for the first time go to the device from where they lie, if that
+    /// is as fast and they lie there in the form in which they are used.
     fn in_place(&self, reading: &Reading) -> InPlace {
         if reading.again || reading.layers.is_some() {
             InPlace::Never
-        } else if self.tiers.recodes(reading.tier) || !self.device.streams.device().reaches_all_memory() {
+        } else if self.tiers.recodes(reading.tier)
+            || !self.device.streams.device().reaches_all_memory()
+        {
             InPlace::Region
         } else {
             InPlace::Anywhere
         }
     }
 
-    /// How a block is read whose layers go to the device as they arrive, or of which only some are wanted.
+    /// How a block is read whose layers go to the device as they arrive, or of which only some are
+    /// wanted.
     fn parts(self: &Arc<Self>, reading: &Reading) -> Option<Parts> {
-        if self.records.geometry.shards() == 1 || reading.again || self.tiers.recodes(reading.tier) {
+        if self.records.geometry.shards() == 1 || reading.again || self.tiers.recodes(reading.tier)
+        {
             return None;
         }
         let layers = reading
@@ -356,7 +370,8 @@ impl Core {
         })
     }
 
-    /// The operations that bring these layers of a record: each some whole shards, if they are enough to be worth one.
+    /// The operations that bring these layers of a record: each some whole shards, if they are
+    /// enough to be worth one.
     fn steps(&self, layers: Range<u32>) -> Vec<Vec<Range<usize>>> {
         let (mut steps, mut step) = (Vec::new(), self.records.layout.parts(layers.clone()));
         let per_shard = self.records.geometry.layers_per_shard();
@@ -379,17 +394,23 @@ impl Core {
         steps
     }
 
-    /// Part of a record has arrived: the layers that are whole by now are verified and go where they are wanted, before the
-    /// rest of it is there.
+    /// Part of a record has arrived: the layers that are whole by now are verified and go where
+    /// they are wanted, before the rest of it is there.
     fn part_arrived(self: &Arc<Self>, io: &IoJob, partial: &PartialRead, part: &Part<'_>) {
         let from = match part.range.start {
             0 => partial.layers.start, // it begins anew
             _ => partial.verified.load(Ordering::Acquire),
         };
-        let is_whole = |&layer: &u32| self.records.layout.layer_data(layer + 1).start <= part.range.end;
+        let is_whole =
+            |&layer: &u32| self.records.layout.layer_data(layer + 1).start <= part.range.end;
         let upto = (from..partial.layers.end).take_while(is_whole).last();
         let upto = upto.map_or(from, |last| last + 1);
-        let checked = verify_layers(part.record, part.stored_len, &self.expect(partial.id), from..upto);
+        let checked = verify_layers(
+            part.record,
+            part.stored_len,
+            &self.expect(partial.id),
+            from..upto,
+        );
         let Ok(header) = checked else {
             partial.verified.store(from, Ordering::Release);
             return; // what is bad is verified with the whole
@@ -406,8 +427,8 @@ impl Core {
         }
     }
 
-    /// The layers of one block never come from two records: where some went to the device of another one than this, those who
-    /// wait for the rest have failed.
+    /// The layers of one block never come from two records: where some went to the device of
+    /// another one than this, those who wait for the rest have failed.
     fn stay_with(self: &Arc<Self>, id: BlockId, begun_with: &BegunWith, header: &RecordHeader) {
         if self.records.geometry.shards() == 1 {
             return;
@@ -422,8 +443,9 @@ impl Core {
         }
     }
 
-    /// The rows whose layers lie before `upto`, of those who wait for a block and want no other layers than are read.
-    /// The thread that has much more time than the read gets all of them at its end, or from another read.
+    /// The rows whose layers lie before `upto`, of those who wait for a block and want no other
+    /// layers than are read. The thread that has much more time than the read gets all of them at
+    /// its end, or from another read.
     fn take_ready(
         &self,
         io: &IoJob,
@@ -431,17 +453,19 @@ impl Core {
         upto: u32,
     ) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
         let per_shard = self.records.geometry.layers_per_shard();
-        let ready = |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
+        let ready =
+            |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
         let reads = self.reads.blocks.lock();
-        // The thread that ends a read that was written off does it under this lock: nothing of it goes to the device
-        // after that.
+        // The thread that ends a read that was written off does it under this lock: nothing of it
+        // goes to the device after that.
         let waiters = reads.waiters.get(&partial.id).filter(|_| io.is_wanted());
         let covered = waiters.into_iter().flatten().filter(|(task, index)| {
             let wanted = task.blocks[*index].layers(&self.records.geometry);
             let covered = partial.layers.start <= wanted.start && wanted.end <= partial.layers.end;
             covered && task.state.deadline <= partial.deadline.after(LITTLE)
         });
-        let taken = covered.map(|(task, index)| (Arc::clone(task), *index, task.take(*index, ready)));
+        let taken =
+            covered.map(|(task, index)| (Arc::clone(task), *index, task.take(*index, ready)));
         taken.filter(|(_, _, taken)| !taken.is_empty()).collect()
     }
 
@@ -449,7 +473,9 @@ impl Core {
     fn load_block(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
         let (read, header) = match self.verified(&reading, result) {
             Ok(sound) => sound,
-            Err((Failed::Refused(reason, _), Some(slot))) if is_damage(reason) && !reading.again => {
+            Err((Failed::Refused(reason, _), Some(slot)))
+                if is_damage(reason) && !reading.again =>
+            {
                 return self.read_again(reading, slot);
             }
             Err((failed, slot)) => return self.ask_below(reading, failed, slot),
@@ -467,16 +493,19 @@ impl Core {
             !taken.is_empty() && self.scatter(task, *index, &taken, record, tier)
         };
         let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
-        // Where nothing takes it up, the caller that learns that its load is over finds the slot free.
+        // Where nothing takes it up, the caller that learns that its load is over finds the slot
+        // free.
         let len = read.bytes().len();
         let whole = reading.layers.is_none();
         let rises_to = whole.then(|| self.tiers.rises_to(tier, id, len)).flatten();
         let kept = (rises_to.is_some() || whole && self.tiers.is_kept_above(tier)).then_some(read);
         over.iter().for_each(|(task, _)| self.report(task));
         if let Some(read) = kept {
-            self.tiers.promote(tier, id, read.bytes(), header.meta.ordinal);
+            self.tiers
+                .promote(tier, id, read.bytes(), header.meta.ordinal);
             if let Some(hotter) = rises_to {
-                self.tiers.rise(hotter, id, read.bytes(), header.meta.ordinal);
+                self.tiers
+                    .rise(hotter, id, read.bytes(), header.meta.ordinal);
             }
         }
         self.pump(); // one read less is running
@@ -520,7 +549,8 @@ impl Core {
         self.tiers.read(tier, vec![read], &self.way_on());
     }
 
-    /// A copy could not be had: the next tier is asked, with the next slot that is free, or those who wait are told.
+    /// A copy could not be had: the next tier is asked, with the next slot that is free, or those
+    /// who wait are told.
     fn ask_below(self: &Arc<Self>, reading: Reading, failed: Failed, slot: Option<Slot>) {
         let (id, tier) = (reading.id, reading.tier);
         let closed = matches!(&failed, Failed::Unread(error) if error.kind() == ErrorKind::Closed);
@@ -546,7 +576,8 @@ impl Core {
         self.pump();
     }
 
-    /// The layers of one block never come from two copies: those of whose rows some came from this one have failed with it.
+    /// The layers of one block never come from two copies: those of whose rows some came from this
+    /// one have failed with it.
     fn fail_begun(self: &Arc<Self>, id: BlockId, failed: &Failed) {
         let mut reads = self.reads.blocks.lock();
         let waiters = reads
@@ -554,13 +585,16 @@ impl Core {
             .get_mut(&id)
             .filter(|_| self.records.geometry.shards() > 1);
         let begun = |(task, index): &mut (Arc<LoadTask>, usize)| task.has_begun(*index);
-        let begun: Vec<_> = waiters.map_or_else(Vec::new, |waiters| waiters.extract_if(.., begun).collect());
+        let begun: Vec<_> =
+            waiters.map_or_else(Vec::new, |waiters| waiters.extract_if(.., begun).collect());
         drop(reads);
         if begun.is_empty() {
             return;
         }
         let (error, reason) = match failed {
-            Failed::Refused(reason, Some(cause)) => (refusal(*reason).caused_by(cause.clone()), *reason),
+            Failed::Refused(reason, Some(cause)) => {
+                (refusal(*reason).caused_by(cause.clone()), *reason)
+            }
             Failed::Refused(reason, None) => (refusal(*reason), *reason),
             Failed::Unread(error) => (error.clone(), reason_of(error)),
         };
@@ -570,7 +604,8 @@ impl Core {
         }
     }
 
-    /// No tier is left for a read that ended with `failed` in the last one: what those who wait are told.
+    /// No tier is left for a read that ended with `failed` in the last one: what those who wait are
+    /// told.
     fn no_copy(self: &Arc<Self>, reading: &Reading, failed: Failed) -> Error {
         match (&reading.so_far, failed) {
             (_, Failed::Refused(reason, cause)) => {
@@ -587,7 +622,9 @@ impl Core {
                 self.refuse_id(reading.id, *reason)
             }
             // What happened above says more than that there is nothing below.
-            (Some(Failed::Unread(above)), Failed::Unread(error)) if error.kind() == ErrorKind::NotFound => {
+            (Some(Failed::Unread(above)), Failed::Unread(error))
+                if error.kind() == ErrorKind::NotFound =>
+            {
                 above.clone()
             }
             (_, Failed::Unread(error)) => error,
@@ -599,7 +636,9 @@ impl Core {
         match so_far {
             Some(Failed::Refused(reason, _)) => self.refuse_id(id, reason),
             Some(Failed::Unread(error)) if error.kind() != ErrorKind::NotFound => error,
-            _ if self.tiers.is_all_well() => Error::new(ErrorKind::NotFound, "no tier has this record"),
+            _ if self.tiers.is_all_well() => {
+                Error::new(ErrorKind::NotFound, "no tier has this record")
+            }
             _ => Error::new(
                 ErrorKind::Unhealthy,
                 "no tier that may have this record can be asked now",
@@ -607,13 +646,15 @@ impl Core {
         }
     }
 
-    /// A block could not be had. A load with more time than a read that was late gets another one; so does a load that
-    /// came after a read began that found nothing: the block may have been stored in between.
+    /// A block could not be had. A load with more time than a read that was late gets another one;
+    /// so does a load that came after a read began that found nothing: the block may have been
+    /// stored in between.
     fn read_failed(self: &Arc<Self>, id: BlockId, request: Request, error: Error) {
         let late = error.kind() == ErrorKind::Timeout;
         let absent = error.kind() == ErrorKind::NotFound;
         let waiters = self.end_read(id, |task, _| {
-            late && task.state.deadline > request.deadline || absent && task.request.number > request.number
+            late && task.state.deadline > request.deadline
+                || absent && task.request.number > request.number
         });
         let error = self.count_failed_read(id, error);
         // Of a late one the first that notices it counts it: this, or the load itself.
@@ -624,7 +665,8 @@ impl Core {
         self.pump(); // one read less is running
     }
 
-    /// Takes a read off the list, with those who wait for it; for those of whom `goes_on` says so another one begins.
+    /// Takes a read off the list, with those who wait for it; for those of whom `goes_on` says so
+    /// another one begins.
     fn end_read(
         &self,
         id: BlockId,
@@ -643,10 +685,12 @@ impl Core {
         over
     }
 
-    /// What a failed read says: of this record, of the medium, or nothing. A late one is counted with its load.
+    /// What a failed read says: of this record, of the medium, or nothing. A late one is counted
+    /// with its load.
     fn count_failed_read(&self, id: BlockId, error: Error) -> Error {
         match error.kind() {
-            ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
+            // refused, and the medium did answer
+            ErrorKind::Corrupt | ErrorKind::Foreign => return error,
             ErrorKind::Timeout => return error,
             ErrorKind::Io => self.refused.unread(id),
             _ => {}
@@ -660,7 +704,9 @@ impl Core {
 fn tell(above: Option<Failed>, here: Failed) -> Failed {
     match (above, here) {
         (Some(above @ Failed::Refused(..)), Failed::Unread(_)) => above,
-        (Some(Failed::Unread(above)), Failed::Unread(here)) if here.kind() == ErrorKind::NotFound => {
+        (Some(Failed::Unread(above)), Failed::Unread(here))
+            if here.kind() == ErrorKind::NotFound =>
+        {
             Failed::Unread(above)
         }
         (_, here) => here,

@@ -17,8 +17,8 @@ pub(super) struct RejectedRecords {
     newer: IdSet<BlockId>,
     /// The same of those that another key has encrypted.
     locked: IdSet<BlockId>,
-    /// Records that the medium could not read. They may be hits again, and the next dump replaces them all the same:
-    /// that they are there says little.
+    /// Records that the medium could not read. They may be hits again, and the next dump replaces
+    /// them all the same: that they are there says little.
     unread: IdSet<BlockId>,
     /// Whether there was ever one: mostly there was none, and every id of a lookup asks.
     any: AtomicBool,
@@ -69,7 +69,8 @@ impl RejectedRecords {
         self.locked.contains(&id).then_some(MissReason::WrongKey)
     }
 
-    /// What a caller that asks for a refused record is told: one that is left alone no dump replaces.
+    /// What a caller that asks for a refused record is told: one that is left alone no dump
+    /// replaces.
     pub(super) fn again(&self, id: BlockId) -> (ErrorKind, MissReason) {
         match self.left_alone(id) {
             Some(reason) => (ErrorKind::Foreign, reason),
@@ -88,7 +89,8 @@ impl RejectedRecords {
         self.bad.remove(&id)
     }
 
-    /// A dump found nothing under this id and published: a record that was left alone there is gone.
+    /// A dump found nothing under this id and published: a record that was left alone there is
+    /// gone.
     pub(super) fn published(&self, id: BlockId) {
         self.newer.remove(&id);
         self.locked.remove(&id);
@@ -124,7 +126,10 @@ mod tests {
         assert!(!refused.contains(bad) && refused.contains(newer));
         refused.published(newer);
         assert!(!refused.contains(newer), "it is gone, and ours is there");
-        assert_eq!((refused.left_alone(newer), refused.left_alone(bad)), (None, None));
+        assert_eq!(
+            (refused.left_alone(newer), refused.left_alone(bad)),
+            (None, None)
+        );
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Reading side shards without the KV of their blocks.
 //!
-//! A read brings the header and the pages of the side shard and nothing else, into a slot like any other read. It looks
-//! through the tiers from the top for the record of the block, then for the one in which the side shard lies alone.
-//! Each id is for itself: one that is missing says nothing of the next, and what is wrong with a side shard says
-//! nothing of the KV.
+//! A read brings the header and the pages of the side shard and nothing else, into a slot like any
+//! other read. It looks through the tiers from the top for the record of the block, then for the
+//! one in which the side shard lies alone. Each id is for itself: one that is missing says nothing
+//! of the next, and what is wrong with a side shard says nothing of the KV.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -36,8 +36,9 @@ const SHARE: usize = 4;
 /// Side shards of one name being read, for a list of blocks.
 #[derive(Clone)]
 pub struct SidesTask {
-    /// Its row *i* is the *i*-th id; one that has arrived ([`Task::shard_done`]) is there and sound, the others have
-    /// failed by themselves, most of them because there is no such side shard ([`ErrorKind::NotFound`]).
+    /// Its row *i* is the *i*-th id; one that has arrived ([`Task::shard_done`]) is there and
+    /// sound, the others have failed by themselves, most of them because there is no such side
+    /// shard ([`ErrorKind::NotFound`]).
     pub task: Task,
     load: Arc<SideLoad>,
 }
@@ -48,8 +49,8 @@ impl SidesTask {
         self.load.len
     }
 
-    /// The bytes of the side shards, one behind the other; zeros where one is not there. Final once the task is
-    /// finished.
+    /// The bytes of the side shards, one behind the other; zeros where one is not there. Final once
+    /// the task is finished.
     pub fn bytes(&self) -> Vec<u8> {
         self.load.bytes.lock().clone()
     }
@@ -124,11 +125,13 @@ impl SideRead {
 }
 
 impl Core {
-    /// Starts reading the side shard of that name of each block, without its KV. `deadline` as of [`Core::load`]. A
-    /// side shard that is missing, late or not sound fails its own row and no other.
+    /// Starts reading the side shard of that name of each block, without its KV. `deadline` as of
+    /// [`Core::load`]. A side shard that is missing, late or not sound fails its own row and no
+    /// other.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that the store was not opened with, too many ids, or more than 1 GiB of side shards.
+    /// `InvalidInput` for a name that the store was not opened with, too many ids, or more than 1
+    /// GiB of side shards.
     pub fn load_sides(
         self: &Arc<Self>,
         ids: Vec<BlockId>,
@@ -141,7 +144,8 @@ impl Core {
         let deadline = now.after(deadline.unwrap_or(self.deadlines.load).min(LONGEST_LOAD));
         let (rows, len) = (ids.len(), self.records.layout.sides()[index].len as usize);
         if (rows as u64).saturating_mul(len as u64) > limits::MAX_BLOCK_BYTES {
-            let many = Error::invalid("too many side shards in one call: at most 1 GiB").with("name", name);
+            let many = Error::invalid("too many side shards in one call: at most 1 GiB")
+                .with("name", name);
             return Err(many.with("ids", rows).with("bytes_each", len));
         }
         let state = TaskState::new(rows, now, deadline);
@@ -201,8 +205,8 @@ impl Core {
         }
     }
 
-    /// Starts waiting reads while slots are free, those of one tier together. One thread at a time, as in
-    /// [`Core::pump`].
+    /// Starts waiting reads while slots are free, those of one tier together. One thread at a time,
+    /// as in [`Core::pump`].
     pub(super) fn pump_sides(self: &Arc<Self>) {
         if std::mem::replace(&mut self.reads.sides.lock().pumping, true) {
             return;
@@ -231,7 +235,8 @@ impl Core {
         }
     }
 
-    /// Reads that can begin now, each with a slot; none ends the pumping. Rows that have ended are dropped.
+    /// Reads that can begin now, each with a slot; none ends the pumping. Rows that have ended are
+    /// dropped.
     fn take_slots_for_sides(&self) -> Vec<(SideRead, Slot)> {
         let most = (self.device.slots.capacity() / SHARE).clamp(1, AT_ONCE);
         let (mut begun, mut reads) = (Vec::new(), self.reads.sides.lock());
@@ -252,8 +257,8 @@ impl Core {
         begun
     }
 
-    /// Where a side shard may be: in its block's record, in this tier or one below, then alone. Where it is nowhere its
-    /// row has ended, and so has its place among those that run.
+    /// Where a side shard may be: in its block's record, in this tier or one below, then alone.
+    /// Where it is nowhere its row has ended, and so has its place among those that run.
     fn place_side(self: &Arc<Self>, mut read: SideRead) -> Option<Reading> {
         loop {
             let id = read.id(&self.records.layout);
@@ -277,8 +282,8 @@ impl Core {
         None
     }
 
-    /// What a tier is asked for: the header, and the pages where the side shard lies in records of this store. Where
-    /// the header names other pages, these are read then.
+    /// What a tier is asked for: the header, and the pages where the side shard lies in records of
+    /// this store. Where the header names other pages, these are read then.
     fn tier_read_of_side(&self, reading: Reading, slot: Slot) -> TierRead<Reading> {
         let (layout, index) = (&self.records.layout, reading.read.load.index);
         let pages = |range: Range<usize>| range.start..range.end.next_multiple_of(PAGE as usize);
@@ -310,7 +315,8 @@ impl Core {
             }),
             sides: true,
             again: reading.again,
-            looked: true, // one that is not known to be there is not looked for: the caller makes it again
+            // one that is not known to be there is not looked for: the caller makes it again
+            looked: true,
             in_place: match reading.again {
                 true => InPlace::Never,
                 false => InPlace::Region,
@@ -331,8 +337,8 @@ impl Core {
         Arc::new(move |reading, result| core.side_came(reading, result))
     }
 
-    /// The way of a side shard on the thread that has read it: verified, and handed over; or looked for in the next
-    /// copy.
+    /// The way of a side shard on the thread that has read it: verified, and handed over; or looked
+    /// for in the next copy.
     fn side_came(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
         let Reading {
             mut read,
@@ -348,8 +354,14 @@ impl Core {
                 let decrypted = self.tiers.decrypt_side(tier, id, wanted, &mut done);
                 let record = done.lent.as_deref().unwrap_or(done.slot.as_slice());
                 let checked = verify_side(record, done.stored_len, &self.expect(id), wanted);
-                let refused =
-                    |error| Refusal::new(reason_named(&error), "record", &error, "one that is authentic");
+                let refused = |error| {
+                    Refusal::new(
+                        reason_named(&error),
+                        "record",
+                        &error,
+                        "one that is authentic",
+                    )
+                };
                 match decrypted.map_err(refused).and(checked) {
                     Ok(bytes) => {
                         self.end_side(&load, row, Ok(bytes));
@@ -394,9 +406,16 @@ impl Core {
         self.pump_sides();
     }
 
-    /// A copy of a side shard is not sound. The record of a block is left alone: its KV is verified by the load that
-    /// loads it. One that is nothing else is refused like any record, so that the next dump replaces it.
-    fn side_refused(self: &Arc<Self>, read: &SideRead, id: BlockId, tier: usize, reason: MissReason) {
+    /// A copy of a side shard is not sound. The record of a block is left alone: its KV is verified
+    /// by the load that loads it. One that is nothing else is refused like any record, so that the
+    /// next dump replaces it.
+    fn side_refused(
+        self: &Arc<Self>,
+        read: &SideRead,
+        id: BlockId,
+        tier: usize,
+        reason: MissReason,
+    ) {
         Stats::add(&self.stats.sides_refused, 1);
         if read.alone {
             self.refuse(id, Some(tier), reason);

@@ -1,8 +1,9 @@
-//! Side shards: what is kept beside the KV of a block, written with it or later, and read without it
-//! ([`super::side_reads`]).
+//! Side shards: what is kept beside the KV of a block, written with it or later, and read without
+//! it ([`super::side_reads`]).
 //!
-//! A side shard lies in the record of its block, behind the KV; of a block that was stored without, it may lie alone in
-//! a record of its own ([`IdMask::of_side`]), which is made and written as any other.
+//! A side shard lies in the record of its block, behind the KV; of a block that was stored without,
+//! it may lie alone in a record of its own ([`IdMask::of_side`]), which is made and written as any
+//! other.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -38,13 +39,14 @@ pub(super) fn check_shares(layout: &RecordLayout, geometry: &Geometry) -> Result
 }
 
 impl Core {
-    /// Starts writing side shards of blocks that are stored without them, each as a record of its own: for each of
-    /// these, by name, the bytes of every block, one behind the other. Or refuses at once, as [`Core::dump`]. The task
-    /// has a row for each, those of one name after those of another.
+    /// Starts writing side shards of blocks that are stored without them, each as a record of its
+    /// own: for each of these, by name, the bytes of every block, one behind the other. Or refuses
+    /// at once, as [`Core::dump`]. The task has a row for each, those of one name after those of
+    /// another.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that the store was not opened with, and where there are not as many bytes as belong
-    /// there.
+    /// `InvalidInput` for a name that the store was not opened with, and where there are not as
+    /// many bytes as belong there.
     pub fn dump_sides(self: &Arc<Self>, ids: &[BlockId], sides: &[(&str, &[u8])]) -> Result<Task> {
         let mut rows = Vec::with_capacity(ids.len() * sides.len());
         for &(name, bytes) in sides {
@@ -52,7 +54,8 @@ impl Core {
             let side = &self.records.layout.sides()[index];
             let (len, mask) = (side.len as usize, mask(side));
             if bytes.len() != ids.len() * len {
-                let wrong = Error::invalid("a side shard has other bytes than it was declared with");
+                let wrong =
+                    Error::invalid("a side shard has other bytes than it was declared with");
                 let wrong = wrong.with("name", name).with("given", bytes.len());
                 return Err(wrong.with("expected", ids.len() * len));
             }
@@ -75,11 +78,15 @@ impl Core {
 
     pub(super) fn side_index(&self, name: &str) -> Result<usize> {
         let sides = self.records.layout.sides();
-        sides.iter().position(|side| side.name == name).ok_or_else(|| {
-            let known: Vec<&str> = sides.iter().map(|side| side.name.as_str()).collect();
-            let error = Error::invalid("this store has no side shard of that name").with("name", name);
-            error.with("known", known.join(", "))
-        })
+        sides
+            .iter()
+            .position(|side| side.name == name)
+            .ok_or_else(|| {
+                let known: Vec<&str> = sides.iter().map(|side| side.name.as_str()).collect();
+                let error =
+                    Error::invalid("this store has no side shard of that name").with("name", name);
+                error.with("known", known.join(", "))
+            })
     }
 
     /// These records, and behind each those in which its side shards may lie alone.
@@ -103,13 +110,16 @@ impl Core {
         side.map_or(builder.id, |side| builder.id.xor(mask(side)))
     }
 
-    /// Whether what a row brings beside its KV are its shares, or one whole side shard and nothing else.
+    /// Whether what a row brings beside its KV are its shares, or one whole side shard and nothing
+    /// else.
     pub(super) fn check_sides(&self, number: usize, row: &Row) -> Result<()> {
         let (sides, shards) = (self.records.layout.sides(), self.records.geometry.shards());
         let (given, expected) = match &row.sides {
             RowSides::None => return Ok(()),
             RowSides::Beside(_) if sides.is_empty() => {
-                return Err(Error::invalid("this store was opened without side shards").with("row", number));
+                return Err(
+                    Error::invalid("this store was opened without side shards").with("row", number)
+                );
             }
             RowSides::Beside(bytes) => {
                 let all: u64 = sides.iter().map(|side| side.len).sum();
@@ -130,15 +140,17 @@ impl Core {
         if given as u64 == expected {
             return Ok(());
         }
-        let wrong =
-            Error::invalid("a row brings its share of every side shard, or one whole side shard alone");
+        let wrong = Error::invalid(
+            "a row brings its share of every side shard, or one whole side shard alone",
+        );
         Err(wrong
             .with("row", number)
             .with("given", given)
             .with("expected", expected))
     }
 
-    /// Puts what rows bring beside the KV to its place in the record; the shards that brought something.
+    /// Puts what rows bring beside the KV to its place in the record; the shards that brought
+    /// something.
     pub(super) fn place_sides(&self, rows: &BlockRowList, record: &mut [u8]) -> Vec<u32> {
         let layout = &self.records.layout;
         for (shard, sides) in &rows.sides {
@@ -151,7 +163,9 @@ impl Core {
                 }
                 RowSides::Beside(bytes) => {
                     let mut rest = &bytes[..];
-                    for range in (0..layout.sides().len()).filter_map(|index| layout.side_data(index)) {
+                    for range in
+                        (0..layout.sides().len()).filter_map(|index| layout.side_data(index))
+                    {
                         let share = range.len() / self.records.geometry.shards() as usize;
                         let (mine, others) = rest.split_at(share);
                         let at = range.start + *shard as usize * share;

@@ -78,9 +78,12 @@ impl TaskState {
         self.unplaced.fetch_sub(n, Ordering::SeqCst);
     }
 
-    /// `n` rows are finished for good (well, or recorded as failed before). True for the call that completed it.
+    /// `n` rows are finished for good (well, or recorded as failed before). True for the call that
+    /// completed it.
     pub(crate) fn rows_finished(&self, n: usize) -> bool {
-        let last = n > 0 && self.unfinished.fetch_sub(n, Ordering::AcqRel) == n && self.finished.complete(());
+        let last = n > 0
+            && self.unfinished.fetch_sub(n, Ordering::AcqRel) == n
+            && self.finished.complete(());
         if last {
             self.news.notify();
         }
@@ -100,7 +103,8 @@ impl TaskState {
         arrived.is_some_and(|arrived| arrived.load(Ordering::Acquire))
     }
 
-    /// Records why a row failed, unless it failed before; the row is still to be counted as finished.
+    /// Records why a row failed, unless it failed before; the row is still to be counted as
+    /// finished.
     pub(crate) fn fail_row(&self, row: usize, error: Error) {
         self.failures.lock().entry(row).or_insert(error);
         self.news.notify();
@@ -121,7 +125,8 @@ impl TaskState {
         self.flush_wanted.load(Ordering::SeqCst) && self.is_handed_over()
     }
 
-    /// Whether everything of it was handed to the backend that ever will be, and is not published yet.
+    /// Whether everything of it was handed to the backend that ever will be, and is not published
+    /// yet.
     pub(crate) fn is_handed_over(&self) -> bool {
         self.unplaced.load(Ordering::SeqCst) == 0 && !self.is_finished()
     }
@@ -179,7 +184,8 @@ pub struct Task {
 }
 
 impl Task {
-    /// Whether the level was reached or failed. Never waits; a task past its deadline is ended here.
+    /// Whether the level was reached or failed. Never waits; a task past its deadline is ended
+    /// here.
     pub fn check(&self, clock: &dyn Clock, until: Until) -> bool {
         if self.level(until).peek().is_some() {
             return true;
@@ -190,8 +196,9 @@ impl Task {
         self.level(until).peek().is_some()
     }
 
-    /// Waits until the level is reached, at most until `limit` and never past the task's own deadline. False if
-    /// the limit came first. A backend that publishes many records at once is told that somebody waits.
+    /// Waits until the level is reached, at most until `limit` and never past the task's own
+    /// deadline. False if the limit came first. A backend that publishes many records at once is
+    /// told that somebody waits.
     pub fn wait(&self, clock: &dyn Clock, until: Until, limit: Option<MonotonicTime>) -> bool {
         if until == Until::Published && !self.state.is_finished() {
             (self.flush_soon)();
@@ -204,33 +211,37 @@ impl Task {
         if clock.now() < deadline {
             return false; // the caller's own limit
         }
-        // Past the deadline the last callbacks arrive: copies end at memory speed, I/O is written off by its pool.
+        // Past the deadline the last callbacks arrive: copies end at memory speed, I/O is written
+        // off by its pool.
         let grace = deadline.after(GRACE);
         self.level(until)
             .wait(clock, Some(limit.map_or(grace, |limit| limit.min(grace))))
             .is_some()
     }
 
-    /// Records `event` once the device memory of the task is free, whatever became of it: no copy of it is under way
-    /// (other than one of a dump that hung and was given up), and none will begin. At once if that is so already.
+    /// Records `event` once the device memory of the task is free, whatever became of it: no copy
+    /// of it is under way (other than one of a dump that hung and was given up), and none will
+    /// begin. At once if that is so already.
     pub fn record(&self, event: Arc<dyn Event>) {
         self.state.staged.on_complete(move |()| event.record());
     }
 
-    /// Whether a row of a load has arrived: its bytes were verified and are on the device, and stay there. The rows of a
-    /// block arrive in the order of its layers, and each before the rest of its block, where the medium reads it in parts. If
-    /// a later one of its block fails, the block has failed ([`Task::failures`] names all of its rows then). Never waits.
+    /// Whether a row of a load has arrived: its bytes were verified and are on the device, and stay
+    /// there. The rows of a block arrive in the order of its layers, and each before the rest of
+    /// its block, where the medium reads it in parts. If a later one of its block fails, the block
+    /// has failed ([`Task::failures`] names all of its rows then). Never waits.
     pub fn shard_done(&self, row: usize) -> bool {
         self.state.has_arrived(row)
     }
 
-    /// Waits until a row of a load has arrived, at most until `limit` and never past the task's own deadline. False where it
-    /// has not: the limit came first, or it will not any more.
+    /// Waits until a row of a load has arrived, at most until `limit` and never past the task's own
+    /// deadline. False where it has not: the limit came first, or it will not any more.
     pub fn wait_shard(&self, clock: &dyn Clock, row: usize, limit: Option<MonotonicTime>) -> bool {
         let (deadline, limit) = (self.state.deadline, limit.unwrap_or(MonotonicTime::NEVER));
         loop {
             let seen = self.state.news.seen();
-            if self.shard_done(row) || self.state.failed(row) || self.check(clock, Until::Published) {
+            if self.shard_done(row) || self.state.failed(row) || self.check(clock, Until::Published)
+            {
                 return self.shard_done(row);
             }
             let now = clock.now();
@@ -256,8 +267,8 @@ impl Task {
             .collect()
     }
 
-    /// Blocks of a load that arrived, by the tier they were read from, counted from the top; final once the task is
-    /// finished. A medium alone is tier 0.
+    /// Blocks of a load that arrived, by the tier they were read from, counted from the top; final
+    /// once the task is finished. A medium alone is tier 0.
     pub fn served(&self) -> [u64; MAX_TIERS] {
         self.state
             .served

@@ -1,4 +1,5 @@
-//! What is moved between the device and a record in its slot: all pieces of a block in one transfer.
+//! What is moved between the device and a record in its slot: all pieces of a block in one
+//! transfer.
 
 use std::any::Any;
 use std::ops::Range;
@@ -24,8 +25,9 @@ pub(super) struct DeviceSide {
     pub(super) _attached: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// The device, and those of its streams that no one uses: as many as there were transfers at a time, at most as many as
-/// threads that make them. What they take of the device's memory is the device's own, and bounded there.
+/// The device, and those of its streams that no one uses: as many as there were transfers at a
+/// time, at most as many as threads that make them. What they take of the device's memory is the
+/// device's own, and bounded there.
 pub(super) struct Streams {
     device: Arc<dyn Device>,
     idle: Mutex<Vec<Box<dyn Stream>>>,
@@ -43,16 +45,17 @@ impl Streams {
         &*self.device
     }
 
-    /// Runs a transfer on a stream that no one else uses, once the events of `ready` are done; `Timeout` where they are
-    /// not by `deadline`.
+    /// Runs a transfer on a stream that no one else uses, once the events of `ready` are done;
+    /// `Timeout` where they are not by `deadline`.
     pub(super) fn with(
         &self,
         ready: &[Arc<dyn Event>],
         deadline: MonotonicTime,
         transfer: impl FnOnce(&mut dyn Stream) -> Result<()>,
     ) -> Result<()> {
-        // Waited for here and not by the stream: what is given to a device cannot be taken back at a deadline. Its caller may
-        // drop an event then: it is asked about by a wait that knows the deadline, and by nothing else.
+        // Waited for here and not by the stream: what is given to a device cannot be taken back at
+        // a deadline. Its caller may drop an event then: it is asked about by a wait that knows the
+        // deadline, and by nothing else.
         for event in ready {
             event.wait(Some(deadline))?;
         }
@@ -74,8 +77,8 @@ impl Core {
         shard * count..(shard + 1) * count
     }
 
-    /// The device pieces of rows (row number, shard, pieces) of one block, layer by layer, each with its place in the
-    /// record. `InvalidInput` for a piece that is not as long as its tensor.
+    /// The device pieces of rows (row number, shard, pieces) of one block, layer by layer, each
+    /// with its place in the record. `InvalidInput` for a piece that is not as long as its tensor.
     pub(super) fn pieces<'a>(
         &self,
         rows: impl IntoIterator<Item = &'a (usize, u32, Pieces)>,

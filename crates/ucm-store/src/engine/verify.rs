@@ -13,8 +13,8 @@ use super::Core;
 use crate::stats::Stats;
 
 impl Core {
-    /// Verifies what was read: why it is not the record asked for, if so. Its first `verified` layers were verified
-    /// before.
+    /// Verifies what was read: why it is not the record asked for, if so. Its first `verified`
+    /// layers were verified before.
     pub(super) fn verify(
         &self,
         id: BlockId,
@@ -35,10 +35,20 @@ impl Core {
         let parts = self.records.layout.parts(layers.clone());
         let len = parts.iter().map(Range::len).sum::<usize>();
         if read.read < len {
-            return Err(Refusal::new(MissReason::Truncated, "length", read.read, len));
+            return Err(Refusal::new(
+                MissReason::Truncated,
+                "length",
+                read.read,
+                len,
+            ));
         }
         let rest = verified.max(layers.start)..layers.end;
-        verify_layers(read.slot.as_slice(), read.stored_len, &self.expect(id), rest)
+        verify_layers(
+            read.slot.as_slice(),
+            read.stored_len,
+            &self.expect(id),
+            rest,
+        )
     }
 
     /// What a record must be.
@@ -51,9 +61,14 @@ impl Core {
         }
     }
 
-    /// Remembers that a record is not what it should be, in the last tier that had it (`None`: where it was just
-    /// written); the answer is the error for those who wanted it.
-    pub(super) fn refuse(self: &Arc<Self>, id: BlockId, tier: Option<usize>, reason: MissReason) -> Error {
+    /// Remembers that a record is not what it should be, in the last tier that had it (`None`:
+    /// where it was just written); the answer is the error for those who wanted it.
+    pub(super) fn refuse(
+        self: &Arc<Self>,
+        id: BlockId,
+        tier: Option<usize>,
+        reason: MissReason,
+    ) -> Error {
         let error = self.refuse_id(id, reason);
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
@@ -149,7 +164,11 @@ pub(super) fn refusal(reason: MissReason) -> Error {
 /// Why a tier gave no record that is there: as it says itself, or because it could not be read.
 pub(super) fn reason_named(error: &Error) -> MissReason {
     let named = error.context().iter().find(|(key, _)| *key == "reason");
-    let reason = named.and_then(|(_, name)| MissReason::ALL.into_iter().find(|reason| reason.name() == name));
+    let reason = named.and_then(|(_, name)| {
+        MissReason::ALL
+            .into_iter()
+            .find(|reason| reason.name() == name)
+    });
     reason.unwrap_or(MissReason::IoError)
 }
 

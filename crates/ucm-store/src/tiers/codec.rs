@@ -1,9 +1,10 @@
-//! The codec of a tier: what is stored there takes less room, and no one above sees it in that form.
+//! The codec of a tier: what is stored there takes less room, and no one above sees it in that
+//! form.
 //!
-//! A record is encoded in its slot by the thread that is about to write it, and decoded in its slot by the thread that has
-//! read it, before it is verified. What was damaged as it is stored is handed on as it is, to be refused as such; what
-//! comes out of the rest is verified by the checksums that were taken when it left the device. A tier may hold records
-//! of both kinds.
+//! A record is encoded in its slot by the thread that is about to write it, and decoded in its slot
+//! by the thread that has read it, before it is verified. What was damaged as it is stored is
+//! handed on as it is, to be refused as such; what comes out of the rest is verified by the
+//! checksums that were taken when it left the device. A tier may hold records of both kinds.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -32,7 +33,8 @@ pub struct Compression {
     pub records_as_is: u64,
     /// Records read that were compressed.
     pub records_decompressed: u64,
-    /// Records that did not come back from their compressed form, though that was whole: read, or about to be written.
+    /// Records that did not come back from their compressed form, though that was whole: read, or
+    /// about to be written.
     pub records_undecodable: u64,
     /// Bytes of the records that were encoded.
     pub bytes_compressed: u64,
@@ -105,7 +107,8 @@ impl TierCodec {
 
     /// The length of what is in the slot then.
     fn encode(&self, slot: &mut Slot, options: &WriteOptions) -> Result<usize> {
-        let proven = options.read_back || self.encoded.load(Ordering::Relaxed).is_multiple_of(PROVEN);
+        let proven =
+            options.read_back || self.encoded.load(Ordering::Relaxed).is_multiple_of(PROVEN);
         let record = &mut slot.as_mut_slice()[..options.len];
         let encoded = self.with_coder(|coder| coder.encode(self.codec, record, proven));
         if let Ok(Some(len)) = encoded {
@@ -121,8 +124,9 @@ impl TierCodec {
 }
 
 impl Tiers {
-    /// Called with a record that is about to be written to a tier: puts it into the form in which it is stored there. Not
-    /// where it would only be found there. An error where it has to be encrypted and was not.
+    /// Called with a record that is about to be written to a tier: puts it into the form in which
+    /// it is stored there. Not where it would only be found there. An error where it has to be
+    /// encrypted and was not.
     pub(super) fn encode(
         &self,
         number: usize,
@@ -131,7 +135,8 @@ impl Tiers {
         options: WriteOptions,
     ) -> Result<WriteOptions> {
         let tier = &self.tiers[number];
-        let present = || !options.replace && tier.codec.is_some() && tier.backend.features().is_published(id);
+        let present =
+            || !options.replace && tier.codec.is_some() && tier.backend.features().is_published(id);
         let options = self.compress(number, id, slot, options, present());
         self.encrypt(number, slot, &options)?;
         Ok(options)
@@ -180,9 +185,15 @@ impl Tiers {
         decoded.collect()
     }
 
-    /// A record that was read from a tier, as it is used. What is damaged or foreign stays as it is, to be refused for that;
-    /// of what cannot be decoded the layers come to be zeros, which their checksums refuse.
-    pub(super) fn decode(&self, number: usize, id: BlockId, mut read: ReadDone) -> Result<ReadDone> {
+    /// A record that was read from a tier, as it is used. What is damaged or foreign stays as it
+    /// is, to be refused for that; of what cannot be decoded the layers come to be zeros, which
+    /// their checksums refuse.
+    pub(super) fn decode(
+        &self,
+        number: usize,
+        id: BlockId,
+        mut read: ReadDone,
+    ) -> Result<ReadDone> {
         let form = |read: &ReadDone| {
             let bytes = &read.slot.as_slice()[..read.read];
             stored_form(bytes, read.stored_len, &self.expect(id))
@@ -200,7 +211,8 @@ impl Tiers {
             warn!(
                 store = self.records.writer,
                 block = %id,
-                "record {id} does not come back from its compressed form, though that is whole; it will be recomputed"
+                "record {id} does not come back from its compressed form, though that is whole; it \
+                 will be recomputed"
             );
         }
         read.read = len;

@@ -13,8 +13,8 @@ use ucm_tier::backend::{BlockRead, Listed, Outcome, ReadDone};
 use super::{Tiers, WritePolicy};
 
 impl Tiers {
-    /// Writes back what this process's memories above tiers written back to still hold, the latest used first, until
-    /// `until`.
+    /// Writes back what this process's memories above tiers written back to still hold, the latest
+    /// used first, until `until`.
     pub(super) fn write_back(self: &Arc<Self>, until: MonotonicTime) {
         for (above, level) in self.levels.iter().zip(1..).take(self.levels.len() - 1) {
             if self.levels[level].policy != WritePolicy::Back {
@@ -22,7 +22,9 @@ impl Tiers {
             }
             let above = &self.tiers[above.members().start];
             let backend = Arc::clone(&above.backend);
-            let listed = above.pool.call(LANE_SPACE, until, move |io| backend.list(io));
+            let listed = above
+                .pool
+                .call(LANE_SPACE, until, move |io| backend.list(io));
             let Ok(mut records) = listed else {
                 continue;
             };
@@ -52,7 +54,8 @@ impl Tiers {
                 store = self.records.writer,
                 tier = name,
                 left,
-                "{left} of {all} blocks in memory were not written back to {name} in the time for shutting down; they will \
+                "{left} of {all} blocks in memory were not written back to {name} in the time for \
+                 shutting down; they will \
                  be computed again"
             );
         }

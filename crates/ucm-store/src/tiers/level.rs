@@ -1,8 +1,9 @@
-//! Levels: tiers one below the other, and side by side where a level spreads its records over several media.
+//! Levels: tiers one below the other, and side by side where a level spreads its records over
+//! several media.
 //!
-//! A level of several has one copy of a record, in the member that [`Spread`] offered it to when it was written. Looked for
-//! it is in all of them, in the order of the spread; a member that would have to be asked for each record is asked for those
-//! that belong there.
+//! A level of several has one copy of a record, in the member that [`Spread`] offered it to when it
+//! was written. Looked for it is in all of them, in the order of the spread; a member that would
+//! have to be asked for each record is asked for those that belong there.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,7 +20,8 @@ use super::{TierConfig, Tiers, WritePolicy};
 pub const MAX_LEVELS: usize = 4;
 /// Most tiers of a store.
 pub const MAX_TIERS: usize = 32;
-/// Most blocks of which it is remembered that they were read in a colder medium. To forget one is to bring it up later.
+/// Most blocks of which it is remembered that they were read in a colder medium. To forget one is
+/// to bring it up later.
 const REMEMBERED: usize = 1 << 16;
 
 /// A level as it is set up.
@@ -49,7 +51,8 @@ pub(super) struct Level {
     often: Mutex<Often>,
 }
 
-/// Blocks that were read in a medium that is not the hottest: how often since the first time of a window, and when that was.
+/// Blocks that were read in a medium that is not the hottest: how often since the first time of a
+/// window, and when that was.
 #[derive(Default)]
 struct Often(HashMap<BlockId, (u32, MonotonicTime)>);
 
@@ -137,11 +140,14 @@ impl Tiers {
 
     /// All tiers in the order in which they are asked for a record.
     pub(super) fn order(&self, id: BlockId) -> Vec<usize> {
-        self.levels.iter().flat_map(|level| level.order(id)).collect()
+        self.levels
+            .iter()
+            .flat_map(|level| level.order(id))
+            .collect()
     }
 
-    /// The member of a level that a new record of `len` bytes goes to: the first that is well, of those with room where that
-    /// matters and some have. `is_well` tells whether one is.
+    /// The member of a level that a new record of `len` bytes goes to: the first that is well, of
+    /// those with room where that matters and some have. `is_well` tells whether one is.
     pub(super) fn taker(
         &self,
         level: &Level,
@@ -162,7 +168,8 @@ impl Tiers {
         roomy.or_else(|| well.first().copied())
     }
 
-    /// The same for a copy that no one waits for. Where none is well it is the first, which then drops the copy.
+    /// The same for a copy that no one waits for. Where none is well it is the first, which then
+    /// drops the copy.
     pub(super) fn taker_of_copy(&self, level: &Level, id: BlockId, len: usize) -> usize {
         let now = self.clock.now();
         let well = self.taker(level, id, len, |number| {
@@ -171,9 +178,14 @@ impl Tiers {
         well.unwrap_or_else(|| level.offers(id).next().unwrap_or(level.first))
     }
 
-    /// Whether a tier would be the first to know of this record: it does, or it can only be asked and the record belongs
-    /// there. `is_well`: which tiers are.
-    pub(super) fn expects(&self, number: usize, id: BlockId, is_well: impl Fn(usize) -> bool) -> bool {
+    /// Whether a tier would be the first to know of this record: it does, or it can only be asked
+    /// and the record belongs there. `is_well`: which tiers are.
+    pub(super) fn expects(
+        &self,
+        number: usize,
+        id: BlockId,
+        is_well: impl Fn(usize) -> bool,
+    ) -> bool {
         let features = self.tiers[number].backend.features();
         if let Some(index) = features.index {
             return index.knows(id);
@@ -185,7 +197,8 @@ impl Tiers {
         level.order(id).find(|&number| is_well(number)) == Some(number)
     }
 
-    /// A record was read in this tier: the hotter one beside it that it goes to, where it is read often by now.
+    /// A record was read in this tier: the hotter one beside it that it goes to, where it is read
+    /// often by now.
     pub(crate) fn rises_to(&self, number: usize, id: BlockId, len: usize) -> Option<usize> {
         let level = self.level_of(number);
         let promotion = level.spread.promotion()?;
@@ -206,7 +219,8 @@ impl Tiers {
 fn check(levels: &[LevelConfig]) -> Result<()> {
     let wrong = |text: &'static str| {
         let tiers = levels.iter().flat_map(|level| &level.tiers);
-        let found = tiers.map(|tier| format!("{} {}", tier.backend.features().name, tier.policy.name()));
+        let found =
+            tiers.map(|tier| format!("{} {}", tier.backend.features().name, tier.policy.name()));
         let found = found.collect::<Vec<_>>().join(", ");
         Err(Error::new(ErrorKind::Config, text).with("tiers", found))
     };
@@ -220,13 +234,17 @@ fn check(levels: &[LevelConfig]) -> Result<()> {
             .all(|(one, next)| one == next.policy);
         !level.tiers.is_empty() && level.tiers.len() == level.spread.members() && alike
     };
-    if !levels.iter().all(whole) || levels.iter().map(|level| level.tiers.len()).sum::<usize>() > MAX_TIERS {
+    if !levels.iter().all(whole)
+        || levels.iter().map(|level| level.tiers.len()).sum::<usize>() > MAX_TIERS
+    {
         return wrong(
-            "the tiers of a level are at least one, as many as it spreads records over, and of one policy",
+            "the tiers of a level are at least one, as many as it spreads records over, and of one \
+             policy",
         );
     }
     let is_memory = |tier: &TierConfig| tier.backend.features().memory.is_some();
-    let side_by_side = |level: &LevelConfig| level.tiers.len() > 1 && level.tiers.iter().any(is_memory);
+    let side_by_side =
+        |level: &LevelConfig| level.tiers.len() > 1 && level.tiers.iter().any(is_memory);
     if levels.iter().any(side_by_side)
         || levels
             .iter()
@@ -249,7 +267,8 @@ fn check(levels: &[LevelConfig]) -> Result<()> {
     Ok(())
 }
 
-/// Names unlike each other: that of the medium, and its number among those of that name from the second on.
+/// Names unlike each other: that of the medium, and its number among those of that name from the
+/// second on.
 pub(super) fn names<'a>(tiers: impl Iterator<Item = &'a TierConfig>) -> Vec<String> {
     let mut seen: HashMap<&'static str, usize> = HashMap::new();
     let mut name = |tier: &TierConfig| {

@@ -1,4 +1,5 @@
-//! What can be read here before others can see it, put together from the tiers: an id counts while any of them says so.
+//! What can be read here before others can see it, put together from the tiers: an id counts while
+//! any of them says so.
 
 use std::collections::HashMap;
 
@@ -10,7 +11,8 @@ use super::MAX_TIERS;
 
 const _: () = assert!(MAX_TIERS <= u32::BITS as usize);
 
-/// Which tiers (a bit each) say that only this process can read an id, and the changes not told yet.
+/// Which tiers (a bit each) say that only this process can read an id, and the changes not told
+/// yet.
 #[derive(Default)]
 pub(super) struct Merged(Mutex<Inner>);
 
@@ -22,7 +24,8 @@ struct Inner {
 }
 
 impl Merged {
-    /// Takes what the tiers say and tells what that changes, at most as many ids as fit in one call.
+    /// Takes what the tiers say and tells what that changes, at most as many ids as fit in one
+    /// call.
     pub(super) fn merge(&self, tiers: impl Iterator<Item = LocallyVisible>) -> LocallyVisible {
         let mut guard = self.0.lock();
         let inner = &mut *guard;
@@ -77,10 +80,22 @@ mod tests {
     fn an_id_is_locally_visible_while_any_tier_says_so() {
         let merged = Merged::default();
         let said = |tiers: [LocallyVisible; 2]| merged.merge(tiers.into_iter());
-        assert_eq!(said([visible(&[1], &[]), visible(&[], &[])]), visible(&[1], &[]));
-        assert_eq!(said([visible(&[], &[]), visible(&[1], &[])]), visible(&[], &[]));
-        assert_eq!(said([visible(&[], &[1]), visible(&[], &[])]), visible(&[], &[]));
-        assert_eq!(said([visible(&[], &[]), visible(&[], &[1])]), visible(&[], &[1]));
+        assert_eq!(
+            said([visible(&[1], &[]), visible(&[], &[])]),
+            visible(&[1], &[])
+        );
+        assert_eq!(
+            said([visible(&[], &[]), visible(&[1], &[])]),
+            visible(&[], &[])
+        );
+        assert_eq!(
+            said([visible(&[], &[1]), visible(&[], &[])]),
+            visible(&[], &[])
+        );
+        assert_eq!(
+            said([visible(&[], &[]), visible(&[], &[1])]),
+            visible(&[], &[1])
+        );
         assert_eq!(
             said([visible(&[], &[7]), visible(&[], &[])]),
             visible(&[], &[]),

@@ -1,8 +1,9 @@
-//! Which records are there and where: the upper level first, the lower ones only for what is missing above.
+//! Which records are there and where: the upper level first, the lower ones only for what is
+//! missing above.
 //!
-//! The levels share one deadline: each that must be waited for gets half of what is left while another comes below it, and the
-//! last a little less than all, so that what the upper ones said still arrives in time. The tiers of one level are waited for
-//! together.
+//! The levels share one deadline: each that must be waited for gets half of what is left while
+//! another comes below it, and the last a little less than all, so that what the upper ones said
+//! still arrives in time. The tiers of one level are waited for together.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -41,8 +42,8 @@ impl Tiers {
                 .all(|tier| tier.backend.features().answers_at_once)
     }
 
-    /// Where each record is, or why it is nowhere; in order. With `stop_at_missing` what follows the first that is missing
-    /// may not have been asked for, and is absent then.
+    /// Where each record is, or why it is nowhere; in order. With `stop_at_missing` what follows
+    /// the first that is missing may not have been asked for, and is absent then.
     pub(crate) fn locate(
         self: &Arc<Self>,
         ids: &[BlockId],
@@ -54,7 +55,8 @@ impl Tiers {
             let (missing, wanted) = match number {
                 0 => (None, Cow::Borrowed(ids)),
                 _ => {
-                    let missing: Vec<usize> = (0..ids.len()).filter(|&i| found[i].is_err()).collect();
+                    let missing: Vec<usize> =
+                        (0..ids.len()).filter(|&i| found[i].is_err()).collect();
                     let wanted = missing.iter().map(|&i| ids[i]).collect();
                     (Some(missing), Cow::Owned(wanted))
                 }
@@ -81,8 +83,8 @@ impl Tiers {
         found
     }
 
-    /// Which of these records the tiers side by side have: those first that know it, each for what is missing yet, then the
-    /// others together, each for what would lie there.
+    /// Which of these records the tiers side by side have: those first that know it, each for what
+    /// is missing yet, then the others together, each for what would lie there.
     fn ask_beside(
         self: &Arc<Self>,
         level: &Level,
@@ -92,7 +94,11 @@ impl Tiers {
         request: Request,
     ) -> Vec<Place> {
         let mut found: Vec<Place> = vec![Err(MissReason::Absent); ids.len()];
-        let order: Vec<usize> = ids.first().into_iter().flat_map(|&id| level.order(id)).collect();
+        let order: Vec<usize> = ids
+            .first()
+            .into_iter()
+            .flat_map(|&id| level.order(id))
+            .collect();
         let knows = |&number: &usize| self.tiers[number].backend.features().answers_at_once;
         let (knowing, asked): (Vec<usize>, Vec<usize>) = order.into_iter().partition(knows);
         let take = |found: &mut [Place], places: Vec<usize>, answers: Vec<Place>| {
@@ -135,7 +141,8 @@ impl Tiers {
         until: MonotonicTime,
         request: Request,
     ) -> Asking<'a> {
-        let answers = match ids.is_empty() || self.admits_lookup(number, request, self.clock.now()) {
+        let answers = match ids.is_empty() || self.admits_lookup(number, request, self.clock.now())
+        {
             true => {
                 let tier = &self.tiers[number];
                 begin(
@@ -156,9 +163,14 @@ impl Tiers {
         }
     }
 
-    /// Whether a lookup may go to a tier now. One that answers by itself is not asked for its health by it: where that is in
-    /// question it is looked at in the background.
-    fn admits_lookup(self: &Arc<Self>, number: usize, request: Request, now: MonotonicTime) -> bool {
+    /// Whether a lookup may go to a tier now. One that answers by itself is not asked for its
+    /// health by it: where that is in question it is looked at in the background.
+    fn admits_lookup(
+        self: &Arc<Self>,
+        number: usize,
+        request: Request,
+        now: MonotonicTime,
+    ) -> bool {
         let tier = &self.tiers[number];
         if !tier.knows_by_itself() || !tier.state.ready.load(Ordering::Acquire) {
             return self.admits(number, request.number, now);
@@ -231,8 +243,9 @@ impl Asking<'_> {
     }
 }
 
-/// Asks a tier for records: here and now where that needs no thread of the tier, or in pieces that its threads share. `beside`
-/// others one that must be waited for has a thread of its own, so that all are waited for together.
+/// Asks a tier for records: here and now where that needs no thread of the tier, or in pieces that
+/// its threads share. `beside` others one that must be waited for has a thread of its own, so that
+/// all are waited for together.
 fn begin(tier: &Tier, beside: bool, ids: &[BlockId], stop: bool, until: MonotonicTime) -> Answers {
     let features = tier.backend.features();
     if features.answers_at_once || features.waits_by_itself && !beside {
@@ -255,9 +268,11 @@ fn begin(tier: &Tier, beside: bool, ids: &[BlockId], stop: bool, until: Monotoni
     Answers::Coming(ids.chunks(chunk).map(begin).collect())
 }
 
-/// Puts the answers to the pieces of a lookup together. Where none was answered, the error of the first beside them: one word
-/// on the medium for the whole lookup.
-fn gather(pieces: impl Iterator<Item = (usize, Result<Vec<Presence>>)>) -> (Vec<Presence>, Option<Error>) {
+/// Puts the answers to the pieces of a lookup together. Where none was answered, the error of the
+/// first beside them: one word on the medium for the whole lookup.
+fn gather(
+    pieces: impl Iterator<Item = (usize, Result<Vec<Presence>>)>,
+) -> (Vec<Presence>, Option<Error>) {
     let (mut found, mut answered, mut failed) = (Vec::new(), false, None);
     for (asked, answer) in pieces {
         let end = found.len() + asked;
@@ -286,7 +301,8 @@ fn reason_of(error: &Error) -> MissReason {
     }
 }
 
-/// Adds what a lower tier says of a record that is missing above: the first that is more than "not there" is the reason.
+/// Adds what a lower tier says of a record that is missing above: the first that is more than "not
+/// there" is the reason.
 fn merge(place: &mut Place, below: Place) {
     if below.is_ok() || *place == Err(MissReason::Absent) {
         *place = below;
@@ -303,7 +319,10 @@ mod tests {
         let pieces = vec![(2, Ok(vec![Ok(())])), (2, Err(late()))];
         let (found, failed) = gather(pieces.into_iter());
         let unanswered = Err(MissReason::LookupLate);
-        assert_eq!(found, [Ok(()), Err(MissReason::Absent), unanswered, unanswered]);
+        assert_eq!(
+            found,
+            [Ok(()), Err(MissReason::Absent), unanswered, unanswered]
+        );
         assert!(failed.is_none(), "the medium answers");
         let (found, failed) = gather(vec![(1, Err(late())), (1, Err(late()))].into_iter());
         assert_eq!(found, [unanswered; 2]);

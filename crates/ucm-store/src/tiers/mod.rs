@@ -1,11 +1,13 @@
-//! The tiers below an engine: memory above a file above a remote share, or any part of that; most often one. A *level* is a
-//! tier, or several side by side over which records are spread ([`level`]).
+//! The tiers below an engine: memory above a file above a remote share, or any part of that; most
+//! often one. A *level* is a tier, or several side by side over which records are spread
+//! ([`level`]).
 //!
-//! *Lookup*: present in any tier; the upper one is asked first, the lower ones for what is missing. *Read*: tier by tier,
-//! as the engine asks for the next one when a copy was absent, damaged or late; a record that came from below and was
-//! verified is promoted. *Write*: by the policy of each tier ([`WritePolicy`]). Every tier has threads and a breaker of its
-//! own, so one that is sick costs its bound once and the others work on. No one ever waits for a copy that is made
-//! between tiers.
+//! *Lookup*: present in any tier; the upper one is asked first, the lower ones for what is missing.
+//! *Read*: tier by tier, as the engine asks for the next one when a copy was absent, damaged or
+//! late; a record that came from below and was verified is promoted. *Write*: by the policy of each
+//! tier ([`WritePolicy`]). Every tier has threads and a breaker of its own, so one that is sick
+//! costs its bound once and the others work on. No one ever waits for a copy that is made between
+//! tiers.
 
 mod cipher;
 mod codec;
@@ -98,8 +100,8 @@ pub struct TierConfig {
     pub max_stuck: usize,
 }
 
-/// Who asks the tiers for something: what fails of one request is one failure of a tier, and all of one request is let
-/// through to a tier that may be back.
+/// Who asks the tiers for something: what fails of one request is one failure of a tier, and all of
+/// one request is let through to a tier that may be back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Request {
     /// Unlike those of all others.
@@ -138,7 +140,8 @@ pub struct TierStats {
     pub promotions: u64,
     /// Blocks brought here because the tier above gave them up.
     pub demotions: u64,
-    /// Copies for this tier that were not made: it was busy or not well, or the copy was no longer sound.
+    /// Copies for this tier that were not made: it was busy or not well, or the copy was no longer
+    /// sound.
     pub copies_dropped: u64,
     /// Blocks removed here because their tenant had more than its quota.
     pub quota_removed: u64,
@@ -229,12 +232,21 @@ struct Tally {
 }
 
 impl Tiers {
-    /// Puts tiers together; nothing is touched before [`Tiers::open`]. `Config` where they make no sense together.
-    pub(crate) fn new(config: TiersConfig, device: &dyn Device, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+    /// Puts tiers together; nothing is touched before [`Tiers::open`]. `Config` where they make no
+    /// sense together.
+    pub(crate) fn new(
+        config: TiersConfig,
+        device: &dyn Device,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Arc<Self>> {
         let levels = Level::of(&config.levels)?;
         let slot_len = config.records.layout.record_len();
         let count = config.levels.iter().map(|level| level.tiers.len()).sum();
-        let spare = if count == 1 { 1 } else { config.spare_slots.max(1) };
+        let spare = if count == 1 {
+            1
+        } else {
+            config.spare_slots.max(1)
+        };
         let spare_len = spare * slot_len.next_multiple_of(4096);
         let arena = device.make_arena(spare_len, ArenaOptions::default())?;
         let pool = WorkerPool::builder("ucm-tier")
@@ -260,14 +272,25 @@ impl Tiers {
             Tenants::new(quota, levels.len(), layout, device)
         });
         let mut names = names(config.levels.iter().flat_map(|level| &level.tiers)).into_iter();
-        let made = config.levels.into_iter().zip(0..).flat_map(|(level, number)| {
-            let tiers = level.tiers.into_iter();
-            tiers.map(move |tier| (tier, number))
-        });
+        let made = config
+            .levels
+            .into_iter()
+            .zip(0..)
+            .flat_map(|(level, number)| {
+                let tiers = level.tiers.into_iter();
+                tiers.map(move |tier| (tier, number))
+            });
         let made = made.map(|(tier, level)| {
             let name = names.next().unwrap_or_default();
             let keys = config.keys.clone();
-            Tier::new(tier, name, level, config.breaker, &config.records.layout, keys)
+            Tier::new(
+                tier,
+                name,
+                level,
+                config.breaker,
+                &config.records.layout,
+                keys,
+            )
         });
         let tiers = made.collect::<Result<Vec<_>>>()?;
         let tiers = Arc::new(Self {
@@ -325,10 +348,12 @@ impl Tiers {
         Request { number, deadline }
     }
 
-    /// Looks at every tier at once, and waits for that until `deadline`; one that is usable is enough.
+    /// Looks at every tier at once, and waits for that until `deadline`; one that is usable is
+    /// enough.
     pub(crate) fn open(self: &Arc<Self>, deadline: MonotonicTime) {
         if let [_] = &self.tiers[..] {
-            self.look(0, deadline, MonotonicTime::NEVER); // it keeps its time by itself, and takes no thread
+            // it keeps its time by itself, and takes no thread
+            self.look(0, deadline, MonotonicTime::NEVER);
         } else {
             let looks = (0..self.tiers.len()).map(|number| self.look_at(number, deadline));
             for look in looks.collect::<Vec<_>>() {
@@ -347,10 +372,15 @@ impl Tiers {
         }
     }
 
-    /// Looks at a tier on a thread, which has until `deadline` and is written off some time after that.
+    /// Looks at a tier on a thread, which has until `deadline` and is written off some time after
+    /// that.
     fn look_at(self: &Arc<Self>, number: usize, deadline: MonotonicTime) -> Arc<Completion<()>> {
         let looked = Completion::new();
-        if self.tiers[number].state.probing.swap(true, Ordering::AcqRel) {
+        if self.tiers[number]
+            .state
+            .probing
+            .swap(true, Ordering::AcqRel)
+        {
             looked.complete(());
             return looked;
         }
@@ -358,7 +388,10 @@ impl Tiers {
         let late = deadline.after(self.start.probe.max(GRACE));
         let look = move || tiers.look(number, deadline, late);
         let done = move |_: Result<()>| {
-            ended.tiers[number].state.probing.store(false, Ordering::Release);
+            ended.tiers[number]
+                .state
+                .probing
+                .store(false, Ordering::Release);
             answer.complete(());
         };
         if let Err(refused) = self.moves.pool.offer(LANE_PROBE, late, look, done) {
@@ -368,7 +401,8 @@ impl Tiers {
         looked
     }
 
-    /// Looks at a tier, and notes whether it is usable; not what comes when the look was written off.
+    /// Looks at a tier, and notes whether it is usable; not what comes when the look was written
+    /// off.
     fn look(&self, number: usize, deadline: MonotonicTime, late: MonotonicTime) {
         let tier = &self.tiers[number];
         let opened = tier.backend.open(deadline).map(|words| tier.told(words));
@@ -377,12 +411,17 @@ impl Tiers {
             Ok(words) => {
                 *tier.state.words.lock() = words.clone();
                 let first = !tier.state.ready.swap(true, Ordering::AcqRel);
-                // One whose time off is over is let through by this; one that is held off longer stays off.
+                // One whose time off is over is let through by this; one that is held off longer
+                // stays off.
                 tier.breaker.allows(self.request(deadline).number, now);
                 self.changed(number, tier.answered(), None);
                 if first && self.start.announced.load(Ordering::Acquire) {
                     let name = &tier.name;
-                    info!(store = self.records.writer, tier = name, "open: {name}: {words}");
+                    info!(
+                        store = self.records.writer,
+                        tier = name,
+                        "open: {name}: {words}"
+                    );
                 } else if !self.start.opening.load(Ordering::Acquire) {
                     self.announce();
                 }
@@ -441,7 +480,8 @@ impl Tiers {
         self.tiers.iter().all(Tier::is_well)
     }
 
-    /// Whether a new request may be answered by a tier. One that was never usable is looked at again, in the background.
+    /// Whether a new request may be answered by a tier. One that was never usable is looked at
+    /// again, in the background.
     pub(crate) fn may_answer(self: &Arc<Self>, now: MonotonicTime) -> bool {
         let mut any = false;
         for (number, tier) in self.tiers.iter().enumerate() {
@@ -467,7 +507,9 @@ impl Tiers {
     /// The same of a write; what it brings must be told by [`Tiers::note_write`] too.
     fn admits_write(self: &Arc<Self>, number: usize, request: u64, now: MonotonicTime) -> bool {
         let writes = &self.tiers[number].state.writes.breaker;
-        writes.would_allow(request, now) && self.admits(number, request, now) && writes.allows(request, now)
+        writes.would_allow(request, now)
+            && self.admits(number, request, now)
+            && writes.allows(request, now)
     }
 
     /// Whether some tier that is written through may take a record now.
@@ -477,7 +519,8 @@ impl Tiers {
         tiers.any(|tier| tier.may_write(u64::MAX, now))
     }
 
-    /// Notes how a write of a request ended, for what is written after it; `None` where that says nothing of writes.
+    /// Notes how a write of a request ended, for what is written after it; `None` where that says
+    /// nothing of writes.
     fn note_write(&self, number: usize, request: Request, ended: Option<Result<(), &Error>>) {
         let (tier, now) = (&self.tiers[number], self.clock.now());
         let name = &tier.name;
@@ -495,7 +538,8 @@ impl Tiers {
                         store = self.records.writer,
                         tier = name,
                         error = kind,
-                        "{name} takes no blocks for now, what it has is read; it is tried again now and then: {error}"
+                        "{name} takes no blocks for now, what it has is read; it is tried again \
+                         now and then: {error}"
                     );
                 }
             }
@@ -543,7 +587,8 @@ impl Tiers {
                 let text = match self.tiers[number].state.ready.load(Ordering::Acquire) {
                     true => format!("is switched off for now, {rest}: {why}"),
                     false => format!(
-                        "is switched off until it can be used, {rest}, and nothing is stored there: {why}; mend that, or \
+                        "is switched off until it can be used, {rest}, and nothing is stored \
+                         there: {why}; mend that, or \
                          configure another place. It is tried again by itself"
                     ),
                 };
@@ -565,8 +610,8 @@ impl Tiers {
         }
     }
 
-    /// Verifies a record that was read, with KV or without; its ordinal if it is sound and in the form in which it is
-    /// used.
+    /// Verifies a record that was read, with KV or without; its ordinal if it is sound and in the
+    /// form in which it is used.
     fn verify(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<u32, MissReason> {
         let header = verify_stored(bytes, stored_len, &self.expect(id))?;
         if header.key.is_some() {
@@ -586,8 +631,8 @@ impl Tiers {
         }
     }
 
-    /// The copy in this tier was refused for this reason: it is no hit any more, and if it is damaged it is kept as
-    /// evidence. One of a newer version is never replaced.
+    /// The copy in this tier was refused for this reason: it is no hit any more, and if it is
+    /// damaged it is kept as evidence. One of a newer version is never replaced.
     pub(crate) fn discard(
         self: &Arc<Self>,
         number: usize,
@@ -627,7 +672,8 @@ impl Tiers {
         self.tiers[number].backend.quarantine(id, Box::new(ended));
     }
 
-    /// Another process replaces these records: copies that were refused in some tier are read again.
+    /// Another process replaces these records: copies that were refused in some tier are read
+    /// again.
     pub(crate) fn clear_bad(&self, ids: &[BlockId]) {
         for tier in &self.tiers {
             ids.iter().for_each(|&id| tier.clear_bad(id));
@@ -652,7 +698,9 @@ impl Tiers {
 
     /// Whether [`Tiers::touch_own`] does anything.
     pub(crate) fn wants_touch_own(&self) -> bool {
-        self.tiers.iter().any(|tier| tier.backend.features().own_touches)
+        self.tiers
+            .iter()
+            .any(|tier| tier.backend.features().own_touches)
     }
 
     /// What can be read here before others can see it, and what no longer is, since the last call.
@@ -667,7 +715,8 @@ impl Tiers {
         self.tiers.iter().for_each(|tier| tier.backend.flush(how));
     }
 
-    /// What the level holds and did whose space is that of the whole: the lowest that outlives this process.
+    /// What the level holds and did whose space is that of the whole: the lowest that outlives this
+    /// process.
     pub(crate) fn base_stats(&self) -> MediumStats {
         let lasting = self.levels.iter().rev().find(|level| !level.memory);
         let mut members = lasting.unwrap_or(&self.levels[0]).members();
@@ -683,7 +732,11 @@ impl Tiers {
 
     /// Operations stuck past their deadline, each of which may hold a slot.
     pub(crate) fn stuck(&self) -> usize {
-        self.tiers.iter().map(|tier| tier.pool.stuck()).sum::<usize>() + self.moves.pool.stuck()
+        self.tiers
+            .iter()
+            .map(|tier| tier.pool.stuck())
+            .sum::<usize>()
+            + self.moves.pool.stuck()
     }
 
     /// Threads of the engine among them, which hang in writes of their own.

@@ -1,7 +1,8 @@
 //! Bringing blocks up before they are asked for.
 //!
-//! A bounded queue of ids, the most urgent first. Loads go before: while one reads, only urgent ids are begun. A few
-//! are read at a time, each into a spare slot, verified as a load verifies, and kept by the tiers above.
+//! A bounded queue of ids, the most urgent first. Loads go before: while one reads, only urgent ids
+//! are begun. A few are read at a time, each into a spare slot, verified as a load verifies, and
+//! kept by the tiers above.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -36,7 +37,12 @@ pub enum Priority {
 
 impl Priority {
     /// Every priority, the most urgent first.
-    pub const ALL: [Self; 4] = [Self::Urgent, Self::NextBatch, Self::Normal, Self::Speculative];
+    pub const ALL: [Self; 4] = [
+        Self::Urgent,
+        Self::NextBatch,
+        Self::Normal,
+        Self::Speculative,
+    ];
 
     /// Name in the Python interface.
     pub fn name(self) -> &'static str {
@@ -91,7 +97,11 @@ impl Queue {
 
     /// Makes room by dropping the latest of the least urgent, if that is less urgent than this.
     fn drop_below(&mut self, priority: Priority) -> bool {
-        for lower in Priority::ALL.into_iter().rev().filter(|&lower| lower > priority) {
+        for lower in Priority::ALL
+            .into_iter()
+            .rev()
+            .filter(|&lower| lower > priority)
+        {
             while let Some(id) = self.waiting[lower as usize].pop_back() {
                 if self.known.get(&id) == Some(&lower) {
                     self.known.remove(&id);
@@ -152,8 +162,9 @@ impl Queue {
 }
 
 impl Tiers {
-    /// These blocks will be asked for: brings them into the upper tiers, if there are any, when nothing more urgent is to be
-    /// done. The answer counts those taken on, those included that wait already.
+    /// These blocks will be asked for: brings them into the upper tiers, if there are any, when
+    /// nothing more urgent is to be done. The answer counts those taken on, those included that
+    /// wait already.
     pub(crate) fn prefetch(self: &Arc<Self>, ids: &[BlockId], priority: Priority) -> usize {
         if !self.has_upper() {
             return 0;
@@ -166,7 +177,8 @@ impl Tiers {
         taken
     }
 
-    /// These blocks need not be prefetched any more. The answer counts those that were still waiting.
+    /// These blocks need not be prefetched any more. The answer counts those that were still
+    /// waiting.
     pub(crate) fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
         self.prefetch.lock().cancel(ids)
     }
@@ -187,8 +199,8 @@ impl Tiers {
         above.iter().any(|level| level.policy != WritePolicy::Never)
     }
 
-    /// Starts what may be started. One thread at a time: a call from inside has nothing to do, because that thread
-    /// looks again before it stops.
+    /// Starts what may be started. One thread at a time: a call from inside has nothing to do,
+    /// because that thread looks again before it stops.
     pub(super) fn pump_prefetch(self: &Arc<Self>) {
         {
             let mut queue = self.prefetch.lock();
@@ -202,7 +214,8 @@ impl Tiers {
         }
     }
 
-    /// The next id with a slot to read it into; `None` ends the pumping. No slot is let go here, which would pump.
+    /// The next id with a slot to read it into; `None` ends the pumping. No slot is let go here,
+    /// which would pump.
     fn next_prefetch(&self) -> Option<(BlockId, Slot)> {
         let mut queue = self.prefetch.lock();
         let loading = self.tally.loading.load(Ordering::Acquire) > 0;
@@ -220,7 +233,8 @@ impl Tiers {
     fn fetch(self: &Arc<Self>, id: BlockId, slot: Slot, after: Option<usize>) {
         let request = self.request(self.clock.now().after(self.moves.deadline));
         let number = self.place(id, after, request.number);
-        let Some(number) = number.filter(|&number| self.admits(number, request.number, self.clock.now()))
+        let Some(number) =
+            number.filter(|&number| self.admits(number, request.number, self.clock.now()))
         else {
             drop(slot); // it is nowhere, as far as can be known now
             return self.fetched(id);
@@ -236,12 +250,15 @@ impl Tiers {
         let work = move |io: &IoJob| {
             // A read that finds nothing would cost the slot.
             match asks.then(|| backend.lookup(io, &[id], false)) {
-                Some(Ok(found)) if found.first() != Some(&Ok(())) => return Ok(Fetched::Below(slot, None)),
+                Some(Ok(found)) if found.first() != Some(&Ok(())) => {
+                    return Ok(Fetched::Below(slot, None));
+                }
                 Some(Err(error)) => return Ok(Fetched::Below(slot, Some(error))),
                 _ if at_top => return Ok(Fetched::AtTop),
                 _ => {}
             }
-            let mut read = tiers.read_here(number, io, vec![BlockRead::whole(id, slot, io.deadline())]);
+            let mut read =
+                tiers.read_here(number, io, vec![BlockRead::whole(id, slot, io.deadline())]);
             match read.pop() {
                 Some(Outcome::Came(read)) => read.map(Fetched::Here),
                 Some(Outcome::Moved(read)) => Ok(Fetched::Below(read.slot, None)),
@@ -268,8 +285,8 @@ impl Tiers {
         tier.pool.job(LANE_LOAD, request.deadline, work, told);
     }
 
-    /// A block was read in tier `number`: the tiers above keep it. What is not sound is left to the next load, which looks
-    /// twice and says so.
+    /// A block was read in tier `number`: the tiers above keep it. What is not sound is left to the
+    /// next load, which looks twice and says so.
     fn insert_fetched(self: &Arc<Self>, number: usize, id: BlockId, read: ReadDone) {
         let record = &read.slot.as_slice()[..read.read];
         let Ok(ordinal) = self.verify(id, record, read.stored_len) else {
@@ -284,7 +301,10 @@ impl Tiers {
     }
 
     fn fetched(self: &Arc<Self>, id: BlockId) {
-        self.prefetch.lock().reading.retain(|&reading| reading != id);
+        self.prefetch
+            .lock()
+            .reading
+            .retain(|&reading| reading != id);
         self.pump_prefetch();
     }
 }
@@ -313,7 +333,10 @@ mod tests {
         queue.add(id(2), Priority::Normal);
         queue.add(id(3), Priority::Urgent);
         queue.add(id(4), Priority::NextBatch);
-        assert!(queue.add(id(1), Priority::NextBatch), "it may become more urgent");
+        assert!(
+            queue.add(id(1), Priority::NextBatch),
+            "it may become more urgent"
+        );
         assert!(queue.add(id(3), Priority::Speculative), "but never less");
         assert_eq!(order(&mut queue), [id(3), id(4), id(1), id(2)]);
     }

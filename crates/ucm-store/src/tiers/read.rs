@@ -1,4 +1,5 @@
-//! Reading records of one tier, on its threads: in runs that it brings together, each within its time.
+//! Reading records of one tier, on its threads: in runs that it brings together, each within its
+//! time.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,8 +23,9 @@ pub(crate) struct TierRead<R> {
 }
 
 impl Tiers {
-    /// The next tier behind `after`, or the first, that a record may be read from for this request: one that knows of it, or
-    /// could only be asked, before those that do not know of it. Never waits.
+    /// The next tier behind `after`, or the first, that a record may be read from for this request:
+    /// one that knows of it, or could only be asked, before those that do not know of it. Never
+    /// waits.
     pub(crate) fn place(&self, id: BlockId, after: Option<usize>, request: u64) -> Option<usize> {
         let now = self.clock.now();
         let may = |number: usize| self.tiers[number].may(request, now);
@@ -41,8 +43,8 @@ impl Tiers {
             .or_else(|| rest.iter().copied().find(can))
     }
 
-    /// Whether parts of a record can be read by themselves from this tier, and that is of use: not where a tier above would
-    /// keep the whole.
+    /// Whether parts of a record can be read by themselves from this tier, and that is of use: not
+    /// where a tier above would keep the whole.
     pub(crate) fn reads_parts(&self, number: usize) -> bool {
         let whole = self.is_kept_above(number) || self.recodes(number);
         !whole && self.tiers[number].backend.features().reads_parts
@@ -59,8 +61,8 @@ impl Tiers {
         above.iter().any(|level| level.policy != WritePolicy::Never)
     }
 
-    /// Reads records of one tier. `ended` is called once for each, on a thread of the tier, when the record is in its slot;
-    /// what the read holds is free by then, or stuck with its thread.
+    /// Reads records of one tier. `ended` is called once for each, on a thread of the tier, when
+    /// the record is in its slot; what the read holds is free by then, or stuck with its thread.
     pub(crate) fn read<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
@@ -72,8 +74,8 @@ impl Tiers {
         for mut one in reads {
             let request = one.request.number;
             let known = admitted.filter(|(number, _)| *number == request);
-            let (_, admits) =
-                *admitted.insert(known.unwrap_or_else(|| (request, self.admits(number, request, now))));
+            let (_, admits) = *admitted
+                .insert(known.unwrap_or_else(|| (request, self.admits(number, request, now))));
             if admits {
                 one.read.deadline = self.time_for(number, &one, now);
                 begun.push(one);
@@ -88,8 +90,8 @@ impl Tiers {
         self.look_for(number, unknown, ended);
     }
 
-    /// Begins what can be read now, run by run, and gives back what the medium does not know. `looked`: there is no other
-    /// look for what is begun here.
+    /// Begins what can be read now, run by run, and gives back what the medium does not know.
+    /// `looked`: there is no other look for what is begun here.
     fn begin<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
@@ -99,7 +101,10 @@ impl Tiers {
     ) -> Vec<TierRead<R>> {
         let tier = &self.tiers[number];
         let asked: Vec<&BlockRead> = reads.iter().map(|one| &one.read).collect();
-        let runs = tier.backend.features().runs(&asked, tier.pool.width(LANE_LOAD));
+        let runs = tier
+            .backend
+            .features()
+            .runs(&asked, tier.pool.width(LANE_LOAD));
         if looked {
             reads.iter_mut().for_each(|one| one.read.looked = true);
         }
@@ -117,8 +122,8 @@ impl Tiers {
         left.into_iter().flatten().collect()
     }
 
-    /// Reads that the medium does not know, or not any more, begin again when it has looked. Where it could not look, those
-    /// that it knows by then.
+    /// Reads that the medium does not know, or not any more, begin again when it has looked. Where
+    /// it could not look, those that it knows by then.
     fn look_for<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
@@ -126,17 +131,26 @@ impl Tiers {
         ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
     ) {
         let gone = || Error::new(ErrorKind::NotFound, "the record is not there any more");
-        let again = reads.extract_if(.., |one| one.read.looked).collect::<Vec<_>>();
+        let again = reads
+            .extract_if(.., |one| one.read.looked)
+            .collect::<Vec<_>>();
         for one in again {
-            self.read_ended(number, one, Err(gone()), ended); // it was looked for, and went once more
+            // it was looked for, and went once more
+            self.read_ended(number, one, Err(gone()), ended);
         }
         reads.sort_by_key(|one| one.read.deadline);
-        self.tally.awaiting_look.fetch_add(reads.len(), Ordering::AcqRel);
+        self.tally
+            .awaiting_look
+            .fetch_add(reads.len(), Ordering::AcqRel);
         while let Some(deadline) = reads.last().map(|one| one.read.deadline) {
-            let mut alike = reads.split_off(reads.partition_point(|one| one.read.deadline < deadline));
+            let mut alike =
+                reads.split_off(reads.partition_point(|one| one.read.deadline < deadline));
             let (tiers, ended) = (Arc::clone(self), Arc::clone(ended));
             let looked = move |result: Result<()>| {
-                tiers.tally.awaiting_look.fetch_sub(alike.len(), Ordering::AcqRel);
+                tiers
+                    .tally
+                    .awaiting_look
+                    .fetch_sub(alike.len(), Ordering::AcqRel);
                 if result.is_ok() {
                     alike.iter_mut().for_each(|one| one.read.looked = true);
                 }
@@ -177,7 +191,10 @@ impl Tiers {
         let told = move |outcomes: Result<Vec<Outcome>>| {
             let mut moved = Vec::new();
             let (mut outcomes, failed) = match outcomes {
-                Ok(outcomes) => (outcomes.into_iter(), Error::internal("a read has no outcome")),
+                Ok(outcomes) => (
+                    outcomes.into_iter(),
+                    Error::internal("a read has no outcome"),
+                ),
                 Err(error) => (Vec::new().into_iter(), error),
             };
             for (request, whose) in whose {
@@ -189,7 +206,11 @@ impl Tiers {
                         }
                         tiers.tell(number, request, whose, result, &*ended);
                     }
-                    Outcome::Moved(read) => moved.push(TierRead { read, request, whose }),
+                    Outcome::Moved(read) => moved.push(TierRead {
+                        read,
+                        request,
+                        whose,
+                    }),
                 }
             }
             tiers.look_for(number, moved, &ended);
@@ -239,8 +260,8 @@ impl Tiers {
     /// How long a read may take here: one that may yet be asked below must leave time for that.
     fn time_for<R>(&self, number: usize, one: &TierRead<R>, now: MonotonicTime) -> MonotonicTime {
         let (id, deadline) = (one.read.id, one.read.deadline);
-        let below =
-            !self.tiers[number].is_memory() && self.place(id, Some(number), one.request.number).is_some();
+        let below = !self.tiers[number].is_memory()
+            && self.place(id, Some(number), one.request.number).is_some();
         if below {
             now.after(deadline.since(now) / 2)
         } else {

@@ -1,8 +1,9 @@
 //! How much each tenant has stored in one level of tiers, and what of it is the oldest.
 //!
-//! A block is known by the tenant's tag in its header, so each costs one read to learn whose it is, and none to be counted
-//! again. Blocks without a tag are only remembered as such. The number of blocks is bounded: where there is no room for a
-//! block with a tag, one without is forgotten for it, to be read again.
+//! A block is known by the tenant's tag in its header, so each costs one read to learn whose it is,
+//! and none to be counted again. Blocks without a tag are only remembered as such. The number of
+//! blocks is bounded: where there is no room for a block with a tag, one without is forgotten for
+//! it, to be read again.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -17,8 +18,8 @@ pub(super) const MOST_BLOCKS: usize = 1 << 20;
 /// A tenant's tag, as it stands in the header.
 type Tag = [u8; 32];
 
-/// How old a block is, by its header alone, so that all engines agree: the oldest first, within a minute the end of a
-/// chain before its beginning ([`Recency`]), then by the time of writing.
+/// How old a block is, by its header alone, so that all engines agree: the oldest first, within a
+/// minute the end of a chain before its beginning ([`Recency`]), then by the time of writing.
 pub(super) type Age = (i64, u64);
 
 /// A block where it lies: the number of the tier, and its id.
@@ -87,8 +88,8 @@ impl TenantUsage {
         }
     }
 
-    /// Takes up a block of `len` bytes, in place of one that was known there. False where there are too many: it is not
-    /// counted.
+    /// Takes up a block of `len` bytes, in place of one that was known there. False where there are
+    /// too many: it is not counted.
     pub(super) fn add(&mut self, stored: Stored, len: u64, owner: &Owner) -> bool {
         self.forget(stored);
         if self.is_full()
@@ -163,8 +164,8 @@ impl TenantUsage {
         gone.into_iter().for_each(|stored| self.forget(stored));
     }
 
-    /// The oldest blocks of each tenant that has more than its quota, as many as have to go; at most `most` of all, and none
-    /// of those that `skip` names: their turn comes later.
+    /// The oldest blocks of each tenant that has more than its quota, as many as have to go; at
+    /// most `most` of all, and none of those that `skip` names: their turn comes later.
     pub(super) fn excess(
         &self,
         quota: u64,
@@ -192,7 +193,11 @@ impl TenantUsage {
 
     /// A block was removed, unless another of its name was stored meanwhile.
     pub(super) fn removed(&mut self, stored: Stored, age: Age) {
-        if self.blocks.get(&stored).is_some_and(|block| block.age == age) {
+        if self
+            .blocks
+            .get(&stored)
+            .is_some_and(|block| block.age == age)
+        {
             self.forget(stored);
         }
     }
@@ -267,7 +272,11 @@ mod tests {
     fn within_a_minute_the_end_of_a_chain_goes_before_its_beginning() {
         let mut usage = TenantUsage::new(100);
         for n in 0..4 {
-            usage.add(stored(n), 10, &owner(1, n.into(), 5 * MINUTE + u64::from(n)));
+            usage.add(
+                stored(n),
+                10,
+                &owner(1, n.into(), 5 * MINUTE + u64::from(n)),
+            );
         }
         usage.add(stored(9), 10, &owner(1, 9, 6 * MINUTE));
         assert_eq!(excess(&usage, 20), [3, 2, 1]);
@@ -279,7 +288,10 @@ mod tests {
         for n in 0..3 {
             usage.add(stored(n), 10, &owner(1, 0, n.into()));
         }
-        let elsewhere = Stored { tier: 1, ..stored(0) };
+        let elsewhere = Stored {
+            tier: 1,
+            ..stored(0)
+        };
         usage.add(elsewhere, 10, &owner(1, 0, 1));
         usage.add(stored(5), 10, &Owner::default());
         usage.begin_scan();

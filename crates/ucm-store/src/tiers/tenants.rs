@@ -1,9 +1,10 @@
-//! A quota for each tenant: what one tenant has in a level below memory is kept within it, by removing the oldest of its
-//! own blocks.
+//! A quota for each tenant: what one tenant has in a level below memory is kept within it, by
+//! removing the oldest of its own blocks.
 //!
-//! What this engine writes is counted as it is published. What others write, and what was there before, is found by a scan
-//! that lists each tier now and then and reads the headers that it does not know. Both go into the [`TenantUsage`] of
-//! the level. One thread scans and removes, on the threads that tiers have for space, behind everything else.
+//! What this engine writes is counted as it is published. What others write, and what was there
+//! before, is found by a scan that lists each tier now and then and reads the headers that it does
+//! not know. Both go into the [`TenantUsage`] of the level. One thread scans and removes, on the
+//! threads that tiers have for space, behind everything else.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -33,7 +34,8 @@ const TRY_AGAIN: Duration = Duration::from_secs(5);
 const LIST: Duration = Duration::from_secs(600);
 /// Headers read, and blocks removed, by one operation.
 const TOGETHER: usize = 64;
-/// Time for so many headers at least; with it at most half of a thread reads, and about a thousand headers in a second.
+/// Time for so many headers at least; with it at most half of a thread reads, and about a thousand
+/// headers in a second.
 const PACE: Duration = Duration::from_millis(60);
 
 /// What a store is told of tenants.
@@ -58,7 +60,8 @@ pub(super) struct Tenants {
     try_again: Mutex<MonotonicTime>,
     /// Completes when the thread has ended.
     thread: Mutex<Option<Arc<Completion<()>>>>,
-    /// The log was told that something fails, that there are too many blocks, that a share is one of nothing.
+    /// The log was told that something fails, that there are too many blocks, that a share is one
+    /// of nothing.
     said_failed: AtomicBool,
     said_full: AtomicBool,
     said_limitless: AtomicBool,
@@ -88,8 +91,8 @@ impl Tenants {
     ) -> Result<Self> {
         // A page more than those of this part: others may have some more layers.
         let longest = round_up(layout.header_len() as u64, PAGE) + PAGE;
-        let len =
-            usize::try_from(longest).map_or(RecordHeader::LONGEST, |len| len.min(RecordHeader::LONGEST));
+        let len = usize::try_from(longest)
+            .map_or(RecordHeader::LONGEST, |len| len.min(RecordHeader::LONGEST));
         let arena = device.make_arena(len * TOGETHER, ArenaOptions::default())?;
         let bytes = match quota.limit {
             Capacity::Bytes(bytes) => bytes.get(),
@@ -117,9 +120,11 @@ impl Tenants {
         self.closing.load(Ordering::Acquire)
     }
 
-    /// When there is something to do before the next scan: what failed is due, or what a quota is a share of was not known.
+    /// When there is something to do before the next scan: what failed is due, or what a quota is a
+    /// share of was not known.
     fn next_look(&self, now: MonotonicTime) -> MonotonicTime {
-        let unknown = |level_quota: &LevelQuota| level_quota.quota.load(Ordering::Acquire) == u64::MAX;
+        let unknown =
+            |level_quota: &LevelQuota| level_quota.quota.load(Ordering::Acquire) == u64::MAX;
         let try_again = *self.try_again.lock();
         match now < try_again {
             true => try_again,
@@ -128,7 +133,8 @@ impl Tenants {
         }
     }
 
-    /// Whether blocks of this tier are counted: not those of memory, and not where nothing is written or removed.
+    /// Whether blocks of this tier are counted: not those of memory, and not where nothing is
+    /// written or removed.
     fn counts(&self, tier: &Tier) -> bool {
         // What is removed from an index in memory is missed by this process alone.
         let may_remove = !self.quota.lookup_only || tier.knows_by_itself();
@@ -155,7 +161,11 @@ impl Tiers {
                 let seen = wake.seen();
                 // Not held while it sleeps: the store may be dropped.
                 let Some(tiers) = weak.upgrade() else { break };
-                let Some(tenants) = tiers.tenants.as_ref().filter(|tenants| !tenants.is_closing()) else {
+                let Some(tenants) = tiers
+                    .tenants
+                    .as_ref()
+                    .filter(|tenants| !tenants.is_closing())
+                else {
                     break;
                 };
                 if clock.now() >= due {
@@ -210,7 +220,8 @@ impl Tiers {
             if matches!(result, Ok(Written::Published))
                 && let Some(tenants) = &tiers.tenants
             {
-                let (level_quota, owner) = (&tenants.levels[tiers.tiers[number].level], Owner::of(&meta));
+                let (level_quota, owner) =
+                    (&tenants.levels[tiers.tiers[number].level], Owner::of(&meta));
                 let mut usage = level_quota.usage.lock();
                 let known = usage.add(stored(number, meta.id), len, &owner);
                 let over = usage.is_over(&owner, level_quota.quota.load(Ordering::Acquire));
@@ -240,7 +251,8 @@ impl Tiers {
                 match self.scan_tier(tenants, level_quota, number) {
                     Ok(()) => level_quota.usage.lock().end_scan(stored_in(number)),
                     // Mooncake lists nothing, so there it is the own blocks that count.
-                    Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Closed) => {}
+                    Err(error)
+                        if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Closed) => {}
                     Err(error) => failed = Some(error.with("tier", &tier.name)),
                 }
             }
@@ -254,8 +266,8 @@ impl Tiers {
         now.after(SCAN_AGAIN.max(now.since(began) * SCAN_SHARE))
     }
 
-    /// Learns what a share of each level is, once all of its members know what they may hold: what one that is not well
-    /// has counts still.
+    /// Learns what a share of each level is, once all of its members know what they may hold: what
+    /// one that is not well has counts still.
     fn find_quotas(&self, tenants: &Tenants) {
         for (level, level_quota) in self.levels.iter().zip(&tenants.levels) {
             let members = level.members().map(|number| &self.tiers[number]);
@@ -263,7 +275,10 @@ impl Tiers {
             if counted.is_empty() || !counted.iter().all(|tier| tier.is_well()) {
                 continue;
             }
-            let usages: Vec<_> = counted.iter().map(|tier| tier.backend.stats().usage).collect();
+            let usages: Vec<_> = counted
+                .iter()
+                .map(|tier| tier.backend.stats().usage)
+                .collect();
             let capacity: u64 = usages.iter().map(|usage| usage.capacity).sum();
             if usages.iter().all(|usage| usage.capacity > 0) {
                 let quota = tenants.quota.limit.bytes(capacity);
@@ -276,7 +291,8 @@ impl Tiers {
                 warn!(
                     store = self.records.writer,
                     tier = name,
-                    "{name} has no limit of its own that tenant_quota could be a share of, and none is kept there: write \
+                    "{name} has no limit of its own that tenant_quota could be a share of, and \
+                     none is kept there: write \
                      it in bytes"
                 );
             }
@@ -287,13 +303,18 @@ impl Tiers {
     fn scan_tier(&self, tenants: &Tenants, level_quota: &LevelQuota, number: usize) -> Result<()> {
         let tier = &self.tiers[number];
         let looked = Completion::new();
-        let (deadline, told) = (self.clock.now().after(self.moves.deadline), Arc::clone(&looked));
+        let (deadline, told) = (
+            self.clock.now().after(self.moves.deadline),
+            Arc::clone(&looked),
+        );
         let look = Box::new(move |_: Result<()>| _ = told.complete(()));
         tier.backend.features().look(deadline, look);
         looked.wait(&*self.clock, Some(deadline));
         let backend = Arc::clone(&tier.backend);
         let until = self.clock.now().after(LIST);
-        let mut listed = tier.pool.call(LANE_SPACE, until, move |io| backend.list(io))?;
+        let mut listed = tier
+            .pool
+            .call(LANE_SPACE, until, move |io| backend.list(io))?;
         for some in listed.chunks_mut(TOGETHER * TOGETHER) {
             let mut usage = level_quota.usage.lock(); // not for long: writes wait for it
             for one in some {
@@ -339,17 +360,24 @@ impl Tiers {
         }
     }
 
-    /// Whose these blocks are, by their headers: of those that are still there. What is no record of ours has no owner.
+    /// Whose these blocks are, by their headers: of those that are still there. What is no record
+    /// of ours has no owner.
     fn read_owners(
         &self,
         tenants: &Tenants,
         number: usize,
         blocks: &[Listed],
     ) -> Result<Vec<(Listed, Owner)>> {
-        let (tier, deadline) = (&self.tiers[number], self.clock.now().after(self.moves.deadline));
+        let (tier, deadline) = (
+            &self.tiers[number],
+            self.clock.now().after(self.moves.deadline),
+        );
         let read = |block: &Listed| {
             let read = BlockRead::whole(block.id, tenants.headers.try_acquire()?, deadline);
-            Some(BlockRead { looked: true, ..read })
+            Some(BlockRead {
+                looked: true,
+                ..read
+            })
         };
         // Fewer than there are blocks while a read hangs; the rest is for the next scan.
         let run: Vec<BlockRead> = blocks.iter().map_while(read).collect();
@@ -362,12 +390,17 @@ impl Tiers {
                 Outcome::Came(Ok(came)) => {
                     let header = RecordHeader::decode(came.bytes()).ok();
                     let own = header.filter(|header| header.meta.id == block.id);
-                    owners.push((*block, own.map(|own| Owner::of(&own.meta)).unwrap_or_default()));
+                    owners.push((
+                        *block,
+                        own.map(|own| Owner::of(&own.meta)).unwrap_or_default(),
+                    ));
                 }
                 Outcome::Came(Err(error)) if error.kind() == ErrorKind::Foreign => {
                     owners.push((*block, Owner::default()));
                 }
-                Outcome::Came(Err(error)) if error.kind() != ErrorKind::NotFound => failed = Some(error),
+                Outcome::Came(Err(error)) if error.kind() != ErrorKind::NotFound => {
+                    failed = Some(error)
+                }
                 Outcome::Came(Err(_)) | Outcome::Moved(_) => {} // gone
             }
         }
@@ -378,7 +411,8 @@ impl Tiers {
         }
     }
 
-    /// Removes the oldest of each tenant that has too much; not for a while after something could not be removed.
+    /// Removes the oldest of each tenant that has too much; not for a while after something could
+    /// not be removed.
     fn keep_quotas(&self, tenants: &Tenants) {
         if matches!(tenants.quota.limit, Capacity::Percent(_)) {
             self.find_quotas(tenants);
@@ -390,8 +424,9 @@ impl Tiers {
             let mut failed = Failed::default();
             while !tenants.is_closing() {
                 let quota = level_quota.quota.load(Ordering::Acquire);
-                let later =
-                    |stored: &Stored| failed.tiers.contains(&stored.tier) || failed.blocks.contains(stored);
+                let later = |stored: &Stored| {
+                    failed.tiers.contains(&stored.tier) || failed.blocks.contains(stored)
+                };
                 let excess = level_quota.usage.lock().excess(quota, TOGETHER, later);
                 if excess.is_empty() {
                     break;
@@ -480,7 +515,8 @@ impl Tiers {
             warn!(
                 store = self.records.writer,
                 most = MOST_BLOCKS,
-                "there are more blocks than the {MOST_BLOCKS} of which is remembered whose they are; the others do not \
+                "there are more blocks than the {MOST_BLOCKS} of which is remembered whose they \
+                 are; the others do not \
                  count for tenant_quota"
             );
         }

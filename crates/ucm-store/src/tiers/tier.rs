@@ -1,4 +1,5 @@
-//! One tier: its medium and the threads that work on it, how well that is, which of its copies were refused, and what it did.
+//! One tier: its medium and the threads that work on it, how well that is, which of its copies were
+//! refused, and what it did.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use super::codec::TierCodec;
 use super::{TierConfig, TierStats, WritePolicy};
 use crate::breaker::{Breaker, BreakerConfig, Change};
 
-/// Most refused copies remembered of a tier. To forget one is safe: every copy is verified when it is read.
+/// Most refused copies remembered of a tier. To forget one is safe: every copy is verified when it
+/// is read.
 const REMEMBERED: usize = 1 << 16;
 
 /// Requests that failed last that are told apart.
@@ -140,8 +142,8 @@ pub(super) enum Admission {
 }
 
 impl Tier {
-    /// A tier for records of this layout, encrypted with these keys unless it is memory. `Unsupported` if it has a codec
-    /// that this build has not.
+    /// A tier for records of this layout, encrypted with these keys unless it is memory.
+    /// `Unsupported` if it has a codec that this build has not.
     pub(super) fn new(
         config: TierConfig,
         name: String,
@@ -176,7 +178,11 @@ impl Tier {
 
     /// What it says when it was opened: what its medium says, and how records get there.
     pub(super) fn told(&self, words: String) -> String {
-        let codec = self.codec.as_ref().map(TierCodec::words).unwrap_or_default();
+        let codec = self
+            .codec
+            .as_ref()
+            .map(TierCodec::words)
+            .unwrap_or_default();
         let cipher = self
             .keys
             .as_ref()
@@ -194,8 +200,9 @@ impl Tier {
         self.codec.is_some() || self.keys.is_some()
     }
 
-    /// A record comes down from the tier above, which keeps its place until it is published here; that few are on their
-    /// way at once is the bound there. True where a medium that publishes many together should wait for no more.
+    /// A record comes down from the tier above, which keeps its place until it is published here;
+    /// that few are on their way at once is the bound there. True where a medium that publishes
+    /// many together should wait for no more.
     pub(super) fn demotion_begins(&self) -> bool {
         let before = self.demoting.fetch_add(1, Ordering::AcqRel);
         before % TOGETHER == TOGETHER - 1
@@ -206,7 +213,8 @@ impl Tier {
         self.demoting.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Lets an operation of a request pass, or not; what it brings is told by [`Tier::answered`] or [`Tier::failed`].
+    /// Lets an operation of a request pass, or not; what it brings is told by [`Tier::answered`] or
+    /// [`Tier::failed`].
     pub(super) fn admit(&self, request: u64, now: MonotonicTime) -> (Admission, Option<Change>) {
         if self.overrun() {
             return (Admission::No, self.trip_if_overrun(now));
@@ -230,12 +238,17 @@ impl Tier {
         self.may(request, now) && self.state.writes.breaker.would_allow(request, now)
     }
 
-    /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not here.
+    /// Whether a read has a chance, without asking the medium: false only where it is known that
+    /// the record is not here.
     pub(super) fn may_have(&self, id: BlockId) -> bool {
-        self.backend.features().memory.is_none_or(|memory| memory.has(id))
+        self.backend
+            .features()
+            .memory
+            .is_none_or(|memory| memory.has(id))
     }
 
-    /// Whether lookups are answered without asking the medium, so that they say nothing of its health.
+    /// Whether lookups are answered without asking the medium, so that they say nothing of its
+    /// health.
     pub(super) fn knows_by_itself(&self) -> bool {
         !self.is_memory() && self.backend.features().answers_at_once
     }
@@ -263,7 +276,12 @@ impl Tier {
     }
 
     /// An operation of a request failed. `true` in front if that speaks of the medium.
-    pub(super) fn failed(&self, error: &Error, request: u64, now: MonotonicTime) -> (bool, Option<Change>) {
+    pub(super) fn failed(
+        &self,
+        error: &Error,
+        request: u64,
+        now: MonotonicTime,
+    ) -> (bool, Option<Change>) {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
         if of_medium && self.state.failed_requests.note(request) && self.breaker.is_closed() {
             return (of_medium, None); // the pieces of one request are one failure
@@ -281,8 +299,8 @@ impl Tier {
             .then_some(change)
     }
 
-    /// A write of a request failed: whether writes are switched off, and that is still to be said. While the whole tier is
-    /// off that was said instead.
+    /// A write of a request failed: whether writes are switched off, and that is still to be said.
+    /// While the whole tier is off that was said instead.
     pub(super) fn write_failed(&self, error: &Error, request: u64, now: MonotonicTime) -> bool {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
         if of_medium

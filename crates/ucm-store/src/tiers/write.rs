@@ -1,8 +1,10 @@
-//! How a record comes into the tiers: from a dump, after a load or a prefetch, and when a tier above gives it up.
+//! How a record comes into the tiers: from a dump, after a load or a prefetch, and when a tier
+//! above gives it up.
 //!
-//! A dump is published by the lowest level that is written through and outlives this process, in the member that its spread
-//! gives it to. The other levels get copies: a memory at once, a file in a spare slot, and no one waits for them. A
-//! copy that finds no spare slot, or a tier that is not well, is dropped and counted.
+//! A dump is published by the lowest level that is written through and outlives this process, in
+//! the member that its spread gives it to. The other levels get copies: a memory at once, a file in
+//! a spare slot, and no one waits for them. A copy that finds no spare slot, or a tier that is not
+//! well, is dropped and counted.
 
 use std::sync::Arc;
 
@@ -11,7 +13,9 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, LANE_SPACE, MonotonicTime, Ticket};
 use ucm_io::IoJob;
-use ucm_tier::backend::{Done, Flush, InsertOptions, ReadDone, Victim, WriteOptions, Written, either};
+use ucm_tier::backend::{
+    Done, Flush, InsertOptions, ReadDone, Victim, WriteOptions, Written, either,
+};
 
 use super::level::Level;
 use super::tier::add;
@@ -22,11 +26,13 @@ pub(crate) struct TierWrite {
     pub(crate) id: BlockId,
     pub(crate) slot: Slot,
     pub(crate) options: WriteOptions,
-    /// It is a record of a side shard alone: it goes to the tier that decides and to no other. In a memory above it
-    /// would take the place of a whole block, and it is read soon enough from where it lasts.
+    /// It is a record of a side shard alone: it goes to the tier that decides and to no other. In a
+    /// memory above it would take the place of a whole block, and it is read soon enough from where
+    /// it lasts.
     pub(crate) alone: bool,
     pub(crate) request: Request,
-    /// Called when the medium has it, so that a flush from then on is one of this record too; not where that failed.
+    /// Called when the medium has it, so that a flush from then on is one of this record too; not
+    /// where that failed.
     pub(crate) placed: Box<dyn FnOnce() + Send>,
 }
 
@@ -65,16 +71,23 @@ enum On<'a> {
 }
 
 impl Tiers {
-    /// Writes a record to every tier that is written through: on the thread that calls, whose pool keeps the time by
-    /// `here`, or else on one of the tier's. `done` hears from the tier that decides.
-    pub(crate) fn write(self: &Arc<Self>, write: TierWrite, here: Option<&Arc<Ticket>>, done: Done<Written>) {
+    /// Writes a record to every tier that is written through: on the thread that calls, whose pool
+    /// keeps the time by `here`, or else on one of the tier's. `done` hears from the tier that
+    /// decides.
+    pub(crate) fn write(
+        self: &Arc<Self>,
+        write: TierWrite,
+        here: Option<&Arc<Ticket>>,
+        done: Done<Written>,
+    ) {
         let (id, options, request) = (write.id, write.options, write.request);
         let now = self.clock.now();
         let through = |level: &&Level| level.policy == WritePolicy::Through;
         let lasting = |level: &&Level| through(level) && !level.memory;
         let outlives = self.levels.iter().any(|level| lasting(&level));
         let takes = |level: &Level| self.taker_of_dump(level, &write, now);
-        // The lowest that is well; where nothing outlives this process, the memory is all there is to write to.
+        // The lowest that is well; where nothing outlives this process, the memory is all there is
+        // to write to.
         let decides = if outlives {
             self.levels.iter().rev().filter(lasting).find_map(takes)
         } else {
@@ -86,7 +99,12 @@ impl Tiers {
         };
         let deciding = decides.map(|number| self.tiers[number].level);
         let copied = |level: &&Level| !write.alone && through(level);
-        for (level, at) in self.levels.iter().zip(0..).filter(|(level, _)| copied(level)) {
+        for (level, at) in self
+            .levels
+            .iter()
+            .zip(0..)
+            .filter(|(level, _)| copied(level))
+        {
             if Some(at) == deciding {
                 continue;
             }
@@ -121,8 +139,9 @@ impl Tiers {
         self.write_to(number, write, on, Box::new(written));
     }
 
-    /// The member of a level that a dump goes to. A root that is in doubt is not tried out by it while another beside it is
-    /// well: it could answer from its index that it has the record, and then not give it. It is looked at in the background.
+    /// The member of a level that a dump goes to. A root that is in doubt is not tried out by it
+    /// while another beside it is well: it could answer from its index that it has the record, and
+    /// then not give it. It is looked at in the background.
     fn taker_of_dump(
         self: &Arc<Self>,
         level: &Level,
@@ -139,17 +158,26 @@ impl Tiers {
                 .members()
                 .filter(in_doubt)
                 .for_each(|number| self.look_later(number));
-            let well =
-                |number: usize| self.tiers[number].is_well() && self.admits_write(number, request, now);
+            let well = |number: usize| {
+                self.tiers[number].is_well() && self.admits_write(number, request, now)
+            };
             if let Some(number) = self.taker(level, id, len, well) {
                 return Some(number);
             }
         }
-        self.taker(level, id, len, |number| self.admits_write(number, request, now))
+        self.taker(level, id, len, |number| {
+            self.admits_write(number, request, now)
+        })
     }
 
     /// Writes a record to one tier; `done` hears exactly once, by the deadline.
-    fn write_to(self: &Arc<Self>, number: usize, write: TierWrite, on: On<'_>, done: Done<Written>) {
+    fn write_to(
+        self: &Arc<Self>,
+        number: usize,
+        write: TierWrite,
+        on: On<'_>,
+        done: Done<Written>,
+    ) {
         let tier = &self.tiers[number];
         let TierWrite {
             id,
@@ -164,7 +192,9 @@ impl Tiers {
         let write = move |io: &IoJob| {
             let options = tiers.encode(number, id, &mut slot, options)?;
             let done = tiers.count_for_tenant(number, &slot.as_slice()[..options.len], done);
-            tiers.tiers[number].backend.write(io, id, slot, options, done);
+            tiers.tiers[number]
+                .backend
+                .write(io, id, slot, options, done);
             placed();
             Ok(())
         };
@@ -176,7 +206,14 @@ impl Tiers {
     }
 
     /// Notes how a write ended.
-    fn written(&self, number: usize, id: BlockId, len: usize, request: Request, result: &Result<Written>) {
+    fn written(
+        &self,
+        number: usize,
+        id: BlockId,
+        len: usize,
+        request: Request,
+        result: &Result<Written>,
+    ) {
         let tier = &self.tiers[number];
         match result {
             Ok(Written::Present | Written::InTheWay(_)) => self.note_answer(number, request),
@@ -230,7 +267,12 @@ impl Tiers {
     }
 
     /// Writes what is in a spare slot; `over` is called when that has ended.
-    fn write_copy(self: &Arc<Self>, moving: Moving, slot: Slot, over: impl FnOnce() + Send + 'static) {
+    fn write_copy(
+        self: &Arc<Self>,
+        moving: Moving,
+        slot: Slot,
+        over: impl FnOnce() + Send + 'static,
+    ) {
         let tier = &self.tiers[moving.number];
         if !self.admits_write(moving.number, moving.request.number, self.clock.now()) {
             add(&tier.counts.copies_dropped, 1);
@@ -247,7 +289,8 @@ impl Tiers {
             Copy::Rise => LANE_SPACE, // behind dumps
             Copy::Dump | Copy::Promotion | Copy::Demotion => LANE_DUMP,
         };
-        let (tiers, number, id, request) = (Arc::clone(self), moving.number, moving.id, moving.request);
+        let (tiers, number, id, request) =
+            (Arc::clone(self), moving.number, moving.id, moving.request);
         let (below, enough) = (Arc::clone(&tier.backend), moving.enough);
         let placed = Box::new(move || {
             if enough {
@@ -275,7 +318,9 @@ impl Tiers {
         match (result, moving.why) {
             (Ok(Written::Published), Copy::Promotion | Copy::Rise) => add(&counts.promotions, 1),
             (Ok(Written::Published), Copy::Demotion) => add(&counts.demotions, 1),
-            (Err(_) | Ok(Written::Unsound(_) | Written::InTheWay(_)), _) => add(&counts.copies_dropped, 1),
+            (Err(_) | Ok(Written::Unsound(_) | Written::InTheWay(_)), _) => {
+                add(&counts.copies_dropped, 1)
+            }
             _ => {}
         }
     }
@@ -287,16 +332,17 @@ impl Tiers {
         }
     }
 
-    /// A verified record that is read often goes to a hotter tier beside the one it was read in ([`Tiers::rises_to`]): in the
-    /// background, and it counts there when it was read back.
+    /// A verified record that is read often goes to a hotter tier beside the one it was read in
+    /// ([`Tiers::rises_to`]): in the background, and it counts there when it was read back.
     pub(crate) fn rise(self: &Arc<Self>, to: usize, id: BlockId, record: &[u8], ordinal: u32) {
         let promotion = self.promotion(to, id, record.len(), ordinal);
         let why = Copy::Rise;
         self.copy(Moving { why, ..promotion }, record);
     }
 
-    /// The same with a record that has a spare slot already: the lowest file above is written from that slot, so that
-    /// what was read is not dropped for want of another. `over` is called when that has ended.
+    /// The same with a record that has a spare slot already: the lowest file above is written from
+    /// that slot, so that what was read is not dropped for want of another. `over` is called when
+    /// that has ended.
     pub(super) fn raise(
         self: &Arc<Self>,
         from: usize,
@@ -315,7 +361,11 @@ impl Tiers {
             self.copy(self.promotion(number, id, read.read, ordinal), record);
         }
         match file {
-            Some(number) => self.write_copy(self.promotion(number, id, read.read, ordinal), read.slot, over),
+            Some(number) => self.write_copy(
+                self.promotion(number, id, read.read, ordinal),
+                read.slot,
+                over,
+            ),
             None => {
                 drop(read);
                 over();
@@ -326,7 +376,9 @@ impl Tiers {
     /// The tiers above `from` that take what is written, one of each level.
     fn takers(&self, from: usize, id: BlockId, len: usize) -> impl Iterator<Item = usize> {
         let above = &self.levels[..self.tiers[from].level];
-        let above = above.iter().filter(|level| level.policy != WritePolicy::Never);
+        let above = above
+            .iter()
+            .filter(|level| level.policy != WritePolicy::Never);
         above.map(move |level| self.taker_of_copy(level, id, len))
     }
 
@@ -346,8 +398,8 @@ impl Tiers {
         }
     }
 
-    /// The memory above a level, which is written back to, gives a record up: verified again, it goes down. It is let
-    /// go above when it is below.
+    /// The memory above a level, which is written back to, gives a record up: verified again, it
+    /// goes down. It is let go above when it is below.
     pub(super) fn demote(self: &Arc<Self>, level: usize, victim: Box<dyn Victim>) {
         let number = self.taker_of_copy(&self.levels[level], victim.id(), victim.record().len());
         let counts = &self.tiers[number].counts;
@@ -378,7 +430,8 @@ impl Tiers {
         }
     }
 
-    /// Verifies a record of `len` bytes that leaves memory, and writes it below; `over` is called when that has ended.
+    /// Verifies a record of `len` bytes that leaves memory, and writes it below; `over` is called
+    /// when that has ended.
     pub(super) fn move_down(
         self: &Arc<Self>,
         number: usize,

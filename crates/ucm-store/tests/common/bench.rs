@@ -22,7 +22,11 @@ impl Bench {
         Self::on(Arc::new(directory()), ManualClock::new(), bounds)
     }
 
-    pub(crate) fn on(dir: Arc<tempfile::TempDir>, clock: Arc<ManualClock>, bounds: QuarantineConfig) -> Self {
+    pub(crate) fn on(
+        dir: Arc<tempfile::TempDir>,
+        clock: Arc<ManualClock>,
+        bounds: QuarantineConfig,
+    ) -> Self {
         let setup = Setup {
             quarantine: bounds,
             ..Setup::default()
@@ -76,12 +80,17 @@ impl Bench {
     pub(crate) fn assert_gone(&self, block: BlockId, gone: bool) {
         match self.store.setup.layout {
             Layout::File => assert_ne!(self.store.file(block).exists(), gone),
-            Layout::Segment(_) => assert_ne!(self.store.backend.features().is_published(block), gone),
+            Layout::Segment(_) => {
+                assert_ne!(self.store.backend.features().is_published(block), gone)
+            }
         }
     }
 
     pub(crate) fn quarantine(&self) -> PathBuf {
-        self.dir.path().join(identity("w").namespace()).join("quarantine")
+        self.dir
+            .path()
+            .join(identity("w").namespace())
+            .join("quarantine")
     }
 
     /// What is in quarantine: (id, reason), by name.

@@ -59,7 +59,11 @@ impl Several {
     pub(crate) fn tiered(capacities: &[u64]) -> Self {
         let heats = [Heat::Hot, Heat::Warm, Heat::Cold];
         Self {
-            heats: heats[..capacities.len()].iter().copied().map(Some).collect(),
+            heats: heats[..capacities.len()]
+                .iter()
+                .copied()
+                .map(Some)
+                .collect(),
             capacities: capacities
                 .iter()
                 .map(|records| records * super::shared::RECORD)
@@ -126,7 +130,11 @@ impl Beside {
             setup: several.setup.clone().unhurried(),
             ..several.clone()
         };
-        Self::over(roots(base, several.heats.len()), &several, SystemClock::shared())
+        Self::over(
+            roots(base, several.heats.len()),
+            &several,
+            SystemClock::shared(),
+        )
     }
 
     /// A store over these.
@@ -146,7 +154,8 @@ impl Beside {
             let mut config = posix_config(root, &setup, &identity, writer);
             config.place = Place {
                 number: number as u16,
-                measured: several.policy == StoragePolicy::Tiered && several.heats[number].is_none(),
+                measured: several.policy == StoragePolicy::Tiered
+                    && several.heats[number].is_none(),
                 facts: Arc::clone(&facts[number]),
             };
             if let Some(bytes) = several.capacities.get(number) {
@@ -172,7 +181,9 @@ impl Beside {
             });
         }
         let media = side_by_side::media(setups, &spread, &clock).unwrap();
-        let policy = several.memory.map_or(WritePolicy::Through, |(_, policy)| policy);
+        let policy = several
+            .memory
+            .map_or(WritePolicy::Through, |(_, policy)| policy);
         let tier = |backend, pool, policy| TierConfig {
             backend,
             pool,
@@ -182,7 +193,9 @@ impl Beside {
         };
         let tiers = media.into_iter().zip(pools);
         let mut levels = vec![LevelConfig {
-            tiers: tiers.map(|(backend, pool)| tier(backend, pool, policy)).collect(),
+            tiers: tiers
+                .map(|(backend, pool)| tier(backend, pool, policy))
+                .collect(),
             spread,
         }];
         if let Some((records, _)) = several.memory {
@@ -221,7 +234,9 @@ impl Beside {
             setup,
         };
         if store.stat("healthy") == 1 {
-            eventually("the roots were counted", || store.stat("storage_counted") == 1);
+            eventually("the roots were counted", || {
+                store.stat("storage_counted") == 1
+            });
         }
         store
     }

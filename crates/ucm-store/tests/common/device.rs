@@ -8,8 +8,8 @@ use std::sync::{Arc, Once, OnceLock};
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{
-    CopyDone, DEFAULT_DEVICE, DeviceSpan, Direction, Event, HostBuf, HostDevice, HostDone, HostSpan,
-    KvLayout, KvPiece, Landed, Piece, Stream, Transfer,
+    CopyDone, DEFAULT_DEVICE, DeviceSpan, Direction, Event, HostBuf, HostDevice, HostDone,
+    HostSpan, KvLayout, KvPiece, Landed, Piece, Stream, Transfer,
 };
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_store::engine::{Pieces, Row, RowSides};
@@ -17,7 +17,10 @@ use ucm_store::engine::{Pieces, Row, RowSides};
 use super::{Setup, id};
 
 /// The device of this run: the host, unless `UCM_TEST_DEVICE` names another.
-pub(crate) fn of_this_run(transfer: Transfer, clock: &Arc<dyn Clock>) -> Result<Arc<dyn ucm_device::Device>> {
+pub(crate) fn of_this_run(
+    transfer: Transfer,
+    clock: &Arc<dyn Clock>,
+) -> Result<Arc<dyn ucm_device::Device>> {
     let name = std::env::var("UCM_TEST_DEVICE");
     ucm_device::open_device(
         name.as_deref().unwrap_or(DEFAULT_DEVICE),
@@ -26,7 +29,8 @@ pub(crate) fn of_this_run(transfer: Transfer, clock: &Arc<dyn Clock>) -> Result<
     )
 }
 
-/// The software driver that stands for CUDA's in this run, told that memory of the tests' own is the device's.
+/// The software driver that stands for CUDA's in this run, told that memory of the tests' own is
+/// the device's.
 pub(crate) struct SoftCuda(libloading::Library);
 
 impl SoftCuda {
@@ -41,8 +45,8 @@ impl SoftCuda {
         LOADED.get_or_init(load).as_ref()
     }
 
-    /// The one that cargo builds with the tests, as the device of this process. Called first by the tests of a file
-    /// that run over it alone.
+    /// The one that cargo builds with the tests, as the device of this process. Called first by the
+    /// tests of a file that run over it alone.
     pub(crate) fn beside() -> &'static Self {
         static NAMED: Once = Once::new();
         NAMED.call_once(|| {
@@ -62,7 +66,8 @@ impl SoftCuda {
         Self::of_this_run().unwrap()
     }
 
-    /// How many ranges of host memory are registered, but for those of streams: two streams have one, up to four.
+    /// How many ranges of host memory are registered, but for those of streams: two streams have
+    /// one, up to four.
     pub(crate) fn registrations(&self) -> u64 {
         let live: unsafe extern "C" fn(c_int) -> u64 = self.function(c"softcuda_live");
         // SAFETY: numbers.
@@ -172,7 +177,8 @@ impl SoftCuda {
 
     /// Memory of the device.
     pub(crate) fn allocate(&self, len: usize) -> u64 {
-        let allocate: unsafe extern "C" fn(*mut u64, usize) -> c_int = self.function(c"cuMemAlloc_v2");
+        let allocate: unsafe extern "C" fn(*mut u64, usize) -> c_int =
+            self.function(c"cuMemAlloc_v2");
         let mut address = 0;
         // SAFETY: writes one address.
         assert_eq!(unsafe { allocate(&raw mut address, len) }, 0);
@@ -188,7 +194,8 @@ impl SoftCuda {
     /// What is in memory of the device.
     pub(crate) fn read(&self, address: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        let read: unsafe extern "C" fn(u64, *mut u8, usize) -> c_int = self.function(c"softcuda_read");
+        let read: unsafe extern "C" fn(u64, *mut u8, usize) -> c_int =
+            self.function(c"softcuda_read");
         // SAFETY: as many bytes as there is room for.
         assert_eq!(unsafe { read(address, bytes.as_mut_ptr(), len) }, 0);
         bytes
@@ -211,7 +218,10 @@ pub(crate) struct Device {
 impl Device {
     /// Blocks filled with what their id stands for.
     pub(crate) fn filled(setup: &Setup, ids: &[BlockId]) -> Self {
-        Self::of(setup, ids.iter().map(|&id| (id, content(setup, id))).collect())
+        Self::of(
+            setup,
+            ids.iter().map(|&id| (id, content(setup, id))).collect(),
+        )
     }
 
     fn of(setup: &Setup, blocks: BTreeMap<BlockId, Vec<u8>>) -> Self {
@@ -249,7 +259,8 @@ impl Device {
             .collect()
     }
 
-    /// A row of every other block names its pieces by the number of the block in this device's memory.
+    /// A row of every other block names its pieces by the number of the block in this device's
+    /// memory.
     pub(crate) fn row(&self, id: BlockId, shard: u32) -> Row {
         let mut first = self.blocks[&id].as_ptr() as u64;
         let mut all = Vec::new();
@@ -292,7 +303,14 @@ impl Device {
             let share = side.len() / shards;
             side[shard as usize * share..][..share].to_vec()
         };
-        RowSides::Beside(self.setup.sides.iter().enumerate().flat_map(share).collect())
+        RowSides::Beside(
+            self.setup
+                .sides
+                .iter()
+                .enumerate()
+                .flat_map(share)
+                .collect(),
+        )
     }
 
     /// Whether the block holds what its id stands for.
@@ -300,7 +318,8 @@ impl Device {
         self.blocks[&id] == content(&self.setup, id)
     }
 
-    /// Whether each shard of it is right, or was not written: what a load of shards that failed may leave.
+    /// Whether each shard of it is right, or was not written: what a load of shards that failed may
+    /// leave.
     pub(crate) fn is_right_as_far(&self, id: BlockId) -> bool {
         let (block, right) = (&self.blocks[&id], content(&self.setup, id));
         let shard = block.len() / (self.setup.layers / self.setup.layers_per_shard) as usize;

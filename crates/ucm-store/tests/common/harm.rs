@@ -1,4 +1,5 @@
-//! Damage to the record of a block, wherever it lies: in a file of its own, in a segment, below a memory.
+//! Damage to the record of a block, wherever it lies: in a file of its own, in a segment, below a
+//! memory.
 
 use std::sync::Arc;
 
@@ -19,7 +20,11 @@ impl Store {
             let len = std::fs::metadata(&file).unwrap().len();
             return (file, 0, len as usize);
         }
-        let place = self.places().into_iter().rfind(|place| place.id == id).unwrap();
+        let place = self
+            .places()
+            .into_iter()
+            .rfind(|place| place.id == id)
+            .unwrap();
         (place.file, place.offset, place.len)
     }
 
@@ -29,13 +34,15 @@ impl Store {
         std::fs::read(file).unwrap()[at..at + len].to_vec()
     }
 
-    /// Changes the record of a block where it lies; its time of use stays. What a memory above has of it goes, so that
-    /// the harm is met. A record in a segment keeps its length.
+    /// Changes the record of a block where it lies; its time of use stays. What a memory above has
+    /// of it goes, so that the harm is met. A record in a segment keeps its length.
     pub(crate) fn edit(&self, id: BlockId, edit: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
         let (file, at, len) = self.whereabouts(id);
         let mut record = self.record(id);
         edit(&mut record);
-        change(&file, |bytes| drop(bytes.splice(at..at + len, record.clone())));
+        change(&file, |bytes| {
+            drop(bytes.splice(at..at + len, record.clone()))
+        });
         assert!(
             self.setup.layout == Layout::File || record.len() == len,
             "what lies behind it would move"
@@ -44,7 +51,8 @@ impl Store {
         record
     }
 
-    /// From now on the reads of loads in the file of a block's record hang before they begin, until the gate is opened.
+    /// From now on the reads of loads in the file of a block's record hang before they begin, until
+    /// the gate is opened.
     pub(crate) fn hang_record(&self, id: BlockId, gate: &Gate) {
         let (file, ..) = self.whereabouts(id);
         let name = file.file_name().unwrap().to_string_lossy().into_owned();

@@ -11,8 +11,8 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 use ucm_tier::backend::{
-    Backend, BlockRead, Done, Evicted, Features, InsertOptions, Listed, Local, LocallyVisible, MediumStats,
-    Memory, Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
+    Backend, BlockRead, Done, Evicted, Features, InsertOptions, Listed, Local, LocallyVisible,
+    MediumStats, Memory, Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.
@@ -47,7 +47,12 @@ impl MapBackend {
     }
 
     pub(crate) fn has(&self, id: BlockId) -> bool {
-        self.inner.lock().records.iter().any(|(kept, _)| *kept == id) || self.leaving(id).is_some()
+        self.inner
+            .lock()
+            .records
+            .iter()
+            .any(|(kept, _)| *kept == id)
+            || self.leaving(id).is_some()
     }
 
     fn leaving(&self, id: BlockId) -> Option<Arc<Vec<u8>>> {
@@ -209,7 +214,14 @@ impl Backend for MapTier {
             .collect()
     }
 
-    fn write(&self, _io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+    fn write(
+        &self,
+        _io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    ) {
         let written = self
             .0
             .insert(id, &slot.as_slice()[..options.len], options.replace);

@@ -32,8 +32,8 @@ pub(crate) enum Medium {
     Kind(&'static str),
 }
 
-/// What tests that need no faults of files run over: every medium of the registry, of which this machine has the server.
-/// Files and memory are made so that a test can reach into them.
+/// What tests that need no faults of files run over: every medium of the registry, of which this
+/// machine has the server. Files and memory are made so that a test can reach into them.
 pub(crate) fn media() -> Vec<Medium> {
     let kinds = registry::kinds().into_iter().filter(|kind| is_here(kind));
     let column = |kind: Arc<TierKind>| match kind.word() {
@@ -59,14 +59,18 @@ pub(crate) fn sample(kind: &TierKind, root: &Path) -> Map<String, Value> {
     let mut options = kind.sample(root).unwrap(); // a medium without them is no column
     match kind.word() {
         "redis" => {
-            options.insert("storage_backends".to_owned(), json!([shared_redis().unwrap()]));
+            options.insert(
+                "storage_backends".to_owned(),
+                json!([shared_redis().unwrap()]),
+            );
         }
         "object" => {
             let told = shared_s3().map(S3::options).unwrap_or_default();
             options.extend(told.into_iter().map(|(key, value)| (key.to_owned(), value)));
         }
         "ds3fs" => {
-            std::fs::create_dir_all(root.join("3fs-virt")).unwrap(); // by which its library knows 3FS
+            // by which its library knows 3FS
+            std::fs::create_dir_all(root.join("3fs-virt")).unwrap();
             options.insert("hf3fs_library".into(), soft3fs().into());
         }
         _ => {}
@@ -74,7 +78,8 @@ pub(crate) fn sample(kind: &TierKind, root: &Path) -> Map<String, Value> {
     options
 }
 
-/// 3FS's client library in software, where cargo puts it: beside or one above the test's own program.
+/// 3FS's client library in software, where cargo puts it: beside or one above the test's own
+/// program.
 pub(crate) fn soft3fs() -> String {
     let program = std::env::current_exe().unwrap();
     let dirs = program.ancestors().skip(1).take(2);
@@ -128,7 +133,8 @@ pub(crate) fn on(medium: Medium) -> Setup {
 
 /// The sizes of the blocks of a test and of their records.
 pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
-    let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
+    let geometry =
+        Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
     let record = RecordLayout::new(&geometry).describing(16, DType::F32);
     let record = record.with_sides(setup.side_specs()).unwrap();
     let record = if setup.keys.is_some() {
@@ -156,7 +162,8 @@ fn other_parts(setup: &Setup) -> Vec<PartRecord> {
 /// A memory tier for so many records of a test.
 pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
     let record = shape(setup).1;
-    let bytes = |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
+    let bytes =
+        |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
     let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
     MemoryConfig {
         other_parts: other_parts(setup),
@@ -165,7 +172,12 @@ pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig
 }
 
 /// What a test's root goes by.
-pub(super) fn posix_config(root: &Path, setup: &Setup, identity: &Identity, writer: u64) -> PosixConfig {
+pub(super) fn posix_config(
+    root: &Path,
+    setup: &Setup,
+    identity: &Identity,
+    writer: u64,
+) -> PosixConfig {
     let (geometry, record) = shape(setup);
     PosixConfig {
         root: root.to_owned(),
@@ -212,7 +224,11 @@ pub(super) fn posix(
         return Ok((unnamed(posix, setup, io, clock)?, pool));
     }
     let backend: Arc<dyn Backend> = match setup.layout {
-        Layout::File => Arc::new(PosixBackend::new(posix, Arc::clone(&io), Arc::clone(&clock))?),
+        Layout::File => Arc::new(PosixBackend::new(
+            posix,
+            Arc::clone(&io),
+            Arc::clone(&clock),
+        )?),
         Layout::Segment(config) => Arc::new(SegmentBackend::new(
             posix,
             config,
@@ -223,7 +239,8 @@ pub(super) fn posix(
     Ok((backend, pool))
 }
 
-/// A backend that finds out the layout by itself: segments, unless files lie in a namespace that no test uses.
+/// A backend that finds out the layout by itself: segments, unless files lie in a namespace that no
+/// test uses.
 fn unnamed(
     posix: PosixConfig,
     setup: &Setup,

@@ -17,7 +17,11 @@ pub(crate) fn setup(records: u64) -> Setup {
     }
 }
 
-pub(crate) fn tier(dir: &Path, records: u64, change: impl FnOnce(&mut MemoryConfig)) -> MemoryBackend {
+pub(crate) fn tier(
+    dir: &Path,
+    records: u64,
+    change: impl FnOnce(&mut MemoryConfig),
+) -> MemoryBackend {
     let mut config = memory_config(&Setup::default(), (records > 0).then_some(records));
     config.registry = Some(dir.join("regions"));
     change(&mut config);

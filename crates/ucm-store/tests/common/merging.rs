@@ -76,7 +76,9 @@ pub(crate) fn seal(store: &Store, device: &Device, blocks: &[BlockId]) {
 pub(crate) fn fill(root: &Path, setup: &Setup, blocks: &[BlockId]) {
     let store = Store::open(root, setup.clone());
     let device = Device::filled(setup, blocks);
-    blocks.iter().for_each(|block| seal(&store, &device, &[*block]));
+    blocks
+        .iter()
+        .for_each(|block| seal(&store, &device, &[*block]));
     assert_eq!(store.segments().len(), blocks.len());
 }
 

@@ -97,14 +97,18 @@ fn in_memory(
     Ok(Arc::new(MemoryBackend::new(config, Arc::clone(clock))?))
 }
 
-/// Where the root above another one lies: beside it, so a test that has one opens a directory below its own.
+/// Where the root above another one lies: beside it, so a test that has one opens a directory below
+/// its own.
 pub(crate) fn above(root: &Path) -> PathBuf {
     root.with_extension("above")
 }
 
 /// A memory as a medium, with its threads.
 fn of_memory(memory: &Arc<MemoryBackend>) -> (Arc<dyn Backend>, Arc<IoPool>) {
-    (Arc::clone(memory) as Arc<dyn Backend>, Arc::clone(memory.pool()))
+    (
+        Arc::clone(memory) as Arc<dyn Backend>,
+        Arc::clone(memory.pool()),
+    )
 }
 
 fn engine() -> Arc<FaultyEngine> {
@@ -151,7 +155,13 @@ impl Store {
     }
 
     pub(crate) fn try_open(root: &Path, setup: Setup) -> ucm_core::Result<Self> {
-        Self::build(root, setup.unhurried(), SystemClock::shared(), Vec::new(), true)
+        Self::build(
+            root,
+            setup.unhurried(),
+            SystemClock::shared(),
+            Vec::new(),
+            true,
+        )
     }
 
     fn build(
@@ -178,7 +188,8 @@ impl Store {
             }
             Medium::Kind(word) => media::of_kind(word, root, &setup, writer, &clock)?,
         };
-        let in_segments = setup.medium == Medium::Posix && matches!(setup.layout, Layout::Segment(_));
+        let in_segments =
+            setup.medium == Medium::Posix && matches!(setup.layout, Layout::Segment(_));
         let tier = |(backend, pool): (Arc<dyn Backend>, _), policy| TierConfig {
             codec: setup
                 .codec
@@ -257,9 +268,12 @@ impl Store {
             memory,
             gates: Mutex::default(),
         };
-        // So that faults and counts of a test see its own operations only, not those of the first count.
+        // So that faults and counts of a test see its own operations only, not those of the first
+        // count.
         if counted && !store.setup.lookup_only && store.stat("healthy") == 1 {
-            eventually("the root was counted", || store.stat("storage_counted") == 1);
+            eventually("the root was counted", || {
+                store.stat("storage_counted") == 1
+            });
         }
         Ok(store)
     }
@@ -298,7 +312,8 @@ impl Store {
         self.faults.add(rule);
     }
 
-    /// From now on operations of this kind hang before they begin ([`of_records`]), until the gate is opened.
+    /// From now on operations of this kind hang before they begin ([`of_records`]), until the gate
+    /// is opened.
     pub(crate) fn hang(&self, kind: OpKind) -> Gate {
         let gate = self.gate();
         self.fault(of_records(kind, Fault::HangBefore(gate.clone())));
@@ -312,7 +327,8 @@ impl Store {
         gate
     }
 
-    /// How often the medium was asked for this of the file of a block (what the space keeper asks is not counted).
+    /// How often the medium was asked for this of the file of a block (what the space keeper asks
+    /// is not counted).
     pub(crate) fn asked(&self, kind: OpKind, id: BlockId) -> usize {
         times(&self.faults, kind, &self.file(id))
     }
@@ -323,7 +339,11 @@ impl Store {
     }
 
     /// Dumps whole blocks and waits until they are published.
-    pub(crate) fn dump(&self, device: &Device, ids: &[BlockId]) -> Result<(), Vec<(usize, ucm_core::Error)>> {
+    pub(crate) fn dump(
+        &self,
+        device: &Device,
+        ids: &[BlockId],
+    ) -> Result<(), Vec<(usize, ucm_core::Error)>> {
         let task = self
             .engine
             .dump(device.rows(ids))
@@ -332,7 +352,11 @@ impl Store {
     }
 
     /// Loads whole blocks and waits for the outcome.
-    pub(crate) fn load(&self, device: &Device, ids: &[BlockId]) -> Result<(), Vec<(usize, ucm_core::Error)>> {
+    pub(crate) fn load(
+        &self,
+        device: &Device,
+        ids: &[BlockId],
+    ) -> Result<(), Vec<(usize, ucm_core::Error)>> {
         let task = self
             .engine
             .load(device.rows(ids), None)
@@ -368,8 +392,8 @@ impl Store {
     }
 }
 
-/// This befalls the reads of loads, the looks of lookups and the writes of dumps, and not what those do who look after the
-/// root, at times of their own.
+/// This befalls the reads of loads, the looks of lookups and the writes of dumps, and not what
+/// those do who look after the root, at times of their own.
 pub(crate) fn of_records(kind: OpKind, fault: Fault) -> Rule {
     let rule = Rule::on(kind, fault);
     match kind {
@@ -392,7 +416,10 @@ pub(crate) fn ids(n: u8) -> Vec<BlockId> {
 }
 
 pub(crate) fn directory() -> TempDir {
-    tempfile::Builder::new().prefix("ucm-store-").tempdir().unwrap()
+    tempfile::Builder::new()
+        .prefix("ucm-store-")
+        .tempdir()
+        .unwrap()
 }
 
 /// Looks until something is so; gives up after far longer than it can take.

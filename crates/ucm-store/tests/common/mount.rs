@@ -13,8 +13,9 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// A place with a first tmpfs of `kib` KiB at `root`; `None`, after saying why, where nothing can be mounted. With
-    /// `UCM_REQUIRE_ROOT_TESTS` in the environment that fails the test instead.
+    /// A place with a first tmpfs of `kib` KiB at `root`; `None`, after saying why, where nothing
+    /// can be mounted. With `UCM_REQUIRE_ROOT_TESTS` in the environment that fails the test
+    /// instead.
     pub(crate) fn new(kib: u64) -> Option<Self> {
         let mut place = Self {
             base: super::directory(),
@@ -57,7 +58,11 @@ impl Place {
     pub(crate) fn bind(&mut self, from: &str, to: &str) {
         let dir = self.path(to);
         std::fs::create_dir_all(&dir).unwrap();
-        run(Command::new("mount").arg("--bind").arg(self.path(from)).arg(&dir)).unwrap();
+        run(Command::new("mount")
+            .arg("--bind")
+            .arg(self.path(from))
+            .arg(&dir))
+        .unwrap();
         self.mounted.push(dir);
     }
 
@@ -65,7 +70,11 @@ impl Place {
     pub(crate) fn unmount(&mut self, name: &str) {
         let dir = self.path(name);
         run(Command::new("umount").arg("-l").arg(&dir)).unwrap();
-        let last = self.mounted.iter().rposition(|mounted| *mounted == dir).unwrap();
+        let last = self
+            .mounted
+            .iter()
+            .rposition(|mounted| *mounted == dir)
+            .unwrap();
         self.mounted.remove(last);
     }
 

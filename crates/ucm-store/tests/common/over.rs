@@ -1,5 +1,5 @@
-//! What a test needs that not every store has: the suites run unchanged over every layout, I/O engine and tier, and a test
-//! that means nothing over one of them says so itself, with the reason.
+//! What a test needs that not every store has: the suites run unchanged over every layout, I/O
+//! engine and tier, and a test that means nothing over one of them says so itself, with the reason.
 
 #![allow(clippy::print_stderr, reason = "a test says why it is skipped")]
 
@@ -40,7 +40,8 @@ impl Needs {
         }
     }
 
-    /// Says that a test is skipped, and why: to the log, and to the file that `UCM_TEST_SKIPPED` names.
+    /// Says that a test is skipped, and why: to the log, and to the file that `UCM_TEST_SKIPPED`
+    /// names.
     pub(crate) fn skip(self, test: &str, why: &str) {
         let setup = Setup::default();
         let text = format!(
@@ -49,13 +50,17 @@ impl Needs {
         );
         eprint!("skipped: {text}");
         if let Some(path) = std::env::var_os("UCM_TEST_SKIPPED") {
-            let file = std::fs::File::options().create(true).append(true).open(path);
+            let file = std::fs::File::options()
+                .create(true)
+                .append(true)
+                .open(path);
             file.unwrap().write_all(text.as_bytes()).unwrap();
         }
     }
 }
 
-/// The rest of the test is for stores that are this ([`Needs`]); over others it is skipped, and says why.
+/// The rest of the test is for stores that are this ([`Needs`]); over others it is skipped, and
+/// says why.
 #[allow(unused_macros, reason = "each test file uses its part of this")]
 macro_rules! only_over {
     ($needs:ident, $why:literal) => {

@@ -1,4 +1,5 @@
-//! Damage to records in memory: a test writes into the mapping of its own process, by way of /proc/self/mem.
+//! Damage to records in memory: a test writes into the mapping of its own process, by way of
+//! /proc/self/mem.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -6,7 +7,8 @@ use std::os::unix::fs::FileExt;
 use ucm_core::BlockId;
 use ucm_record::MAGIC;
 
-/// Where the page begins that holds the header of a record, in the one writable region of this test.
+/// Where the page begins that holds the header of a record, in the one writable region of this
+/// test.
 fn find(id: BlockId, region: u64) -> Option<u64> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let name = format!("/memfd:ucm-region-{region:016x}");

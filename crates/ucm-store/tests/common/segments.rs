@@ -1,4 +1,5 @@
-//! Stores in segments, and what lies in theirs, read by `docs/format.md` and not by the code under test.
+//! Stores in segments, and what lies in theirs, read by `docs/format.md` and not by the code under
+//! test.
 
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -29,10 +30,13 @@ impl Store {
         self.root.join(identity(self.setup.weights).namespace())
     }
 
-    /// The segments that have a name, by name; of a store on the tests' own S3 server where that keeps them.
+    /// The segments that have a name, by name; of a store on the tests' own S3 server where that
+    /// keeps them.
     pub(crate) fn segments(&self) -> Vec<PathBuf> {
         let namespace = match self.setup.medium {
-            Medium::Kind("object") => self.objects().join(identity(self.setup.weights).namespace()),
+            Medium::Kind("object") => self
+                .objects()
+                .join(identity(self.setup.weights).namespace()),
             _ => self.namespace(),
         };
         files(&namespace.join("segments"))
@@ -40,7 +44,10 @@ impl Store {
 
     /// Where the tests' own S3 server keeps the objects of a store.
     pub(crate) fn objects(&self) -> PathBuf {
-        let options = registry::find("object").unwrap().sample(&self.root).unwrap();
+        let options = registry::find("object")
+            .unwrap()
+            .sample(&self.root)
+            .unwrap();
         let url = options["storage_backends"][0].as_str().unwrap();
         let told = self
             .setup
@@ -59,7 +66,10 @@ impl Store {
 
     /// Every record of a segment that can be read by its footer.
     pub(crate) fn places(&self) -> Vec<Place> {
-        self.segments().iter().flat_map(|file| places(file)).collect()
+        self.segments()
+            .iter()
+            .flat_map(|file| places(file))
+            .collect()
     }
 }
 
@@ -112,20 +122,34 @@ pub(crate) fn write(dir: &Path, setup: &Setup, blocks: &[BlockId]) {
     let device = Device::filled(setup, blocks);
     let task = store.engine.dump(device.rows(blocks)).unwrap();
     eventually("the records are written", || {
-        store.engine.lookup(blocks).unwrap().iter().all(|&found| found)
+        store
+            .engine
+            .lookup(blocks)
+            .unwrap()
+            .iter()
+            .all(|&found| found)
     });
     store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
     assert_eq!(store.segments().len(), 1);
 }
 
-/// Waits until nothing private of a dead writer is left: at opening that needs the first grant, else it comes soon after.
+/// Waits until nothing private of a dead writer is left: at opening that needs the first grant,
+/// else it comes soon after.
 pub(crate) fn await_taken_over(store: &Store) {
-    eventually("what the dead left is taken over", || store.privates().is_empty());
+    eventually("what the dead left is taken over", || {
+        store.privates().is_empty()
+    });
 }
 
-/// Leaves the private segment of a writer that died at its seal, with these blocks of a device in it.
-pub(crate) fn die_at_seal(root: &Path, setup: &Setup, device: &Device, blocks: &[BlockId]) -> PathBuf {
+/// Leaves the private segment of a writer that died at its seal, with these blocks of a device in
+/// it.
+pub(crate) fn die_at_seal(
+    root: &Path,
+    setup: &Setup,
+    device: &Device,
+    blocks: &[BlockId],
+) -> PathBuf {
     let store = Store::open(root, setup.clone());
     let task = begin(&store, device, blocks);
     store.fault(Rule::on(OpKind::Finish, Fault::Killed { keep: 50 }));
@@ -136,7 +160,8 @@ pub(crate) fn die_at_seal(root: &Path, setup: &Setup, device: &Device, blocks: &
     privates.into_iter().next().unwrap()
 }
 
-/// Changes a file in place; its time of use stays. One that is gone (a collector may be at work) stays so.
+/// Changes a file in place; its time of use stays. One that is gone (a collector may be at work)
+/// stays so.
 pub(crate) fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     let Ok(mut file) = std::fs::File::options().read(true).write(true).open(path) else {
         return;
@@ -176,7 +201,9 @@ pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
     let loaded = store.load(&device, blocks).is_ok();
     let right = |block: &BlockId| device.is_right(*block);
     assert!(
-        blocks.iter().all(|block| right(block) || device.is_blank(*block)),
+        blocks
+            .iter()
+            .all(|block| right(block) || device.is_blank(*block)),
         "wrong bytes on the device"
     );
     assert!(!loaded || blocks.iter().all(right));

@@ -1,4 +1,5 @@
-//! Servers that tests talk to: real ones, started by the process of the test that first wants one and ended with it.
+//! Servers that tests talk to: real ones, started by the process of the test that first wants one
+//! and ended with it.
 
 #![allow(clippy::print_stderr, reason = "a test says why it is skipped")]
 
@@ -17,15 +18,17 @@ pub(crate) struct Server {
     pub(crate) port: u16,
     /// Its process.
     pid: String,
-    /// A shell that ends the server when this process does, however that ends: its standard input is closed then.
+    /// A shell that ends the server when this process does, however that ends: its standard input
+    /// is closed then.
     keeper: Child,
 }
 
 impl Server {
     /// Runs a program until this process ends, or the server is dropped.
     fn start(port: u16, dir: &Path, command: &str) -> Self {
-        let script =
-            format!("{command} >/dev/null 2>&1 & pid=$!; echo $pid; read -r _; kill -9 $pid; wait $pid");
+        let script = format!(
+            "{command} >/dev/null 2>&1 & pid=$!; echo $pid; read -r _; kill -9 $pid; wait $pid"
+        );
         let mut keeper = Command::new("sh")
             .args(["-c", &script])
             .current_dir(dir)
@@ -87,7 +90,8 @@ pub(crate) fn free_port() -> u16 {
     listener.local_addr().unwrap().port()
 }
 
-/// A Redis server that keeps nothing on disk, with these further arguments; none where the machine has no `redis-server`.
+/// A Redis server that keeps nothing on disk, with these further arguments; none where the machine
+/// has no `redis-server`.
 pub(crate) fn redis(dir: &Path, more: &str) -> Option<Server> {
     redis_at(free_port(), dir, more)
 }
@@ -95,12 +99,14 @@ pub(crate) fn redis(dir: &Path, more: &str) -> Option<Server> {
 /// The same on this port.
 pub(crate) fn redis_at(port: u16, dir: &Path, more: &str) -> Option<Server> {
     has_program("redis-server").then(|| {
-        let command = format!("redis-server --port {port} --bind 127.0.0.1 --save '' --appendonly no {more}");
+        let command =
+            format!("redis-server --port {port} --bind 127.0.0.1 --save '' --appendonly no {more}");
         Server::start(port, dir, &command)
     })
 }
 
-/// The server of the tests of this process that leave it as it is: its address. `UCM_TEST_REDIS` names another.
+/// The server of the tests of this process that leave it as it is: its address. `UCM_TEST_REDIS`
+/// names another.
 pub(crate) fn shared_redis() -> Option<&'static str> {
     static SERVER: OnceLock<Option<(String, Option<Server>)>> = OnceLock::new();
     let made = SERVER.get_or_init(|| match std::env::var("UCM_TEST_REDIS") {
@@ -154,7 +160,8 @@ pub(crate) fn s3_at(port: u16, dir: &Path) -> Option<S3> {
         let dir = dir.to_owned();
         std::fs::create_dir_all(dir.join(BUCKET)).unwrap();
         let [id, secret] = KEYS;
-        let text = format!("[default]\naws_access_key_id = {id}\naws_secret_access_key = {secret}\n");
+        let text =
+            format!("[default]\naws_access_key_id = {id}\naws_secret_access_key = {secret}\n");
         write_secret(&dir.join("keys"), &text);
         let keys = format!("--access-key {id} --secret-key {secret}");
         let command = format!("{program} --host 127.0.0.1 --port {port} {keys} data");
@@ -173,8 +180,8 @@ pub(crate) fn shared_s3() -> Option<&'static S3> {
     made.as_ref().map(|(server, _)| server)
 }
 
-/// Whether the machine has this program. A test that needs it is skipped where not, and says so; it fails where
-/// `UCM_REQUIRE_SERVERS` is set.
+/// Whether the machine has this program. A test that needs it is skipped where not, and says so; it
+/// fails where `UCM_REQUIRE_SERVERS` is set.
 pub(crate) fn has_program(name: &str) -> bool {
     has(name, "make servers", is_set("UCM_REQUIRE_SERVERS"))
 }

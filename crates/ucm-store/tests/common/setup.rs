@@ -31,12 +31,14 @@ pub(crate) enum Above {
     File,
 }
 
-/// Records in the memory above a root, where `UCM_TEST_TIERS` asks for one: more than most tests have.
+/// Records in the memory above a root, where `UCM_TEST_TIERS` asks for one: more than most tests
+/// have.
 const MEMORY: u64 = 256;
 
 impl Above {
-    /// What stands above the root in most tests: nothing, unless `UCM_TEST_TIERS` says otherwise. `memory`: a memory
-    /// tier, as in `Cache|Posix`. `map`: a memory that keeps nothing, so that all of it goes through a pipeline to the root.
+    /// What stands above the root in most tests: nothing, unless `UCM_TEST_TIERS` says otherwise.
+    /// `memory`: a memory tier, as in `Cache|Posix`. `map`: a memory that keeps nothing, so that
+    /// all of it goes through a pipeline to the root.
     pub(crate) fn of_this_run() -> Self {
         match std::env::var("UCM_TEST_TIERS").as_deref() {
             Err(_) | Ok("none") => Self::Nothing,
@@ -80,9 +82,11 @@ pub(crate) struct Setup {
     pub(crate) unnamed: bool,
     /// Options of a [`Medium::Kind`] beside those that it has for tests.
     pub(crate) options: Vec<(&'static str, Value)>,
-    /// What blocks have beside their KV, by name and bytes; dumps bring it ([`super::side_content`]).
+    /// What blocks have beside their KV, by name and bytes; dumps bring it
+    /// ([`super::side_content`]).
     pub(crate) sides: Vec<(&'static str, u64)>,
-    /// What makes them shorter, which needs segments and records of more than a page; [`Setup::compressed`].
+    /// What makes them shorter, which needs segments and records of more than a page;
+    /// [`Setup::compressed`].
     pub(crate) codec: Option<Algorithm>,
     /// What records are encrypted with below memory; [`Setup::encrypted`].
     pub(crate) keys: Option<Arc<Keys>>,
@@ -98,8 +102,8 @@ pub(crate) enum Layout {
 }
 
 impl Layout {
-    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `unnamed-file` or `unnamed-segment` that
-    /// is what the backend finds.
+    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `unnamed-file`
+    /// or `unnamed-segment` that is what the backend finds.
     pub(crate) fn of_this_run() -> Self {
         match std::env::var("UCM_TEST_LAYOUT").as_deref() {
             _ if codec_of_this_run().is_some() => Self::segments(),
@@ -154,15 +158,18 @@ const LARGE_TENSORS: [u64; 2] = [6144, 2048];
 impl Setup {
     /// The address of the Redis server of a store.
     pub(crate) fn server(&self) -> String {
-        let given = self.options.iter().find(|(key, _)| *key == "storage_backends");
+        let given = self
+            .options
+            .iter()
+            .find(|(key, _)| *key == "storage_backends");
         match given {
             Some((_, addresses)) => addresses[0].as_str().unwrap_or_default().to_owned(),
             None => shared_redis().unwrap_or_default().to_owned(),
         }
     }
 
-    /// For the real clock, on which a busy machine lets a thread wait for seconds: where a test names no deadline, none
-    /// is near.
+    /// For the real clock, on which a busy machine lets a thread wait for seconds: where a test
+    /// names no deadline, none is near.
     pub(crate) fn unhurried(self) -> Self {
         let usual = Deadlines::default();
         let longer = |given, usual| match given == usual {
@@ -240,7 +247,8 @@ impl Default for Setup {
             slots: 16,
             capacity: Some(1 << 30),
             rules: Rules {
-                free_floor: Some(Capacity::Percent(0.0)), // whatever else lies on the disk of the tests
+                // whatever else lies on the disk of the tests
+                free_floor: Some(Capacity::Percent(0.0)),
                 ..Rules::default()
             },
             modes: Modes::default(),
@@ -264,7 +272,8 @@ impl Default for Setup {
             transfer: Transfer::Auto,
             layout: Layout::of_this_run(),
             sides: Vec::new(),
-            unnamed: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("unnamed")),
+            unnamed: std::env::var("UCM_TEST_LAYOUT")
+                .is_ok_and(|layout| layout.starts_with("unnamed")),
             options: Vec::new(),
             codec: codec_of_this_run(),
             keys: std::env::var_os("UCM_TEST_ENCRYPT").map(|_| keys_of(7)),

@@ -71,9 +71,15 @@ pub(crate) fn on(clock: &Arc<ManualClock>, dir: &Path, setup: &Setup) -> Store {
     Store::with_clock(dir, setup.clone(), Arc::clone(clock) as Arc<dyn Clock>)
 }
 
-/// Waits while the clock goes on, twenty times as fast as the real one and for `most` at the longest: so fast that
-/// no one waits long, and slowly enough that no deadline of an operation passes.
-pub(crate) fn in_time(clock: &ManualClock, most: Duration, what: &str, mut so: impl FnMut() -> bool) {
+/// Waits while the clock goes on, twenty times as fast as the real one and for `most` at the
+/// longest: so fast that no one waits long, and slowly enough that no deadline of an operation
+/// passes.
+pub(crate) fn in_time(
+    clock: &ManualClock,
+    most: Duration,
+    what: &str,
+    mut so: impl FnMut() -> bool,
+) {
     let step = Duration::from_millis(20);
     let (mut left, mut last) = (most, Instant::now());
     eventually(what, || {
@@ -96,12 +102,20 @@ pub(crate) fn attempt(
 ) -> Result<(), Error> {
     let task = store.engine.dump(device.rows(&[block]))?;
     in_time(clock, Duration::from_secs(30), "it ends", || {
-        task.wait(store.engine.clock(), Until::Published, Some(MonotonicTime(0)))
+        task.wait(
+            store.engine.clock(),
+            Until::Published,
+            Some(MonotonicTime(0)),
+        )
     });
-    task.failures().pop().map_or(Ok(()), |(_, error)| Err(error))
+    task.failures()
+        .pop()
+        .map_or(Ok(()), |(_, error)| Err(error))
 }
 
 /// Dumps one block, again where it was refused: this clock runs ahead of who grants room.
 pub(crate) fn keep(store: &Store, clock: &ManualClock, device: &Device, block: BlockId) {
-    eventually("it is stored", || attempt(store, clock, device, block).is_ok());
+    eventually("it is stored", || {
+        attempt(store, clock, device, block).is_ok()
+    });
 }

@@ -49,7 +49,10 @@ pub(crate) fn come(engine: &Engine, task: &SidesTask, count: usize) -> Vec<Optio
     each.map(|(row, side)| match task.task.shard_done(row) {
         true => Some(side.to_vec()),
         false => {
-            assert!(side.iter().all(|&byte| byte == 0), "what is not there is zeros");
+            assert!(
+                side.iter().all(|&byte| byte == 0),
+                "what is not there is zeros"
+            );
             None
         }
     })
@@ -87,7 +90,9 @@ pub(crate) fn has_all(store: &Store, blocks: &[BlockId]) -> bool {
 }
 
 pub(crate) fn dump(store: &Store, blocks: &[BlockId]) {
-    store.dump(&Device::filled(&store.setup, blocks), blocks).unwrap();
+    store
+        .dump(&Device::filled(&store.setup, blocks), blocks)
+        .unwrap();
 }
 
 pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
@@ -97,11 +102,12 @@ pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
     loaded
 }
 
-/// After so many bytes a record with side shards may end: in its header, at its end, and in the first side shard.
+/// After so many bytes a record with side shards may end: in its header, at its end, and in the
+/// first side shard.
 pub(crate) const CUTS: [usize; 5] = [64, 134, 4095, 4096, 2 * 4096 + 4095];
 
-/// A record whose segment ends after so many of its bytes has no side shard, whatever the slot it is read into held: here
-/// the same of another block, a moment before.
+/// A record whose segment ends after so many of its bytes has no side shard, whatever the slot it
+/// is read into held: here the same of another block, a moment before.
 pub(crate) fn assert_cut(store: &Store, len: usize) {
     let (cut, whole) = (id(1), id(3));
     dump(store, &[cut]);
@@ -191,5 +197,7 @@ pub(crate) fn columns() -> Vec<Setup> {
 
 /// Those in which all that lasts is in one root.
 pub(crate) fn of_one_root() -> impl Iterator<Item = Setup> {
-    columns().into_iter().filter(|setup| setup.above != Above::File)
+    columns()
+        .into_iter()
+        .filter(|setup| setup.above != Above::File)
 }

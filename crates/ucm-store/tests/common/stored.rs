@@ -1,4 +1,5 @@
-//! The records of a store where they lie by themselves, for tests that damage them: in files, or on a Redis server.
+//! The records of a store where they lie by themselves, for tests that damage them: in files, or on
+//! a Redis server.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

@@ -32,7 +32,9 @@ pub(crate) fn open(setup: &Setup) -> (tempfile::TempDir, Store) {
 /// A new store with the first `n` blocks.
 pub(crate) fn dumped(setup: &Setup, n: u8) -> (tempfile::TempDir, Store) {
     let (dir, store) = open(setup);
-    store.dump(&Device::filled(setup, &ids(n)), &ids(n)).unwrap();
+    store
+        .dump(&Device::filled(setup, &ids(n)), &ids(n))
+        .unwrap();
     (dir, store)
 }
 
@@ -50,7 +52,10 @@ pub(crate) fn of_blocks(kind: OpKind, fault: Fault) -> Rule {
 
 /// How often the files of the first `n` blocks were read.
 pub(crate) fn reads(store: &Store, n: u8) -> usize {
-    ids(n).into_iter().map(|id| store.asked(OpKind::Read, id)).sum()
+    ids(n)
+        .into_iter()
+        .map(|id| store.asked(OpKind::Read, id))
+        .sum()
 }
 
 /// Which blocks are hits.

@@ -1,6 +1,8 @@
-//! The kind `ds3fs`: what `posix` is, on a mount of 3FS, with records past FUSE through its rings ([`UsrbioOptions`]).
+//! The kind `ds3fs`: what `posix` is, on a mount of 3FS, with records past FUSE through its rings
+//! ([`UsrbioOptions`]).
 //!
-//! Layout, space, trust and everything else are those of `posix`; only the engine of I/O is another.
+//! Layout, space, trust and everything else are those of `posix`; only the engine of I/O is
+//! another.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -21,19 +23,19 @@ struct Ds3fsOptions {
     /// entries of a ring
     #[schemars(range(min = 1, max = 65536), extend("unit" = "entries"))]
     ior_entries: u32,
-    /// operations of a ring that 3FS begins together at most, whatever the sign (it would wait for full batches of a
-    /// positive depth, and is never given one); 0: all that there are
+    /// operations of a ring that 3FS begins together at most, whatever the sign (it would wait for
+    /// full batches of a positive depth, and is never given one); 0: all that there are
     #[schemars(range(min = -65536, max = 65536), extend("unit" = "operations"))]
     ior_depth: i32,
     /// node that the memory of rings is taken from; -1: any
     #[schemars(range(min = -1, max = 1023))]
     numa_id: i32,
-    /// memory of the rings of one process, beside `staging_capacity`: 4 MiB for each, half of them for reads; several roots
-    /// share it. A thread that finds no ring free goes through the mount
+    /// memory of the rings of one process, beside `staging_capacity`: 4 MiB for each, half of them
+    /// for reads; several roots share it. A thread that finds no ring free goes through the mount
     #[schemars(range(min = 8_388_608, max = 1_073_741_824))]
     ior_memory: Size,
-    /// 3FS's client library, by name or path. Without it, or elsewhere than on 3FS, blocks go through the mount, with a
-    /// warning
+    /// 3FS's client library, by name or path. Without it, or elsewhere than on 3FS, blocks go
+    /// through the mount, with a warning
     #[schemars(extend("env" = ["UCM_HF3FS_LIB"]))]
     hf3fs_library: String,
 }

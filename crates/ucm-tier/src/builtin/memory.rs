@@ -13,16 +13,17 @@ use ucm_device::MachineMemory;
 use crate::kind::{Amount, BuildContext, BuiltTier, StoreName, TierKind};
 use crate::memory::{MemoryBackend, MemoryConfig, Policy, cache_bytes};
 
-/// Threads that copy, at least and at most. Beside a GPU one loads 7 GB/s and eight 34, of the 54 that the bus takes.
+/// Threads that copy, at least and at most. Beside a GPU one loads 7 GB/s and eight 34, of the 54
+/// that the bus takes.
 const THREADS: [usize; 2] = [2, 8];
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 struct CacheOptions {
-    /// bytes in each process that stores, or a share of the machine's (or container's) memory for all ranks of the engine
-    /// on this host together (replicas of a dense model are engines of their own: divide); more than can be had is
-    /// refused at start
+    /// bytes in each process that stores, or a share of the machine's (or container's) memory for
+    /// all ranks of the engine on this host together (replicas of a dense model are engines of
+    /// their own: divide); more than can be had is refused at start
     #[schemars(extend("aliases_gib" = ["size_gb", "cache_buffer_capacity_gb"]))]
     cache_size: Amount,
     /// what goes first when it is full; s3fifo lets go soon what is not used a second time
@@ -59,7 +60,11 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
     let bytes = if context.lookup_only {
         None
     } else {
-        Some(cache_bytes(asked, context.processes, &MachineMemory::now()?)?)
+        Some(cache_bytes(
+            asked,
+            context.processes,
+            &MachineMemory::now()?,
+        )?)
     };
     let processors = available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = threads(processors, context.processes);
@@ -87,7 +92,8 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
     })
 }
 
-/// Half of the processors that the thread which opens a store may use, shared by the engine's processes on this host.
+/// Half of the processors that the thread which opens a store may use, shared by the engine's
+/// processes on this host.
 fn threads(processors: usize, processes: u32) -> usize {
     (processors / 2 / processes.max(1) as usize).clamp(THREADS[0], THREADS[1])
 }

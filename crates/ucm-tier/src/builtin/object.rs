@@ -1,5 +1,5 @@
-//! The kind `object`: segments as objects in a bucket of S3, Azure or Google. A build without the feature `object` knows its
-//! options and refuses it.
+//! The kind `object`: segments as objects in a bucket of S3, Azure or Google. A build without the
+//! feature `object` knows its options and refuses it.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -11,8 +11,9 @@ use crate::kind::{Addresses, Age, Amount, CodecName, Size, StoreName, TierKind};
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("required" = ["storage_backends"]))]
 struct ObjectOptions {
-    /// the bucket and what every name in it begins with: `s3://bucket/prefix`, `az://container/prefix` or
-    /// `gs://bucket/prefix`. Keys come from the environment, the files of the vendor's tools or the machine's own service
+    /// the bucket and what every name in it begins with: `s3://bucket/prefix`,
+    /// `az://container/prefix` or `gs://bucket/prefix`. Keys come from the environment, the files
+    /// of the vendor's tools or the machine's own service
     #[schemars(extend("schemes" = ["s3", "az", "gs"], "unset" = "none given", "unit" = "address"))]
     storage_backends: Addresses,
     /// the server, where it is not the vendor's own: `http://host:port`
@@ -21,14 +22,16 @@ struct ObjectOptions {
     /// region of the bucket
     #[schemars(extend("unset" = "that of the environment or the files, `us-east-1`"))]
     object_region: Option<String>,
-    /// file with the keys: one like `~/.aws/credentials` for S3, the key file of a service account for Google
+    /// file with the keys: one like `~/.aws/credentials` for S3, the key file of a service account
+    /// for Google
     #[schemars(extend("unset" = "those of the environment, the files of the vendor's tools, the machine", "unit" = "path"))]
     object_credentials: Option<String>,
     /// file with authorities that are trusted beside those of the system
     #[schemars(extend("unset" = "none", "unit" = "path, PEM"))]
     object_ca: Option<String>,
-    /// limit below the prefix, at least 8 blocks; oldest use goes first. Kept to where the server has conditional writes
-    /// (S3, Azure, Google and most others have); where not, the log says so and blocks go by `expire_after`
+    /// limit below the prefix, at least 8 blocks; oldest use goes first. Kept to where the server
+    /// has conditional writes (S3, Azure, Google and most others have); where not, the log says so
+    /// and blocks go by `expire_after`
     #[schemars(extend("unset" = "100GiB", "unit" = "size"))]
     storage_capacity: Option<Amount>,
     /// blocks not used for so long are removed, segment by segment
@@ -36,18 +39,19 @@ struct ObjectOptions {
     expire_after: Option<Age>,
     /// how blocks are stored: as they are, or in a shorter form that comes back to the byte
     codec: CodecName,
-    /// length at which a segment becomes an object; three of them are kept in memory at most. Never more than a 64th of
-    /// `storage_capacity`, and never less than one block
+    /// length at which a segment becomes an object; three of them are kept in memory at most. Never
+    /// more than a 64th of `storage_capacity`, and never less than one block
     #[schemars(range(min = 1_048_576, max = 1_073_741_824))]
     object_size: Size,
-    /// how long a block that was written waits for others to be put with it, unless somebody waits for it; never longer than
-    /// half of `deadlines.dump_s`
+    /// how long a block that was written waits for others to be put with it, unless somebody waits
+    /// for it; never longer than half of `deadlines.dump_s`
     #[schemars(range(min = 0, max = 60), extend("unit" = "seconds"))]
     object_age: f64,
     /// how often the segments of others are looked for, while somebody asks
     #[schemars(range(min = 1, max = 3600), extend("unit" = "seconds"))]
     object_refresh: f64,
-    /// how often a request is tried again where that can help; the deadline of the caller that waits ends it sooner
+    /// how often a request is tried again where that can help; the deadline of the caller that
+    /// waits ends it sooner
     #[schemars(range(max = 20), extend("unit" = "times"))]
     object_retries: u32,
     /// threads that wait for the server: as many requests are on their way at once
@@ -76,13 +80,15 @@ impl Default for ObjectOptions {
 }
 
 fn name() -> StoreName {
-    let summary = "built: many blocks per object in a bucket; S3 run here, Azure and Google untested";
+    let summary =
+        "built: many blocks per object in a bucket; S3 run here, Azure and Google untested";
     StoreName::new("object", "UcmObjectStore", summary)
 }
 
 #[cfg(not(feature = "object"))]
 pub(super) fn kind() -> TierKind {
-    let instead = "this build is without the feature `object`; use UcmPosixStore (storage_backend: posix) on a directory";
+    let instead = "this build is without the feature `object`; use UcmPosixStore (storage_backend: \
+                   posix) on a directory";
     TierKind::declared::<ObjectOptions>(name(), instead)
 }
 
@@ -151,7 +157,8 @@ mod built {
         let capacity = match options.storage_capacity.and_then(super::Amount::limit) {
             Some(Capacity::Bytes(bytes)) => Some(bytes.get()),
             Some(Capacity::Percent(_)) => {
-                let text = "storage_capacity of a bucket is a size, for it has none that could be shared; write 500GiB";
+                let text = "storage_capacity of a bucket is a size, for it has none that could be \
+                            shared; write 500GiB";
                 return Err(Error::new(ErrorKind::Config, text));
             }
             None => None,

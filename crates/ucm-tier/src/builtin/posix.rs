@@ -1,5 +1,6 @@
-//! The kind `posix`: records below a directory, one per file or many per segment, on anything that mounts; or below several
-//! directories side by side, each a tier with trust, space and a breaker of its own ([`crate::spread`]).
+//! The kind `posix`: records below a directory, one per file or many per segment, on anything that
+//! mounts; or below several directories side by side, each a tier with trust, space and a breaker
+//! of its own ([`crate::spread`]).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,8 +16,8 @@ use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 
 use crate::kind::{
-    Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats, Mode, Size, StoreName,
-    TierKind, seconds,
+    Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats, Mode, Size,
+    StoreName, TierKind, seconds,
 };
 use crate::layout_kind::LayoutKind;
 use crate::segment::{Merging, SegmentConfig};
@@ -29,43 +30,50 @@ use crate::spread::{Heat, MAX_ROOTS, Promotion, RootFacts, Spread, StoragePolicy
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("required" = ["storage_backends"]))]
 pub(super) struct PosixOptions {
-    /// the directory blocks are kept in, or several, `a:b:c` or a list: see [stores.md](stores.md#several-roots)
+    /// the directory blocks are kept in, or several, `a:b:c` or a list: see
+    /// [stores.md](stores.md#several-roots)
     #[schemars(extend(
-        "aliases" = ["storage_path", "path"], "env" = ["UCM_STORAGE_PATH"], "unset" = "none given", "unit" = "path"
+        "aliases" = ["storage_path", "path"], "env" = ["UCM_STORAGE_PATH"], "unset" = "none \
+         given", "unit" = "path"
     ))]
     pub(super) storage_backends: Directories,
-    /// which of several directories a block goes to: by a stable hash of its id, any, or the hottest with room
+    /// which of several directories a block goes to: by a stable hash of its id, any, or the
+    /// hottest with room
     storage_policy: StoragePolicy,
-    /// `tiered`: how fast which of the directories is (`{/mnt/ssd: hot, /mnt/nfs: cold}`), before what was measured
+    /// `tiered`: how fast which of the directories is (`{/mnt/ssd: hot, /mnt/nfs: cold}`), before
+    /// what was measured
     #[schemars(extend("unit" = "path to hot, warm or cold", "unset" = "what was measured when a root was first used"))]
     tiers: Heats,
-    /// `tiered`: a block that is loaded so often from a colder directory within `promote_window` is brought up. 0: never
+    /// `tiered`: a block that is loaded so often from a colder directory within `promote_window` is
+    /// brought up. 0: never
     #[schemars(range(max = 1_000_000), extend("unit" = "loads"))]
     promote_hits: u32,
     /// see `promote_hits`
     promote_window: Age,
-    /// `tiered`: how much is moved between directories in a second at most, behind everything else. 0: nothing is moved
+    /// `tiered`: how much is moved between directories in a second at most, behind everything else.
+    /// 0: nothing is moved
     #[schemars(range(max = 17_179_869_184_u64))]
     move_rate: Size,
-    /// limit of the root, of each where there are several, at least 8 blocks; oldest use goes first. 0 is refused its old meaning (no limit): the default
-    /// holds, with a warning
+    /// limit of the root, of each where there are several, at least 8 blocks; oldest use goes
+    /// first. 0 is refused its old meaning (no limit): the default holds, with a warning
     #[schemars(extend(
         "aliases_gib" = ["posix_capacity_gb"],
         "unset" = "20% of the file system, at most 80% of what is free at the first start"
     ))]
     storage_capacity: Option<Amount>,
-    /// bytes of the file system that stay free: below it nothing is stored and the oldest use is removed. 0: no floor
+    /// bytes of the file system that stay free: below it nothing is stored and the oldest use is
+    /// removed. 0: no floor
     #[schemars(extend("minimum" = 0))]
     free_space_floor: Amount,
-    /// limit of one model's blocks within the root, kept to at every count of a process that has this key: give it to all
-    /// of a root
+    /// limit of one model's blocks within the root, kept to at every count of a process that has
+    /// this key: give it to all of a root
     #[schemars(extend("unset" = "none", "unit" = "size or percent of `storage_capacity`"))]
     namespace_quota: Option<Amount>,
     /// blocks not used for so long are removed
     #[schemars(extend("unset" = "never"))]
     expire_after: Option<Age>,
-    /// permissions of files below the root, less the umask of the process. Blocks tell what was in a prompt: open them
-    /// only to those who may know
+    /// permissions of files below the root, less the umask of the process. Blocks tell what was in
+    /// a prompt: open them only to those who may know
     #[schemars(extend("needs" = 0o600))]
     file_mode: Mode,
     /// the same for directories
@@ -77,18 +85,20 @@ pub(super) struct PosixOptions {
     /// how blocks lie below the root: each in its own file, or many in a segment. See below
     #[schemars(extend("unset" = "what the root has, segment for a new one"))]
     layout: Option<LayoutKind>,
-    /// how blocks are stored: as they are, or in a shorter form that comes back to the byte; in segments only. See
-    /// [stores.md](stores.md#compression)
+    /// how blocks are stored: as they are, or in a shorter form that comes back to the byte; in
+    /// segments only. See [stores.md](stores.md#compression)
     codec: CodecName,
-    /// length at which a segment is sealed; never more than a 64th of `storage_capacity`, and never less than one block
+    /// length at which a segment is sealed; never more than a 64th of `storage_capacity`, and never
+    /// less than one block
     #[schemars(range(min = 1_048_576, max = 1_073_741_824))]
     segment_size: Size,
-    /// how long a block that was written waits for others to be published with it, unless somebody waits for it (`wait`,
-    /// `flush`); never longer than three quarters of `deadlines.dump_s`. 0: as soon as nothing is being written
+    /// how long a block that was written waits for others to be published with it, unless somebody
+    /// waits for it (`wait`, `flush`); never longer than three quarters of `deadlines.dump_s`. 0:
+    /// as soon as nothing is being written
     #[schemars(range(min = 0, max = 60), extend("unit" = "seconds"))]
     segment_age: f64,
-    /// how much of small segments, and of those most of whose blocks were stored again, is copied into larger ones in a
-    /// second at most. 0: never
+    /// how much of small segments, and of those most of whose blocks were stored again, is copied
+    /// into larger ones in a second at most. 0: never
     #[schemars(range(max = 17_179_869_184_u64))]
     segment_merge_rate: Size,
     /// threads that read and write blocks
@@ -107,8 +117,8 @@ pub(super) struct PosixOptions {
 struct QuarantineOptions {
     /// false: damaged records stay where they are until they are replaced
     enabled: bool,
-    /// damaged records within a minute, beyond which the medium counts as sick: no more are moved, and the breaker opens.
-    /// Holds without quarantine too
+    /// damaged records within a minute, beyond which the medium counts as sick: no more are moved,
+    /// and the breaker opens. Holds without quarantine too
     #[schemars(range(min = 1, max = 1_000_000), extend("unit" = "records"))]
     max_per_minute: u32,
     /// evidence below the root, the oldest goes first
@@ -178,7 +188,8 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltLevel>
     make_over(context, &options, PsyncEngine::new)
 }
 
-/// The same over an engine of I/O for each directory; what that is told is whether it goes past the page cache.
+/// The same over an engine of I/O for each directory; what that is told is whether it goes past the
+/// page cache.
 pub(super) fn make_over<E: IoEngine + 'static>(
     context: &BuildContext<'_>,
     options: &PosixOptions,
@@ -190,11 +201,14 @@ pub(super) fn make_over<E: IoEngine + 'static>(
             ErrorKind::Config,
             "storage_backends names one directory, or several",
         );
-        return Err(wrong.with("given", directories.len()).with("most", MAX_ROOTS));
+        return Err(wrong
+            .with("given", directories.len())
+            .with("most", MAX_ROOTS));
     }
     let codec = options.codec.algorithm();
     if let Some(algorithm) = codec.filter(|_| options.layout == Some(LayoutKind::File)) {
-        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; write layout: \
+        let wrong = "compressed records live in segments only, as the lengths of block files are \
+                     fixed; write layout: \
                      segment, or codec: off";
         let error = Error::new(ErrorKind::Config, wrong).with("codec", algorithm.name());
         return Err(error.with("root", directories[0].display()));
@@ -210,7 +224,9 @@ pub(super) fn make_over<E: IoEngine + 'static>(
     for (number, directory) in directories.iter().enumerate() {
         let place = Place {
             number: u16::try_from(number).unwrap_or(u16::MAX),
-            measured: spread.wants_room() && directories.len() > 1 && options.heat(directory).is_none(),
+            measured: spread.wants_room()
+                && directories.len() > 1
+                && options.heat(directory).is_none(),
             facts: Arc::clone(&facts[number]),
         };
         let io = context.pool_over(engine(options.io_direct), "ucm-io", threads)?;
@@ -224,13 +240,16 @@ pub(super) fn make_over<E: IoEngine + 'static>(
         });
     }
     let media = side_by_side::media(roots, &spread, &context.clock)?;
-    let tiers = media.into_iter().zip(pools).map(|(backend, pool)| BuiltTier {
-        backend,
-        pool,
-        codec,
-        // As many as are replaced: from there on workers are missing.
-        max_stuck: threads.max(2),
-    });
+    let tiers = media
+        .into_iter()
+        .zip(pools)
+        .map(|(backend, pool)| BuiltTier {
+            backend,
+            pool,
+            codec,
+            // As many as are replaced: from there on workers are missing.
+            max_stuck: threads.max(2),
+        });
     Ok(BuiltLevel {
         tiers: tiers.collect(),
         spread,
@@ -256,7 +275,10 @@ fn spread(options: &PosixOptions, facts: &[Arc<RootFacts>]) -> Result<Spread> {
     let heats = directories
         .iter()
         .map(|directory| options.heat(directory).unwrap_or(Heat::Warm));
-    let spread = Spread::of(options.storage_policy, heats.zip(facts.iter().cloned()).collect());
+    let spread = Spread::of(
+        options.storage_policy,
+        heats.zip(facts.iter().cloned()).collect(),
+    );
     let promotion = Promotion {
         hits: options.promote_hits,
         window: Duration::from_secs(options.promote_window.0),
@@ -274,7 +296,10 @@ fn config(
     let quarantine = &options.quarantine;
     let rules = Rules {
         // No bytes: no floor, while nothing at all is the default.
-        free_floor: options.free_space_floor.limit().or(Some(Capacity::Percent(0.0))),
+        free_floor: options
+            .free_space_floor
+            .limit()
+            .or(Some(Capacity::Percent(0.0))),
         namespace_quota: options.namespace_quota.and_then(Amount::limit),
         expire_after: options.expire_after.map(|age| Duration::from_secs(age.0)),
     };

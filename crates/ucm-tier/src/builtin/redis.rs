@@ -1,5 +1,5 @@
-//! The kind `redis`: one value per record on a Redis server or cluster. A build without the feature `redis` knows its
-//! options and refuses it.
+//! The kind `redis`: one value per record on a Redis server or cluster. A build without the feature
+//! `redis` knows its options and refuses it.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -11,14 +11,15 @@ use crate::kind::{Addresses, Age, CodecName, StoreName, TierKind};
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("required" = ["storage_backends"]))]
 struct RedisOptions {
-    /// the server, `redis://host:port/number`, or `rediss://` for TLS; several addresses are nodes of one cluster, of which
-    /// one is enough
+    /// the server, `redis://host:port/number`, or `rediss://` for TLS; several addresses are nodes
+    /// of one cluster, of which one is enough
     #[schemars(extend("schemes" = ["redis", "rediss"], "unset" = "none given", "unit" = "address"))]
     storage_backends: Addresses,
     /// who logs in, where the address does not say so
     #[schemars(extend("env" = ["UCM_REDIS_USERNAME"], "unset" = "the server's `default`"))]
     redis_username: Option<String>,
-    /// the password, where the address has none; never shown. Better in the environment than in a file
+    /// the password, where the address has none; never shown. Better in the environment than in a
+    /// file
     #[schemars(extend("env" = ["UCM_REDIS_PASSWORD"], "unset" = "none", "format" = "secret"))]
     redis_password: Option<String>,
     /// file with the authorities that are trusted for `rediss://`
@@ -70,7 +71,8 @@ fn name() -> StoreName {
 
 #[cfg(not(feature = "redis"))]
 pub(super) fn kind() -> TierKind {
-    let instead = "this build is without the feature `redis`; use UcmPosixStore (storage_backend: posix) on a directory";
+    let instead = "this build is without the feature `redis`; use UcmPosixStore (storage_backend: \
+                   posix) on a directory";
     TierKind::declared::<RedisOptions>(name(), instead)
 }
 

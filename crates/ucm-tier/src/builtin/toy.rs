@@ -1,5 +1,5 @@
-//! The kind `toy`, in builds for tests: a map in this process. It shows what a new kind of tier has to say, and proves
-//! that nothing else knows of it by name.
+//! The kind `toy`, in builds for tests: a map in this process. It shows what a new kind of tier has
+//! to say, and proves that nothing else knows of it by name.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -16,8 +16,8 @@ use ucm_io::IoJob;
 use ucm_quota::Usage;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, ReadDone, WriteOptions,
-    Written,
+    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, ReadDone,
+    WriteOptions, Written,
 };
 use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
 
@@ -54,7 +54,9 @@ type Records = Mutex<BTreeMap<BlockId, Vec<u8>>>;
 fn make(context: &BuildContext<'_>, options: ToyOptions) -> Result<BuiltTier> {
     let mut maps = MAPS.lock();
     let known = maps.get(&options.toy_name).and_then(Weak::upgrade);
-    let records = known.filter(|_| !options.toy_name.is_empty()).unwrap_or_default();
+    let records = known
+        .filter(|_| !options.toy_name.is_empty())
+        .unwrap_or_default();
     maps.insert(options.toy_name, Arc::downgrade(&records));
     let limit = options.toy_records as usize;
     Ok(BuiltTier {
@@ -78,7 +80,9 @@ impl Toy {
             return Ok(Written::Present);
         }
         if records.len() >= self.limit && !records.contains_key(&id) {
-            return Err(Error::new(ErrorKind::Busy, "the map is full").with("toy_records", self.limit));
+            return Err(
+                Error::new(ErrorKind::Busy, "the map is full").with("toy_records", self.limit)
+            );
         }
         records.insert(id, record.to_vec());
         Ok(Written::Published)
@@ -114,7 +118,12 @@ impl Backend for Toy {
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> Result<Vec<Presence>> {
         let records = self.records.lock();
-        let there = |id| records.contains_key(id).then_some(()).ok_or(MissReason::Absent);
+        let there = |id| {
+            records
+                .contains_key(id)
+                .then_some(())
+                .ok_or(MissReason::Absent)
+        };
         Ok(ids.iter().map(there).collect())
     }
 
@@ -124,7 +133,14 @@ impl Backend for Toy {
             .collect()
     }
 
-    fn write(&self, _io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+    fn write(
+        &self,
+        _io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    ) {
         let written = self.insert(id, &slot.as_slice()[..options.len], options.replace);
         drop(slot);
         done(written);
@@ -134,7 +150,10 @@ impl Backend for Toy {
 
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut records = self.records.lock();
-        Ok(ids.iter().filter(|&id| records.remove(id).is_some()).count())
+        Ok(ids
+            .iter()
+            .filter(|&id| records.remove(id).is_some())
+            .count())
     }
 
     fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {

@@ -25,8 +25,8 @@ use crate::spread::Spread;
 
 pub use options::{Addresses, Age, Amount, CodecName, Directories, Heats, Mode, Size};
 
-/// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are the keys of the
-/// configuration. Keys that must be given stand in `"required"` of its schema.
+/// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are
+/// the keys of the configuration. Keys that must be given stand in `"required"` of its schema.
 pub trait TierOptions: Default + Serialize + DeserializeOwned + JsonSchema + 'static {}
 
 impl<T: Default + Serialize + DeserializeOwned + JsonSchema + 'static> TierOptions for T {}
@@ -61,8 +61,9 @@ pub struct BuildContext<'a> {
 }
 
 impl BuildContext<'_> {
-    /// Threads on which a medium is asked, so many for loads. A block that has a slot has a place in their queue too, so that
-    /// an accepted dump is never refused later. `direct`: past the page cache, where they work on files.
+    /// Threads on which a medium is asked, so many for loads. A block that has a slot has a place
+    /// in their queue too, so that an accepted dump is never refused later. `direct`: past the page
+    /// cache, where they work on files.
     pub fn pool(&self, name: &'static str, threads: usize, direct: bool) -> Result<Arc<IoPool>> {
         self.pool_over(PsyncEngine::new(direct), name, threads)
     }
@@ -92,7 +93,8 @@ pub struct BuiltTier {
     pub backend: Arc<dyn Backend>,
     /// Its threads.
     pub pool: Arc<IoPool>,
-    /// What makes its records shorter, as its options say; the medium takes records of any length up to the layout's then.
+    /// What makes its records shorter, as its options say; the medium takes records of any length
+    /// up to the layout's then.
     pub codec: Option<Algorithm>,
     /// So many threads stuck in operations switch it off.
     pub max_stuck: usize,
@@ -124,8 +126,8 @@ pub struct StoreName {
     pub class: &'static str,
     /// One line for the documentation.
     pub summary: &'static str,
-    /// Options that are always this under this name, whatever is configured; of a layer those of the tier below it that says
-    /// nothing else.
+    /// Options that are always this under this name, whatever is configured; of a layer those of
+    /// the tier below it that says nothing else.
     pub fixed: Map<String, Value>,
 }
 
@@ -203,12 +205,14 @@ impl TierKind {
         make: fn(&BuildContext<'_>, O) -> Result<T>,
     ) -> Self {
         let word = name.word;
-        let make = move |context: &BuildContext<'_>, given| Ok(make(context, read(word, given)?)?.into());
+        let make =
+            move |context: &BuildContext<'_>, given| Ok(make(context, read(word, given)?)?.into());
         Self::new::<O>(name, Build::Medium(Box::new(make)))
     }
 
-    /// A word that is no tier: written before one, it stands for what is fixed under its name, in the options of that tier
-    /// and as far as those say nothing else. The module that reads the configuration puts it there.
+    /// A word that is no tier: written before one, it stands for what is fixed under its name, in
+    /// the options of that tier and as far as those say nothing else. The module that reads the
+    /// configuration puts it there.
     pub fn layer(name: StoreName) -> Self {
         Self::new::<NoOptions>(name, Build::Layer)
     }
@@ -239,15 +243,16 @@ impl TierKind {
         }
     }
 
-    /// It is memory of this host: faster than what lies in files, shared by the processes of an engine.
+    /// It is memory of this host: faster than what lies in files, shared by the processes of an
+    /// engine.
     #[must_use]
     pub fn in_memory(mut self) -> Self {
         self.memory = true;
         self
     }
 
-    /// What a test configures: a small tier with a place of its own for each scratch directory. The behaviour suite runs
-    /// over every medium that says so.
+    /// What a test configures: a small tier with a place of its own for each scratch directory. The
+    /// behaviour suite runs over every medium that says so.
     #[must_use]
     pub fn tested_with(mut self, sample: fn(&Path) -> Value) -> Self {
         self.sample = Some(sample);
@@ -292,16 +297,25 @@ impl TierKind {
         matches!(self.build, Build::Medium(_))
     }
 
-    /// Makes the medium. `Config` for an option that does not exist or is wrong, `Unsupported` for a kind that the core
-    /// has no medium of.
-    pub fn build(&self, context: &BuildContext<'_>, options: Map<String, Value>) -> Result<BuiltLevel> {
+    /// Makes the medium. `Config` for an option that does not exist or is wrong, `Unsupported` for
+    /// a kind that the core has no medium of.
+    pub fn build(
+        &self,
+        context: &BuildContext<'_>,
+        options: Map<String, Value>,
+    ) -> Result<BuiltLevel> {
         match &self.build {
             Build::Medium(make) => make(context, options),
             Build::Layer => {
-                Err(self.unsupported("it keeps nothing; give what it stands for to the tier below it"))
+                Err(self
+                    .unsupported("it keeps nothing; give what it stands for to the tier below it"))
             }
-            Build::Python => Err(self.unsupported("it is a store of Python and no tier of the core")),
-            Build::Declared(instead) => Err(self.unsupported(&format!("it is not built yet; {instead}"))),
+            Build::Python => {
+                Err(self.unsupported("it is a store of Python and no tier of the core"))
+            }
+            Build::Declared(instead) => {
+                Err(self.unsupported(&format!("it is not built yet; {instead}")))
+            }
         }
     }
 
@@ -349,6 +363,7 @@ fn read<O: DeserializeOwned>(word: &'static str, given: Map<String, Value>) -> R
 
 /// A time that is given in seconds. `Config` for one that is none.
 pub fn seconds(key: &'static str, value: f64) -> Result<Duration> {
-    Duration::try_from_secs_f64(value)
-        .map_err(|error| Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", value))
+    Duration::try_from_secs_f64(value).map_err(|error| {
+        Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", value)
+    })
 }

@@ -1,8 +1,10 @@
-//! Types of options that say more than those of Rust: what a configuration may write for them, and how they are shown.
+//! Types of options that say more than those of Rust: what a configuration may write for them, and
+//! how they are shown.
 //!
-//! The options of a kind are one struct that serde reads and schemars describes. The `format` of each type below tells
-//! Python how to read what a user wrote (`python/ucm/config/fields.py`); plain booleans, integers, numbers, texts
-//! and enums of unit variants need none. A text that is never shown has the format `secret`. A field may carry, with `#[schemars(extend(...))]`:
+//! The options of a kind are one struct that serde reads and schemars describes. The `format` of
+//! each type below tells Python how to read what a user wrote (`python/ucm/config/fields.py`);
+//! plain booleans, integers, numbers, texts and enums of unit variants need none. A text that is
+//! never shown has the format `secret`. A field may carry, with `#[schemars(extend(...))]`:
 //!
 //! | | |
 //! |---|---|
@@ -13,7 +15,8 @@
 //! | `"unset"` | what holds where nothing is given, for the documentation |
 //! | `"schemes"` | what addresses begin with |
 //!
-//! Bounds are `#[schemars(range(min = ..., max = ...))]`, the description is the field's doc comment.
+//! Bounds are `#[schemars(range(min = ..., max = ...))]`, the description is the field's doc
+//! comment.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -78,7 +81,8 @@ impl CodecName {
     }
 }
 
-/// A number of bytes, or a share of something that the option names, in percent: `1048576` or `"20%"`.
+/// A number of bytes, or a share of something that the option names, in percent: `1048576` or
+/// `"20%"`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Amount {
     /// So many bytes.
@@ -118,8 +122,11 @@ impl<'de> Deserialize<'de> for Amount {
         match Written::deserialize(deserializer)? {
             Written::Bytes(bytes) => Ok(Self::Bytes(bytes)),
             Written::Share(text) => {
-                let percent = text.strip_suffix('%').and_then(|number| number.parse().ok());
-                let wrong = || serde::de::Error::custom(format!("{text:?} is no share like \"20%\""));
+                let percent = text
+                    .strip_suffix('%')
+                    .and_then(|number| number.parse().ok());
+                let wrong =
+                    || serde::de::Error::custom(format!("{text:?} is no share like \"20%\""));
                 percent.map(Self::Percent).ok_or_else(wrong)
             }
         }
@@ -171,7 +178,10 @@ mod tests {
             (json!("20%"), Amount::Percent(20.0)),
             (json!("0.5%"), Amount::Percent(0.5)),
         ] {
-            assert_eq!(serde_json::from_value::<Amount>(written.clone()).unwrap(), amount);
+            assert_eq!(
+                serde_json::from_value::<Amount>(written.clone()).unwrap(),
+                amount
+            );
             assert_eq!(serde_json::to_value(amount).unwrap(), written);
         }
         for wrong in [json!("20"), json!("x%"), json!(-1), json!(null)] {

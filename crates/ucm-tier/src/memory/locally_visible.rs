@@ -6,7 +6,8 @@ use ucm_core::BlockId;
 
 use crate::backend::LocallyVisible;
 
-/// Changes not told yet. At most one for each id, so their number is bounded by the records there are and those told.
+/// Changes not told yet. At most one for each id, so their number is bounded by the records there
+/// are and those told.
 #[derive(Default)]
 pub(super) struct Changes {
     /// Gained, or lost.
@@ -73,10 +74,17 @@ mod tests {
         assert_eq!(changes.take(10), LocallyVisible::default());
         changes.lost(a);
         changes.gained(a);
-        assert_eq!(changes.take(10), LocallyVisible::default(), "a went and came");
+        assert_eq!(
+            changes.take(10),
+            LocallyVisible::default(),
+            "a went and came"
+        );
         changes.lost(a);
         changes.gained(b);
-        assert!(changes.take(1) != LocallyVisible::default() && changes.take(1) != LocallyVisible::default());
+        assert!(
+            changes.take(1) != LocallyVisible::default()
+                && changes.take(1) != LocallyVisible::default()
+        );
         assert_eq!(changes.take(1), LocallyVisible::default());
     }
 }

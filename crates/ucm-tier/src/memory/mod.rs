@@ -1,30 +1,37 @@
-//! The memory tier: records kept in a region of shared memory that every process of the host can read.
+//! The memory tier: records kept in a region of shared memory that every process of the host can
+//! read.
 //!
-//! A process that stores writes one region ([`ucm_device::SharedRegion`]) and reads those of the others of its namespace; one that
-//! only looks up (the scheduler) has none of its own and sees what all of them hold. Found, a record is a hint: it is
-//! copied into a slot of the reader's own and verified there, by generation and checksums. What goes when the region is
-//! full an [`eviction`] policy says.
+//! A process that stores writes one region ([`ucm_device::SharedRegion`]) and reads those of the
+//! others of its namespace; one that only looks up (the scheduler) has none of its own and sees
+//! what all of them hold. Found, a record is a hint: it is copied into a slot of the reader's own
+//! and verified there, by generation and checksums. What goes when the region is full an
+//! [`eviction`] policy says.
 //!
-//! * Lookups read memory and nothing else. A thread of its own lists the registry about once a second.
-//! * A record is *published* when it lies in the region: others of this host find it. A medium below is not this
-//!   backend's business: the caller that puts one there is told what goes ([`MemoryBackend::evicted`]).
-//! * A record being copied out, written down or otherwise pinned ([`MemoryBackend::pin`]) is not evicted.
-//! * A process that dies leaves a file whose lock is free, which the next look of another one removes; its memory goes
-//!   with the last process that maps it.
+//! * Lookups read memory and nothing else. A thread of its own lists the registry about once a
+//!   second.
+//! * A record is *published* when it lies in the region: others of this host find it. A medium
+//!   below is not this backend's business: the caller that puts one there is told what goes
+//!   ([`MemoryBackend::evicted`]).
+//! * A record being copied out, written down or otherwise pinned ([`MemoryBackend::pin`]) is not
+//!   evicted.
+//! * A process that dies leaves a file whose lock is free, which the next look of another one
+//!   removes; its memory goes with the last process that maps it.
 //!
-//! A record of side shards alone has a slot like any other, so a store that has a medium that lasts keeps it there and
-//! not here.
+//! A record of side shards alone has a slot like any other, so a store that has a medium that lasts
+//! keeps it there and not here.
 //!
-//! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region, and in its writer 12
-//! for slots and times and what its policy needs (some 30 with LRU, 90 with S3-FIFO).
+//! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region,
+//! and in its writer 12 for slots and times and what its policy needs (some 30 with LRU, 90 with
+//! S3-FIFO).
 //!
-//! `touch` reaches the region of this process alone: no process writes what another one reads. So a read counts as a
-//! use too, and a scheduler that knows of uses on the device tells its workers.
+//! `touch` reaches the region of this process alone: no process writes what another one reads. So a
+//! read counts as a use too, and a scheduler that knows of uses on the device tells its workers.
 //!
 //! # Locally visible records
-//! A scheduler on this host sees the records of a region by itself, as soon as it has found the region, so
-//! [`Local::locally_visible`] names own records only while the region is not announced. One on another host sees none
-//! of them: for an engine that spans hosts [`MemoryConfig::scheduler_elsewhere`] has all of them named.
+//! A scheduler on this host sees the records of a region by itself, as soon as it has found the
+//! region, so [`Local::locally_visible`] names own records only while the region is not announced.
+//! One on another host sees none of them: for an engine that spans hosts
+//! [`MemoryConfig::scheduler_elsewhere`] has all of them named.
 
 pub mod eviction;
 mod locally_visible;
@@ -68,15 +75,19 @@ pub struct MemoryConfig {
     pub record: RecordLayout,
     /// Other parts of the namespace whose records may be looked up.
     pub other_parts: Vec<PartRecord>,
-    /// Bytes of the own region, see [`cache_bytes`]; `None`: it only looks up and reads what others hold.
+    /// Bytes of the own region, see [`cache_bytes`]; `None`: it only looks up and reads what others
+    /// hold.
     pub capacity: Option<NonZeroU64>,
     /// What goes first.
     pub policy: Policy,
-    /// Where regions are announced; `None`: the user's own directory ([`Registry::default_dir`](ucm_device::Registry)).
+    /// Where regions are announced; `None`: the user's own directory
+    /// ([`Registry::default_dir`](ucm_device::Registry)).
     pub registry: Option<PathBuf>,
-    /// Whether the region is announced and others are read; if not, the tier is this process's alone.
+    /// Whether the region is announced and others are read; if not, the tier is this process's
+    /// alone.
     pub shared: bool,
-    /// Whether the engine's scheduler side may run on another host, where it cannot see this memory.
+    /// Whether the engine's scheduler side may run on another host, where it cannot see this
+    /// memory.
     pub scheduler_elsewhere: bool,
     /// Threads that copy.
     pub threads: usize,
@@ -86,7 +97,12 @@ pub struct MemoryConfig {
 
 impl MemoryConfig {
     /// For records of this layout, with everything else as it is by default.
-    pub fn new(identity: Identity, part: Part, record: RecordLayout, capacity: Option<NonZeroU64>) -> Self {
+    pub fn new(
+        identity: Identity,
+        part: Part,
+        record: RecordLayout,
+        capacity: Option<NonZeroU64>,
+    ) -> Self {
         Self {
             identity,
             part,
@@ -103,8 +119,9 @@ impl MemoryConfig {
     }
 }
 
-/// The bytes of one process's region: as asked for, or a share of the memory of machine and container, divided among
-/// the `processes` of this host that will each have one. `Config` when they cannot be had now.
+/// The bytes of one process's region: as asked for, or a share of the memory of machine and
+/// container, divided among the `processes` of this host that will each have one. `Config` when
+/// they cannot be had now.
 pub fn cache_bytes(asked: Capacity, processes: u32, memory: &MachineMemory) -> Result<NonZeroU64> {
     let processes = u64::from(processes.max(1));
     let bytes = match asked {
@@ -160,8 +177,8 @@ pub struct MemoryBackend {
 }
 
 impl MemoryBackend {
-    /// Makes the region (untouched memory) and starts the threads. `Config` when `capacity` holds less than 4 records,
-    /// `Io` when the system refuses memory or threads.
+    /// Makes the region (untouched memory) and starts the threads. `Config` when `capacity` holds
+    /// less than 4 records, `Io` when the system refuses memory or threads.
     pub fn new(config: MemoryConfig, clock: Arc<dyn Clock>) -> Result<Self> {
         let threads = config.threads.max(1);
         let tier = Tier::new(config, Arc::clone(&clock))?;
@@ -192,8 +209,9 @@ impl MemoryBackend {
         })
     }
 
-    /// Keeps a copy of a sealed record. `InvalidInput` when it does not have the length of one, `Busy` when every slot
-    /// is in use, `Unsupported` without an own region. Copies on the calling thread.
+    /// Keeps a copy of a sealed record. `InvalidInput` when it does not have the length of one,
+    /// `Busy` when every slot is in use, `Unsupported` without an own region. Copies on the calling
+    /// thread.
     pub fn insert(&self, id: BlockId, record: &[u8], ordinal: u32) -> Result<Inserted> {
         self.tier.put(id, record, ordinal, false)
     }
@@ -203,16 +221,16 @@ impl MemoryBackend {
         self.tier.holds(id) || self.peers.contains(id)
     }
 
-    /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went meanwhile, or is
-    /// longer. The bytes are a hint until their checksums were looked at.
+    /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went
+    /// meanwhile, or is longer. The bytes are a hint until their checksums were looked at.
     pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         let whole = 0..out.len();
         let len = self.copy_parts(id, &[whole], out)?;
         (len <= out.len()).then_some(len)
     }
 
-    /// Holds a record of the own region where it is, to be read in place; what is removed meanwhile stays readable
-    /// there.
+    /// Holds a record of the own region where it is, to be read in place; what is removed meanwhile
+    /// stays readable there.
     pub fn pin(&self, id: BlockId) -> Option<Pinned> {
         self.tier.pin(id)
     }
@@ -222,9 +240,10 @@ impl MemoryBackend {
         self.tier.verify(id, record)
     }
 
-    /// Sets, once, who is given the records that the policy chose to go, verified and still to be found until the
-    /// [`Victim`] is dropped; who is used meanwhile stays. Called on the thread that stores; it must not block. At most an eighth of the slots and
-    /// 64 are out at once; beyond that records go without being handed. `false` when there is one already.
+    /// Sets, once, who is given the records that the policy chose to go, verified and still to be
+    /// found until the [`Victim`] is dropped; who is used meanwhile stays. Called on the thread
+    /// that stores; it must not block. At most an eighth of the slots and 64 are out at once;
+    /// beyond that records go without being handed. `false` when there is one already.
     pub fn evicted(&self, take: impl Fn(Victim) + Send + Sync + 'static) -> bool {
         self.tier.set_hook(Box::new(take))
     }
@@ -242,7 +261,8 @@ impl MemoryBackend {
         self.tier.region().map(|region| region.nonce())
     }
 
-    /// Looks for regions of other processes now and then, about once a second; this has it look at once. Does not wait.
+    /// Looks for regions of other processes now and then, about once a second; this has it look at
+    /// once. Does not wait.
     pub fn look_around(&self) {
         self.peers.look();
     }
@@ -257,8 +277,8 @@ impl MemoryBackend {
 const QUEUE: usize = 1 << 16;
 
 impl MemoryBackend {
-    /// Lends a record of the own region, or copies one into its slot: all of it, or the few pages that a side shard
-    /// takes.
+    /// Lends a record of the own region, or copies one into its slot: all of it, or the few pages
+    /// that a side shard takes.
     fn copy(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
         let (id, mut slot) = (read.id, read.slot);
         let lent = (read.in_place != InPlace::Never)
@@ -266,10 +286,11 @@ impl MemoryBackend {
             .flatten();
         let (mut brought, mut stored_len) = (0, lent.as_ref().map(|record| record.len()));
         let whole = 0..slot.len();
-        let Parts { steps, mut arrived } = read.parts.filter(|_| read.sides).unwrap_or_else(|| Parts {
-            steps: vec![vec![whole]],
-            arrived: Box::new(|_, _| None),
-        });
+        let Parts { steps, mut arrived } =
+            read.parts.filter(|_| read.sides).unwrap_or_else(|| Parts {
+                steps: vec![vec![whole]],
+                arrived: Box::new(|_, _| None),
+            });
         let mut steps = VecDeque::from(steps);
         while let Some(step) = steps.pop_front() {
             if lent.is_none() {
@@ -317,7 +338,8 @@ impl MemoryBackend {
 }
 
 impl Backend for MemoryBackend {
-    /// Waits for the first look at the registry; without one the tier is this process's alone for now.
+    /// Waits for the first look at the registry; without one the tier is this process's alone for
+    /// now.
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.peers.await_first(&*self.clock, deadline);
         Ok(format!("{}; {}", self.tier.words(), self.peers.words()))
@@ -340,7 +362,11 @@ impl Backend for MemoryBackend {
         let mut answers = Vec::with_capacity(ids.len());
         for &id in ids {
             let there = self.tier.holds(id) || views.iter().any(|view| view.contains(id));
-            answers.push(if there { Ok(()) } else { Err(MissReason::Absent) });
+            answers.push(if there {
+                Ok(())
+            } else {
+                Err(MissReason::Absent)
+            });
             if stop_at_missing && !there {
                 break;
             }
@@ -354,7 +380,14 @@ impl Backend for MemoryBackend {
             .collect()
     }
 
-    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+    fn write(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    ) {
         io.here(|_| self.put(id, slot, &options), done);
     }
 
@@ -366,7 +399,8 @@ impl Backend for MemoryBackend {
         Ok(ids.iter().filter(|&&id| self.tier.delete(id)).count())
     }
 
-    /// Records of the own region alone: those of others can be read, but only their writers can remove them.
+    /// Records of the own region alone: those of others can be read, but only their writers can
+    /// remove them.
     fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
         Ok(self.tier.list())
     }
@@ -402,7 +436,9 @@ impl Memory for MemoryBackend {
         if !options.replace && self.peers.contains(id) && !self.tier.holds(id) {
             return Ok(Written::Present);
         }
-        let kept = self.tier.put(id, record, options.ordinal, options.replace)?;
+        let kept = self
+            .tier
+            .put(id, record, options.ordinal, options.replace)?;
         Ok(match kept {
             Inserted::New => Written::Published,
             Inserted::Present => Written::Present,

@@ -1,8 +1,8 @@
 //! The regions of the other processes of this host, and the thread that looks for them.
 //!
-//! The thread announces the own region, and again should its file be cleaned away, then lists the registry; about once
-//! a second, on the clock it was given. It is the only one here that touches a file system: if that hangs, what is mapped
-//! stays mapped and no one waits.
+//! The thread announces the own region, and again should its file be cleaned away, then lists the
+//! registry; about once a second, on the clock it was given. It is the only one here that touches a
+//! file system: if that hangs, what is mapped stays mapped and no one waits.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -52,7 +52,10 @@ impl PeerRegions {
         }
         let (this, tier) = (Arc::clone(&peers), Arc::downgrade(tier));
         begin_thread("ucm-regions", move || this.run(&tier, &*clock)).map_err(|error| {
-            Error::from_io(error, "cannot start the thread that looks for memory regions")
+            Error::from_io(
+                error,
+                "cannot start the thread that looks for memory regions",
+            )
         })?;
         Ok(peers)
     }
@@ -60,7 +63,10 @@ impl PeerRegions {
     fn run(&self, tier: &Weak<Tier>, clock: &dyn Clock) {
         loop {
             let seen = self.notify.seen();
-            let Some(alive) = tier.upgrade().filter(|_| !self.over.load(Ordering::Acquire)) else {
+            let Some(alive) = tier
+                .upgrade()
+                .filter(|_| !self.over.load(Ordering::Acquire))
+            else {
                 break;
             };
             let ended = self.look_once(&alive);
@@ -86,7 +92,9 @@ impl PeerRegions {
             .unwrap_or_else(Registry::default_dir);
         let registry = &Registry::new(dir.clone());
         *self.dir.lock() = dir;
-        let announced = tier.region().map_or(Ok(()), |region| region.announce(registry));
+        let announced = tier
+            .region()
+            .map_or(Ok(()), |region| region.announce(registry));
         tier.set_visible(announced.is_ok());
         let (least, most) = tier.lengths().range();
         let wanted = Wanted {
@@ -118,7 +126,12 @@ impl PeerRegions {
         self.views().iter().any(|view| view.contains(id))
     }
 
-    pub(super) fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
+    pub(super) fn copy_parts(
+        &self,
+        id: BlockId,
+        parts: &[Range<usize>],
+        out: &mut [u8],
+    ) -> Option<usize> {
         self.views()
             .iter()
             .find_map(|view| view.copy_parts(id, parts, out))

@@ -1,8 +1,9 @@
 //! The own region of the memory tier: what is kept in it, what goes, what was used.
 //!
-//! One lock guards policy, times and changes; it is held for table work only, never while bytes are copied or verified,
-//! and never over a system call. The region's own short lock is taken inside of it. Names come and go under this lock,
-//! so policy and region always agree about which slots hold records.
+//! One lock guards policy, times and changes; it is held for table work only, never while bytes are
+//! copied or verified, and never over a system call. The region's own short lock is taken inside of
+//! it. Names come and go under this lock, so policy and region always agree about which slots hold
+//! records.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -29,7 +30,8 @@ pub(super) type Hook = Box<dyn Fn(Victim) + Send + Sync>;
 /// Most victims that are out at once, and the share of the slots that may be.
 const MOST_OUT: usize = 64;
 const SHARE_OUT: usize = 8;
-/// Slots kept free ahead of need while victims are handed out, so that storing need not wait for them.
+/// Slots kept free ahead of need while victims are handed out, so that storing need not wait for
+/// them.
 const AHEAD: usize = 4;
 /// Touches for which the lock is held at once.
 const AT_ONCE: usize = 256;
@@ -116,7 +118,9 @@ impl Tier {
 
     /// Whether the own region has it; takes no lock.
     pub(super) fn holds(&self, id: BlockId) -> bool {
-        self.region.as_ref().is_some_and(|region| region.contains(id))
+        self.region
+            .as_ref()
+            .is_some_and(|region| region.contains(id))
     }
 
     pub(super) fn pin(&self, id: BlockId) -> Option<Pinned> {
@@ -138,9 +142,11 @@ impl Tier {
             )
         })?;
         if !self.lengths.is_copy(record.len() as u64) {
-            return Err(Error::invalid("these are not as many bytes as a record has")
-                .with("len", record.len())
-                .with("record_len", self.config.record.record_len()));
+            return Err(
+                Error::invalid("these are not as many bytes as a record has")
+                    .with("len", record.len())
+                    .with("record_len", self.config.record.record_len()),
+            );
         }
         if !replace && self.use_one(id, ordinal) {
             return Ok(Inserted::Present);
@@ -240,8 +246,9 @@ impl Tier {
         (region.capacity() / SHARE_OUT).clamp(1, MOST_OUT)
     }
 
-    /// No one holds this victim any more: it is gone, unless it was stored anew. One that was used meanwhile stays,
-    /// whatever became of it elsewhere: a dump that found it here was told that it is stored.
+    /// No one holds this victim any more: it is gone, unless it was stored anew. One that was used
+    /// meanwhile stays, whatever became of it elsewhere: a dump that found it here was told that it
+    /// is stored.
     pub(super) fn left(&self, record: &Pinned) {
         let Some(region) = &self.region else { return };
         let (id, slot) = (record.id(), record.slot());
@@ -258,9 +265,14 @@ impl Tier {
         }
     }
 
-    /// Copies parts of a record of the own region, as far as it goes, each to where it lies in the whole: the record's
-    /// length. That counts as a use.
-    pub(super) fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
+    /// Copies parts of a record of the own region, as far as it goes, each to where it lies in the
+    /// whole: the record's length. That counts as a use.
+    pub(super) fn copy_parts(
+        &self,
+        id: BlockId,
+        parts: &[Range<usize>],
+        out: &mut [u8],
+    ) -> Option<usize> {
         let record = self.pin(id)?;
         for part in parts {
             let part = part.start..part.end.min(record.len());
@@ -327,7 +339,9 @@ impl Tier {
 
     /// Removes a record by name; false if there was none.
     pub(super) fn delete(&self, id: BlockId) -> bool {
-        let Some(region) = &self.region else { return false };
+        let Some(region) = &self.region else {
+            return false;
+        };
         let mut state = self.state.lock();
         let Some(gone) = region.remove(id, None) else {
             return false;

@@ -10,8 +10,8 @@ use ucm_device::Pinned;
 use super::tier::Tier;
 use crate::backend;
 
-/// The record of a victim, verified. It can be found and read until this is dropped; then it is gone, unless it was used
-/// meanwhile.
+/// The record of a victim, verified. It can be found and read until this is dropped; then it is
+/// gone, unless it was used meanwhile.
 pub struct Victim {
     tier: Arc<Tier>,
     record: Pinned,

@@ -108,15 +108,18 @@ impl<'a> Url<'a> {
     /// `Config` for what is no such URL.
     pub(super) fn parse(url: &'a str) -> Result<Self> {
         let wrong = || {
-            let text = "a bucket is written s3://bucket/prefix, az://container/prefix or gs://bucket/prefix, and keys go into \
+            let text = "a bucket is written s3://bucket/prefix, az://container/prefix or \
+                        gs://bucket/prefix, and keys go into \
                         the environment or the files of the vendor's own tools";
             Error::new(ErrorKind::Config, text)
         };
         let (scheme, rest) = url.split_once("://").ok_or_else(wrong)?;
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let plain = |text: &str| !text.contains(['@', '?', '#', ':', ' ']);
-        let fits =
-            ["s3", "az", "gs"].contains(&scheme) && !bucket.is_empty() && plain(bucket) && plain(prefix);
+        let fits = ["s3", "az", "gs"].contains(&scheme)
+            && !bucket.is_empty()
+            && plain(bucket)
+            && plain(prefix);
         fits.then_some(Self {
             scheme,
             bucket,
@@ -166,7 +169,8 @@ impl Bucket {
             .as_ref()
             .is_some_and(|endpoint| endpoint.starts_with("http://"));
         if place.endpoint.as_ref().is_some_and(|at| at.contains('@')) {
-            let text = "object_endpoint is http://host:port, without a user or a password; keys go into the environment or \
+            let text = "object_endpoint is http://host:port, without a user or a password; keys go \
+                        into the environment or \
                         the files of the vendor's own tools";
             return Err(Error::new(ErrorKind::Config, text));
         }
@@ -194,7 +198,8 @@ impl Bucket {
             ),
             ("az", None) => Self::azure(place, &url, connector, retry),
             ("az", Some(_)) => {
-                let text = "keys of Azure come from the environment (AZURE_STORAGE_ACCOUNT_NAME and its like), not from a file; \
+                let text = "keys of Azure come from the environment (AZURE_STORAGE_ACCOUNT_NAME \
+                            and its like), not from a file; \
                             leave object_credentials out";
                 return Err(Error::new(ErrorKind::Config, text));
             }
@@ -285,7 +290,8 @@ impl Bucket {
         Ok(Client::of(builder.build()?))
     }
 
-    /// A whole small object and its version; nothing where there is none. `Config` where it has more than `most` bytes.
+    /// A whole small object and its version; nothing where there is none. `Config` where it has
+    /// more than `most` bytes.
     pub(super) async fn get(&self, path: &Path, most: u64) -> Result<Option<(Bytes, Version)>> {
         let options = GetOptions {
             extensions: Most::collected(most + 1), // one more shows that it is too long
@@ -306,7 +312,9 @@ impl Bucket {
         };
         let Some(bytes) = bytes else {
             let long = Error::new(ErrorKind::Config, "this document is too long to be ours");
-            return Err(long.with("object", one_line(path.as_ref())).with("most", most));
+            return Err(long
+                .with("object", one_line(path.as_ref()))
+                .with("most", most));
         };
         Ok(Some((bytes.into(), version)))
     }
@@ -329,14 +337,21 @@ impl Bucket {
         })
     }
 
-    async fn pieces(&self, path: &Path, range: Range<u64>, extensions: Extensions) -> Result<Pieces> {
+    async fn pieces(
+        &self,
+        path: &Path,
+        range: Range<u64>,
+        extensions: Extensions,
+    ) -> Result<Pieces> {
         let options = GetOptions {
             range: Some(GetRange::Bounded(range)),
             extensions,
             ..GetOptions::default()
         };
         let found = self.client.store.get_opts(path, options).await;
-        Ok(found.map_err(|error| self.failed(path, &error))?.into_stream())
+        Ok(found
+            .map_err(|error| self.failed(path, &error))?
+            .into_stream())
     }
 
     /// All that arrives; nothing where that is more than `most` bytes.
@@ -354,7 +369,9 @@ impl Bucket {
 
     /// Puts an object, in place of one of that name.
     pub(super) async fn put(&self, path: &Path, bytes: Bytes) -> Result<()> {
-        self.put_as(path, bytes, PutMode::Overwrite).await.map(|_| ())
+        self.put_as(path, bytes, PutMode::Overwrite)
+            .await
+            .map(|_| ())
     }
 
     /// Puts an object where there is none of that name; false where there is.
@@ -363,7 +380,12 @@ impl Bucket {
     }
 
     /// Replaces an object that is still this version; false where it is another.
-    pub(super) async fn replace(&self, path: &Path, bytes: Bytes, version: Version) -> Result<bool> {
+    pub(super) async fn replace(
+        &self,
+        path: &Path,
+        bytes: Bytes,
+        version: Version,
+    ) -> Result<bool> {
         self.put_as(path, bytes, PutMode::Update(version)).await
     }
 
@@ -378,9 +400,10 @@ impl Bucket {
             .await
         {
             Ok(_) => Ok(true),
-            Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => {
-                Ok(false)
-            }
+            Err(
+                object_store::Error::AlreadyExists { .. }
+                | object_store::Error::Precondition { .. },
+            ) => Ok(false),
             Err(error) if conditional && has_no_conditions(&error) => {
                 let text = "the object store has no conditional writes";
                 Err(Error::new(ErrorKind::Unsupported, text).caused_by(Told::of(&error)))
@@ -389,9 +412,15 @@ impl Bucket {
         }
     }
 
-    /// Puts a large object under a name that no one else uses: in parts, several at once, where it is longer than one.
-    /// It is there whole or not at all; what was sent of one that is given up is removed.
-    pub(super) async fn put_large(&self, path: &Path, bytes: Bytes, conditional: bool) -> Result<()> {
+    /// Puts a large object under a name that no one else uses: in parts, several at once, where it
+    /// is longer than one. It is there whole or not at all; what was sent of one that is given up
+    /// is removed.
+    pub(super) async fn put_large(
+        &self,
+        path: &Path,
+        bytes: Bytes,
+        conditional: bool,
+    ) -> Result<()> {
         if bytes.len() <= PART {
             // A lost answer makes the client ask again, and then it is there already: it is ours.
             return match conditional {
@@ -400,7 +429,12 @@ impl Bucket {
             };
         }
         let failed = |error: object_store::Error| self.failed(path, &error);
-        let upload = self.client.store.put_multipart(path).await.map_err(failed)?;
+        let upload = self
+            .client
+            .store
+            .put_multipart(path)
+            .await
+            .map_err(failed)?;
         let mut upload = Upload(Some(upload));
         let Some(parts) = upload.0.as_mut() else {
             return Err(Error::internal("an upload ended before it began"));
@@ -421,10 +455,14 @@ impl Bucket {
     /// What lies below a prefix. `NoSpace` where that is more than one listing names.
     pub(super) async fn list(&self, prefix: &Path) -> Result<Vec<ObjectMeta>> {
         let mut found = Vec::new();
-        if self.list_into(prefix, None, MOST_LISTED, &mut found).await? {
+        if self
+            .list_into(prefix, None, MOST_LISTED, &mut found)
+            .await?
+        {
             return Ok(found);
         }
-        let text = "there are more objects below this prefix than can be counted; give the store a prefix of its own, or a \
+        let text = "there are more objects below this prefix than can be counted; give the store a \
+                    prefix of its own, or a \
                     larger object_size";
         let cut = Error::new(ErrorKind::NoSpace, text).with("bucket", &self.shown);
         Err(cut.with("most", MOST_LISTED))
@@ -436,9 +474,9 @@ impl Bucket {
     }
 
     /// Adds to `found` what lies below a prefix, from behind this name on if one is given, as it
-    /// arrives: what was found stays where this fails, or the caller waits no longer. It is in order
-    /// of names where [`Bucket::is_ordered`]. False where it ends at the `most` first ones. `Io`
-    /// where a page brings nothing new and names another page.
+    /// arrives: what was found stays where this fails, or the caller waits no longer. It is in
+    /// order of names where [`Bucket::is_ordered`]. False where it ends at the `most` first ones.
+    /// `Io` where a page brings nothing new and names another page.
     pub(super) async fn list_into(
         &self,
         prefix: &Path,
@@ -450,13 +488,19 @@ impl Bucket {
         let (mut token, mut last, mut empty, mut named) = (None, None, 0, 0);
         loop {
             let options = PaginatedListOptions {
-                offset: behind.filter(|_| self.client.is_ordered).map(Path::to_string),
+                offset: behind
+                    .filter(|_| self.client.is_ordered)
+                    .map(Path::to_string),
                 max_keys: Some(PAGE_OBJECTS),
                 page_token: token.clone(),
                 extensions: Most::page(),
                 ..PaginatedListOptions::default()
             };
-            let page = self.client.pages.list_paginated(below.as_deref(), options).await;
+            let page = self
+                .client
+                .pages
+                .list_paginated(below.as_deref(), options)
+                .await;
             let page = page.map_err(|error| self.failed(prefix, &error))?;
             let objects = page.result.objects;
             let first = objects.iter().map(|meta| &meta.location).max().cloned();
@@ -478,11 +522,16 @@ impl Bucket {
                 return Ok(true);
             };
             empty = if is_empty { empty + 1 } else { 0 };
-            let is_stuck = if is_empty { empty > EMPTY_PAGES } else { !came_on };
-            let is_another = !next.is_empty() && next.len() <= TOKEN && token.as_ref() != Some(&next);
+            let is_stuck = if is_empty {
+                empty > EMPTY_PAGES
+            } else {
+                !came_on
+            };
+            let is_another =
+                !next.is_empty() && next.len() <= TOKEN && token.as_ref() != Some(&next);
             if is_stuck || !is_another {
-                let text =
-                    "the object store lists without an end: a page brings nothing new and names another one";
+                let text = "the object store lists without an end: a page brings nothing new and \
+                            names another one";
                 let endless = Error::new(ErrorKind::Io, text).with("bucket", &self.shown);
                 return Err(endless.with("prefix", one_line(prefix.as_ref())));
             }
@@ -515,24 +564,35 @@ impl Bucket {
             failed.with("object", one_line(path.as_ref()))
         };
         if let Some(redirect @ Refused::Redirect { .. }) = Refused::behind(error) {
-            return at(Error::new(ErrorKind::Io, format!("the object store {redirect}")));
+            return at(Error::new(
+                ErrorKind::Io,
+                format!("the object store {redirect}"),
+            ));
         }
         let (kind, text) = match error {
-            object_store::Error::NotFound { .. } => (ErrorKind::NotFound, "there is no such object"),
+            object_store::Error::NotFound { .. } => {
+                (ErrorKind::NotFound, "there is no such object")
+            }
             _ if FULL.iter().any(|full| told.0.contains(full)) => {
                 (ErrorKind::NoSpace, "the object store has no more room")
             }
             _ if NO_KEYS.iter().any(|service| told.0.contains(service)) => {
-                let text = "no keys were found in the environment, the files of the vendor's tools or object_credentials, and \
+                let text = "no keys were found in the environment, the files of the vendor's tools \
+                            or object_credentials, and \
                             this machine has no service that gives them";
                 (ErrorKind::Io, text)
             }
-            object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
-                let text = "the object store does not let us; check the keys (environment, files of the vendor's tools) and \
+            object_store::Error::PermissionDenied { .. }
+            | object_store::Error::Unauthenticated { .. } => {
+                let text = "the object store does not let us; check the keys (environment, files \
+                            of the vendor's tools) and \
                             their rights";
                 (ErrorKind::Io, text)
             }
-            _ => (ErrorKind::Io, "the object store failed, or cannot be reached"),
+            _ => (
+                ErrorKind::Io,
+                "the object store failed, or cannot be reached",
+            ),
         };
         at(Error::new(kind, text)).caused_by(told)
     }
@@ -547,12 +607,15 @@ fn has_no_conditions(error: &object_store::Error) -> bool {
     ) || NO_CONDITIONS.iter().any(|refusal| told.0.contains(refusal))
 }
 
-/// An upload that was begun and not completed: what was sent of it is removed, or it would lie there unseen for ever.
+/// An upload that was begun and not completed: what was sent of it is removed, or it would lie
+/// there unseen for ever.
 struct Upload(Option<Box<dyn MultipartUpload>>);
 
 impl Drop for Upload {
     fn drop(&mut self) {
-        if let (Some(mut upload), Ok(runtime)) = (self.0.take(), tokio::runtime::Handle::try_current()) {
+        if let (Some(mut upload), Ok(runtime)) =
+            (self.0.take(), tokio::runtime::Handle::try_current())
+        {
             runtime.spawn(async move { upload.abort().await });
         }
     }
@@ -645,7 +708,10 @@ mod tests {
     #[test]
     fn a_url_names_a_bucket_and_a_prefix() {
         let url = Url::parse("s3://bucket/a/b").unwrap();
-        assert_eq!((url.scheme, url.bucket, url.prefix), ("s3", "bucket", "a/b"));
+        assert_eq!(
+            (url.scheme, url.bucket, url.prefix),
+            ("s3", "bucket", "a/b")
+        );
         assert_eq!(Url::parse("gs://bucket").unwrap().prefix, "");
         for wrong in [
             "bucket",
@@ -672,7 +738,10 @@ mod tests {
             let behind = options.page_token.or(options.offset).map(Path::from);
             let mut found: Vec<ObjectMeta> = self.0.list(None).try_collect().await?;
             found.retain(|meta| {
-                let below = meta.location.as_ref().starts_with(prefix.unwrap_or_default());
+                let below = meta
+                    .location
+                    .as_ref()
+                    .starts_with(prefix.unwrap_or_default());
                 below && behind.as_ref().is_none_or(|behind| meta.location > *behind)
             });
             found.sort_by(|one, other| one.location.cmp(&other.location));
@@ -709,9 +778,9 @@ mod tests {
         let bucket = in_memory();
         let error = object_store::Error::Generic {
             store: "S3",
-            source:
-                "Error performing PUT http://169.254.169.254/latest/api/token in 1s - error sending request"
-                    .into(),
+            source: "Error performing PUT http://169.254.169.254/latest/api/token in 1s - error \
+                 sending request"
+                .into(),
         };
         let told = bucket.failed(&Path::from("a"), &error).to_string();
         assert!(
@@ -730,7 +799,9 @@ mod tests {
             let (mut found, prefix) = (Vec::new(), Path::from("a"));
             let all = bucket.list_into(&prefix, None, 2, &mut found).await?;
             let behind = found.last().map(|meta: &ObjectMeta| meta.location.clone());
-            let rest = bucket.list_into(&prefix, behind.as_ref(), 3, &mut found).await?;
+            let rest = bucket
+                .list_into(&prefix, behind.as_ref(), 3, &mut found)
+                .await?;
             let names: Vec<String> = found.iter().map(|meta| meta.location.to_string()).collect();
             Ok((all, rest, names))
         };
@@ -747,7 +818,8 @@ mod tests {
     fn only_a_refusal_says_that_a_server_has_no_conditions() {
         let answer = |text: &str| object_store::Error::Generic {
             store: "S3",
-            source: format!("PUT http://h/b in 3ms - Server returned non-2xx status code: {text}").into(),
+            source: format!("PUT http://h/b in 3ms - Server returned non-2xx status code: {text}")
+                .into(),
         };
         for refusal in [
             "501 Not Implemented: ",
@@ -767,7 +839,8 @@ mod tests {
 
     #[test]
     fn of_an_answer_its_code_is_told_and_no_more() {
-        let answer = "PUT http://h/b in 3ms - Server returned non-2xx status code: 403 Forbidden: <?xml?><Error>\
+        let answer = "PUT http://h/b in 3ms - Server returned non-2xx status code: 403 Forbidden: \
+                      <?xml?><Error>\
                       <Code>InvalidAccessKeyId</Code><AWSAccessKeyId>AKIA</AWSAccessKeyId></Error>";
         let error = object_store::Error::Generic {
             store: "S3",

@@ -1,5 +1,6 @@
-//! The removal of what has to go: the process that counts lists everything below the prefix, removes the oldest use
-//! down to the low watermark and what is older than `expire_after`, and writes down what is left.
+//! The removal of what has to go: the process that counts lists everything below the prefix,
+//! removes the oldest use down to the low watermark and what is older than `expire_after`, and
+//! writes down what is left.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -44,7 +45,8 @@ struct Contents {
 }
 
 impl Objects {
-    /// What is to be done now and then: says what was used, counts and makes room. When it is to be done again.
+    /// What is to be done now and then: says what was used, counts and makes room. When it is to be
+    /// done again.
     pub(super) fn tend_space(&self) -> MonotonicTime {
         let now = self.clock.now();
         let deadline = now.after(COUNT);
@@ -82,13 +84,15 @@ impl Objects {
         if let Some(error) = too_much.filter(|_| !said) {
             warn!(
                 store = self.config.scope.writer,
-                "nothing can be counted or removed, and nothing more is stored once the grants are used up: {error}"
+                "nothing can be counted or removed, and nothing more is stored once the grants are \
+                 used up: {error}"
             );
         }
         self.space.changed.notify();
         match counted {
             Ok(()) => now.after(SPEAK_AGAIN),
-            Err(_) => now.after(SPEAK_AGAIN / 12), // the server does not answer, or another one counts
+            // the server does not answer, or another one counts
+            Err(_) => now.after(SPEAK_AGAIN / 12),
         }
     }
 
@@ -98,7 +102,8 @@ impl Objects {
         self.has_conditions() && bound > state.limit / 100 * HIGH
     }
 
-    /// Counts what lies below the prefix and removes what has to go. An error where another writer does.
+    /// Counts what lies below the prefix and removes what has to go. An error where another writer
+    /// does.
     fn count(&self, deadline: MonotonicTime) -> Result<()> {
         let before = if self.has_conditions() {
             Some(self.begin_count(deadline)?)
@@ -116,7 +121,9 @@ impl Objects {
                 break;
             }
             let tried: HashSet<Path> = gone.iter().map(|(path, _)| path.clone()).collect();
-            contents.segments.retain(|(_, path, _)| !tried.contains(path));
+            contents
+                .segments
+                .retain(|(_, path, _)| !tried.contains(path));
             let (count, bytes) = self.remove(gone, stale, deadline)?;
             (removed, freed) = (removed + count, freed + bytes);
             contents.total -= bytes;
@@ -159,11 +166,13 @@ impl Objects {
         begun?.map(|(before, _)| before).ok_or_else(other)
     }
 
-    /// Which segments have to go: what was not used for too long, then the oldest use above the limit.
+    /// Which segments have to go: what was not used for too long, then the oldest use above the
+    /// limit.
     fn choose(&self, contents: &Contents) -> Vec<(Path, u64)> {
         let used = |segment: &SegmentObject| {
             let told = contents.used.get(segment).copied().unwrap_or(0);
-            told.max(segment.sealed_ns).min(contents.now_ns) // a clock that is ahead makes nothing last
+            // a clock that is ahead makes nothing last
+            told.max(segment.sealed_ns).min(contents.now_ns)
         };
         let mut oldest: Vec<_> = contents.segments.iter().collect();
         oldest.sort_unstable_by_key(|(segment, ..)| (used(segment), *segment));
@@ -175,7 +184,8 @@ impl Objects {
         let short = self.space.state.lock().short;
         let limit = self.limit();
         let too_much = |left: u64| limit.is_some_and(|limit| left > limit / 100 * LOW);
-        let makes_room = limit.is_some_and(|limit| short || left > limit / 100 * HIGH) || self.is_high();
+        let makes_room =
+            limit.is_some_and(|limit| short || left > limit / 100 * HIGH) || self.is_high();
         let mut gone = Vec::new();
         for (segment, path, size) in oldest {
             if used(segment) < before || (makes_room && too_much(left)) {
@@ -186,8 +196,8 @@ impl Objects {
         gone
     }
 
-    /// Removes these segments, and what is stale: how many went, and their bytes. One that cannot be removed (a lock on it, no
-    /// right) stays, counts on, and others go in its place.
+    /// Removes these segments, and what is stale: how many went, and their bytes. One that cannot
+    /// be removed (a lock on it, no right) stays, counts on, and others go in its place.
     fn remove(
         &self,
         segments: Vec<(Path, u64)>,
@@ -211,7 +221,8 @@ impl Objects {
             };
             Ok(removals.fold(((0, 0), None), add).await)
         })?;
-        let said = error.is_some() && std::mem::replace(&mut self.space.state.lock().said_stuck, true);
+        let said =
+            error.is_some() && std::mem::replace(&mut self.space.state.lock().said_stuck, true);
         if let Some(error) = error.filter(|_| !said) {
             let store = self.config.scope.writer;
             warn!(

@@ -11,7 +11,8 @@ use super::bucket::Bucket;
 use super::{DOCUMENT, Objects};
 
 impl Objects {
-    /// Looks whether the server has conditional writes, unless it was seen to: then the limit is kept to from there on.
+    /// Looks whether the server has conditional writes, unless it was seen to: then the limit is
+    /// kept to from there on.
     pub(super) fn look_for_conditions(&self, deadline: MonotonicTime) -> Result<()> {
         if self.has_conditions() {
             return Ok(());
@@ -22,7 +23,8 @@ impl Objects {
             let after = self.expiry().unwrap_or_default().as_secs();
             warn!(
                 store = self.config.scope.writer,
-                "{} has no conditional writes, so storage_capacity is not kept to: segments go when they were not used for \
+                "{} has no conditional writes, so storage_capacity is not kept to: segments go \
+                 when they were not used for \
                  {after} s (expire_after)",
                 self.config.place.url
             );
@@ -36,8 +38,8 @@ impl Objects {
     }
 }
 
-/// Whether the server keeps to `If-None-Match` and `If-Match`. Only its own answer says that it does not: an error that may
-/// pass is an error here.
+/// Whether the server keeps to `If-None-Match` and `If-Match`. Only its own answer says that it
+/// does not: an error that may pass is an error here.
 async fn has_conditions(bucket: &Bucket, path: &Path) -> Result<bool> {
     let conditions = try_conditions(bucket, path).await;
     let removed = bucket.delete(path).await;
@@ -65,7 +67,10 @@ async fn try_conditions(bucket: &Bucket, path: &Path) -> Result<bool> {
     if found != "first" || (version.e_tag.is_none() && version.version.is_none()) {
         return Ok(false);
     }
-    if !bucket.replace(path, word("second"), version.clone()).await? {
+    if !bucket
+        .replace(path, word("second"), version.clone())
+        .await?
+    {
         let found = bucket.get(path, DOCUMENT).await?;
         if found.is_none_or(|(found, _)| found != "second") {
             return Ok(false);

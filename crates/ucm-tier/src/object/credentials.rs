@@ -1,5 +1,5 @@
-//! The keys of S3: of the file that a store names, of the environment, or of the files that AWS's own tools keep. Keys go from
-//! here to the client and nowhere else.
+//! The keys of S3: of the file that a store names, of the environment, or of the files that AWS's
+//! own tools keep. Keys go from here to the client and nowhere else.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -23,9 +23,10 @@ const SAID: [&str; 4] = [
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 ];
 
-/// A client's beginnings with keys and region of the profile that `AWS_PROFILE` names, or `default`: from this file if one is
-/// given, else from the environment and, as far as that does not say them, `~/.aws/credentials` and `~/.aws/config`. `Config`
-/// where the file that is given has none.
+/// A client's beginnings with keys and region of the profile that `AWS_PROFILE` names, or
+/// `default`: from this file if one is given, else from the environment and, as far as that does
+/// not say them, `~/.aws/credentials` and `~/.aws/config`. `Config` where the file that is given
+/// has none.
 pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
     let environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let (found, mut builder) = match file {
@@ -41,9 +42,12 @@ pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
             };
             let found = Profile::read(&only, &text_of)?;
             if found.keys.is_none() {
-                let text = "this file has no keys: aws_access_key_id and aws_secret_access_key, below [default] or the name \
+                let text = "this file has no keys: aws_access_key_id and aws_secret_access_key, \
+                            below [default] or the name \
                             in AWS_PROFILE";
-                return Err(Error::new(ErrorKind::Config, text).with("object_credentials", path.display()));
+                return Err(
+                    Error::new(ErrorKind::Config, text).with("object_credentials", path.display())
+                );
             }
             (found, AmazonS3Builder::new())
         }
@@ -52,7 +56,9 @@ pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
         builder = builder.with_region(region);
     }
     if let Some((id, secret)) = found.keys {
-        builder = builder.with_access_key_id(id).with_secret_access_key(secret);
+        builder = builder
+            .with_access_key_id(id)
+            .with_secret_access_key(secret);
         if let Some(token) = found.token {
             builder = builder.with_token(token);
         }
@@ -60,8 +66,8 @@ pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
     Ok(builder)
 }
 
-/// The text of a file of AWS's tools, if there is one that can be read. `Config` where it holds keys
-/// and others may read it.
+/// The text of a file of AWS's tools, if there is one that can be read. `Config` where it holds
+/// keys and others may read it.
 fn text_of(path: PathBuf) -> Result<Option<String>> {
     let Ok(file) = File::open(&path) else {
         return Ok(None);
@@ -98,7 +104,8 @@ impl Profile {
         let credentials = file("AWS_SHARED_CREDENTIALS_FILE", "credentials")?;
         let name = environment("AWS_PROFILE").unwrap_or_else(|| "default".to_owned());
         let mut says = HashMap::new();
-        // The file of keys counts for more than the other one, which names its sections in another way.
+        // The file of keys counts for more than the other one, which names its sections in another
+        // way.
         for (text, section) in [
             (&config, format!("profile {name}")),
             (&config, name.clone()),
@@ -130,7 +137,10 @@ fn section_of(text: &str, section: &str) -> HashMap<String, String> {
     let mut inside = false;
     let mut says = HashMap::new();
     for line in text.lines().map(str::trim) {
-        if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        if let Some(name) = line
+            .strip_prefix('[')
+            .and_then(|rest| rest.strip_suffix(']'))
+        {
             inside = name.trim() == section;
         } else if inside
             && !line.starts_with(['#', ';'])
@@ -146,8 +156,10 @@ fn section_of(text: &str, section: &str) -> HashMap<String, String> {
 mod tests {
     use super::*;
 
-    const KEYS: &str = "[default]\naws_access_key_id = one\naws_secret_access_key = two\n[other]\naws_access_key_id=three\n\
-                        aws_secret_access_key=four\naws_session_token = five\n# aws_access_key_id = six\n";
+    const KEYS: &str = "[default]\naws_access_key_id = one\naws_secret_access_key = \
+                        two\n[other]\naws_access_key_id=three\n\
+                        aws_secret_access_key=four\naws_session_token = five\n# aws_access_key_id \
+                        = six\n";
     const CONFIG: &str = "[default]\nregion = here\n[profile other]\nregion = there\n";
 
     fn read(environment: &[(&str, &str)]) -> Profile {
@@ -211,7 +223,10 @@ mod tests {
     #[test]
     fn the_environment_counts_for_more() {
         for name in SAID {
-            assert!(read(&[("HOME", "/home"), (name, "x")]).keys.is_none(), "{name}");
+            assert!(
+                read(&[("HOME", "/home"), (name, "x")]).keys.is_none(),
+                "{name}"
+            );
         }
         assert_eq!(
             read(&[("HOME", "/home"), ("AWS_REGION", "elsewhere")]).region,

@@ -1,8 +1,10 @@
-//! The segments of others: which there are is seen by listing their names, what is in them by reading their footers.
+//! The segments of others: which there are is seen by listing their names, what is in them by
+//! reading their footers.
 //!
-//! A name begins with the time at which its segment was sealed, so a look lists only what is younger than what it has seen,
-//! and some minutes more, for clocks differ. Now and then all are listed: what has gone leaves the index, and what came with a
-//! clock that is far behind is found. No one looks while no one asks for anything.
+//! A name begins with the time at which its segment was sealed, so a look lists only what is
+//! younger than what it has seen, and some minutes more, for clocks differ. Now and then all are
+//! listed: what has gone leaves the index, and what came with a clock that is far behind is found.
+//! No one looks while no one asks for anything.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -128,8 +130,9 @@ impl Objects {
         while self.find(deadline) && self.clock.now() < deadline {}
     }
 
-    /// Calls back after the next look: with an error when it could not be made by the deadline, or too many wait for it; with
-    /// that of the last look where that failed and the next one is not due yet.
+    /// Calls back after the next look: with an error when it could not be made by the deadline, or
+    /// too many wait for it; with that of the last look where that failed and the next one is not
+    /// due yet.
     pub(super) fn after_look(&self, deadline: MonotonicTime, done: Done<()>) {
         let failed = {
             let pace = self.discovery.pace.lock();
@@ -143,7 +146,11 @@ impl Objects {
         if let Some(error) = failed {
             return done(Err(error));
         }
-        if self.discovery.looks.add(deadline, done, || self.is_closing()) {
+        if self
+            .discovery
+            .looks
+            .add(deadline, done, || self.is_closing())
+        {
             self.discovery.notify.notify();
             self.upkeep.timer.notify(); // the thread that keeps the time
         }
@@ -209,8 +216,8 @@ impl Objects {
         Ok(())
     }
 
-    /// Lists all, from where the last turn ended. Of one that fails half-way the rest comes with the next turn; where a
-    /// bucket lists in no order, the next turn lists from the beginning.
+    /// Lists all, from where the last turn ended. Of one that fails half-way the rest comes with
+    /// the next turn; where a bucket lists in no order, the next turn lists from the beginning.
     fn list_all(&self, state: &mut State, deadline: MonotonicTime) -> Result<()> {
         let mut all = state.all.take().unwrap_or_else(|| ListingAll {
             behind: None,
@@ -223,7 +230,8 @@ impl Objects {
         all.listed += listed.len();
         for (object, size) in listed.iter().filter_map(|meta| self.segment_of(meta)) {
             let known = all.missing.remove(&object.name);
-            if let Some(number) = known.filter(|number| self.index.file_len(*number) != Some(size)) {
+            if let Some(number) = known.filter(|number| self.index.file_len(*number) != Some(size))
+            {
                 self.index.vanished(number);
             }
             if state.odd.contains_key(&object.name) {
@@ -242,7 +250,9 @@ impl Objects {
                 Ok(())
             }
             // What was listed is taken up all the same: its footers are read before the next turn.
-            (Err(error), Some(_)) if !self.bucket.is_ordered() && error.kind() == ErrorKind::Timeout => {
+            (Err(error), Some(_))
+                if !self.bucket.is_ordered() && error.kind() == ErrorKind::Timeout =>
+            {
                 Ok(())
             }
             (Err(error), _) if !self.bucket.is_ordered() => Err(error),
@@ -252,7 +262,8 @@ impl Objects {
             }
             _ if all.listed > MOST_LISTED || !self.bucket.is_ordered() => {
                 state.listed_all = Some(self.clock.now());
-                let text = "there are more objects in this namespace than can be listed; give the store a prefix of its own, \
+                let text = "there are more objects in this namespace than can be listed; give the \
+                            store a prefix of its own, \
                             or a larger object_size";
                 Err(Error::new(ErrorKind::NoSpace, text).with("most", MOST_LISTED))
             }
@@ -264,8 +275,13 @@ impl Objects {
         }
     }
 
-    /// The objects behind a name that were listed by the deadline, and how that ended: whether there were no more.
-    fn names_behind(&self, behind: Option<Path>, deadline: MonotonicTime) -> (Vec<ObjectMeta>, Result<bool>) {
+    /// The objects behind a name that were listed by the deadline, and how that ended: whether
+    /// there were no more.
+    fn names_behind(
+        &self,
+        behind: Option<Path>,
+        deadline: MonotonicTime,
+    ) -> (Vec<ObjectMeta>, Result<bool>) {
         let (prefix, mut found) = (self.names.segments(), Vec::new());
         let list = self
             .bucket
@@ -284,7 +300,10 @@ impl Objects {
         for (object, size) in listed.iter().filter_map(|meta| self.segment_of(meta)) {
             // A clock that is far ahead must not hide what comes after it.
             state.youngest_ns = state.youngest_ns.max(object.sealed_ns.min(now_ns));
-            let usable = state.odd.get(&object.name).is_none_or(|tries| *tries < TRIES);
+            let usable = state
+                .odd
+                .get(&object.name)
+                .is_none_or(|tries| *tries < TRIES);
             // What finds no place here is found by the next listing of all.
             if usable && state.queue.len() < MOST_QUEUED && !self.index.knows(object.name) {
                 state.queue.insert(object, size);
@@ -337,7 +356,8 @@ impl Objects {
                             self.index.add(number, &footer.entries);
                         }
                         if footer.part == self.config.scope.part {
-                            // The first whose length is not known has the lengths learned before anybody asks.
+                            // The first whose length is not known has the lengths learned before
+                            // anybody asks.
                             let _ = footer.entries.iter().all(|entry| self.is_ours(entry.len));
                         }
                     }

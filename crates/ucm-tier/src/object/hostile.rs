@@ -122,8 +122,9 @@ fn answer_one(state: &State, mut client: TcpStream, answer: &Answer) -> io::Resu
 /// An answer of this status, with these lines in its head, that is as long as it says.
 pub(super) fn whole(status: &str, lines: &str, body: &str) -> Answer {
     let len = body.len();
-    let text =
-        format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len}\r\n{lines}\r\n{body}");
+    let text = format!(
+        "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len}\r\n{lines}\r\n{body}"
+    );
     Box::new(move |_, sink| sink.write_all(text.as_bytes()))
 }
 
@@ -154,7 +155,8 @@ fn page(names: &[String], token: Option<&str>) -> String {
         )
     };
     let names: String = names.iter().map(one).collect();
-    let token = token.map(|token| format!("<NextContinuationToken>{token}</NextContinuationToken>"));
+    let token =
+        token.map(|token| format!("<NextContinuationToken>{token}</NextContinuationToken>"));
     let (more, token) = (token.is_some(), token.unwrap_or_default());
     format!("<ListBucketResult><IsTruncated>{more}</IsTruncated>{names}{token}</ListBucketResult>")
 }
@@ -222,7 +224,8 @@ fn a_length_that_is_announced_reserves_nothing() {
         let server = Server::start(Box::new(move |_, sink| {
             write!(
                 sink,
-                "HTTP/1.1 200 OK\r\nETag: \"x\"\r\nContent-Length: {announced}\r\n\r\n<ListBucketResult>"
+                "HTTP/1.1 200 OK\r\nETag: \"x\"\r\nContent-Length: \
+                 {announced}\r\n\r\n<ListBucketResult>"
             )?;
             // In many pieces, and not whole.
             (0..16).try_for_each(|_| sink.write_all(&[b' '; 1 << 14]))
@@ -249,7 +252,10 @@ fn no_more_is_taken_of_an_answer_than_was_asked_for() {
         let (_keys, bucket) = bucket(server.port);
         let ended = call(&bucket, &Path::from("p/a"));
         let sent = server.sent();
-        assert!(sent < most + BUFFERS, "case {number}: {sent} bytes, {ended:?}");
+        assert!(
+            sent < most + BUFFERS,
+            "case {number}: {sent} bytes, {ended:?}"
+        );
         assert_eq!(server.heads().len(), 1, "case {number} is asked once");
         let is_absent = number == 3; // a status says what it says, however long the rest is
         assert_eq!(ended.is_ok(), is_absent, "case {number}: {ended:?}");
@@ -356,7 +362,8 @@ fn a_redirect_is_not_followed_and_says_what_to_set() {
         "308 Permanent Redirect",
     ] {
         let lines = format!(
-            "Location: http://user:{SECRET}@{host}/bucket/p/a?x={SECRET}\r\nx-amz-bucket-region: eu-west-1\r\n"
+            "Location: http://user:{SECRET}@{host}/bucket/p/a?x={SECRET}\r\nx-amz-bucket-region: \
+             eu-west-1\r\n"
         );
         let server = Server::start(whole(status, &lines, SECRET));
         let (_keys, bucket) = bucket(server.port);
@@ -386,14 +393,27 @@ fn a_redirect_is_not_followed_and_says_what_to_set() {
 #[test]
 fn of_an_error_only_status_and_code_are_told() {
     let plain = format!("first line\nkey {SECRET}\r\n{}", "long ".repeat(5000));
-    let xml =
-        format!("<?xml version=\"1.0\"?>\n<Error><Code>Slow\nDown</Code><Message>{SECRET}</Message></Error>");
+    let xml = format!(
+        "<?xml version=\"1.0\"?>\n<Error><Code>Slow\nDown</Code><Message>{SECRET}</Message></Error>"
+    );
     let in_success = format!("InternalError\n{SECRET}");
     let cases = [
-        (LIST, whole("400 Bad Request", "", &plain), "400 Bad Request"),
+        (
+            LIST,
+            whole("400 Bad Request", "", &plain),
+            "400 Bad Request",
+        ),
         (GET, whole("403 Forbidden", "", &plain), "403 Forbidden"),
-        (GET, whole("409 Conflict", "", &xml), "409 Conflict: SlowDown"),
-        (DELETE, whole("401 Unauthorized", "", &plain), "401 Unauthorized"),
+        (
+            GET,
+            whole("409 Conflict", "", &xml),
+            "409 Conflict: SlowDown",
+        ),
+        (
+            DELETE,
+            whole("401 Unauthorized", "", &plain),
+            "401 Unauthorized",
+        ),
         (DELETE, whole("200 OK", "", &in_success), "error response"),
         (LIST, whole("200 OK", "", &plain), "invalid list response"),
     ];

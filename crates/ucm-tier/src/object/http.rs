@@ -17,8 +17,8 @@ use bytes::Bytes;
 use futures_util::stream::StreamExt;
 use http_body::{Body, Frame};
 use object_store::client::{
-    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
-    HttpService,
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse,
+    HttpResponseBody, HttpService,
 };
 use object_store::{ClientConfigKey, ClientOptions, Extensions};
 use reqwest::header::{HeaderMap, LOCATION};
@@ -237,7 +237,9 @@ impl Body for Bounded {
                 return Poll::Ready(frame);
             };
             // Anything else than data says nothing of an object.
-            let Ok(mut data) = frame.into_data() else { continue };
+            let Ok(mut data) = frame.into_data() else {
+                continue;
+            };
             let len = data.len() as u64;
             self.cut = len > self.left;
             data.truncate(usize::try_from(self.left).unwrap_or(usize::MAX));
@@ -267,9 +269,13 @@ pub(super) enum Refused {
 impl Refused {
     fn redirect(headers: &HeaderMap) -> Self {
         let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-        let location = text(LOCATION.as_str()).and_then(|location| reqwest::Url::parse(location).ok());
+        let location =
+            text(LOCATION.as_str()).and_then(|location| reqwest::Url::parse(location).ok());
         let host = location.as_ref().and_then(|url| {
-            let port = url.port().map(|port| format!(":{port}")).unwrap_or_default();
+            let port = url
+                .port()
+                .map(|port| format!(":{port}"))
+                .unwrap_or_default();
             let host = url.host_str().filter(|host| host.len() <= HOST)?;
             Some(format!("{host}{port}"))
         });
@@ -292,7 +298,10 @@ impl fmt::Display for Refused {
             Self::TooLong(most) => write!(f, "the answer has more than {most} bytes"),
             Self::Redirect { host, region } => {
                 let host = host.as_deref().unwrap_or("a host that it does not name");
-                write!(f, "answers with a redirect to {host}: set endpoint or region")?;
+                write!(
+                    f,
+                    "answers with a redirect to {host}: set endpoint or region"
+                )?;
                 match region {
                     Some(region) => write!(f, " (object_endpoint, object_region: {region})"),
                     None => write!(f, " (object_endpoint, object_region)"),

@@ -1,15 +1,16 @@
 //! Objects in a bucket: records lie in segments, as below a directory, and a segment is one object.
 //!
-//! An object is put whole and costs a request, so a writer gathers records in memory and puts a segment when it is large or
-//! old enough, or when somebody waits for it ([`writer`]). Its footer is the index, in the format of [`crate::segment`];
-//! a process that looks finds segments by listing their names, which begin with a time, and reads their footers
-//! ([`discovery`]), so lookups are answered from memory. A read is a range of an object, neighbours together
-//! ([`reader`]). What is written is bounded by one document that writers change by compare-and-swap, where the server
-//! has that ([`space`], [`conditions`]); what was used longest ago goes ([`collector`], [`uses`]). [`bucket`] has the
-//! client, [`names`] where things lie.
+//! An object is put whole and costs a request, so a writer gathers records in memory and puts a
+//! segment when it is large or old enough, or when somebody waits for it ([`writer`]). Its footer
+//! is the index, in the format of [`crate::segment`]; a process that looks finds segments by
+//! listing their names, which begin with a time, and reads their footers ([`discovery`]), so
+//! lookups are answered from memory. A read is a range of an object, neighbours together
+//! ([`reader`]). What is written is bounded by one document that writers change by
+//! compare-and-swap, where the server has that ([`space`], [`conditions`]); what was used longest
+//! ago goes ([`collector`], [`uses`]). [`bucket`] has the client, [`names`] where things lie.
 //!
-//! A segment is put once, under a name that no one else uses, and never changed; it goes whole. What a writer that dies
-//! had not put yet was never published.
+//! A segment is put once, under a name that no one else uses, and never changed; it goes whole.
+//! What a writer that dies had not put yet was never published.
 
 mod bucket;
 mod collector;
@@ -38,8 +39,8 @@ use ucm_io::{IoJob, IoPool};
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats, Outcome,
-    Presence, Quarantined, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
+    Outcome, Presence, Quarantined, WriteOptions, Written,
 };
 use crate::damage_rate::DamageRate;
 use crate::lengths::Lengths;
@@ -80,7 +81,8 @@ pub struct ObjectConfig {
     pub scope: Scope,
     /// The limit on bytes below the prefix; none: that of the marker, or the default.
     pub capacity: Option<u64>,
-    /// Segments that were not used for so long are removed; none: only where nothing else bounds what lies there.
+    /// Segments that were not used for so long are removed; none: only where nothing else bounds
+    /// what lies there.
     pub expire_after: Option<Duration>,
     /// Length at which a segment is put, bytes.
     pub size: u64,
@@ -114,8 +116,8 @@ struct Objects {
 }
 
 impl ObjectBackend {
-    /// A backend over these threads; nothing is touched before [`Backend::open`]. `Config` for a place that is none, or too
-    /// small a limit.
+    /// A backend over these threads; nothing is touched before [`Backend::open`]. `Config` for a
+    /// place that is none, or too small a limit.
     pub fn new(config: ObjectConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         let prefix = Url::parse(&config.place.url)?.prefix.to_owned();
         let objects = Objects {
@@ -192,32 +194,45 @@ impl Objects {
             let known = stored
                 .as_ref()
                 .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(bytes).ok());
-            let mut manifest =
-                known.unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
-            is_new = manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
+            let mut manifest = known.unwrap_or_else(|| {
+                Manifest::new(&config.scope.identity, config.scope.labels.clone())
+            });
+            is_new = manifest.add(
+                config.scope.part,
+                &config.scope.record,
+                &config.scope.geometry,
+            );
             self.lengths.learn_from(&manifest);
             if !is_new {
                 break;
             }
             let bytes = manifest.to_bytes().into();
             let done = match (self.has_conditions(), stored) {
-                (true, Some((_, version))) => self.call(deadline, bucket.replace(&path, bytes, version))?,
+                (true, Some((_, version))) => {
+                    self.call(deadline, bucket.replace(&path, bytes, version))?
+                }
                 (true, None) => self.call(deadline, bucket.put_new(&path, bytes))?,
-                (false, _) => self.call(deadline, bucket.put(&path, bytes)).map(|()| true)?,
+                (false, _) => self
+                    .call(deadline, bucket.put(&path, bytes))
+                    .map(|()| true)?,
             };
             is_new = !done;
         }
         Ok(())
     }
 
-    /// Reads which lengths records may have, where one was met whose length is not known and it is time for that: those of
-    /// writers that keep other side shards. Where it fails, those that are not known stay misses for now.
+    /// Reads which lengths records may have, where one was met whose length is not known and it is
+    /// time for that: those of writers that keep other side shards. Where it fails, those that are
+    /// not known stay misses for now.
     fn learn_lengths(&self, deadline: MonotonicTime) {
         if !self.lengths.is_look_due(self.clock.now()) {
             return;
         }
         for part in self.lengths.parts() {
-            let stored = self.call(deadline, self.bucket.get(&self.names.manifest(part), DOCUMENT));
+            let stored = self.call(
+                deadline,
+                self.bucket.get(&self.names.manifest(part), DOCUMENT),
+            );
             if let Ok(Some((bytes, _))) = stored
                 && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
             {
@@ -228,7 +243,9 @@ impl Objects {
 
     /// Whether a record of this place is one of ours whole and with KV, by its length.
     fn presence(&self, hit: Option<Hit>) -> Presence {
-        hit.map_or(Err(MissReason::Absent), |hit| self.lengths.presence(hit.len))
+        hit.map_or(Err(MissReason::Absent), |hit| {
+            self.lengths.presence(hit.len)
+        })
     }
 
     /// Whether a record of so many bytes can be one of ours whole, with KV or without.
@@ -237,10 +254,15 @@ impl Objects {
     }
 
     fn words(&self) -> String {
-        let (url, size, age) = (&self.config.place.url, self.room(), self.config.age.as_secs_f64());
+        let (url, size, age) = (
+            &self.config.place.url,
+            self.room(),
+            self.config.age.as_secs_f64(),
+        );
         let (blocks, segments, bound) = (self.index.blocks(), self.index.segments(), self.bound());
         format!(
-            "{url}, segments of {size} bytes put after {age} s, {bound}; {blocks} blocks in {segments} of them found"
+            "{url}, segments of {size} bytes put after {age} s, {bound}; {blocks} blocks in \
+             {segments} of them found"
         )
     }
 }
@@ -293,7 +315,14 @@ impl Backend for ObjectBackend {
         self.objects.read(io, run)
     }
 
-    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+    fn write(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    ) {
         let write = Write {
             id,
             slot,
@@ -305,7 +334,8 @@ impl Backend for ObjectBackend {
             return write.end(Ok(Written::Present));
         }
         if !self.objects.index.has_room(id) {
-            let full = "the index of segments is full: this block could be written and never be found";
+            let full =
+                "the index of segments is full: this block could be written and never be found";
             return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
         }
         self.objects.append(io, write);
@@ -345,7 +375,11 @@ impl Backend for ObjectBackend {
     /// A damaged copy is no hit here any more; it goes with its segment.
     fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
         let objects = &self.objects;
-        if !objects.damage.lock().count(objects.clock.now(), MOST_DAMAGED) {
+        if !objects
+            .damage
+            .lock()
+            .count(objects.clock.now(), MOST_DAMAGED)
+        {
             return done(Ok(Quarantined::Stopped));
         }
         if let Some(hit) = objects.index.find(id).filter(|hit| !hit.private) {

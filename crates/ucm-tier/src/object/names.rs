@@ -7,8 +7,9 @@
 //! <prefix>/<namespace>/manifest-<part>.json                     the identity in words, and the sizes of that part
 //! <prefix>/<namespace>/segments/<16 hex>-<16 hex>-<16 hex>.seg  many records: when it was sealed, writer, sequence
 //! ```
-//! A segment's name begins with its time (ns of Unix time, by its writer's clock), so that a listing can begin where the last
-//! one ended. Only names of exactly these patterns are read or removed.
+//! A segment's name begins with its time (ns of Unix time, by its writer's clock), so that a
+//! listing can begin where the last one ended. Only names of exactly these patterns are read or
+//! removed.
 
 use object_store::path::Path;
 use ucm_core::Part;
@@ -90,7 +91,9 @@ impl Names {
     /// Where something of ours would lie below a root; empty for what is none of ours.
     pub(super) fn path_in_a_root(&self, path: &Path) -> String {
         if let Some(segment) = self.parse_segment(path) {
-            let namespace = path.prefix_match(&self.prefix).and_then(|mut parts| parts.next());
+            let namespace = path
+                .prefix_match(&self.prefix)
+                .and_then(|mut parts| parts.next());
             let namespace = namespace.as_ref().map_or("", AsRef::as_ref);
             return format!("{namespace}/segments/{}", segment.name.file_name());
         }
@@ -170,12 +173,31 @@ mod tests {
             format!("a/{}/segments/{}", "c".repeat(32), segment(1).file_name()),
             format!("a/b/{}/segments/{}", "C".repeat(32), segment(1).file_name()),
             format!("a/b/{}/blocks/{}", "c".repeat(32), segment(1).file_name()),
-            format!("a/b/{}/segments/x/{}", "c".repeat(32), segment(1).file_name()),
-            format!("a/b/{}/segments/{}", "c".repeat(32), segment(1).name.file_name()),
-            format!("a/b/{}/segments/{}x", "c".repeat(32), segment(1).file_name()),
+            format!(
+                "a/b/{}/segments/x/{}",
+                "c".repeat(32),
+                segment(1).file_name()
+            ),
+            format!(
+                "a/b/{}/segments/{}",
+                "c".repeat(32),
+                segment(1).name.file_name()
+            ),
+            format!(
+                "a/b/{}/segments/{}x",
+                "c".repeat(32),
+                segment(1).file_name()
+            ),
         ] {
-            assert_eq!(names.parse_segment(&Path::from(other.as_str())), None, "{other}");
+            assert_eq!(
+                names.parse_segment(&Path::from(other.as_str())),
+                None,
+                "{other}"
+            );
         }
-        assert_eq!(Names::new("", "n".to_owned()).marker().as_ref(), "ucm-root.json");
+        assert_eq!(
+            Names::new("", "n".to_owned()).marker().as_ref(),
+            "ucm-root.json"
+        );
     }
 }

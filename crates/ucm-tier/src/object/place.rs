@@ -18,7 +18,8 @@ use crate::place::{Item, Place, Room};
 
 /// How long one call may take.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How old what is known of uses may be when something is removed; writers tell theirs once a minute at most.
+/// How old what is known of uses may be when something is removed; writers tell theirs once a
+/// minute at most.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// See the module.
@@ -44,7 +45,8 @@ impl ObjectPlace {
         })
     }
 
-    /// When a segment was last used, as its writers tell, and as was looked up a moment ago at most.
+    /// When a segment was last used, as its writers tell, and as was looked up a moment ago at
+    /// most.
     async fn used(&self, segment: SegmentObject) -> Result<Option<u64>> {
         let now = self.clock.now();
         if let Some((at, used)) = &*self.uses.lock()
@@ -91,7 +93,8 @@ impl Place for ObjectPlace {
                 path: self.names.path_in_a_root(&meta.location),
                 name: meta.location.to_string(),
                 len: meta.size,
-                used_ns: told.max(segment.map_or_else(|| time_of(&meta), |segment| segment.sealed_ns)),
+                used_ns: told
+                    .max(segment.map_or_else(|| time_of(&meta), |segment| segment.sealed_ns)),
                 version: meta.e_tag.unwrap_or_default(),
             }
         };
@@ -129,7 +132,8 @@ impl Place for ObjectPlace {
             let Some(now) = self.bucket.head(&path).await? else {
                 return Ok(false);
             };
-            // Some servers list no tags; what is put once and never changed has its length at least.
+            // Some servers list no tags; what is put once and never changed has its length at
+            // least.
             let is_another = match item.version.is_empty() {
                 true => now.size != item.len,
                 false => now.e_tag.unwrap_or_default() != item.version,
@@ -138,7 +142,10 @@ impl Place for ObjectPlace {
                 return Ok(false);
             }
             if let Some(segment) = segment
-                && self.used(segment).await?.is_some_and(|at| at > item.used_ns)
+                && self
+                    .used(segment)
+                    .await?
+                    .is_some_and(|at| at > item.used_ns)
             {
                 return Ok(false);
             }

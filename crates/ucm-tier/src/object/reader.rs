@@ -1,4 +1,5 @@
-//! Reading records: a range of an object, each record of it straight into its slot as the bytes arrive.
+//! Reading records: a range of an object, each record of it straight into its slot as the bytes
+//! arrive.
 
 use std::ops::Range;
 
@@ -26,14 +27,18 @@ impl Objects {
     pub(super) fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         let found: Option<Vec<_>> = run.iter().map(|read| self.index.find(read.id)).collect();
         let Some(found) = found.filter(|found| found.len() > 1) else {
-            return run.into_iter().map(|read| self.read_alone(io, read)).collect();
+            return run
+                .into_iter()
+                .map(|read| self.read_alone(io, read))
+                .collect();
         };
         let placed: Vec<_> = found
             .into_iter()
             .zip(run)
             .map(|(hit, read)| Placed { hit, read })
             .collect();
-        let both = |pair: &[Placed]| follows((&pair[0].hit, &pair[0].read), (&pair[1].hit, &pair[1].read));
+        let both =
+            |pair: &[Placed]| follows((&pair[0].hit, &pair[0].read), (&pair[1].hit, &pair[1].read));
         if placed.windows(2).all(both) && placed.iter().all(|one| !one.hit.private) {
             return self.read_range(io, placed);
         }
@@ -67,13 +72,16 @@ impl Objects {
         if !read.looked {
             return Outcome::Moved(read);
         }
-        self.locally_visible.lost(read.id); // for the scheduler, which was told that it can be read here
+        // for the scheduler, which was told that it can be read here
+        self.locally_visible.lost(read.id);
         let text = "this record is in no segment";
-        Outcome::Came(Err(Error::new(ErrorKind::NotFound, text).with("block", read.id)))
+        Outcome::Came(Err(
+            Error::new(ErrorKind::NotFound, text).with("block", read.id)
+        ))
     }
 
-    /// Records that lie next to one another in one object, with one request. What goes wrong with several is asked again for
-    /// each by itself, so that each has an outcome of its own.
+    /// Records that lie next to one another in one object, with one request. What goes wrong with
+    /// several is asked again for each by itself, so that each has an outcome of its own.
     fn read_range(&self, io: &IoJob, mut placed: Vec<Placed>) -> Vec<Outcome> {
         let (Some(first), Some(last)) = (placed.first(), placed.last()) else {
             return Vec::new();
@@ -90,7 +98,11 @@ impl Objects {
         });
         let (mut filled, failed) = match asked {
             Ok(answered) => answered,
-            Err(error) => return (0..count).map(|_| Outcome::Came(Err(error.clone()))).collect(),
+            Err(error) => {
+                return (0..count)
+                    .map(|_| Outcome::Came(Err(error.clone())))
+                    .collect();
+            }
         };
         let mut outcome = |one: Placed| {
             let (want, len) = (one.want(), one.hit.len);
@@ -103,7 +115,8 @@ impl Objects {
                     Outcome::Moved(one.read)
                 }
                 Some(error) if count == 1 => Outcome::Came(Err(error.clone())),
-                None if count == 1 => Outcome::Came(Ok(done(one.read.slot, got, got as u64))), // the object ends there
+                // the object ends there
+                None if count == 1 => Outcome::Came(Ok(done(one.read.slot, got, got as u64))),
                 _ => self.read_alone(io, one.read),
             }
         };
@@ -127,7 +140,8 @@ fn done(slot: Slot, read: usize, stored_len: u64) -> ReadDone {
     }
 }
 
-/// Fills the slots of neighbours, one behind the other, with a stretch of an object: how many bytes came, and why no more.
+/// Fills the slots of neighbours, one behind the other, with a stretch of an object: how many bytes
+/// came, and why no more.
 async fn fill(
     bucket: &Bucket,
     path: &Path,
@@ -150,7 +164,8 @@ async fn fill(
             && let Some(one) = placed.get_mut(number)
         {
             let len = piece.len().min(one.want() - within);
-            one.read.slot.as_mut_slice()[within..within + len].copy_from_slice(&piece.split_to(len));
+            one.read.slot.as_mut_slice()[within..within + len]
+                .copy_from_slice(&piece.split_to(len));
             (filled, within) = (filled + len, within + len);
             if within == one.want() {
                 (number, within) = (number + 1, 0);

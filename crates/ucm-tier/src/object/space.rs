@@ -1,8 +1,9 @@
-//! What may be written: one document that writers change by compare-and-swap ([`ucm_quota::space_document`]).
+//! What may be written: one document that writers change by compare-and-swap
+//! ([`ucm_quota::space_document`]).
 //!
-//! A segment is opened only for bytes that were granted. Who counts makes room ([`super::collector`]). A server without
-//! conditional writes ([`super::conditions`]) cannot keep a limit that several share: there segments go by their age alone, and
-//! the log says so.
+//! A segment is opened only for bytes that were granted. Who counts makes room
+//! ([`super::collector`]). A server without conditional writes ([`super::conditions`]) cannot keep
+//! a limit that several share: there segments go by their age alone, and the log says so.
 
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -23,7 +24,8 @@ use crate::backend::MediumStats;
 pub(super) const DEFAULT_CAPACITY: u64 = 100 << 30;
 /// Age at which segments go where nothing else bounds what lies there.
 const DEFAULT_EXPIRY: Duration = Duration::from_secs(7 * 24 * 3600);
-/// How often a change of the document that others overtook is tried again, and the longest pause before that.
+/// How often a change of the document that others overtook is tried again, and the longest pause
+/// before that.
 const RACES: u32 = 8;
 const PAUSE: Duration = Duration::from_millis(40);
 
@@ -123,7 +125,9 @@ impl Objects {
         let expiry = self
             .expiry()
             .map(|age| format!("segments go when not used for {} s", age.as_secs()));
-        let limit = self.limit().map(|limit| format!("at most {limit} bytes stored"));
+        let limit = self
+            .limit()
+            .map(|limit| format!("at most {limit} bytes stored"));
         let both: Vec<String> = limit.into_iter().chain(expiry).collect();
         both.join(", ")
     }
@@ -144,7 +148,11 @@ impl Objects {
                 }
                 state.pause.check(now)?;
                 let holds = !self.has_conditions() || now < state.grant.holds_until;
-                let left = state.grant.used.granted.saturating_sub(state.grant.used.reserved);
+                let left = state
+                    .grant
+                    .used
+                    .granted
+                    .saturating_sub(state.grant.used.reserved);
                 if holds && (!self.has_conditions() || left >= bytes) {
                     state.grant.used.reserved += bytes;
                     return Ok(());
@@ -163,8 +171,8 @@ impl Objects {
             }
             if self.clock.now() >= until {
                 let state = self.space.state.lock();
-                let text =
-                    "the configured storage_capacity is used up, or nobody grants more of it; making room";
+                let text = "the configured storage_capacity is used up, or nobody grants more of \
+                            it; making room";
                 let error = Error::new(ErrorKind::NoSpace, text).with("limit", state.limit);
                 return Err(error.with("used", self.used(&state)));
             }
@@ -236,10 +244,16 @@ impl Objects {
         state.grant.used.granted = granted.max(state.grant.used.granted);
         (state.grant.holds_until, state.spoke) = (now.after(HOLDS), Some(now));
         (state.grant.seen, state.grant.seen_at) = (document, used.reserved);
-        Ok(state.grant.used.granted.saturating_sub(state.grant.used.reserved) >= bytes)
+        Ok(state
+            .grant
+            .used
+            .granted
+            .saturating_sub(state.grant.used.reserved)
+            >= bytes)
     }
 
-    /// Changes the document, as long as others do not overtake; nothing where there is nothing to change.
+    /// Changes the document, as long as others do not overtake; nothing where there is nothing to
+    /// change.
     pub(super) fn change<T>(
         &self,
         deadline: MonotonicTime,
@@ -279,7 +293,9 @@ impl Objects {
     /// nothing is written, which is said once; reading goes on.
     fn note_document(&self, error: Option<&Error>) {
         let unusable = match error {
-            Some(error) if !matches!(error.kind(), ErrorKind::Config | ErrorKind::Foreign) => return,
+            Some(error) if !matches!(error.kind(), ErrorKind::Config | ErrorKind::Foreign) => {
+                return;
+            }
             error => error.cloned(),
         };
         let (store, at) = (self.config.scope.writer, self.names.space());
@@ -289,7 +305,8 @@ impl Objects {
                 let url = &self.config.place.url;
                 warn!(
                     store,
-                    "nothing is written to {url} until {at} can be used again; blocks are read: {error}"
+                    "nothing is written to {url} until {at} can be used again; blocks are read: \
+                     {error}"
                 );
             }
             (Some(_), None) => info!(store, "{at} can be used again, and blocks are written"),
@@ -318,7 +335,11 @@ impl Objects {
 
     /// Bytes used, as far as is known here.
     pub(super) fn used(&self, state: &State) -> u64 {
-        let since = state.grant.used.reserved.saturating_sub(state.grant.seen_at);
+        let since = state
+            .grant
+            .used
+            .reserved
+            .saturating_sub(state.grant.seen_at);
         state.grant.seen.usage().0.saturating_add(since)
     }
 

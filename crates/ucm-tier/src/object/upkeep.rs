@@ -1,5 +1,5 @@
-//! The background threads: one keeps the time of writes and waits, one looks for others' segments, one looks after the space,
-//! some put segments.
+//! The background threads: one keeps the time of writes and waits, one looks for others' segments,
+//! one looks after the space, some put segments.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -80,7 +80,8 @@ impl Objects {
         }
     }
 
-    /// Does one thing after the other on a thread of its own, as long as the store is open and somebody has it.
+    /// Does one thing after the other on a thread of its own, as long as the store is open and
+    /// somebody has it.
     fn run(self: &Arc<Self>, lane: usize, turn: fn(&Arc<Self>) -> Next) {
         let (weak, clock) = (Arc::downgrade(self), Arc::clone(&self.clock));
         let work = move || {
@@ -90,7 +91,10 @@ impl Objects {
                 clock.sleep(&notify, seen, until);
             }
         };
-        let _ = self.upkeep.pool.submit(lane, MonotonicTime::NEVER, work, |_| {}); // a pool that ends wants no more
+        let _ = self
+            .upkeep
+            .pool
+            .submit(lane, MonotonicTime::NEVER, work, |_| {}); // a pool that ends wants no more
     }
 
     /// Has every thread look whether it is to end.

@@ -1,4 +1,5 @@
-//! When segments were last used: each writer tells it in a small object of its own, once a minute at most.
+//! When segments were last used: each writer tells it in a small object of its own, once a minute
+//! at most.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -76,7 +77,13 @@ impl Objects {
                 .iter()
                 .map(|(segment, at)| (segment.file_name(), *at))
                 .collect();
-            (self.config.scope.writer, Uses { format: FORMAT, used })
+            (
+                self.config.scope.writer,
+                Uses {
+                    format: FORMAT,
+                    used,
+                },
+            )
         };
         let bytes = serde_json::to_vec(&uses).unwrap_or_default();
         let path = self.names.uses(writer);

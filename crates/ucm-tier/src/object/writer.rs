@@ -1,9 +1,10 @@
 //! The segment that takes records, in memory, and those that are being put.
 //!
-//! A record is copied to the end of the open segment and can be read there at once by this process. When the segment is full
-//! or old enough, or when somebody waits for it, its footer is written behind the records and it is put; its records are
-//! published, and the caller that dumped them is told, when the server has it. At most one segment takes records and a
-//! few are being put: beyond that a write waits, with its slot, for one of them. So what a process keeps in memory is
+//! A record is copied to the end of the open segment and can be read there at once by this process.
+//! When the segment is full or old enough, or when somebody waits for it, its footer is written
+//! behind the records and it is put; its records are published, and the caller that dumped them is
+//! told, when the server has it. At most one segment takes records and a few are being put: beyond
+//! that a write waits, with its slot, for one of them. So what a process keeps in memory is
 //! bounded.
 
 use std::sync::Arc;
@@ -32,7 +33,8 @@ const SHARE: u64 = 64;
 const LEAST_TIME: Duration = Duration::from_secs(5);
 /// Least time between two times that the open segment is put because somebody waits.
 const SPACING: Duration = Duration::from_millis(200);
-/// How long after a segment was put others must have found it, beside the time between two of their looks.
+/// How long after a segment was put others must have found it, beside the time between two of their
+/// looks.
 const FOUND_WITHIN: Duration = Duration::from_secs(10);
 
 /// See the module.
@@ -128,7 +130,8 @@ impl Objects {
             .with("bucket", &self.config.place.url))
     }
 
-    /// Puts a record into the open segment, and opens one for it if need be; waits where too much is being put.
+    /// Puts a record into the open segment, and opens one for it if need be; waits where too much
+    /// is being put.
     pub(super) fn append(self: &Arc<Self>, io: &IoJob, mut write: Write) {
         loop {
             if let Err(late) = io.still_wanted() {
@@ -145,7 +148,8 @@ impl Objects {
                 }
                 Place::Waits(waiting) => {
                     write = waiting;
-                    self.clock.sleep(&self.writer.changed, seen, Some(io.deadline()));
+                    self.clock
+                        .sleep(&self.writer.changed, seen, Some(io.deadline()));
                 }
             }
         }
@@ -183,7 +187,8 @@ impl Objects {
             });
         }
         let entry = Entry { id, offset, len };
-        open.bytes.extend_from_slice(&slot.as_slice()[..options.len]);
+        open.bytes
+            .extend_from_slice(&slot.as_slice()[..options.len]);
         open.bytes.resize((offset + len) as usize, 0);
         open.entries.push(entry);
         open.oldest.get_or_insert(now);
@@ -219,7 +224,9 @@ impl Objects {
     /// Opens a segment, once it has room.
     fn open_segment(&self, io: &IoJob, len: u64) -> Result<()> {
         let room = self.room().max(self.least_room(len));
-        let opened = self.take_room(io, room).and_then(|()| self.begin_segment(room));
+        let opened = self
+            .take_room(io, room)
+            .and_then(|()| self.begin_segment(room));
         let mut state = self.writer.state.lock();
         state.opening = false;
         let result = opened.map(|open| state.open = Some(open));
@@ -298,7 +305,12 @@ impl Objects {
     fn send(self: &Arc<Self>, sealed: Option<Arc<Putting>>) {
         let Some(putting) = sealed else { return };
         let now = self.clock.now();
-        let last = putting.members.lock().iter().map(|member| member.deadline).max();
+        let last = putting
+            .members
+            .lock()
+            .iter()
+            .map(|member| member.deadline)
+            .max();
         let deadline = last.unwrap_or(now).max(now.after(LEAST_TIME));
         let (objects, ended, sent) = (Arc::clone(self), Arc::clone(self), Arc::clone(&putting));
         let work = move || objects.put(&sent, deadline);
@@ -326,7 +338,12 @@ impl Objects {
     }
 
     /// Reads a record that was just put and verifies it.
-    fn read_back(&self, putting: &Putting, entry: &Entry, deadline: MonotonicTime) -> Result<(), MissReason> {
+    fn read_back(
+        &self,
+        putting: &Putting,
+        entry: &Entry,
+        deadline: MonotonicTime,
+    ) -> Result<(), MissReason> {
         let path = self.names.segment(putting.object);
         let range = entry.offset..entry.offset + entry.len;
         let read = self.call(deadline, self.bucket.range(&path, range));
@@ -390,11 +407,16 @@ impl Objects {
         }
     }
 
-    /// Copies a record of a segment that only this process has; nothing where it has been put since, or is gone.
+    /// Copies a record of a segment that only this process has; nothing where it has been put
+    /// since, or is gone.
     pub(super) fn copy_private(&self, hit: &Hit, into: &mut [u8]) -> Option<usize> {
         let (start, len) = (usize::try_from(hit.offset).ok()?, want(hit, into.len()));
         let state = self.writer.state.lock();
-        if let Some(open) = state.open.as_ref().filter(|open| open.number == hit.segment) {
+        if let Some(open) = state
+            .open
+            .as_ref()
+            .filter(|open| open.number == hit.segment)
+        {
             into[..len].copy_from_slice(open.bytes.get(start..start + len)?);
             return Some(len);
         }
@@ -422,7 +444,9 @@ impl Objects {
     pub(super) fn flush_soon(self: &Arc<Self>) {
         let now = self.clock.now();
         let mut state = self.writer.state.lock();
-        let due = state.last_flush.map_or(now, |last| last.after(SPACING).max(now));
+        let due = state
+            .last_flush
+            .map_or(now, |last| last.after(SPACING).max(now));
         if due <= now {
             state.last_flush = Some(now);
             let sealed = self.seal(&mut state);
@@ -502,7 +526,8 @@ impl Objects {
 }
 
 impl Open {
-    /// When it is to be put: at its age, sooner if somebody waits, and early enough for those that do, whatever the age.
+    /// When it is to be put: at its age, sooner if somebody waits, and early enough for those that
+    /// do, whatever the age.
     fn due(&self, age: Duration) -> MonotonicTime {
         let oldest = self.oldest.unwrap_or(self.opened);
         let waiting = self.members.iter().filter(|member| member.done.is_some());

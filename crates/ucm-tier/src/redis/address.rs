@@ -1,5 +1,5 @@
-//! Where the servers are and how to log in there, from what a user wrote. A password goes from here to the client and
-//! nowhere else: what is shown of an address has none.
+//! Where the servers are and how to log in there, from what a user wrote. A password goes from here
+//! to the client and nowhere else: what is shown of an address has none.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -50,11 +50,13 @@ impl fmt::Display for Address {
 }
 
 impl Address {
-    /// Reads `redis://[user:password@]host[:port][/number]`, or the same with `rediss` for TLS. `Config` for anything else;
-    /// the text says nothing of what was written, which may be a password.
+    /// Reads `redis://[user:password@]host[:port][/number]`, or the same with `rediss` for TLS.
+    /// `Config` for anything else; the text says nothing of what was written, which may be a
+    /// password.
     pub(super) fn parse(written: &str, login: &Login) -> Result<Self> {
         let wrong = |why: &'static str| {
-            let text = "an address is redis://host:port/number, or rediss:// for TLS; a password in it is written with %xx \
+            let text = "an address is redis://host:port/number, or rediss:// for TLS; a password \
+                        in it is written with %xx \
                         for / @ : and the like, or given apart (redis_password)";
             Error::new(ErrorKind::Config, text).with("wrong", why)
         };
@@ -101,19 +103,22 @@ impl Address {
 }
 
 impl TlsFiles {
-    /// How TLS is spoken by these. `Config` where a file cannot be read or is not what it should be.
+    /// How TLS is spoken by these. `Config` where a file cannot be read or is not what it should
+    /// be.
     pub(super) fn client_config(&self) -> Result<Arc<ClientConfig>> {
         let mut roots = RootCertStore::empty();
         if let Some(path) = &self.ca {
             for certificate in certificates(path)? {
-                roots.add(certificate).map_err(|error| wrong_file(path, error))?;
+                roots
+                    .add(certificate)
+                    .map_err(|error| wrong_file(path, error))?;
             }
         } else {
             let found = rustls_native_certs::load_native_certs();
             roots.add_parsable_certificates(found.certs);
             if let (true, Some(error)) = (roots.is_empty(), found.errors.into_iter().next()) {
-                let text =
-                    "the authorities that this system trusts cannot be read; name one with redis_tls_ca";
+                let text = "the authorities that this system trusts cannot be read; name one with \
+                            redis_tls_ca";
                 return Err(Error::new(ErrorKind::Config, text).caused_by(error));
             }
         }
@@ -124,7 +129,9 @@ impl TlsFiles {
         let own_key = PrivateKeyDer::from_pem_slice(&secret_file::read(key, "redis_tls_key")?)
             .map_err(|error| wrong_file(key, error))?;
         let config = config.with_client_auth_cert(certificates(certificate)?, own_key);
-        Ok(Arc::new(config.map_err(|error| wrong_file(certificate, error))?))
+        Ok(Arc::new(
+            config.map_err(|error| wrong_file(certificate, error))?,
+        ))
     }
 }
 
@@ -166,7 +173,10 @@ mod tests {
         for (written, shown) in [
             ("redis://h", "redis://h:6379/0"),
             ("redis://:secret@h:7000/3", "redis://h:7000/3"),
-            ("rediss://user:secret@h.example", "rediss://h.example:6379/0"),
+            (
+                "rediss://user:secret@h.example",
+                "rediss://h.example:6379/0",
+            ),
         ] {
             assert_eq!(Address::parse(written, &login).unwrap().to_string(), shown);
         }
@@ -189,7 +199,10 @@ mod tests {
         };
         let error = files.client_config().err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Config);
-        assert!(error.to_string().contains("no certificate in it"), "{error}");
+        assert!(
+            error.to_string().contains("no certificate in it"),
+            "{error}"
+        );
     }
 
     #[test]

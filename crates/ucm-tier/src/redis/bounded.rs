@@ -1,11 +1,13 @@
 //! A connection on which a server cannot send more than was asked for.
 //!
-//! No length that a server announces is believed. Every question has a bound for its answer, which follows from the question
-//! alone ([`answer_bound`]). A stream below the client's parser counts what comes, and fails once that is more than all
-//! questions under way may be answered with and [`SLACK`] bytes. A connection on which a question was given up takes no
-//! more questions, and is closed as soon as the others on it have ended. The client of a cluster gives no question up: it waits
-//! for the answer, or for the connection to break, so that its connections stay and are bounded all the same. Where questions
-//! that no caller waits for any more leave no room for another one on a connection ([`IN_FLIGHT`]), it is closed at once.
+//! No length that a server announces is believed. Every question has a bound for its answer, which
+//! follows from the question alone ([`answer_bound`]). A stream below the client's parser counts
+//! what comes, and fails once that is more than all questions under way may be answered with and
+//! [`SLACK`] bytes. A connection on which a question was given up takes no more questions, and is
+//! closed as soon as the others on it have ended. The client of a cluster gives no question up: it
+//! waits for the answer, or for the connection to break, so that its connections stay and are
+//! bounded all the same. Where questions that no caller waits for any more leave no room for
+//! another one on a connection ([`IN_FLIGHT`]), it is closed at once.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,8 +23,8 @@ use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::cluster_async::Connect;
 use redis::io::tcp::socket2::SockRef;
 use redis::{
-    Arg, AsyncConnectionConfig, Cmd, ConnectionAddr, ConnectionInfo, ErrorKind, IntoConnectionInfo, Pipeline,
-    RedisError, RedisFuture, RedisResult, Value,
+    Arg, AsyncConnectionConfig, Cmd, ConnectionAddr, ConnectionInfo, ErrorKind, IntoConnectionInfo,
+    Pipeline, RedisError, RedisFuture, RedisResult, Value,
 };
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
@@ -31,7 +33,8 @@ use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 use tokio_rustls::TlsConnector;
 
-/// Bytes that may come besides answers: what a server says while a connection is made, and what it pushes.
+/// Bytes that may come besides answers: what a server says while a connection is made, and what it
+/// pushes.
 const SLACK: u64 = 64 << 10;
 /// The longest answer that is a number, a status or a refusal, and what stands around a value.
 const STATUS: u64 = 512;
@@ -43,7 +46,8 @@ pub(super) const CONNECT: Duration = Duration::from_secs(5);
 pub(super) const CONNECT_NODE: Duration = Duration::from_millis(1500);
 /// How long the system waits for what it sent to be acknowledged.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
-/// Bytes of records, sent or expected, that are on their way at once, on all connections of a store. More wait for their turn.
+/// Bytes of records, sent or expected, that are on their way at once, on all connections of a
+/// store. More wait for their turn.
 pub(super) const IN_FLIGHT: usize = 256 << 20;
 /// Questions that wait to be sent on one connection.
 const QUEUE: usize = 256;
@@ -77,9 +81,13 @@ fn answer_len(answer: &Value) -> u64 {
         Value::Int(number) => 3 + u64::from(*number < 0) + digits(number.unsigned_abs()),
         Value::BulkString(bytes) => 5 + digits(bytes.len() as u64) + bytes.len() as u64,
         Value::SimpleString(text) => 3 + text.len() as u64,
-        Value::Array(values) => 3 + digits(values.len() as u64) + values.iter().map(answer_len).sum::<u64>(),
+        Value::Array(values) => {
+            3 + digits(values.len() as u64) + values.iter().map(answer_len).sum::<u64>()
+        }
         Value::ServerError(error) => {
-            let details = error.details().map_or(0, |details| 1 + details.len() as u64);
+            let details = error
+                .details()
+                .map_or(0, |details| 1 + details.len() as u64);
             3 + error.code().len() as u64 + details
         }
         _ => 0,
@@ -106,7 +114,11 @@ struct BoundedStream<S> {
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for BoundedStream<S> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = buf.filled().len();
         ready!(Pin::new(&mut this.stream).poll_read(cx, buf))?;
@@ -123,7 +135,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for BoundedStream<S> {
 }
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for BoundedStream<S> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }
 
@@ -157,12 +173,18 @@ impl Drop for Shared {
 
 impl Bounded {
     /// Connects to a server within [`CONNECT`], over TLS where its address says so.
-    pub(super) async fn connect(info: &ConnectionInfo, tls: Option<&Arc<ClientConfig>>) -> RedisResult<Self> {
+    pub(super) async fn connect(
+        info: &ConnectionInfo,
+        tls: Option<&Arc<ClientConfig>>,
+    ) -> RedisResult<Self> {
         let made = tokio::time::timeout(CONNECT, Self::connect_over(info, tls));
         made.await.unwrap_or_else(|_| Err(late()))
     }
 
-    async fn connect_over(info: &ConnectionInfo, tls: Option<&Arc<ClientConfig>>) -> RedisResult<Self> {
+    async fn connect_over(
+        info: &ConnectionInfo,
+        tls: Option<&Arc<ClientConfig>>,
+    ) -> RedisResult<Self> {
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(None) // ours holds
             .set_response_timeout(None) // that of our jobs holds
@@ -175,7 +197,9 @@ impl Bounded {
                 let name = ServerName::try_from(host.clone())
                     .map_err(|_| wrong("the host of this address cannot have a certificate"))?;
                 let tcp = connect_tcp(host, *port).await?;
-                let stream = TlsConnector::from(Arc::clone(tls)).connect(name, tcp).await?;
+                let stream = TlsConnector::from(Arc::clone(tls))
+                    .connect(name, tcp)
+                    .await?;
                 Self::over(info, stream, config).await
             }
             _ => Err(wrong("this kind of address is not supported")),
@@ -183,7 +207,11 @@ impl Bounded {
     }
 
     /// A connection over this stream, on which the login has been made.
-    async fn over<S>(info: &ConnectionInfo, stream: S, config: AsyncConnectionConfig) -> RedisResult<Self>
+    async fn over<S>(
+        info: &ConnectionInfo,
+        stream: S,
+        config: AsyncConnectionConfig,
+    ) -> RedisResult<Self>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -285,7 +313,9 @@ impl ConnectionLike for Bounded {
     ) -> RedisFuture<'a, Vec<Value>> {
         async move {
             let begun = self.begin(questions.cmd_iter().map(answer_bound).sum())?;
-            let asked = self.connection.req_packed_commands(questions, offset, count);
+            let asked = self
+                .connection
+                .req_packed_commands(questions, offset, count);
             let len = |answers: &Vec<Value>| answers.iter().map(answer_len).sum();
             begun.wait(asked, len).await
         }
@@ -297,8 +327,9 @@ impl ConnectionLike for Bounded {
     }
 }
 
-/// What the nodes of a cluster are connected to with. The client of a cluster makes its connections by an address alone,
-/// and passes on the number of a database. A cluster has only database 0, so that number is one of [`CLUSTERS`] here.
+/// What the nodes of a cluster are connected to with. The client of a cluster makes its connections
+/// by an address alone, and passes on the number of a database. A cluster has only database 0, so
+/// that number is one of [`CLUSTERS`] here.
 pub(super) struct ClusterTls {
     number: i64,
 }

@@ -1,11 +1,12 @@
 //! The connections to a server or a cluster, and how questions go over them.
 //!
-//! Each connection carries many questions at once, in order (a *pipeline*). One of them is for what is short, so that a
-//! lookup does not stand behind megabytes; the others carry records, in turn. They are made when they are first wanted, by
-//! a task of their own that goes on when the caller that asked first gives up, and anew after an error or a question that
-//! was not answered in time. Nothing is sent twice on our side: what fails is a miss, and the breaker of the tier keeps the
-//! time until the next attempt. No connection brings more than was asked for ([`super::bounded`]), and what the records
-//! under way on all of them may have together has one limit ([`IN_FLIGHT`]).
+//! Each connection carries many questions at once, in order (a *pipeline*). One of them is for what
+//! is short, so that a lookup does not stand behind megabytes; the others carry records, in turn.
+//! They are made when they are first wanted, by a task of their own that goes on when the caller
+//! that asked first gives up, and anew after an error or a question that was not answered in time.
+//! Nothing is sent twice on our side: what fails is a miss, and the breaker of the tier keeps the
+//! time until the next attempt. No connection brings more than was asked for ([`super::bounded`]),
+//! and what the records under way on all of them may have together has one limit ([`IN_FLIGHT`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -32,10 +33,11 @@ use crate::network::{keep_memory_of_answers, use_ring};
 
 /// Share of the time of a job within which a node of a cluster answers.
 const NODE_SHARE: f64 = 0.75;
-/// How long after one could not be made the next attempt waits; who asks meanwhile gets the same answer.
+/// How long after one could not be made the next attempt waits; who asks meanwhile gets the same
+/// answer.
 const AGAIN: Duration = Duration::from_millis(500);
-/// The client of a cluster is made anew where questions are late and nothing has come for this long: it may wait for nodes
-/// that are gone.
+/// The client of a cluster is made anew where questions are late and nothing has come for this
+/// long: it may wait for nodes that are gone.
 const SILENCE: Duration = Duration::from_secs(1);
 /// What these are counted in.
 const UNIT: usize = 4 << 10;
@@ -48,7 +50,8 @@ const MOST_NAMED: usize = 256 << 20;
 const OF_KEY: usize = 64;
 
 /// What is said where user and password are not right, or have not the right.
-const NO_LOGIN: &str = "the server does not let us in; check user and password (redis_username, redis_password) and their rights";
+const NO_LOGIN: &str = "the server does not let us in; check user and password (redis_username, \
+                        redis_password) and their rights";
 
 /// What a question is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,7 +102,8 @@ struct Node {
 #[derive(Clone)]
 enum Link {
     One(Bounded),
-    /// The client of a cluster makes new connections with what its number refers to, so that is kept with it.
+    /// The client of a cluster makes new connections with what its number refers to, so that is
+    /// kept with it.
     Cluster {
         connection: ClusterConnection<Bounded>,
         _tls: Option<Arc<ClusterTls>>,
@@ -191,14 +195,16 @@ impl Connections {
         // One that became a replica while it was in use can be read all the same.
         let is_first = self.server.read().is_none();
         if info.is_replica && !info.is_cluster && is_first {
-            let text = "this server is a replica and takes no writes; give the address of its primary";
+            let text =
+                "this server is a replica and takes no writes; give the address of its primary";
             return Err(Error::new(ErrorKind::Config, text));
         }
         let server = match (info.is_cluster, self.addresses.len()) {
             (true, _) => self.cluster(tls)?,
             (false, 1) => Server::One(Box::new(node)),
             (false, several) => {
-                let text = "several addresses are nodes of one cluster, but the one that answered is no node of a cluster";
+                let text = "several addresses are nodes of one cluster, but the one that answered \
+                            is no node of a cluster";
                 return Err(Error::new(ErrorKind::Config, text).with("addresses", several));
             }
         };
@@ -207,7 +213,11 @@ impl Connections {
     }
 
     fn cluster(&self, tls: Option<Arc<ClientConfig>>) -> Result<Server> {
-        if let Some(other) = self.addresses.iter().find(|address| address.database() != 0) {
+        if let Some(other) = self
+            .addresses
+            .iter()
+            .find(|address| address.database() != 0)
+        {
             let text = "a cluster has no numbered databases; leave the number out of the address";
             return Err(Error::new(ErrorKind::Config, text).with("address", other));
         }
@@ -224,8 +234,8 @@ impl Connections {
         Ok(Server::Cluster(Box::new(Cluster { client, tls })))
     }
 
-    /// Asks these questions and waits for all answers, for as long as somebody waits for this job: an answer or a refusal for
-    /// each, in order, or why none came.
+    /// Asks these questions and waits for all answers, for as long as somebody waits for this job:
+    /// an answer or a refusal for each, in order, or why none came.
     pub(super) fn ask(
         &self,
         io: &IoJob,
@@ -270,12 +280,15 @@ impl Connections {
 
     /// What the server says of itself, of a cluster all nodes together.
     pub(super) fn info(&self, io: &IoJob) -> Result<ServerInfo> {
-        let info = self.with_link(io, Traffic::Short, 0, |mut link| async move { link.info().await })?;
+        let info = self.with_link(io, Traffic::Short, 0, |mut link| async move {
+            link.info().await
+        })?;
         Ok(ServerInfo::parse(&info))
     }
 
-    /// Asks over a connection, and once more over a new one where it turns out that the server had ended it: it may end what
-    /// was idle, and what is asked here may be asked twice. `weight`: units of [`IN_FLIGHT`] that this takes.
+    /// Asks over a connection, and once more over a new one where it turns out that the server had
+    /// ended it: it may end what was idle, and what is asked here may be asked twice. `weight`:
+    /// units of [`IN_FLIGHT`] that this takes.
     fn with_link<T, F>(
         &self,
         io: &IoJob,
@@ -339,7 +352,10 @@ impl Line {
 
     fn usable(&self, state: &State) -> Option<(u64, Link)> {
         let fresh = state.number > self.given_up.load(Ordering::Acquire);
-        let link = state.open.clone().filter(|link| fresh && !link.is_retired())?;
+        let link = state
+            .open
+            .clone()
+            .filter(|link| fresh && !link.is_retired())?;
         Some((state.number, link))
     }
 
@@ -369,8 +385,8 @@ impl Line {
         }
     }
 
-    /// Notes how a question that was asked at `began` ended. Where one after the other is late and nothing else comes, the
-    /// connection is given up.
+    /// Notes how a question that was asked at `began` ended. Where one after the other is late and
+    /// nothing else comes, the connection is given up.
     fn note(&self, error: Option<&Error>, began: MonotonicTime, now: MonotonicTime) {
         let mut health = self.health.lock();
         if !error.is_some_and(|error| error.kind() == ErrorKind::Timeout) {
@@ -421,7 +437,8 @@ impl Node {
         let mut connection = self.connect().await.map_err(no_answer)?;
         let info = connection.req_packed_command(&redis::cmd("INFO")).await;
         let refused = |error: RedisError| match error.code() {
-            Some("NOPERM") => Ok(ServerInfo::default()), // an account that may not ask: it is taken for one server
+            // an account that may not ask: it is taken for one server
+            Some("NOPERM") => Ok(ServerInfo::default()),
             _ => Err(no_answer(error)),
         };
         match info.and_then(Value::extract_error) {
@@ -450,9 +467,13 @@ impl Link {
         }
     }
 
-    /// An answer or a refusal for each question, of a cluster also why none came in `time`; an error where the connection to
-    /// the only server broke.
-    async fn ask(&mut self, questions: &Pipeline, time: Duration) -> Result<Vec<Result<Value>>, RedisError> {
+    /// An answer or a refusal for each question, of a cluster also why none came in `time`; an
+    /// error where the connection to the only server broke.
+    async fn ask(
+        &mut self,
+        questions: &Pipeline,
+        time: Duration,
+    ) -> Result<Vec<Result<Value>>, RedisError> {
         let answers = match self {
             Self::One(connection) => match questions.cmd_iter().next() {
                 // By itself, one is told why the connection broke.
@@ -462,13 +483,16 @@ impl Link {
                     asked.await?.into_iter().map(Ok).collect()
                 }
             },
-            Self::Cluster { connection, .. } => return Ok(ask_nodes(connection, questions, time).await),
+            Self::Cluster { connection, .. } => {
+                return Ok(ask_nodes(connection, questions, time).await);
+            }
         };
-        let settled = |answer: Result<Value, RedisError>| match answer.and_then(Value::extract_error) {
-            Ok(value) => Ok(Ok(value)),
-            Err(error) if error.code().is_some() => Ok(Err(refusal(&error))),
-            Err(error) => Err(error),
-        };
+        let settled =
+            |answer: Result<Value, RedisError>| match answer.and_then(Value::extract_error) {
+                Ok(value) => Ok(Ok(value)),
+                Err(error) if error.code().is_some() => Ok(Err(refusal(&error))),
+                Err(error) => Err(error),
+            };
         answers.into_iter().map(settled).collect()
     }
 
@@ -487,7 +511,9 @@ impl Link {
     async fn scan(&mut self, pattern: &str) -> Result<Vec<Vec<u8>>, RedisError> {
         let nodes = match self {
             Self::One(_) => vec![None],
-            Self::Cluster { connection, .. } => primaries(connection).await?.into_iter().map(Some).collect(),
+            Self::Cluster { connection, .. } => {
+                primaries(connection).await?.into_iter().map(Some).collect()
+            }
         };
         let (mut found, mut named) = (Vec::new(), 0);
         for node in nodes {
@@ -513,7 +539,8 @@ impl Link {
                     (Self::One(connection), _) => connection.req_packed_command(&question).await,
                     (Self::Cluster { .. }, None) => break,
                 };
-                let (next, keys): (String, Vec<Vec<u8>>) = redis::from_redis_value(answer?.extract_error()?)?;
+                let (next, keys): (String, Vec<Vec<u8>>) =
+                    redis::from_redis_value(answer?.extract_error()?)?;
                 named += keys.iter().map(|key| key.len() + OF_KEY).sum::<usize>();
                 found.extend(keys);
                 if next == "0" {
@@ -531,8 +558,9 @@ impl Link {
     }
 }
 
-/// Asks the nodes side by side; over each connection that is a pipeline again. A node that is gone, or silent for so long,
-/// fails its own questions alone: the others go on, and the client looks for it by itself.
+/// Asks the nodes side by side; over each connection that is a pipeline again. A node that is gone,
+/// or silent for so long, fails its own questions alone: the others go on, and the client looks for
+/// it by itself.
 async fn ask_nodes(
     connection: &ClusterConnection<Bounded>,
     questions: &Pipeline,
@@ -545,7 +573,8 @@ async fn ask_nodes(
     };
     let answers = futures_util::future::join_all(questions.cmd_iter().map(one)).await;
     if answers.iter().all(Result::is_err) && !answers.is_empty() {
-        std::future::pending::<()>().await; // no one answers: the deadline of the caller that waits says so
+        // no one answers: the deadline of the caller that waits says so
+        std::future::pending::<()>().await;
     }
     let settled = |answer: Result<Result<Value, RedisError>, Elapsed>| match answer {
         Ok(answer) => answer.and_then(Value::extract_error).map_err(no_answer),
@@ -558,11 +587,16 @@ async fn ask_nodes(
 }
 
 /// The primaries of a cluster: host and port of each.
-async fn primaries(connection: &mut ClusterConnection<Bounded>) -> Result<Vec<(String, u16)>, RedisError> {
+async fn primaries(
+    connection: &mut ClusterConnection<Bounded>,
+) -> Result<Vec<(String, u16)>, RedisError> {
     let mut question = redis::cmd("CLUSTER");
     question.arg("SLOTS");
     let any = RoutingInfo::SingleNode(SingleNodeRoutingInfo::Random);
-    let ranges = connection.route_command(question, any).await?.extract_error()?;
+    let ranges = connection
+        .route_command(question, any)
+        .await?
+        .extract_error()?;
     let mut nodes = Vec::new();
     let Value::Array(ranges) = ranges else {
         return Ok(nodes);
@@ -573,7 +607,10 @@ async fn primaries(connection: &mut ClusterConnection<Bounded>) -> Result<Vec<(S
         if let Some(Value::Array(primary)) = range.into_iter().nth(2) {
             let mut primary = primary.into_iter();
             if let (Some(host), Some(port)) = (primary.next(), primary.next()) {
-                nodes.push((redis::from_redis_value(host)?, redis::from_redis_value(port)?));
+                nodes.push((
+                    redis::from_redis_value(host)?,
+                    redis::from_redis_value(port)?,
+                ));
             }
         }
     }
@@ -628,7 +665,10 @@ fn refusal(error: &RedisError) -> Error {
             ErrorKind::Unhealthy,
             "the server takes no writes, for it has fewer replicas than it wants",
         ),
-        Some("WRONGTYPE") => (ErrorKind::Foreign, "what has this record's key is no record"),
+        Some("WRONGTYPE") => (
+            ErrorKind::Foreign,
+            "what has this record's key is no record",
+        ),
         Some("NOAUTH" | "WRONGPASS" | "NOPERM") => (ErrorKind::Io, NO_LOGIN),
         _ => (ErrorKind::Io, "the server refused"),
     };
@@ -637,10 +677,12 @@ fn refusal(error: &RedisError) -> Error {
 
 /// The error of a write. A server that lets us not write has answered, and what it has can be read.
 pub(super) fn of_write(error: Error) -> Error {
-    let cause = std::error::Error::source(&error).and_then(|cause| cause.downcast_ref::<RedisError>());
+    let cause =
+        std::error::Error::source(&error).and_then(|cause| cause.downcast_ref::<RedisError>());
     match cause.and_then(RedisError::code) {
         Some("NOPERM" | "ERR") => {
-            let text = "the server lets us write nothing; check the rights of the user (redis_username)";
+            let text =
+                "the server lets us write nothing; check the rights of the user (redis_username)";
             let cause = cause.cloned();
             let refused = Error::new(ErrorKind::Unhealthy, text);
             cause.into_iter().fold(refused, Error::caused_by)

@@ -37,7 +37,10 @@ impl ServerInfo {
 
     fn read(text: &str) -> Self {
         let mut info = Self::default();
-        for (name, value) in text.lines().filter_map(|line| line.trim_end().split_once(':')) {
+        for (name, value) in text
+            .lines()
+            .filter_map(|line| line.trim_end().split_once(':'))
+        {
             match name {
                 "redis_version" => info.version = value.to_owned(),
                 "cluster_enabled" => info.is_cluster = value == "1",
@@ -66,8 +69,10 @@ mod tests {
 
     #[test]
     fn a_server_and_a_cluster_say_what_they_are() {
-        let text = "# Server\r\nredis_version:7.0.15\r\n# Memory\r\nused_memory:1000\r\nmaxmemory:5000\r\n\
-                    maxmemory_policy:allkeys-lru\r\n# Replication\r\nrole:master\r\n# Cluster\r\ncluster_enabled:1\r\n";
+        let text = "# Server\r\nredis_version:7.0.15\r\n# \
+                    Memory\r\nused_memory:1000\r\nmaxmemory:5000\r\n\
+                    maxmemory_policy:allkeys-lru\r\n# Replication\r\nrole:master\r\n# \
+                    Cluster\r\ncluster_enabled:1\r\n";
         let node = Value::BulkString(text.as_bytes().to_vec());
         let info = ServerInfo::parse(&node);
         assert_eq!(

@@ -1,10 +1,12 @@
-//! The names under which things lie on a server: one key for each record, one for each part's manifest.
+//! The names under which things lie on a server: one key for each record, one for each part's
+//! manifest.
 //!
 //! ```text
 //! <prefix>:<namespace, 32 hex>:<record id, 32 hex>      one record, header and all
 //! <prefix>:<namespace, 32 hex>:manifest:<part>          the identity in words, and the sizes of that part
 //! ```
-//! Only keys of exactly these forms are read or removed. No braces: the records of a namespace go to all nodes of a cluster.
+//! Only keys of exactly these forms are read or removed. No braces: the records of a namespace go
+//! to all nodes of a cluster.
 
 use std::fmt::Write;
 

@@ -1,7 +1,8 @@
-//! Which records are known to be on the server, for a while: lookups of them ask no one, however busy the server is.
+//! Which records are known to be on the server, for a while: lookups of them ask no one, however
+//! busy the server is.
 //!
-//! A record is known from when this process wrote, read, found or touched it until a while after; one that went meanwhile
-//! costs a read that misses, and is forgotten then.
+//! A record is known from when this process wrote, read, found or touched it until a while after;
+//! one that went meanwhile costs a read that misses, and is forgotten then.
 
 use std::time::Duration;
 

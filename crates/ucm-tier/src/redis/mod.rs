@@ -1,9 +1,11 @@
 //! Redis: one value per record, header and all, under a key that names namespace and id ([`keys`]).
 //!
-//! The server makes a value appear whole or not at all, removes it when its time is over (`expire_after`) and refuses it when
-//! it is full (`maxmemory`), so there is neither index nor collector here. Every record is verified by the engine as ever. A
-//! lookup asks the server for lengths, all of a batch with one round trip, and only for what is not known to be there anyway
-//! ([`known`]). [`connections`] has the client; the caller waits for it with the deadline of the job.
+//! The server makes a value appear whole or not at all, removes it when its time is over
+//! (`expire_after`) and refuses it when it is full (`maxmemory`), so there is neither index nor
+//! collector here. Every record is verified by the engine as ever. A lookup asks the server for
+//! lengths, all of a batch with one round trip, and only for what is not known to be there anyway
+//! ([`known`]). [`connections`] has the client; the caller waits for it with the deadline of the
+//! job.
 
 mod address;
 mod bounded;
@@ -28,8 +30,8 @@ use ucm_quota::{Pause, Usage};
 use ucm_record::{Expect, RecordHeader, verify_stored};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, InPlace, Indexed, Lent, Listed, MediumStats, Outcome, Presence,
-    Quarantined, ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, InPlace, Indexed, Lent, Listed, MediumStats, Outcome,
+    Presence, Quarantined, ReadDone, WriteOptions, Written,
 };
 use crate::damage_rate::DamageRate;
 use crate::lengths::Lengths;
@@ -54,7 +56,8 @@ const OF_SET: usize = 64;
 const TOGETHER: usize = 1024;
 /// Damaged records in a minute above which the server counts as sick.
 const MOST_DAMAGED: u32 = 16;
-/// How old what is known of the server's memory may be before somebody looks again, and how long a look may take.
+/// How old what is known of the server's memory may be before somebody looks again, and how long a
+/// look may take.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_secs(5);
 /// How often the manifest is written again, so that it outlives the records.
@@ -109,7 +112,8 @@ struct Seen {
 }
 
 impl RedisBackend {
-    /// A backend over these threads; nothing is touched before [`Backend::open`]. `Config` for addresses that are none.
+    /// A backend over these threads; nothing is touched before [`Backend::open`]. `Config` for
+    /// addresses that are none.
     pub fn new(config: RedisConfig, pool: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         let addresses = config
             .addresses
@@ -117,7 +121,8 @@ impl RedisBackend {
             .map(|written| Address::parse(written, &config.login));
         let addresses: Vec<Address> = addresses.collect::<Result<_>>()?;
         if addresses.is_empty() {
-            let text = "storage_backends names no server; write redis://host:port, or rediss:// for TLS";
+            let text =
+                "storage_backends names no server; write redis://host:port, or rediss:// for TLS";
             return Err(Error::new(ErrorKind::Config, text));
         }
         let (tls, connections) = (config.tls.clone(), config.connections);
@@ -152,8 +157,11 @@ impl Backend for RedisBackend {
                 false => deadline,
             };
             match self.shared.describe(&self.pool.here(LANE_SPACE, until)) {
-                // The node that has this document may be the one that is gone; a use of a block tries again.
-                Err(error) if is_cluster && matches!(error.kind(), ErrorKind::Io | ErrorKind::Timeout) => {}
+                // The node that has this document may be the one that is gone; a use of a block
+                // tries again.
+                Err(error)
+                    if is_cluster && matches!(error.kind(), ErrorKind::Io | ErrorKind::Timeout) => {
+                }
                 described => described?,
             }
         }
@@ -177,7 +185,14 @@ impl Backend for RedisBackend {
         self.shared.read(io, run)
     }
 
-    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+    fn write(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    ) {
         let written = self
             .shared
             .write(io, id, &slot.as_slice()[..options.len], &options);
@@ -198,7 +213,9 @@ impl Backend for RedisBackend {
 
     fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         ids.iter().for_each(|&id| self.shared.known.forget(id));
-        let removed = self.shared.ask_each(io, ids, |key| question("UNLINK", &key))?;
+        let removed = self
+            .shared
+            .ask_each(io, ids, |key| question("UNLINK", &key))?;
         Ok(removed.into_iter().filter(|removed| *removed == 1).count())
     }
 
@@ -266,7 +283,8 @@ impl RedisBackend {
 }
 
 impl Indexed for RedisBackend {
-    /// Small records in runs that one round trip brings, large ones each by itself, so that every thread has some.
+    /// Small records in runs that one round trip brings, large ones each by itself, so that every
+    /// thread has some.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
         let together = (BATCH_BYTES / self.shared.config.scope.record.record_len().max(1)).max(1);
         let share = reads.len().div_ceil(threads.max(1)).clamp(1, together);
@@ -305,14 +323,19 @@ impl Shared {
         };
         let (connections, expire) = (self.config.connections, self.config.expire_after.as_secs());
         let words = format!(
-            "Redis {version}, {what}, {connections} connections for blocks, {bound}, blocks live {expire} s after their last \
+            "Redis {version}, {what}, {connections} connections for blocks, {bound}, blocks live \
+             {expire} s after their last \
              use"
         );
         let unbounded = info.limit.is_none() && !info.version.is_empty();
-        if unbounded && !self.config.scope.lookup_only && !std::mem::replace(&mut server.warned, true) {
+        if unbounded
+            && !self.config.scope.lookup_only
+            && !std::mem::replace(&mut server.warned, true)
+        {
             warn!(
                 store = self.config.scope.writer,
-                "the server has no maxmemory: nothing but expire_after ({expire} s) bounds what is stored there; give it one"
+                "the server has no maxmemory: nothing but expire_after ({expire} s) bounds what is \
+                 stored there; give it one"
             );
         }
         words
@@ -324,7 +347,11 @@ impl Shared {
         let mut manifest = self
             .manifest(io, config.scope.part)?
             .unwrap_or_else(|| Manifest::new(&config.scope.identity, config.scope.labels.clone()));
-        manifest.add(config.scope.part, &config.scope.record, &config.scope.geometry);
+        manifest.add(
+            config.scope.part,
+            &config.scope.record,
+            &config.scope.geometry,
+        );
         self.lengths.learn_from(&manifest);
         let expire = config.expire_after.max(2 * DESCRIBE_AGAIN);
         match self.put(io, &key, &manifest.to_bytes(), expire, true) {
@@ -341,19 +368,22 @@ impl Shared {
     /// The manifest of a part, if it can be read.
     fn manifest(&self, io: &IoJob, part: Part) -> Result<Option<Manifest>> {
         let key = self.keys.manifest(part);
-        let answer =
-            self.connections
-                .ask_one(io, Traffic::Record, start_of(&key, limits::MAX_DOCUMENT_BYTES));
+        let answer = self.connections.ask_one(
+            io,
+            Traffic::Record,
+            start_of(&key, limits::MAX_DOCUMENT_BYTES),
+        );
         match answer {
             Ok(Value::BulkString(stored)) => Ok(serde_json::from_slice(&stored).ok()),
             Ok(_) => Ok(None),
-            Err(error) if error.kind() == ErrorKind::Foreign => Ok(None), // a value of another type makes way
+            // a value of another type makes way
+            Err(error) if error.kind() == ErrorKind::Foreign => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    /// Reads which lengths records may have, where one was met whose length is not known and it is time for that: those of
-    /// writers that keep other side shards. Whether there is news.
+    /// Reads which lengths records may have, where one was met whose length is not known and it is
+    /// time for that: those of writers that keep other side shards. Whether there is news.
     fn learns_lengths(&self, io: &IoJob) -> bool {
         if !self.lengths.is_look_due(self.clock.now()) {
             return false;
@@ -370,8 +400,16 @@ impl Shared {
     }
 
     /// Stores a value; false where it was not to be replaced and there is one.
-    fn put(&self, io: &IoJob, key: &str, value: &[u8], expire: Duration, replace: bool) -> Result<bool> {
-        // With room for what follows the value, which would otherwise be copied once more to make some.
+    fn put(
+        &self,
+        io: &IoJob,
+        key: &str,
+        value: &[u8],
+        expire: Duration,
+        replace: bool,
+    ) -> Result<bool> {
+        // With room for what follows the value, which would otherwise be copied once more to make
+        // some.
         let mut put = Cmd::with_capacity(6, key.len() + value.len() + OF_SET);
         put.arg("SET")
             .arg(key)
@@ -385,13 +423,24 @@ impl Shared {
         Ok(answer.map_err(of_write)? != Value::Nil)
     }
 
-    /// Asks the same of each record, for answers that are numbers; -1 where what has its key is no record.
-    fn ask_each(&self, io: &IoJob, ids: &[BlockId], ask: impl Fn(String) -> Cmd) -> Result<Vec<i64>> {
+    /// Asks the same of each record, for answers that are numbers; -1 where what has its key is no
+    /// record.
+    fn ask_each(
+        &self,
+        io: &IoJob,
+        ids: &[BlockId],
+        ask: impl Fn(String) -> Cmd,
+    ) -> Result<Vec<i64>> {
         self.answers(io, ids, ask)?.into_iter().collect()
     }
 
     /// The same, each with its own error.
-    fn answers(&self, io: &IoJob, ids: &[BlockId], ask: impl Fn(String) -> Cmd) -> Result<Vec<Result<i64>>> {
+    fn answers(
+        &self,
+        io: &IoJob,
+        ids: &[BlockId],
+        ask: impl Fn(String) -> Cmd,
+    ) -> Result<Vec<Result<i64>>> {
         if ids.is_empty() {
             return Ok(Vec::new());
         }
@@ -440,7 +489,10 @@ impl Shared {
         if asked.contains(&Err(MissReason::WrongLength)) && self.learns_lengths(io) {
             asked = lengths.iter().map(presence).collect();
         }
-        let there = unknown.iter().zip(&asked).filter(|(_, there)| there.is_ok());
+        let there = unknown
+            .iter()
+            .zip(&asked)
+            .filter(|(_, there)| there.is_ok());
         self.known.learn(there.map(|(id, _)| *id), self.clock.now());
         let mut asked = asked.into_iter();
         let mut place = |known: bool| match known {
@@ -454,7 +506,8 @@ impl Shared {
         let longest = self.lengths.longest();
         let all: Vec<usize> = (0..run.len()).collect();
         let mut answers = self.ask_for(io, &run, &all, longest);
-        // A writer that keeps other side shards may have added a length since the manifest was read.
+        // A writer that keeps other side shards may have added a length since the manifest was
+        // read.
         let longer = |&n: &usize| match &answers[n] {
             Ok(Value::BulkString(start)) => {
                 let len = start.len() as u64;
@@ -474,9 +527,16 @@ impl Shared {
         run.into_iter().zip(answers).map(ended).collect()
     }
 
-    /// Answers for these reads of a run: as much of a record as there is room for where that is known to be less than all,
-    /// else all of it, or one byte more than the longest record has of a value that is none.
-    fn ask_for(&self, io: &IoJob, run: &[BlockRead], which: &[usize], longest: u64) -> Vec<Result<Value>> {
+    /// Answers for these reads of a run: as much of a record as there is room for where that is
+    /// known to be less than all, else all of it, or one byte more than the longest record has of a
+    /// value that is none.
+    fn ask_for(
+        &self,
+        io: &IoJob,
+        run: &[BlockRead],
+        which: &[usize],
+        longest: u64,
+    ) -> Vec<Result<Value>> {
         let question = |&n: &usize| {
             let read = &run[n];
             let len = match self.wants_part(read) {
@@ -539,7 +599,13 @@ impl Shared {
         })
     }
 
-    fn write(&self, io: &IoJob, id: BlockId, record: &[u8], options: &WriteOptions) -> Result<Written> {
+    fn write(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        record: &[u8],
+        options: &WriteOptions,
+    ) -> Result<Written> {
         self.pause.lock().check(self.clock.now())?;
         let written = self.write_record(io, id, record, options);
         let now = self.clock.now();
@@ -571,11 +637,12 @@ impl Shared {
             }
             self.put(io, &key, record, expire, true)?;
         }
-        self.recency.published(id, options.ordinal, self.clock.wall_ns());
+        self.recency
+            .published(id, options.ordinal, self.clock.wall_ns());
         if options.read_back {
-            let back = self
-                .connections
-                .ask_one(io, Traffic::Record, start_of(&key, record.len() + 1))?;
+            let back =
+                self.connections
+                    .ask_one(io, Traffic::Record, start_of(&key, record.len() + 1))?;
             return Ok(self
                 .verify(id, &back)
                 .map_or_else(Written::Unsound, |()| Written::Published));
@@ -583,8 +650,8 @@ impl Shared {
         Ok(Written::Published)
     }
 
-    /// The outcome where what has this key is not replaced: a record of a newer version, or one that this store cannot read;
-    /// or, unless it was `refused`, one that has the length of ours.
+    /// The outcome where what has this key is not replaced: a record of a newer version, or one
+    /// that this store cannot read; or, unless it was `refused`, one that has the length of ours.
     fn stays(&self, io: &IoJob, key: &str, refused: bool) -> Result<Option<Written>> {
         let head = start_of(key, RecordHeader::LONGEST);
         let answers = self
@@ -594,7 +661,8 @@ impl Shared {
             Ok([Ok(Value::Int(len)), Ok(Value::BulkString(head))]) => {
                 let newer = match RecordHeader::decode(&head) {
                     Ok(header) => {
-                        // One that has as many bytes as it says is of a writer that keeps other side shards.
+                        // One that has as many bytes as it says is of a writer that keeps other
+                        // side shards.
                         if u64::try_from(len).is_ok_and(|len| len == header.record_len) {
                             self.lengths.learn(header.record_len);
                         }
@@ -607,7 +675,9 @@ impl Shared {
                 }
                 Ok((!refused && self.is_ours(len)).then_some(Written::Present))
             }
-            Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => Err(error),
+            Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => {
+                Err(error)
+            }
             _ => Ok(None),
         }
     }
@@ -635,7 +705,10 @@ impl Shared {
             expire.arg(seconds);
             expire
         })?;
-        let (there, gone): (Vec<_>, Vec<_>) = ids.iter().zip(touched).partition(|(_, touched)| *touched == 1);
+        let (there, gone): (Vec<_>, Vec<_>) = ids
+            .iter()
+            .zip(touched)
+            .partition(|(_, touched)| *touched == 1);
         self.recency.count(there.len() as u64);
         self.known
             .learn(there.into_iter().map(|(id, _)| *id), self.clock.now());
@@ -676,7 +749,8 @@ fn question(name: &str, key: &str) -> Cmd {
     question
 }
 
-/// A question about the first `len` bytes of a value, all of it where it has no more; empty where there is none.
+/// A question about the first `len` bytes of a value, all of it where it has no more; empty where
+/// there is none.
 fn start_of(key: &str, len: usize) -> Cmd {
     let mut start = question("GETRANGE", key);
     start.arg(0).arg(len.saturating_sub(1));

@@ -34,7 +34,8 @@ pub(crate) struct RedisPlace {
 }
 
 impl RedisPlace {
-    /// A place at these addresses, where blocks live so long after their last use. It is reached at once.
+    /// A place at these addresses, where blocks live so long after their last use. It is reached at
+    /// once.
     pub(crate) fn open(
         addresses: &[String],
         login: &Login,
@@ -42,7 +43,9 @@ impl RedisPlace {
         prefix: String,
         life: Duration,
     ) -> Result<Self> {
-        let addresses = addresses.iter().map(|written| Address::parse(written, login));
+        let addresses = addresses
+            .iter()
+            .map(|written| Address::parse(written, login));
         let addresses = addresses.collect::<Result<Vec<_>>>()?;
         let clock: Arc<dyn Clock> = SystemClock::shared();
         let connections = Connections::new(addresses, tls, 1, Arc::clone(&clock))?;
@@ -125,7 +128,9 @@ impl Place for RedisPlace {
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
         let len = len.min(LONGEST_RECORD); // it may be what the server said of its value
         let mut range = question("GETRANGE", name);
-        range.arg(start).arg(start.saturating_add(len).saturating_sub(1));
+        range
+            .arg(start)
+            .arg(start.saturating_add(len).saturating_sub(1));
         let answers = self.connections.ask(
             &self.job(),
             Traffic::Record,
@@ -134,7 +139,9 @@ impl Place for RedisPlace {
         match <[Result<Value>; 2]>::try_from(answers) {
             Ok([Ok(Value::Int(0)), _]) => Ok(None),
             Ok([Ok(_), Ok(Value::BulkString(bytes))]) => Ok(Some(bytes)),
-            Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => Err(error),
+            Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => {
+                Err(error)
+            }
             _ => Ok(None),
         }
     }

@@ -1,4 +1,5 @@
-//! The way of a record into an open segment: the write, the read back if that is wanted, and what came of it.
+//! The way of a record into an open segment: the write, the read back if that is wanted, and what
+//! came of it.
 
 use std::sync::Arc;
 
@@ -14,7 +15,12 @@ use crate::writing::Write;
 
 impl Segments {
     /// Writes a record to its place, here.
-    pub(super) fn write_into(self: &Arc<Self>, io: &IoJob, open: &Arc<OpenSegment>, append: Append) {
+    pub(super) fn write_into(
+        self: &Arc<Self>,
+        io: &IoJob,
+        open: &Arc<OpenSegment>,
+        append: Append,
+    ) {
         let (write, written) = self.placed_write(open, append);
         io.here(write, written);
     }
@@ -35,7 +41,11 @@ impl Segments {
         impl FnOnce(&IoJob) -> Result<Written> + Send + 'static,
         impl FnOnce(Result<Written>) + Send + 'static,
     ) {
-        let Append { number, entry, write } = append;
+        let Append {
+            number,
+            entry,
+            write,
+        } = append;
         let Write {
             mut slot,
             options,
@@ -69,7 +79,8 @@ impl Segments {
         let next = match result {
             Ok(Written::Published) => {
                 if self.add_newest(open, &entry) {
-                    self.locally_visible.gained(entry.id); // else the index was full, and it cannot be read
+                    // else the index was full, and it cannot be read
+                    self.locally_visible.gained(entry.id);
                 }
                 open.written(number, done, now, at_once)
             }
@@ -94,8 +105,8 @@ impl Segments {
         }
     }
 
-    /// Takes a record that was written into the index, the last written in place of copies in segments beside this one;
-    /// whether it is found there.
+    /// Takes a record that was written into the index, the last written in place of copies in
+    /// segments beside this one; whether it is found there.
     fn add_newest(&self, open: &OpenSegment, entry: &Entry) -> bool {
         let _one_at_a_time = self.writer.adding.lock(); // or two copies drop each other
         self.index.add(open.number, &[*entry]);

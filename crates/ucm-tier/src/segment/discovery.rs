@@ -1,9 +1,11 @@
-//! The segments of others: which there are is seen by listing their directory, what is in them by reading their footers.
+//! The segments of others: which there are is seen by listing their directory, what is in them by
+//! reading their footers.
 //!
-//! A segment never changes under its name, so its footer is read once (and now and then again, see [`super::recheck`]: a
-//! medium forgets). The directory is listed when its time has changed,
-//! once more when it has changed no further (two changes may share one time), when somebody misses what should be
-//! there, and every half minute whatever its time says (a network file system may show an old one).
+//! A segment never changes under its name, so its footer is read once (and now and then again, see
+//! [`super::recheck`]: a medium forgets). The directory is listed when its time has changed,
+//! once more when it has changed no further (two changes may share one time), when somebody misses
+//! what should be there, and every half minute whatever its time says (a network file system may
+//! show an old one).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -29,8 +31,8 @@ use crate::shared::is_link;
 
 /// Longest time between two listings.
 const LIST_AGAIN: Duration = Duration::from_secs(30);
-/// How long after a segment got its name everybody who looks for those of others has found it: the longest time between
-/// two listings, and a few looks more.
+/// How long after a segment got its name everybody who looks for those of others has found it: the
+/// longest time between two listings, and a few looks more.
 pub(super) const FOUND_BY: Duration = LIST_AGAIN.saturating_add(Duration::from_secs(5));
 /// A segment that was not read for this long, and at most twice as long, is closed.
 const CLOSE_UNUSED: Duration = Duration::from_secs(10);
@@ -46,7 +48,8 @@ pub(crate) struct SegmentDiscovery {
     state: Mutex<State>,
     /// Who waits for a look.
     pub(super) looks: PendingLooks,
-    /// When the log was last told that the index is full, and how many records had found no room by then.
+    /// When the log was last told that the index is full, and how many records had found no room by
+    /// then.
     told_full: Mutex<Option<(MonotonicTime, u64)>>,
     /// When the log was last told that the end of a segment cannot be read.
     told_unreadable: Mutex<Option<MonotonicTime>>,
@@ -78,7 +81,8 @@ impl Segments {
         while self.find(deadline) && self.shared.clock.now() < deadline {}
     }
 
-    /// Calls back after the next look: with an error when it could not be made by the deadline, or too many wait for it.
+    /// Calls back after the next look: with an error when it could not be made by the deadline, or
+    /// too many wait for it.
     pub(super) fn after_look(&self, deadline: MonotonicTime, done: Done<()>) {
         let closing = || self.closing.load(Ordering::Acquire);
         if self.discovery.looks.add(deadline, done, closing) {
@@ -87,7 +91,8 @@ impl Segments {
         }
     }
 
-    /// Looks around for those who wait for that: between two steps of something that keeps the discovery thread.
+    /// Looks around for those who wait for that: between two steps of something that keeps the
+    /// discovery thread.
     pub(super) fn look_if_asked(&self) {
         if self.discovery.looks.is_asked() {
             self.find(self.shared.clock.now().after(TURN));
@@ -113,7 +118,8 @@ impl Segments {
         more
     }
 
-    /// Asks the manifest about records whose lengths are not known: those of writers that keep other side shards.
+    /// Asks the manifest about records whose lengths are not known: those of writers that keep
+    /// other side shards.
     fn learn_lengths(&self, deadline: MonotonicTime) {
         if self.shared.has_lengths_to_learn() {
             let shared = Arc::clone(&self.shared);
@@ -141,12 +147,14 @@ impl Segments {
             path = %root,
             most,
             no_room,
-            "the index of {root} is full: it has room for {most} blocks, {no_room} more that are stored there are misses for \
+            "the index of {root} is full: it has room for {most} blocks, {no_room} more that are \
+             stored there are misses for \
              this process; lower storage_capacity, or store larger blocks"
         );
     }
 
-    /// Says in the log, once in a while, that what a segment holds is a miss because its end cannot be read.
+    /// Says in the log, once in a while, that what a segment holds is a miss because its end cannot
+    /// be read.
     fn tell_unreadable(&self, name: SegmentName, error: &Error) {
         if error.kind() != ErrorKind::Io && !is_link(error) {
             return;
@@ -166,8 +174,8 @@ impl Segments {
         );
     }
 
-    /// Closes segments that no one has read for a while: one that was removed elsewhere must not hold its space, and a
-    /// share can be unmounted then.
+    /// Closes segments that no one has read for a while: one that was removed elsewhere must not
+    /// hold its space, and a share can be unmounted then.
     fn close_unused(&self) {
         let now = self.shared.clock.now();
         let mut closed = self.discovery.closed.lock();
@@ -190,7 +198,12 @@ impl Segments {
         }
     }
 
-    fn list_if_changed(&self, state: &mut State, asked: bool, deadline: MonotonicTime) -> Result<()> {
+    fn list_if_changed(
+        &self,
+        state: &mut State,
+        asked: bool,
+        deadline: MonotonicTime,
+    ) -> Result<()> {
         let now = self.shared.clock.now();
         let dir = self.shared.layout.segments();
         let looked = dir.clone();
@@ -201,7 +214,8 @@ impl Segments {
             return Ok(());
         }
         let before = self.index.public();
-        let listed = self.unless_linked(self.shared.call(deadline, move |io| io.list_if_there(&dir)))?;
+        let listed =
+            self.unless_linked(self.shared.call(deadline, move |io| io.list_if_there(&dir)))?;
         (state.seen, state.settled, state.listed) = (meta, same, Some(now));
         let whole = listed.len() < MAX_LIST;
         let files = listed.into_iter().filter(|(_, meta)| !meta.is_dir);
@@ -214,9 +228,12 @@ impl Segments {
         let mut gone = Vec::new();
         for (name, number) in before {
             match there.get(&name) {
-                // A segment never changes. One that has another length than it had is not that segment any more: others,
-                // who read its footer, have none of its records, and so must we, or no one would store them again.
-                Some(meta) if self.index.file_len(number) != Some(meta.len) => self.index.vanished(number),
+                // A segment never changes. One that has another length than it had is not that
+                // segment any more: others, who read its footer, have none of its records, and so
+                // must we, or no one would store them again.
+                Some(meta) if self.index.file_len(number) != Some(meta.len) => {
+                    self.index.vanished(number)
+                }
                 None if whole => {
                     self.index.vanished(number);
                     gone.push(self.shared.layout.segment(name));
@@ -274,8 +291,9 @@ impl Segments {
                             });
                         }
                     }
-                    // It was removed meanwhile, belongs to another listing, or the medium does not answer now, which says
-                    // nothing of the segment: it is looked at again after the next listing.
+                    // It was removed meanwhile, belongs to another listing, or the medium does not
+                    // answer now, which says nothing of the segment: it is looked at again after
+                    // the next listing.
                     Err(error) => self.tell_unreadable(name, &error),
                     Ok(Err(MissReason::NewerVersion)) => {
                         state.odd.insert(name, (meta, TRIES));
@@ -289,7 +307,8 @@ impl Segments {
         }
     }
 
-    /// The footer of a segment, of whose end `tail` was read. Two kinds of failure: of the medium, and of what it holds.
+    /// The footer of a segment, of whose end `tail` was read. Two kinds of failure: of the medium,
+    /// and of what it holds.
     pub(super) fn footer(
         &self,
         name: SegmentName,
@@ -299,15 +318,18 @@ impl Segments {
     ) -> Result<Result<Footer, MissReason>> {
         let namespace = self.shared.config.identity.digest();
         let lengths = &self.shared.lengths;
-        Ok(match Footer::in_tail(tail, file_len, name, namespace, lengths) {
-            Ok(Tail::Whole(footer)) => Ok(footer),
-            Ok(Tail::Longer(trailer)) => {
-                let (start, end) = (trailer.footer.start, trailer.footer.end);
-                let read = self.begin_read(name, start, end - start, ReadMode::Default, deadline);
-                Footer::of(&trailer, &read.wait()?.0, lengths)
-            }
-            Err(reason) => Err(reason),
-        })
+        Ok(
+            match Footer::in_tail(tail, file_len, name, namespace, lengths) {
+                Ok(Tail::Whole(footer)) => Ok(footer),
+                Ok(Tail::Longer(trailer)) => {
+                    let (start, end) = (trailer.footer.start, trailer.footer.end);
+                    let read =
+                        self.begin_read(name, start, end - start, ReadMode::Default, deadline);
+                    Footer::of(&trailer, &read.wait()?.0, lengths)
+                }
+                Err(reason) => Err(reason),
+            },
+        )
     }
 
     /// Starts reading a piece of a segment: its bytes, and the file's length.
@@ -319,7 +341,10 @@ impl Segments {
         mode: ReadMode,
         deadline: MonotonicTime,
     ) -> Pending<(Vec<u8>, u64)> {
-        let (path, len) = (self.shared.layout.segment(name), (len as usize).max(TRAILER_LEN));
+        let (path, len) = (
+            self.shared.layout.segment(name),
+            (len as usize).max(TRAILER_LEN),
+        );
         let read = move |io: &IoJob| {
             let gone = || Error::new(ErrorKind::NotFound, "this segment is gone");
             io.read_piece(&path, offset, len, mode)?.ok_or_else(gone)

@@ -1,8 +1,9 @@
-//! Evidence of damage in a segment: the damaged record is copied aside, for its segment goes or stays whole.
+//! Evidence of damage in a segment: the damaged record is copied aside, for its segment goes or
+//! stays whole.
 //!
-//! The same rules as for block files ([`crate::quarantine`]): one more look past every cache, nothing while another host
-//! may still be writing, few a minute, bounded. A copy that was found damaged twice is no hit here any more; an older one
-//! takes its place.
+//! The same rules as for block files ([`crate::quarantine`]): one more look past every cache,
+//! nothing while another host may still be writing, few a minute, bounded. A copy that was found
+//! damaged twice is no hit here any more; an older one takes its place.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -58,7 +59,8 @@ impl Segments {
             return Ok(Quarantined::Stopped);
         }
         if !bounds.enabled {
-            return Ok(Quarantined::LeftAlone); // it stays where it is, as a file would: refused until it is replaced
+            // it stays where it is, as a file would: refused until it is replaced
+            return Ok(Quarantined::LeftAlone);
         }
         self.shared.check_marker(deadline)?;
         self.index.drop_copy(id, &hit);
@@ -68,8 +70,8 @@ impl Segments {
         Ok(Quarantined::Kept)
     }
 
-    /// What is wrong with a record by one more read past every cache, and its bytes; `None` if nothing is, if it is not
-    /// damage, or if another writer may be about to finish it.
+    /// What is wrong with a record by one more read past every cache, and its bytes; `None` if
+    /// nothing is, if it is not damage, or if another writer may be about to finish it.
     fn damage(
         &self,
         id: BlockId,
@@ -102,7 +104,10 @@ impl Segments {
         let dir = self.shared.layout.namespace().join(DIR);
         self.shared.make_dir(dir.clone(), deadline)?;
         let seconds = self.shared.clock.wall_ns() / 1_000_000_000;
-        let reservation = self.shared.space.reserve_blocking(bytes.len() as u64, deadline)?;
+        let reservation = self
+            .shared
+            .space
+            .reserve_blocking(bytes.len() as u64, deadline)?;
         let private = self.shared.next_private();
         let target = dir.join(evidence_name(id, reason, seconds));
         let mode = self.shared.config.modes.file;

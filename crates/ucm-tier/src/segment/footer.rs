@@ -1,5 +1,5 @@
-//! A segment's footer as those read it who did not write the segment: from the bytes at its end, and by a second read where
-//! it is longer than those.
+//! A segment's footer as those read it who did not write the segment: from the bytes at its end,
+//! and by a second read where it is longer than those.
 
 use ucm_core::{MissReason, Part};
 use ucm_quota::layout::SegmentName;
@@ -31,7 +31,8 @@ pub(crate) enum Tail {
 }
 
 impl Footer {
-    /// Verifies the last bytes of the segment of this name, which has `file_len` bytes, in this namespace.
+    /// Verifies the last bytes of the segment of this name, which has `file_len` bytes, in this
+    /// namespace.
     pub(crate) fn in_tail(
         tail: &[u8],
         file_len: u64,
@@ -57,7 +58,11 @@ impl Footer {
     }
 
     /// The footer that these bytes are. None of its records is longer than one of its part can be.
-    pub(crate) fn of(trailer: &Trailer, footer: &[u8], lengths: &Lengths) -> Result<Self, MissReason> {
+    pub(crate) fn of(
+        trailer: &Trailer,
+        footer: &[u8],
+        lengths: &Lengths,
+    ) -> Result<Self, MissReason> {
         let entries = trailer.entries(footer, lengths.bound(trailer.owner.part))?;
         Ok(Self {
             sealed_ns: trailer.owner.time_ns,

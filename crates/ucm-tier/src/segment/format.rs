@@ -1,9 +1,10 @@
-//! The bytes of a segment besides its records: a page at its head that says whose it is, and a footer that says where its
-//! records lie. `docs/format.md` has every offset.
+//! The bytes of a segment besides its records: a page at its head that says whose it is, and a
+//! footer that says where its records lie. `docs/format.md` has every offset.
 //!
-//! The head is for the process that finds the segment of a dead writer; the footer, at the very end of the file, for
-//! readers. A footer is believed only whole: its length, its checksums and every entry are verified before one is used.
-//! Entries do not overlap, and none is longer than a record of its part can be.
+//! The head is for the process that finds the segment of a dead writer; the footer, at the very end
+//! of the file, for readers. A footer is believed only whole: its length, its checksums and every
+//! entry are verified before one is used. Entries do not overlap, and none is longer than a record
+//! of its part can be.
 
 use std::ops::Range;
 
@@ -86,7 +87,8 @@ fn put(out: &mut [u8], offset: usize, bytes: &[u8]) {
     out[offset..offset + bytes.len()].copy_from_slice(bytes);
 }
 
-/// Which version these bytes are of, if they begin with `magic` and end with their checksum at `crc`.
+/// Which version these bytes are of, if they begin with `magic` and end with their checksum at
+/// `crc`.
 fn check(bytes: &[u8], magic: [u8; 4], crc: usize, flags: usize) -> Result<(), MissReason> {
     if bytes[..4] != magic {
         return Err(MissReason::NotARecord);
@@ -109,12 +111,20 @@ pub(crate) fn encode_head(owner: &Owner, process: &Process) -> Vec<u8> {
     put(&mut out, 0, &HEAD_MAGIC);
     put(&mut out, at::VERSION, &VERSION.to_le_bytes());
     put(&mut out, at::HEAD_WRITER, &owner.name.writer.to_le_bytes());
-    put(&mut out, at::HEAD_SEQUENCE, &owner.name.sequence.to_le_bytes());
+    put(
+        &mut out,
+        at::HEAD_SEQUENCE,
+        &owner.name.sequence.to_le_bytes(),
+    );
     put(&mut out, at::HEAD_NAMESPACE, &owner.namespace);
     put(&mut out, at::HEAD_PART, &owner.part.to_bytes());
     put(&mut out, at::HEAD_TIME, &owner.time_ns.to_le_bytes());
     put(&mut out, at::HEAD_PID, &process.pid.to_le_bytes());
-    put(&mut out, at::HEAD_HOST_LEN, &(host.len() as u32).to_le_bytes());
+    put(
+        &mut out,
+        at::HEAD_HOST_LEN,
+        &(host.len() as u32).to_le_bytes(),
+    );
     put(&mut out, at::HEAD_STARTED, &process.started.to_le_bytes());
     put(&mut out, at::HEAD_HOST, host);
     let crc = crc32c(&out[..at::HEAD_CRC]);
@@ -124,7 +134,9 @@ pub(crate) fn encode_head(owner: &Owner, process: &Process) -> Vec<u8> {
 
 /// Whose segment it is and which process wrote it, by its first page.
 pub(crate) fn decode_head(bytes: &[u8]) -> Result<(Owner, Process), MissReason> {
-    let head = bytes.get(..HEAD_LEN as usize).ok_or(MissReason::Truncated)?;
+    let head = bytes
+        .get(..HEAD_LEN as usize)
+        .ok_or(MissReason::Truncated)?;
     check(head, HEAD_MAGIC, at::HEAD_CRC, at::HEAD_FLAGS)?;
     let len = u32_at(head, at::HEAD_HOST_LEN) as usize;
     if len > HOST_LEN {
@@ -194,7 +206,10 @@ pub(crate) struct Trailer {
 impl Trailer {
     /// Verifies the last bytes of a file of `file_len` bytes; `tail` ends where the file does.
     pub(crate) fn decode(tail: &[u8], file_len: u64) -> Result<Self, MissReason> {
-        let start = tail.len().checked_sub(TRAILER_LEN).ok_or(MissReason::Truncated)?;
+        let start = tail
+            .len()
+            .checked_sub(TRAILER_LEN)
+            .ok_or(MissReason::Truncated)?;
         let bytes = &tail[start..];
         check(bytes, TRAILER_MAGIC, at::CRC, at::FLAGS)?;
         let (start, len) = (u64_at(bytes, at::START), u64_at(bytes, at::LEN));
@@ -254,7 +269,9 @@ impl Trailer {
             whole.then_some(entry)
         };
         let entries = listed.chunks_exact(ENTRY_LEN).take(self.entries).map(entry);
-        let entries: Vec<Entry> = entries.collect::<Option<_>>().ok_or(MissReason::BadHeader)?;
+        let entries: Vec<Entry> = entries
+            .collect::<Option<_>>()
+            .ok_or(MissReason::BadHeader)?;
         let mut places: Vec<Range<u64>> = entries
             .iter()
             .map(|entry| entry.offset..entry.offset + entry.len)

@@ -1,13 +1,15 @@
-//! Where every record of a namespace lies, in memory: a lookup is answered from here without a system call.
+//! Where every record of a namespace lies, in memory: a lookup is answered from here without a
+//! system call.
 //!
-//! A block costs 24 bytes in a hash table (its id, the number of its segment, its page there and a small number for its
-//! length) and one byte of the table's own: 25 bytes at 7/8 full, 57 right after the table doubled, so at most 64 with
-//! everything else that grows with blocks. Tables are split by id, so that growing one copies a 64th.
+//! A block costs 24 bytes in a hash table (its id, the number of its segment, its page there and a
+//! small number for its length) and one byte of the table's own: 25 bytes at 7/8 full, 57 right
+//! after the table doubled, so at most 64 with everything else that grows with blocks. Tables are
+//! split by id, so that growing one copies a 64th.
 //!
-//! A segment that is gone leaves at once, its blocks later: the thread that meets one of a segment that is not there
-//! takes it out, and a sweep takes the rest. Of several copies the newest counts, by the time its segment was sealed
-//! and then by that segment's name, so that all who know the same segments take the same copy. [`stats`]: what a
-//! segment is still good for.
+//! A segment that is gone leaves at once, its blocks later: the thread that meets one of a segment
+//! that is not there takes it out, and a sweep takes the rest. Of several copies the newest counts,
+//! by the time its segment was sealed and then by that segment's name, so that all who know the
+//! same segments take the same copy. [`stats`]: what a segment is still good for.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -53,7 +55,8 @@ pub(crate) struct Hit {
     /// From the start of the file.
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    /// When its segment was sealed, by its writer's clock, ns of Unix time; the end of time while it is not.
+    /// When its segment was sealed, by its writer's clock, ns of Unix time; the end of time while
+    /// it is not.
     pub(crate) sealed_ns: u64,
 }
 
@@ -65,7 +68,8 @@ pub(crate) struct Known {
     pub(crate) part: Part,
     /// Whether only its writer knows it yet.
     pub(crate) private: bool,
-    /// By which the newer of two copies is told: the time it was sealed, by its writer's clock, ns of Unix time.
+    /// By which the newer of two copies is told: the time it was sealed, by its writer's clock, ns
+    /// of Unix time.
     pub(crate) sealed_ns: u64,
     /// Time of the last use of any of its records, ns of Unix time, as far as is known here.
     pub(crate) used_ns: i64,
@@ -141,7 +145,8 @@ impl Index {
         &self.shards[usize::from(id.0[15]) % SHARDS]
     }
 
-    /// Takes up a segment: its number. One of that name that is known stays, and `None` is the answer.
+    /// Takes up a segment: its number. One of that name that is known stays, and `None` is the
+    /// answer.
     pub(crate) fn begin(&self, known: Known) -> Option<SegmentNumber> {
         let mut segments = self.segments.write();
         if segments.by_name.contains_key(&known.name) {
@@ -311,8 +316,8 @@ impl Index {
         }
     }
 
-    /// Removes a record: none of its copies is one any more, and where their segments are gathered they are left out. False
-    /// where there was none.
+    /// Removes a record: none of its copies is one any more, and where their segments are gathered
+    /// they are left out. False where there was none.
     pub(crate) fn remove(&self, id: BlockId) -> bool {
         let mut any = false;
         while let Some(hit) = self.find(id) {
@@ -325,7 +330,8 @@ impl Index {
         any
     }
 
-    /// A private segment has its name now: when it was sealed, when it was used, how long its file is.
+    /// A private segment has its name now: when it was sealed, when it was used, how long its file
+    /// is.
     pub(crate) fn named(&self, number: SegmentNumber, sealed_ns: u64, used_ns: i64, len: u64) {
         if let Some(segment) = self.segments.write().known.get_mut(&number) {
             let known = &mut segment.known;
@@ -358,14 +364,16 @@ impl Index {
             let gone: Vec<(BlockId, Place)> = {
                 let segments = self.segments.read();
                 let shard = shard.read();
-                let gone = |(_, place): &(&BlockId, &Place)| !segments.known.contains_key(&place.segment);
+                let gone =
+                    |(_, place): &(&BlockId, &Place)| !segments.known.contains_key(&place.segment);
                 shard
                     .iter()
                     .filter(gone)
                     .map(|(id, place)| (*id, *place))
                     .collect()
             };
-            gone.into_iter().for_each(|(id, place)| self.forget(id, place));
+            gone.into_iter()
+                .for_each(|(id, place)| self.forget(id, place));
         }
     }
 
@@ -401,7 +409,11 @@ impl Index {
     pub(crate) fn list(&self) -> Vec<(BlockId, u64, i64)> {
         let mut all = Vec::with_capacity(self.blocks());
         for shard in &self.shards {
-            let places: Vec<_> = shard.read().iter().map(|(id, place)| (*id, *place)).collect();
+            let places: Vec<_> = shard
+                .read()
+                .iter()
+                .map(|(id, place)| (*id, *place))
+                .collect();
             for (id, place) in places {
                 if let Some(hit) = self.hit(place) {
                     let segments = self.segments.read();

@@ -1,13 +1,15 @@
-//! Which records this process can read and others may not have found yet, told as changes since the last time that the
-//! scheduler asked.
+//! Which records this process can read and others may not have found yet, told as changes since the
+//! last time that the scheduler asked.
 //!
-//! A record is only locally visible from when it was written until others must have found its segment, a while after
-//! that got its name: the scheduler looks for it in a directory listing now and then, and between the two it must not
-//! be a miss. What is dropped, or never gets a name, is so no longer at once.
+//! A record is only locally visible from when it was written until others must have found its
+//! segment, a while after that got its name: the scheduler looks for it in a directory listing now
+//! and then, and between the two it must not be a miss. What is dropped, or never gets a name, is
+//! so no longer at once.
 //!
-//! What is gained and lost between two questions is never told, and nothing stays so for a while before the first
-//! question, so nothing grows in a process that is never asked: at any time there are no more ids here than records in
-//! segments that have no name yet, those that were told of and lost since, and a bounded number published lately.
+//! What is gained and lost between two questions is never told, and nothing stays so for a while
+//! before the first question, so nothing grows in a process that is never asked: at any time there
+//! are no more ids here than records in segments that have no name yet, those that were told of and
+//! lost since, and a bounded number published lately.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -17,8 +19,8 @@ use ucm_infra::MonotonicTime;
 
 use crate::backend::LocallyVisible;
 
-/// Most records that stay only locally visible for a while after they were published; where more are, the first of them
-/// end sooner.
+/// Most records that stay only locally visible for a while after they were published; where more
+/// are, the first of them end sooner.
 const MOST_LEAVING: usize = 1 << 15;
 
 /// See the module.
@@ -32,8 +34,8 @@ struct Inner {
     fresh: HashSet<BlockId>,
     told: HashSet<BlockId>,
     lost: HashSet<BlockId>,
-    /// Published ones in the order in which they end, and when each of them does: what was written again since, or dropped,
-    /// is in the first only.
+    /// Published ones in the order in which they end, and when each of them does: what was written
+    /// again since, or dropped, is in the first only.
     leaving: VecDeque<(MonotonicTime, BlockId)>,
     ends: HashMap<BlockId, MonotonicTime>,
 }
@@ -76,11 +78,18 @@ impl LocalChanges {
     pub(crate) fn take(&self, now: MonotonicTime) -> LocallyVisible {
         let mut inner = self.0.lock();
         inner.asked = true;
-        while inner.leaving.front().is_some_and(|(found, _)| *found <= now) {
+        while inner
+            .leaving
+            .front()
+            .is_some_and(|(found, _)| *found <= now)
+        {
             inner.end_first();
         }
         let some = |ids: &HashSet<BlockId>| -> Vec<BlockId> {
-            ids.iter().copied().take(limits::MAX_IDS_PER_CALL / 2).collect()
+            ids.iter()
+                .copied()
+                .take(limits::MAX_IDS_PER_CALL / 2)
+                .collect()
         };
         let news = LocallyVisible {
             gained: some(&inner.fresh),

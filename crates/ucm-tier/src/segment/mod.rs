@@ -1,16 +1,19 @@
-//! The segment layout: many records in one file, which gets its name when it is sealed and never changes after that.
+//! The segment layout: many records in one file, which gets its name when it is sealed and never
+//! changes after that.
 //!
-//! A writer appends records to a private file; after a while, or when it is large enough, the file is *sealed*: an index
-//! of its records becomes its footer, it is closed and renamed. Only then are its records published, all at once, so that
-//! creating, closing and renaming cost what they cost once per segment and not once per block. Lookups are answered
-//! from memory. The parts:
+//! A writer appends records to a private file; after a while, or when it is large enough, the file
+//! is *sealed*: an index of its records becomes its footer, it is closed and renamed. Only then are
+//! its records published, all at once, so that creating, closing and renaming cost what they cost
+//! once per segment and not once per block. Lookups are answered from memory. The parts:
 //!
-//! * [`format`]: the bytes; [`index`]: where every record lies; [`locally_visible`]: what only this process can read
-//!   yet;
-//! * [`open`]: one segment being written; [`writer`]: which one; [`append`]: one record into it; [`sealing`]: how it ends;
+//! * [`format`]: the bytes; [`index`]: where every record lies; [`locally_visible`]: what only this
+//!   process can read yet;
+//! * [`open`]: one segment being written; [`writer`]: which one; [`append`]: one record into it;
+//!   [`sealing`]: how it ends;
 //!   [`timer`]: when;
-//! * [`discovery`]: the segments of others; [`recheck`]: whether their footers, and ours, are still there for the next one;
-//!   [`runs`] and [`reader`]: reading records; [`recovery`]: what dead writers left;
+//! * [`discovery`]: the segments of others; [`recheck`]: whether their footers, and ours, are still
+//!   there for the next one; [`runs`] and [`reader`]: reading records; [`recovery`]: what dead
+//!   writers left;
 //!   [`evidence`]: what is damaged;
 //! * [`reclaim`]: small and sparse segments become one, records in use outlive their segment.
 //!
@@ -44,8 +47,8 @@ use ucm_io::{IoJob, IoPool};
 use ucm_quota::Capacity;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats, Outcome,
-    Presence, Quarantined, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
+    Outcome, Presence, Quarantined, WriteOptions, Written,
 };
 use crate::layout_kind::LayoutKind;
 use crate::shared::{PosixConfig, Shared};
@@ -70,10 +73,11 @@ const LONGEST: u64 = 1 << 30;
 /// What the segment layout goes by beside what every POSIX root does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentConfig {
-    /// Length at which a segment is sealed, bytes, at most 1 GiB. Never more than a 64th of the root's limit, but at least
-    /// one record.
+    /// Length at which a segment is sealed, bytes, at most 1 GiB. Never more than a 64th of the
+    /// root's limit, but at least one record.
     pub size: u64,
-    /// How long after its oldest record was written a segment is sealed. Zero: as soon as nothing is being written.
+    /// How long after its oldest record was written a segment is sealed. Zero: as soon as nothing
+    /// is being written.
     pub age: Duration,
     /// Most records in the index in memory; further ones are misses.
     pub most_blocks: usize,
@@ -114,7 +118,8 @@ pub(crate) struct Segments {
 }
 
 impl SegmentBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
+    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the
+    /// limit is too small.
     pub fn new(
         config: PosixConfig,
         segments: SegmentConfig,
@@ -178,7 +183,8 @@ impl Segments {
         if limit >= least {
             return Ok(());
         }
-        let text = "storage_capacity must hold at least 8 segments of one block; raise it or make room";
+        let text =
+            "storage_capacity must hold at least 8 segments of one block; raise it or make room";
         Err(Error::new(ErrorKind::Config, text)
             .with("storage_capacity", limit)
             .with("at_least", least)
@@ -188,13 +194,18 @@ impl Segments {
     /// What is used and why, for the log.
     fn words(&self) -> String {
         let (size, age) = (self.room(), self.config.age.as_secs_f64());
-        let (known, blocks, words) = (self.index.segments(), self.index.blocks(), self.shared.words());
+        let (known, blocks, words) = (
+            self.index.segments(),
+            self.index.blocks(),
+            self.shared.words(),
+        );
         let left_out = match self.index.left_out() {
             0 => String::new(),
             more => format!(", {more} more do not fit the index and are misses"),
         };
         format!(
-            "{words}, segments of {size} bytes sealed after {age} s; {blocks} blocks in {known} of them found{left_out}"
+            "{words}, segments of {size} bytes sealed after {age} s; {blocks} blocks in {known} of \
+             them found{left_out}"
         )
     }
 
@@ -255,7 +266,14 @@ impl Backend for SegmentBackend {
         self.segments.read(io, run)
     }
 
-    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+    fn write(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        done: Done<Written>,
+    ) {
         let write = Write {
             id,
             slot,
@@ -267,21 +285,24 @@ impl Backend for SegmentBackend {
             return write.end(Ok(Written::Present));
         }
         if !self.segments.index.has_room(id) {
-            let full = "the index of segments is full: this block could be written and never be found";
+            let full =
+                "the index of segments is full: this block could be written and never be found";
             return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
         }
         self.segments.append(io, Coming::new(write));
     }
 
-    /// Who only looks up tells nothing: whether a use is one of the whole segment is known where segments are merged.
+    /// Who only looks up tells nothing: whether a use is one of the whole segment is known where
+    /// segments are merged.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         if !self.segments.shared.config.lookup_only {
             self.segments.touch(ids, deadline);
         }
     }
 
-    /// Forgets records in this process. Their bytes stay until their segment goes, or until this process gathers it, which it
-    /// does where most of it was removed: others may be using the rest.
+    /// Forgets records in this process. Their bytes stay until their segment goes, or until this
+    /// process gathers it, which it does where most of it was removed: others may be using the
+    /// rest.
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut removed = 0;
         for &id in ids {
@@ -316,7 +337,10 @@ impl Backend for SegmentBackend {
             more: vec![
                 ("segments_open", self.segments.taking_records() as u64),
                 ("segments_merged", reclaim.gathered.load(Ordering::Relaxed)),
-                ("records_carried", reclaim.reinserted.load(Ordering::Relaxed)),
+                (
+                    "records_carried",
+                    reclaim.reinserted.load(Ordering::Relaxed),
+                ),
                 ("records_not_indexed", self.segments.index.left_out()),
                 ("storage_short", u64::from(reclaim.uses.is_room_short())),
             ],
@@ -336,8 +360,8 @@ impl Backend for SegmentBackend {
         segments.await_sealed(clock.now().after(left() / 2));
         segments.seal_notify.notify();
         segments.discovery.notify.notify();
-        // A reclaiming that is not over holds room, and who holds room cannot say to the others that it is not there any
-        // more: they would wait for its silence.
+        // A reclaiming that is not over holds room, and who holds room cannot say to the others
+        // that it is not there any more: they would wait for its silence.
         segments.pool.shutdown(left() / 2);
         segments.shared.space.shutdown(left() / 2);
         segments.shared.io.shutdown(left());

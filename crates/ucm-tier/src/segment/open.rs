@@ -1,7 +1,8 @@
-//! One segment being written: places for records are reserved in order, then it is closed to new ones, and when the last
-//! write has ended it can be sealed.
+//! One segment being written: places for records are reserved in order, then it is closed to new
+//! ones, and when the last write has ended it can be sealed.
 //!
-//! A write that failed or came too late leaves a hole that the footer does not name. Nothing here touches a file.
+//! A write that failed or came too late leaves a hole that the footer does not name. Nothing here
+//! touches a file.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -142,7 +143,11 @@ impl OpenSegment {
             written: false,
             done: None,
         });
-        Ok(Append { number, entry, write })
+        Ok(Append {
+            number,
+            entry,
+            write,
+        })
     }
 
     /// How many records have their place and are not written yet.
@@ -171,7 +176,8 @@ impl OpenSegment {
         }
     }
 
-    /// A write ended without a record; nothing is added behind it any more, unless it was only refused a place in a queue.
+    /// A write ended without a record; nothing is added behind it any more, unless it was only
+    /// refused a place in a queue.
     pub(crate) fn failed(&self, error: &Error, go_on: bool, at_once: bool) -> Next {
         let mut inner = self.inner.lock();
         inner.closed |= !go_on || (at_once && inner.in_flight == 1);
@@ -197,8 +203,9 @@ impl OpenSegment {
         inner.flush_due = Some(inner.flush_due.map_or(due, |other| other.min(due)));
     }
 
-    /// When it is to be sealed, if it holds a record (or no one writes one) and still takes more: `age` after the
-    /// oldest was written, sooner if somebody waits, and early enough for those that do, whatever the age.
+    /// When it is to be sealed, if it holds a record (or no one writes one) and still takes more:
+    /// `age` after the oldest was written, sooner if somebody waits, and early enough for those
+    /// that do, whatever the age.
     pub(crate) fn due(&self, age: Duration) -> Option<MonotonicTime> {
         let inner = self.inner.lock();
         let empty = (inner.in_flight == 0).then_some(self.opened);
@@ -216,11 +223,17 @@ impl OpenSegment {
     pub(crate) fn late(&self, now: MonotonicTime) -> (Vec<Done<Written>>, Option<MonotonicTime>) {
         let mut inner = self.inner.lock();
         let (mut late, mut next) = (Vec::new(), None);
-        for member in inner.members.iter_mut().filter(|member| member.done.is_some()) {
+        for member in inner
+            .members
+            .iter_mut()
+            .filter(|member| member.done.is_some())
+        {
             if member.deadline <= now {
                 late.extend(member.done.take());
             } else {
-                next = Some(next.map_or(member.deadline, |next: MonotonicTime| next.min(member.deadline)));
+                next = Some(next.map_or(member.deadline, |next: MonotonicTime| {
+                    next.min(member.deadline)
+                }));
             }
         }
         (late, next)
@@ -233,7 +246,10 @@ impl OpenSegment {
         Contents {
             end: inner.end,
             entries: written.clone().map(|member| member.entry).collect(),
-            deadline: written.map(|member| member.deadline).max().unwrap_or_default(),
+            deadline: written
+                .map(|member| member.deadline)
+                .max()
+                .unwrap_or_default(),
             first_ordinal: inner.first_ordinal,
             trouble: inner.trouble.clone(),
         }

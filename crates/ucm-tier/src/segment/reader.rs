@@ -1,9 +1,10 @@
-//! Reading records from their segments: those that lie next to one another with one operation, each straight into its own
-//! slot.
+//! Reading records from their segments: those that lie next to one another with one operation, each
+//! straight into its own slot.
 //!
-//! A record that is not where it should be was removed with its segment, moved by its own writer's seal between the look
-//! and the open, or published so lately that no one here has seen it: another look at the directory tells, once. What
-//! goes wrong with several at once is asked again for each by itself, so that each has an outcome of its own.
+//! A record that is not where it should be was removed with its segment, moved by its own writer's
+//! seal between the look and the open, or published so lately that no one here has seen it: another
+//! look at the directory tells, once. What goes wrong with several at once is asked again for each
+//! by itself, so that each has an outcome of its own.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,9 +19,9 @@ use super::runs::{follows, runs, want};
 use crate::backend::{BlockRead, Outcome, Part, Parts, ReadDone};
 use crate::reading::explain;
 
-/// Bytes of one operation for several records: at least so many that reading takes longer than starting another thread,
-/// at most so many (four blocks of 256 KiB with their headers) that they are in a cache of the processor still when the
-/// thread that has read them verifies them.
+/// Bytes of one operation for several records: at least so many that reading takes longer than
+/// starting another thread, at most so many (four blocks of 256 KiB with their headers) that they
+/// are in a cache of the processor still when the thread that has read them verifies them.
 const LEAST: usize = 256 << 10;
 const MOST: usize = 5 << 18;
 
@@ -51,11 +52,15 @@ impl Segments {
     pub(super) fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         let found: Option<Vec<_>> = run.iter().map(|read| self.index.find(read.id)).collect();
         let Some(found) = found.filter(|found| found.len() > 1) else {
-            return run.into_iter().map(|read| self.read_alone(io, read)).collect();
+            return run
+                .into_iter()
+                .map(|read| self.read_alone(io, read))
+                .collect();
         };
         let placed = found.into_iter().zip(run);
         let placed: Vec<_> = placed.map(|(hit, read)| Placed { hit, read }).collect();
-        let both = |pair: &[Placed]| follows((&pair[0].hit, &pair[0].read), (&pair[1].hit, &pair[1].read));
+        let both =
+            |pair: &[Placed]| follows((&pair[0].hit, &pair[0].read), (&pair[1].hit, &pair[1].read));
         if placed.windows(2).all(both) {
             return self.read_neighbours(io, placed);
         }
@@ -81,9 +86,12 @@ impl Segments {
         if !read.looked {
             return Outcome::Moved(read);
         }
-        self.locally_visible.lost(read.id); // for the scheduler, which was told that it can be read here
+        // for the scheduler, which was told that it can be read here
+        self.locally_visible.lost(read.id);
         let text = "this record is in no segment";
-        Outcome::Came(Err(Error::new(ErrorKind::NotFound, text).with("block", read.id)))
+        Outcome::Came(Err(
+            Error::new(ErrorKind::NotFound, text).with("block", read.id)
+        ))
     }
 
     /// Whether a record is stored in the form in which it is used, by its length.
@@ -96,13 +104,17 @@ impl Segments {
         let Parts { steps, mut arrived } = parts;
         let (path, mut brought, mut steps) = (self.path(&one.hit), 0, VecDeque::from(steps));
         while let Some(mut step) = steps.pop_front() {
-            step.retain(|part| part.end as u64 <= one.hit.len); // a record may be without side shards
+            // a record may be without side shards
+            step.retain(|part| part.end as u64 <= one.hit.len);
             let want = step.iter().map(Range::len).sum::<usize>();
             let slot = one.read.slot.as_mut_slice();
             match io.read_parts(&path, one.hit.offset, &step, slot, !one.hit.private) {
-                Ok(read) if read == want => steps.extend(arrived(io, Part::of(&step, slot, one.hit.len))),
+                Ok(read) if read == want => {
+                    steps.extend(arrived(io, Part::of(&step, slot, one.hit.len)))
+                }
                 _ => {
-                    arrived(io, Part::of(&[], slot, one.hit.len)); // what was read before is read again
+                    // what was read before is read again
+                    arrived(io, Part::of(&[], slot, one.hit.len));
                     return self.read_one(io, one);
                 }
             }
@@ -120,8 +132,8 @@ impl Segments {
         }
     }
 
-    /// Several records with one operation. Those that it did not bring are read each by itself, so that each has an outcome
-    /// of its own.
+    /// Several records with one operation. Those that it did not bring are read each by itself, so
+    /// that each has an outcome of its own.
     fn read_neighbours(&self, io: &IoJob, mut placed: Vec<Placed>) -> Vec<Outcome> {
         let Some(first) = placed.first().map(|first| first.hit) else {
             return Vec::new();
@@ -130,7 +142,12 @@ impl Segments {
             let want = want(&one.hit, one.read.slot.len());
             (one.read.slot.as_mut_slice(), want)
         });
-        let read = io.read_into(&self.path(&first), first.offset, into.collect(), !first.private);
+        let read = io.read_into(
+            &self.path(&first),
+            first.offset,
+            into.collect(),
+            !first.private,
+        );
         let mut left = read.unwrap_or_default();
         let outcome = |one: Placed| {
             let (want, len) = (want(&one.hit, one.read.slot.len()), one.hit.len);
@@ -159,7 +176,11 @@ impl Segments {
             match read {
                 // Fewer bytes came only where its file ends before it should.
                 Ok(read) => {
-                    let len = if read < want { read as u64 } else { one.hit.len };
+                    let len = if read < want {
+                        read as u64
+                    } else {
+                        one.hit.len
+                    };
                     return Outcome::Came(Ok(one.read(read, len)));
                 }
                 Err(error) if error.kind() != ErrorKind::NotFound => {

@@ -1,9 +1,11 @@
 //! Footers of segments that are known are read again, a few at a time.
 //!
-//! Who knows a segment knows its records by heart: it reads on, whatever becomes of the footer. Who comes later has nothing
-//! but the footer, and would miss all of the segment's records for as long as somebody else takes them for stored and dumps
-//! none of them again. So every process that may dump looks, past every cache, whether a newcomer would find what it knows
-//! itself; a segment whose footer says no more what is in it is forgotten here too, and the next dumps store its blocks anew.
+//! Who knows a segment knows its records by heart: it reads on, whatever becomes of the footer. Who
+//! comes later has nothing but the footer, and would miss all of the segment's records for as long
+//! as somebody else takes them for stored and dumps none of them again. So every process that may
+//! dump looks, past every cache, whether a newcomer would find what it knows itself; a segment
+//! whose footer says no more what is in it is forgotten here too, and the next dumps store its
+//! blocks anew.
 
 use std::ops::Bound;
 use std::time::Duration;
@@ -29,7 +31,8 @@ pub(crate) struct Rechecked {
 }
 
 impl Segments {
-    /// Reads some footers again if it is time to, and forgets segments of which no one could read them now.
+    /// Reads some footers again if it is time to, and forgets segments of which no one could read
+    /// them now.
     pub(super) fn recheck_footers(&self, deadline: MonotonicTime) {
         let chosen = self.footers_to_recheck();
         let reads: Vec<_> = chosen
@@ -37,7 +40,8 @@ impl Segments {
             .filter_map(|(name, number)| {
                 let file_len = self.index.file_len(number)?;
                 let len = file_len.min(TAIL);
-                let read = self.begin_read(name, file_len - len, len, ReadMode::FreshDirect, deadline);
+                let read =
+                    self.begin_read(name, file_len - len, len, ReadMode::FreshDirect, deadline);
                 Some((name, number, read))
             })
             .collect();
@@ -58,13 +62,15 @@ impl Segments {
                 store = self.shared.config.writer,
                 path = %first,
                 count,
-                "the index in {first} is damaged (one of {count} such segments): others miss its blocks, so they are stored \
+                "the index in {first} is damaged (one of {count} such segments): others miss its \
+                 blocks, so they are stored \
                  again when they are next computed; check the medium"
             );
         }
     }
 
-    /// The next ones in the order of their names, all around; none before it is time, and none where no one dumps.
+    /// The next ones in the order of their names, all around; none before it is time, and none
+    /// where no one dumps.
     fn footers_to_recheck(&self) -> Vec<(SegmentName, SegmentNumber)> {
         let now = self.shared.clock.now();
         let mut rechecked = self.discovery.rechecked.lock();

@@ -1,11 +1,13 @@
-//! What dead writers left: the whole records of their private segments are copied into a segment of our own.
+//! What dead writers left: the whole records of their private segments are copied into a segment of
+//! our own.
 //!
-//! A private file belongs to its writer alone. To others it is dead when its head names a process of this host that is
-//! gone, or when it was not written for ten minutes by the file server's own clock. The process that takes it up
-//! renames it first, to a private name of its own: of several that try one has it, and a writer that was only asleep
-//! finds its file gone and fails, harmlessly. It is copied and not sealed as it is, for a sleeper may still hold it
-//! open, and a segment that has a name is never written. A record counts only if its header and every checksum are
-//! right.
+//! A private file belongs to its writer alone. To others it is dead when its head names a process
+//! of this host that is gone, or when it was not written for ten minutes by the file server's own
+//! clock. The process that takes it up renames it first, to a private name of its own: of several
+//! that try one has it, and a writer that was only asleep finds its file gone and fails,
+//! harmlessly. It is copied and not sealed as it is, for a sleeper may still hold it open, and a
+//! segment that has a name is never written. A record counts only if its header and every checksum
+//! are right.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -38,14 +40,17 @@ struct Recovery<'a> {
 }
 
 impl Segments {
-    /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the deadline allow; best effort:
-    /// what fails or is not done by then is tried again with a later turn. A process that opens a root waits for little
-    /// of it only, the discovery thread does the rest.
+    /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the
+    /// deadline allow; best effort: what fails or is not done by then is tried again with a later
+    /// turn. A process that opens a root waits for little of it only, the discovery thread does the
+    /// rest.
     pub(super) fn recover(&self, most: u64, until: MonotonicTime) {
         let now = self.shared.clock.now();
         {
             let mut last = self.discovery.recovered_at.lock();
-            if self.shared.config.lookup_only || last.is_some_and(|last| now.since(last) < LOOK_AGAIN) {
+            if self.shared.config.lookup_only
+                || last.is_some_and(|last| now.since(last) < LOOK_AGAIN)
+            {
                 return;
             }
             *last = Some(now);
@@ -61,7 +66,10 @@ impl Segments {
 
     /// The time of the file server: that of a file made just now.
     pub(super) fn server_time(&self, deadline: MonotonicTime) -> Result<i64> {
-        let (path, mode) = (self.private(self.next_name()), self.shared.config.modes.file);
+        let (path, mode) = (
+            self.private(self.next_name()),
+            self.shared.config.modes.file,
+        );
         let look = move |io: &IoJob| {
             io.create(&path, &[0], 0, mode)?;
             let looked = io.look(path.clone());
@@ -153,8 +161,9 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    /// Records in a private segment that are whole and not stored elsewhere; where they lie there. They need not be equally
-    /// long, and there may be holes between them: a record begins at a page.
+    /// Records in a private segment that are whole and not stored elsewhere; where they lie there.
+    /// They need not be equally long, and there may be holes between them: a record begins at a
+    /// page.
     fn whole_records(&self, path: &Path, file_len: u64) -> Result<Vec<Entry>> {
         let mut found = Vec::new();
         let mut offset = HEAD_LEN;
@@ -227,7 +236,8 @@ impl Recovery<'_> {
         reinsertion.append(&pieces).map(|_| ())
     }
 
-    /// Between two steps: an error once the store closes, and those who wait for a look around get one.
+    /// Between two steps: an error once the store closes, and those who wait for a look around get
+    /// one.
     fn go_on(&self) -> Result<()> {
         self.segments.look_if_asked();
         self.segments.unless_closing()

@@ -12,7 +12,10 @@ pub(crate) fn want(hit: &Hit, room: usize) -> usize {
 }
 
 /// Whether a record follows another one directly, and one operation is to bring both.
-pub(crate) fn follows((before, first): (&Hit, &BlockRead), (hit, read): (&Hit, &BlockRead)) -> bool {
+pub(crate) fn follows(
+    (before, first): (&Hit, &BlockRead),
+    (hit, read): (&Hit, &BlockRead),
+) -> bool {
     hit.segment == before.segment
         && hit.private == before.private
         && hit.offset == before.offset + before.len
@@ -23,15 +26,17 @@ pub(crate) fn follows((before, first): (&Hit, &BlockRead), (hit, read): (&Hit, &
             .all(|read| !read.again && read.parts.is_none())
 }
 
-/// Neighbours together, but in so many runs that each of so many threads has some: of `least` bytes at least, where there are
-/// as many, and of `most`. Side shards alone in runs of as many as there are threads for. What the index does not know is left out until somebody has looked.
+/// Neighbours together, but in so many runs that each of so many threads has some: of `least` bytes
+/// at least, where there are as many, and of `most`. Side shards alone in runs of as many as there
+/// are threads for. What the index does not know is left out until somebody has looked.
 pub(crate) fn runs(
     index: &Index,
     reads: &[&BlockRead],
     threads: usize,
     (least, most): (usize, usize),
 ) -> Vec<Vec<usize>> {
-    let (mut placed, mut sides, mut runs) = (Vec::with_capacity(reads.len()), Vec::new(), Vec::new());
+    let (mut placed, mut sides, mut runs) =
+        (Vec::with_capacity(reads.len()), Vec::new(), Vec::new());
     for (at, read) in reads.iter().enumerate() {
         match index.find(read.id) {
             Some(hit) if read.sides => sides.push((hit, at)),

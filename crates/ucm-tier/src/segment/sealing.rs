@@ -18,12 +18,18 @@ impl Segments {
     pub(super) fn seal(self: &Arc<Self>, open: &Arc<OpenSegment>) {
         let contents = open.contents();
         let private = self.private(open.name);
-        let deadline = contents.deadline.max(self.shared.clock.now().after(LEAST_TIME));
+        let deadline = contents
+            .deadline
+            .max(self.shared.clock.now().after(LEAST_TIME));
         let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
         if contents.entries.is_empty() {
             let remove = move |io: &IoJob| Ok(io.remove(&[private])?.iter().all(Result::is_ok));
             let removed = move |gone: Result<bool>| {
-                let kept = if gone.unwrap_or(false) { 0 } else { sealed.room };
+                let kept = if gone.unwrap_or(false) {
+                    0
+                } else {
+                    sealed.room
+                };
                 segments.ended(&sealed, &contents, kept, None);
             };
             return self.shared.io.job(LANE_DUMP, deadline, remove, removed);
@@ -111,7 +117,8 @@ impl Segments {
     /// Seals what is old enough and tells those whose time is over; when to look again.
     pub(super) fn seal_due(self: &Arc<Self>, now: MonotonicTime) -> Option<MonotonicTime> {
         let mut next: Option<MonotonicTime> = None;
-        let mut sooner = |time: MonotonicTime| next = Some(next.map_or(time, |next| next.min(time)));
+        let mut sooner =
+            |time: MonotonicTime| next = Some(next.map_or(time, |next| next.min(time)));
         let (late, next_late) = self.late_waiting(now);
         for write in late {
             let text = "the segment for this record was not opened in time";

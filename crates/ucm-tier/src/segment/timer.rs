@@ -1,6 +1,6 @@
-//! The three background threads of a backend: one seals segments when they are old enough, one looks for those of others,
-//! one reclaims. None does anything on a quiet root but look at the clock, once a second at the time of one
-//! directory, and twice a minute at a few footers.
+//! The three background threads of a backend: one seals segments when they are old enough, one
+//! looks for those of others, one reclaims. None does anything on a quiet root but look at the
+//! clock, once a second at the time of one directory, and twice a minute at a few footers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,7 +25,9 @@ impl Segments {
         let (weak, notify) = (Arc::downgrade(self), self.seal_notify.clone());
         let seal = move || loop {
             let seen = notify.seen();
-            let Some(segments) = weak.upgrade() else { return };
+            let Some(segments) = weak.upgrade() else {
+                return;
+            };
             let next = segments.seal_due(segments.shared.clock.now());
             if segments.closing.load(Ordering::Acquire) && !segments.is_writing() {
                 return;
@@ -37,7 +39,9 @@ impl Segments {
         let (weak, notify) = (Arc::downgrade(self), self.discovery.notify.clone());
         let find = move || loop {
             let seen = notify.seen();
-            let Some(segments) = weak.upgrade() else { return };
+            let Some(segments) = weak.upgrade() else {
+                return;
+            };
             if segments.closing.load(Ordering::Acquire) {
                 return;
             }
@@ -55,7 +59,9 @@ impl Segments {
         let (weak, notify) = (Arc::downgrade(self), self.reclaim.notify.clone());
         let merge = move || loop {
             let seen = notify.seen();
-            let Some(segments) = weak.upgrade() else { return };
+            let Some(segments) = weak.upgrade() else {
+                return;
+            };
             if segments.closing.load(Ordering::Acquire) {
                 return;
             }
@@ -64,11 +70,15 @@ impl Segments {
             clock.sleep(&notify, seen, Some(next));
         };
         // A pool that is shut down seals, finds and merges nothing any more.
-        let _ = self.pool.submit(LANE_TIMER, MonotonicTime::NEVER, seal, |_| {});
+        let _ = self
+            .pool
+            .submit(LANE_TIMER, MonotonicTime::NEVER, seal, |_| {});
         let _ = self
             .pool
             .submit(LANE_DISCOVERY, MonotonicTime::NEVER, find, |_| {});
-        let _ = self.pool.submit(LANE_MERGER, MonotonicTime::NEVER, merge, |_| {});
+        let _ = self
+            .pool
+            .submit(LANE_MERGER, MonotonicTime::NEVER, merge, |_| {});
     }
 
     /// Waits until every segment has ended, by `until` at the latest.
@@ -78,7 +88,9 @@ impl Segments {
             if !self.is_writing() || self.shared.clock.now() >= until {
                 return;
             }
-            self.shared.clock.sleep(&self.seal_notify, seen, Some(until));
+            self.shared
+                .clock
+                .sleep(&self.seal_notify, seen, Some(until));
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Which segments are open, and which of them takes the next record.
 //!
-//! One segment takes records; those before it are being sealed. Through the page cache a file is written by one thread at a
-//! time, so a thread that finds all of them busy opens another one, and they are filled side by side. Room for all of a
-//! segment is reserved when it is opened, and what it did not need is given back when it ended, so an append asks no
-//! one.
+//! One segment takes records; those before it are being sealed. Through the page cache a file is
+//! written by one thread at a time, so a thread that finds all of them busy opens another one, and
+//! they are filled side by side. Room for all of a segment is reserved when it is opened, and what
+//! it did not need is given back when it ended, so an append asks no one.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -54,13 +54,14 @@ struct State {
     opening: usize,
     /// These wait for one of them. Each holds a slot, so they are not many.
     waiting: Vec<Coming>,
-    /// Those that waited and have their place by now, and those that found none; the thread that opened the segment
-    /// writes them.
+    /// Those that waited and have their place by now, and those that found none; the thread that
+    /// opened the segment writes them.
     placed: Vec<(Arc<OpenSegment>, Append)>,
     left: Vec<Coming>,
     /// Segments that were opened and have not ended, those that take records too.
     living: Vec<Arc<OpenSegment>>,
-    /// How often somebody wanted what had come by then to be published: a segment that takes some of it later is sealed soon.
+    /// How often somebody wanted what had come by then to be published: a segment that takes some
+    /// of it later is sealed soon.
     flushes: u64,
     /// Nothing waits for more any more.
     last: bool,
@@ -71,7 +72,8 @@ struct State {
 /// A write that looks for its place.
 pub(super) struct Coming {
     write: Write,
-    /// [`State::flushes`] since when it waits, if it does: who is placed at once was flushed by no one yet.
+    /// [`State::flushes`] since when it waits, if it does: who is placed at once was flushed by no
+    /// one yet.
     came: Option<u64>,
 }
 
@@ -100,7 +102,8 @@ enum Created {
 enum Place {
     /// Into this segment.
     Into(Arc<OpenSegment>, Append),
-    /// One has to be opened for it; `Err`: all that are open are being written to, and one beside them would be better.
+    /// One has to be opened for it; `Err`: all that are open are being written to, and one beside
+    /// them would be better.
     Open(Result<Coming, Coming>),
     /// It waits for one that is being opened.
     Waits,
@@ -109,8 +112,9 @@ enum Place {
 }
 
 impl State {
-    /// Finds a place for a record, in a segment that no one writes to if there is one, and the segments that had no
-    /// more room. `beside`: how many may be open for that; `stands_by`: whether the thread that brings it may wait.
+    /// Finds a place for a record, in a segment that no one writes to if there is one, and the
+    /// segments that had no more room. `beside`: how many may be open for that; `stands_by`:
+    /// whether the thread that brings it may wait.
     fn place(
         &mut self,
         mut coming: Coming,
@@ -174,8 +178,8 @@ impl State {
     }
 }
 
-/// How many segments of that room are filled side by side below a root with this limit: where one file is written by one
-/// thread at a time, no more than are a 64th of the limit together.
+/// How many segments of that room are filled side by side below a root with this limit: where one
+/// file is written by one thread at a time, no more than are a 64th of the limit together.
 fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
     if !shared.writes_cached() {
         return 1;
@@ -184,7 +188,8 @@ fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
     most.clamp(1, STRIPES)
 }
 
-/// Length at which segments are sealed below a root with this limit, bytes, where no record is longer.
+/// Length at which segments are sealed below a root with this limit, bytes, where no record is
+/// longer.
 fn room_below(config: &SegmentConfig, limit: u64) -> u64 {
     config.size.min(limit / SHARE)
 }
@@ -204,7 +209,11 @@ impl Segments {
     /// Writes a record into a segment, and opens one for it if need be.
     pub(super) fn append(self: &Arc<Self>, io: &IoJob, mut coming: Coming) {
         let room = self.room_for(room_of(&coming.write));
-        let mut beside = if self.is_short(io) { 1 } else { self.stripes(room) };
+        let mut beside = if self.is_short(io) {
+            1
+        } else {
+            self.stripes(room)
+        };
         loop {
             if let Err(late) = io.still_wanted() {
                 return coming.write.end(Err(late));
@@ -217,7 +226,8 @@ impl Segments {
                 (flushed, state.place(coming, beside, io.is_lent(), now))
             };
             if flushed || matches!(place, Place::Waits) {
-                self.seal_notify.notify(); // the timer keeps when it is sealed, and the deadline of what waits
+                // the timer keeps when it is sealed, and the deadline of what waits
+                self.seal_notify.notify();
             }
             full.iter()
                 .filter(|full| full.close())
@@ -249,7 +259,8 @@ impl Segments {
         self.room().max(self.least_room(len))
     }
 
-    /// How many segments of that room may take records side by side: one where they are sealed at once anyway.
+    /// How many segments of that room may take records side by side: one where they are sealed at
+    /// once anyway.
     fn stripes(&self, room: u64) -> usize {
         if self.seals_at_once() {
             return 1;
@@ -257,8 +268,8 @@ impl Segments {
         side_by_side(&self.shared, self.shared.space.usage().capacity, room)
     }
 
-    /// Opens a segment: is the root still ours, is there room, and then the file. Without a record that needs it only room
-    /// that is granted already is taken.
+    /// Opens a segment: is the root still ours, is there room, and then the file. Without a record
+    /// that needs it only room that is granted already is taken.
     fn open(self: &Arc<Self>, io: &IoJob, coming: Option<Coming>, room: u64) {
         let needed = coming.is_some();
         if let Some(mut coming) = coming {
@@ -300,7 +311,8 @@ impl Segments {
             Ok(Created::File(name)) => segments.opened(segments.begin(name, room, reserved)),
             Ok(Created::Unwanted) => {
                 segments.writer.opened.notify();
-                segments.seal_notify.notify(); // the thread that waits until nothing is written any more
+                // the thread that waits until nothing is written any more
+                segments.seal_notify.notify();
             }
             Ok(Created::NeedsRoom) => {
                 let held = Arc::clone(&reserved);
@@ -318,7 +330,8 @@ impl Segments {
         })
     }
 
-    /// Opens a segment on a thread for dumps: one for which room was made, or that needs more time than its record has.
+    /// Opens a segment on a thread for dumps: one for which room was made, or that needs more time
+    /// than its record has.
     fn open_later(self: &Arc<Self>, room: u64, deadline: MonotonicTime, reserved: Arc<Room>) {
         let (created, ended) = either(self.when_created(room, deadline, &reserved));
         let segments = Arc::clone(self);
@@ -353,7 +366,13 @@ impl Segments {
     }
 
     /// Makes the file of a segment, once it has room.
-    fn create(self: &Arc<Self>, io: &IoJob, room: u64, needed: bool, reserved: &Room) -> Result<Created> {
+    fn create(
+        self: &Arc<Self>,
+        io: &IoJob,
+        room: u64,
+        needed: bool,
+        reserved: &Room,
+    ) -> Result<Created> {
         let config = &self.shared.config;
         let marker = io.look(self.shared.layout.marker())?;
         self.shared
@@ -374,8 +393,9 @@ impl Segments {
         Ok(Created::File(name))
     }
 
-    /// A segment was opened, or not. The first that waits for it has its place there; the others too where it is closed at
-    /// once or no other is filled beside it, else each looks for one that no one writes to.
+    /// A segment was opened, or not. The first that waits for it has its place there; the others
+    /// too where it is closed at once or no other is filled beside it, else each looks for one that
+    /// no one writes to.
     fn opened(self: &Arc<Self>, result: Result<OpenSegment>) {
         let open = result.map(Arc::new);
         let alone = open.as_ref().is_ok_and(|open| self.stripes(open.room) == 1);
@@ -424,7 +444,10 @@ impl Segments {
     fn write_waiting(self: &Arc<Self>, io: &IoJob) {
         let (placed, left) = {
             let mut state = self.writer.state.lock();
-            (std::mem::take(&mut state.placed), std::mem::take(&mut state.left))
+            (
+                std::mem::take(&mut state.placed),
+                std::mem::take(&mut state.left),
+            )
         };
         for Coming { write, came } in left {
             let segments = Arc::clone(self);
@@ -438,7 +461,9 @@ impl Segments {
             self.write_elsewhere(&open, append);
         }
         match first {
-            Some((open, append)) if append.write.deadline == io.deadline() && io.still_wanted().is_ok() => {
+            Some((open, append))
+                if append.write.deadline == io.deadline() && io.still_wanted().is_ok() =>
+            {
                 self.write_into(io, &open, append);
             }
             Some((open, append)) => self.write_elsewhere(&open, append),
@@ -446,7 +471,8 @@ impl Segments {
         }
     }
 
-    /// Those that wait for a segment to be opened and whose time is over, and when that of the next one is.
+    /// Those that wait for a segment to be opened and whose time is over, and when that of the next
+    /// one is.
     pub(super) fn late_waiting(&self, now: MonotonicTime) -> (Vec<Write>, Option<MonotonicTime>) {
         let mut state = self.writer.state.lock();
         let late = state
@@ -455,7 +481,11 @@ impl Segments {
         let late = late.map(|coming| coming.write).collect();
         (
             late,
-            state.waiting.iter().map(|coming| coming.write.deadline).min(),
+            state
+                .waiting
+                .iter()
+                .map(|coming| coming.write.deadline)
+                .min(),
         )
     }
 
@@ -473,7 +503,8 @@ impl Segments {
         state.open.retain(|other| !Arc::ptr_eq(other, open));
     }
 
-    /// Whether nothing waits for more any more, so that a segment is sealed as soon as nothing is written to it.
+    /// Whether nothing waits for more any more, so that a segment is sealed as soon as nothing is
+    /// written to it.
     pub(super) fn seals_at_once(&self) -> bool {
         self.config.age.is_zero() || self.writer.state.lock().last
     }
@@ -504,7 +535,9 @@ impl Segments {
             if state.open.is_empty() {
                 return;
             }
-            let due = state.closed.map_or(now, |last| last.after(SPACING).max(now));
+            let due = state
+                .closed
+                .map_or(now, |last| last.after(SPACING).max(now));
             if due <= now {
                 state.closed = Some(now);
             }

@@ -1,5 +1,5 @@
-"""ESA: means of keys choose the blocks, anew every ``stride`` steps; what the book builds it from, as objects of their
-own."""
+"""ESA: means of keys choose the blocks, anew every ``stride`` steps; what the book builds it from,
+as objects of their own."""
 
 from __future__ import annotations
 
@@ -38,19 +38,28 @@ class ESASparse(ESA):
 class BlockReprPool:
     """A bounded pool of vectors, one for each block."""
 
-    def __init__(self, max_blocks: int, repr_dim: int, device: str = "cpu", dtype: torch.dtype = torch.float16) -> None:
+    def __init__(
+        self,
+        max_blocks: int,
+        repr_dim: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
         """``max_blocks`` vectors of ``repr_dim`` elements."""
         self.pool = torch.zeros(max_blocks, repr_dim, dtype=dtype, device=device)
         self.free_indices = list(range(max_blocks - 1, -1, -1))
         self.block_to_index: dict[int, int] = {}
 
     def allocate(self, block_id: int) -> int:
-        """The place of a block's vector: the one it has, or a free one. Raises :class:`~ucm.errors.BusyError`."""
+        """The place of a block's vector: the one it has, or a free one. Raises
+        :class:`~ucm.errors.BusyError`."""
         known = self.block_to_index.get(block_id)
         if known is not None:
             return known
         if not self.free_indices:
-            raise BusyError("the pool of block representations is full", context={"max_blocks": len(self.pool)})
+            raise BusyError(
+                "the pool of block representations is full", context={"max_blocks": len(self.pool)}
+            )
         index = self.free_indices.pop()
         self.block_to_index[block_id] = index
         return index
@@ -60,7 +69,8 @@ class BlockReprPool:
         self.pool[self.allocate(block_id)] = value.to(self.pool)
 
     def get_repr(self, block_id: int) -> Tensor:
-        """A block's vector. Raises :class:`~ucm.errors.InvalidInputError` for one that has no place."""
+        """A block's vector. Raises :class:`~ucm.errors.InvalidInputError` for one that has no
+        place."""
         return self.pool[self._index(block_id)]
 
     def free(self, block_id: int) -> None:
@@ -71,7 +81,9 @@ class BlockReprPool:
     def _index(self, block_id: int) -> int:
         index = self.block_to_index.get(block_id)
         if index is None:
-            raise InvalidInputError(f"block {block_id} has no place in the pool of block representations")
+            raise InvalidInputError(
+                f"block {block_id} has no place in the pool of block representations"
+            )
         return index
 
 
@@ -82,21 +94,32 @@ class ESARetrievalEngine:
     LIMIT = 1024
 
     def __init__(self, config: AlgorithmConfig | Mapping[str, Any] | Any, threads: int = 4) -> None:
-        """``config.topk`` (or the key ``topk``, or ``topk_blocks``) says how many blocks are chosen."""
+        """``config.topk`` (or the key ``topk``, or ``topk_blocks``) says how many blocks are
+        chosen."""
         self.topk = _topk(config)
         self.thread_pool = ThreadPoolExecutor(threads, thread_name_prefix="ucm-esa")
         self.pending_tasks: dict[str, Future[list[int]]] = {}
 
     def submit_retrieval(
-        self, request_id: str, query: Tensor, block_reprs: Tensor, callback: Callable[[str, list[int]], None]
+        self,
+        request_id: str,
+        query: Tensor,
+        block_reprs: Tensor,
+        callback: Callable[[str, list[int]], None],
     ) -> None:
-        """Choose of ``block_reprs [n, d]`` those with the largest dot product with ``query [d]``, of equal ones the
-        earlier; ``callback(request_id, places)`` gets them in ascending order, on one of the threads. An error of the
-        callback is logged. Raises :class:`~ucm.errors.BusyError` while too many are under way."""
-        self.pending_tasks = {name: task for name, task in self.pending_tasks.items() if not task.done()}
+        """Choose of ``block_reprs [n, d]`` those with the largest dot product with ``query [d]``,
+        of equal ones the earlier; ``callback(request_id, places)`` gets them in ascending order, on
+        one of the threads. An error of the callback is logged. Raises
+        :class:`~ucm.errors.BusyError` while too many are under way."""
+        self.pending_tasks = {
+            name: task for name, task in self.pending_tasks.items() if not task.done()
+        }
         if len(self.pending_tasks) >= self.LIMIT:
             raise BusyError("too many retrievals are under way", context={"limit": self.LIMIT})
-        query, reprs = query.detach().float().cpu().clone(), block_reprs.detach().float().cpu().clone()
+        query, reprs = (
+            query.detach().float().cpu().clone(),
+            block_reprs.detach().float().cpu().clone(),
+        )
 
         def retrieve() -> list[int]:
             found = self.retrieve(query, reprs)

@@ -1,4 +1,5 @@
-"""GSA: means of keys choose the blocks in every step; the functions that the book and document 002 describe it by."""
+"""GSA: means of keys choose the blocks in every step; the functions that the book and document 002
+describe it by."""
 
 from __future__ import annotations
 
@@ -51,13 +52,17 @@ class GSAReqStat:
 
     @property
     def prefetch_ready(self) -> bool:
-        """Whether its prefetch (a :class:`~ucm.sparse.prefetch.PrefetchHandle`) is there; true where there is none."""
+        """Whether its prefetch (a :class:`~ucm.sparse.prefetch.PrefetchHandle`) is there; true
+        where there is none."""
         return self.prefetch_task is None or self.prefetch_task.state == "done"
 
 
-def compute_block_scores(query: Tensor, block_reprs: Tensor, block_size: int = 0, method: str = "l2") -> Tensor:
-    """Scores ``[n]`` of blocks ``block_reprs [n, heads, d]`` for ``query [heads, d]``, by one of the book's three
-    methods: ``mean`` or ``max`` of the heads' dot products, or minus the sum of their distances (``l2``)."""
+def compute_block_scores(
+    query: Tensor, block_reprs: Tensor, block_size: int = 0, method: str = "l2"
+) -> Tensor:
+    """Scores ``[n]`` of blocks ``block_reprs [n, heads, d]`` for ``query [heads, d]``, by one of
+    the book's three methods: ``mean`` or ``max`` of the heads' dot products, or minus the sum of
+    their distances (``l2``)."""
     del block_size
     q, r = query.float(), block_reprs.float()
     if method == "l2":
@@ -71,21 +76,23 @@ def compute_block_scores(query: Tensor, block_reprs: Tensor, block_size: int = 0
 def select_topk_blocks(
     scores: Tensor, num_blocks: int, init_window_size: int, local_window_size: int, topk: int
 ) -> Tensor:
-    """The windows and the ``topk`` best blocks between them, ascending; all where there are none between. The last
-    block is always among them."""
+    """The windows and the ``topk`` best blocks between them, ascending; all where there are none
+    between. The last block is always among them."""
     policy = Policy(init=init_window_size, local=max(1, local_window_size), ratio=None, topk=topk)
     return select(policy, scores[None], num_blocks, num_blocks)[0]
 
 
-def compute_topk_len(block_len: int, config: Mapping[str, Any] | AlgorithmConfig | None = None) -> int:
+def compute_topk_len(
+    block_len: int, config: Mapping[str, Any] | AlgorithmConfig | None = None
+) -> int:
     """How many of ``block_len`` blocks are kept, windows included."""
     # The block size matters for windows in tokens alone; 128 is the one that the book speaks of.
     return policy_of(settings_of("GSA", config), 128).kept(block_len, block_len * 128)
 
 
 class GSASparseKernel:
-    """Attention over chosen blocks of a batch that holds its KV by request: gather, then softmax over what was
-    gathered."""
+    """Attention over chosen blocks of a batch that holds its KV by request: gather, then softmax
+    over what was gathered."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """``config`` may say ``head_dim`` (128), by whose root scores are divided."""
@@ -99,19 +106,25 @@ class GSASparseKernel:
         selected_indices: Tensor | Sequence[Sequence[int]],
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """``query [batch, heads, q, d]``, caches ``[batch, blocks, b, KV heads, d]``, ``selected_indices [batch, k]``
-        and ``attention_mask [batch, q, blocks * b]`` (true: attend) give ``[batch, heads, q, d]``."""
+        """``query [batch, heads, q, d]``, caches ``[batch, blocks, b, KV heads, d]``,
+        ``selected_indices [batch, k]`` and ``attention_mask [batch, q, blocks * b]`` (true: attend)
+        give ``[batch, heads, q, d]``."""
         index = torch.as_tensor(selected_indices, device=key_cache.device).long()
         keys, values = self._gather(key_cache, index), self._gather(value_cache, index)
         group = query.shape[1] // keys.shape[2]
-        keys, values = keys.repeat_interleave(group, dim=2).float(), values.repeat_interleave(group, dim=2).float()
+        keys, values = (
+            keys.repeat_interleave(group, dim=2).float(),
+            values.repeat_interleave(group, dim=2).float(),
+        )
         logits = torch.einsum("bhqd,bkhd->bhqk", query.float(), keys) * self.head_dim**-0.5
         if attention_mask is not None:
             size = key_cache.shape[2]
             places = (index[:, :, None] * size + torch.arange(size, device=index.device)).flatten(1)
             mask = attention_mask.gather(2, places[:, None].expand(-1, attention_mask.shape[1], -1))
             logits = logits.masked_fill(~mask[:, None], -torch.inf)
-        return torch.einsum("bhqk,bkhd->bhqd", torch.softmax(logits, dim=-1), values).to(query.dtype)
+        return torch.einsum("bhqk,bkhd->bhqd", torch.softmax(logits, dim=-1), values).to(
+            query.dtype
+        )
 
     @staticmethod
     def _gather(cache: Tensor, index: Tensor) -> Tensor:

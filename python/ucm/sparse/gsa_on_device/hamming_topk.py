@@ -12,7 +12,8 @@ from ucm.sparse.selectors.codes import distance
 
 
 def hamming_distance(hash_a: Tensor, hash_b: Tensor) -> Tensor:
-    """Bits in which codes ``hash_a [a, bytes]`` and ``hash_b [b, bytes]`` differ, ``[a, b]``, int32."""
+    """Bits in which codes ``hash_a [a, bytes]`` and ``hash_b [b, bytes]`` differ, ``[a, b]``,
+    int32."""
     return distance(hash_a[:, None], hash_b[None])
 
 
@@ -26,11 +27,12 @@ def cuda_hamming_topk(
     recent_token: int = 512,
     is_mla: bool = False,
 ) -> Tensor:
-    """The block table of the blocks that are kept, ``[batch, most]``; :func:`update_seq_lens` has the lengths for it.
+    """The block table of the blocks that are kept, ``[batch, most]``; :func:`update_seq_lens` has
+    the lengths for it.
 
-    ``q_hash [batch, 1, heads, bytes]``, ``k_hash [blocks, b, heads, bytes]`` (one head with latent attention, whose
-    query heads' distances are added up), uint8. ``topk_token`` tokens are kept, windows included; windows are whole
-    blocks. Works on any device: the name is the original's.
+    ``q_hash [batch, 1, heads, bytes]``, ``k_hash [blocks, b, heads, bytes]`` (one head with latent
+    attention, whose query heads' distances are added up), uint8. ``topk_token`` tokens are kept,
+    windows included; windows are whole blocks. Works on any device: the name is the original's.
     """
     if q_hash.dtype != torch.uint8 or k_hash.dtype != torch.uint8:
         raise InvalidInputError(f"codes are uint8, got {q_hash.dtype} and {k_hash.dtype}")
@@ -55,6 +57,7 @@ def cuda_hamming_topk(
 
 
 def update_seq_lens(seq_lens: Tensor, topk_token: int, block_size: int) -> Tensor:
-    """The lengths that go with the kept blocks: whole blocks are left out, so the last one stays as full as it was."""
+    """The lengths that go with the kept blocks: whole blocks are left out, so the last one stays as
+    full as it was."""
     over = (seq_lens - topk_token).clamp(min=0)
     return seq_lens - (over + block_size - 1) // block_size * block_size

@@ -15,7 +15,8 @@ from ucm.sparse.selectors.haar import directions
 
 
 class HashEncoder:
-    """Vectors to codes of sign bits, eight in a byte. The same for the same sizes and seed, in every process."""
+    """Vectors to codes of sign bits, eight in a byte. The same for the same sizes and seed, in
+    every process."""
 
     def __init__(
         self,
@@ -37,26 +38,34 @@ class HashEncoder:
         self.dtype, self.device = dtype, torch.device(device)
         made = directions(input_dim, hash_bits, seed=seed, layer=layer).astype(np.float32)
         self.hash_weights = torch.from_numpy(made).to(self.device, dtype)
-        self.bit_masks = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=self.device)
+        self.bit_masks = torch.tensor(
+            [1 << bit for bit in range(8)], dtype=torch.uint8, device=self.device
+        )
 
     def compute_hash(self, x: Tensor) -> Tensor:
-        """Codes ``[..., bits/8]`` (uint8) of ``x [..., input_dim]``. Raises :class:`~ucm.errors.InvalidInputError`."""
+        """Codes ``[..., bits/8]`` (uint8) of ``x [..., input_dim]``. Raises
+        :class:`~ucm.errors.InvalidInputError`."""
         if x.shape[-1] != self.input_dim:
-            raise InvalidInputError(f"vectors of {self.input_dim} channels are encoded, got {x.shape[-1]}")
+            raise InvalidInputError(
+                f"vectors of {self.input_dim} channels are encoded, got {x.shape[-1]}"
+            )
         encode = triton_hash_code if x.device.type == "cuda" else torch_hash_code
-        return encode(x.reshape(-1, self.input_dim), self.hash_weights, self.bit_masks).view(*x.shape[:-1], -1)
+        return encode(x.reshape(-1, self.input_dim), self.hash_weights, self.bit_masks).view(
+            *x.shape[:-1], -1
+        )
 
 
 def torch_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = None) -> Tensor:
-    """Codes ``[n, bits/8]`` of ``x [n, d]`` by directions ``[d, bits]``, little-endian; ``bit_masks`` are the powers of
-    2."""
+    """Codes ``[n, bits/8]`` of ``x [n, d]`` by directions ``[d, bits]``, little-endian;
+    ``bit_masks`` are the powers of 2."""
     del bit_masks
     return code(x, hash_weights)
 
 
 def triton_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = None) -> Tensor:
-    """:func:`torch_hash_code` by the kernel of the device where ``x`` lies: Triton's on a GPU, that of the CPU there,
-    torch where neither runs. The same bits, but where ``x·W`` is as small as its rounding."""
+    """:func:`torch_hash_code` by the kernel of the device where ``x`` lies: Triton's on a GPU, that
+    of the CPU there, torch where neither runs. The same bits, but where ``x·W`` is as small as its
+    rounding."""
     del bit_masks
     return made_code(x[:, None], hash_weights)[:, 0]
 
@@ -64,10 +73,13 @@ def triton_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None =
 def reshape_and_cache_khash_triton(
     k_hash_compute: Tensor, slot_mapping: Tensor, k_hash: Tensor, block_size: int = 128
 ) -> Tensor:
-    """Write codes ``[t, h, bytes]`` into the slots ``slot_mapping [t]`` of ``k_hash [blocks, b, h, bytes]``, in place;
-    slots that are negative or beyond the cache are left out. Returns ``k_hash``. By Triton on a GPU, else by torch."""
+    """Write codes ``[t, h, bytes]`` into the slots ``slot_mapping [t]`` of ``k_hash [blocks, b, h,
+    bytes]``, in place; slots that are negative or beyond the cache are left out. Returns
+    ``k_hash``. By Triton on a GPU, else by torch."""
     if k_hash.shape[1] != block_size:
-        raise InvalidInputError(f"the cache has blocks of {k_hash.shape[1]} tokens, not {block_size}")
+        raise InvalidInputError(
+            f"the cache has blocks of {k_hash.shape[1]} tokens, not {block_size}"
+        )
     if k_hash.is_cuda and (kernels := kernels_for(k_hash, k_hash_compute)) is not None:
         kernels.scatter_codes(k_hash_compute, slot_mapping, k_hash)
         return k_hash

@@ -1,13 +1,14 @@
 """Kernels of sparse attention, and which of them read the tensors at hand.
 
-Two sets do the same: :mod:`ucm.sparse.retrieval` (Rust) for tensors in the host's memory, :mod:`ucm.sparse.kernels.gpu`
-(Triton) for those of a GPU that torch calls CUDA, which AMD's are too. Functions of one name take the same tensors and
-mean the same. Where neither runs, torch does the work: the selectors' own methods are that, and what both sets are held
-against.
+Two sets do the same: :mod:`ucm.sparse.retrieval` (Rust) for tensors in the host's memory,
+:mod:`ucm.sparse.kernels.gpu` (Triton) for those of a GPU that torch calls CUDA, which AMD's are
+too. Functions of one name take the same tensors and mean the same. Where neither runs, torch does
+the work: the selectors' own methods are that, and what both sets are held against.
 
-Triton is imported when the first tensor of a GPU comes, so this package needs none. Before the kernels of a GPU are
-used they compute a small example, which torch computes as well (:mod:`ucm.sparse.kernels.trial`): a machine on which
-Triton cannot compile, or computes something else, uses torch and says so in the log.
+Triton is imported when the first tensor of a GPU comes, so this package needs none. Before the
+kernels of a GPU are used they compute a small example, which torch computes as well
+(:mod:`ucm.sparse.kernels.trial`): a machine on which Triton cannot compile, or computes something
+else, uses torch and says so in the log.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
         if device not in _tried:
             _tried[device], reason = _try(device)
             if reason:
-                _log.warning("sparse attention computes with torch instead of Triton on %s: %s", device, reason)
+                _log.warning(
+                    "sparse attention computes with torch instead of Triton on %s: %s",
+                    device,
+                    reason,
+                )
         return _tried[device]
 
 

@@ -1,7 +1,9 @@
-"""Scores of blocks by their vectors on a GPU: dot products with means (ESA, GSA), distances, and Quest's bounds.
+"""Scores of blocks by their vectors on a GPU: dot products with means (ESA, GSA), distances, and
+Quest's bounds.
 
-A program takes some blocks of a row, reads their representations once, multiplies and adds up in float32, in an order
-that is the same for every block: the score of a block depends on that block and its row alone.
+A program takes some blocks of a row, reads their representations once, multiplies and adds up in
+float32, in an order that is the same for every block: the score of a block depends on that block
+and its row alone.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ def dot_block(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Scores ``out [rows, heads or 1, places]`` of the blocks ``table [rows, places]`` of ``reps [n, count, heads,
-    size]`` (with ``scales [n, count, heads]``) for ``query [rows, heads * group, size]``.
+    """Scores ``out [rows, heads or 1, places]`` of the blocks ``table [rows, places]`` of ``reps
+    [n, count, heads, size]`` (with ``scales [n, count, heads]``) for ``query [rows, heads * group,
+    size]``.
 
     Programs: (``BLOCKS`` blocks, a row).
     """
@@ -71,11 +74,20 @@ def dot_block(
     real = (head < heads)[:, None] & (channel < size)[None, :]
     mean = tl.zeros((HEADS, SIZE), tl.float32)
     for member in tl.static_range(group):
-        asked = query + row * query_row + (head * group + member)[:, None] * query_head + channel[None, :]
+        asked = (
+            query
+            + row * query_row
+            + (head * group + member)[:, None] * query_head
+            + channel[None, :]
+        )
         mean += tl.load(asked, mask=real, other=0.0).to(tl.float32)
     mean = (mean / group)[None, :, :]
 
-    at = reps + block_id[:, None, None] * rep_block + (head[:, None] * rep_head + channel[None, :])[None, :, :]
+    at = (
+        reps
+        + block_id[:, None, None] * rep_block
+        + (head[:, None] * rep_head + channel[None, :])[None, :, :]
+    )
     there = wanted[:, None, None] & real[None, :, :]
     if metric == "quest":
         low = tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -86,7 +98,12 @@ def dot_block(
         for one in range(count):
             found = tl.load(at + one * rep_one, mask=there, other=0.0).to(tl.float32)
             if scaled:
-                of = scales + block_id[:, None] * scale_block + one * scale_one + head[None, :] * scale_head
+                of = (
+                    scales
+                    + block_id[:, None] * scale_block
+                    + one * scale_one
+                    + head[None, :] * scale_head
+                )
                 scale = tl.load(of, mask=wanted[:, None] & (head < heads)[None, :], other=0.0)
                 found *= scale[:, :, None]
             if metric == "dot":
@@ -100,7 +117,9 @@ def dot_block(
 
     kept = window & (place < number) & (block_id >= 0)
     if over_heads == "apart":
-        score = tl.where(kept[:, None], float("inf"), tl.where(wanted[:, None], score, float("-inf")))
+        score = tl.where(
+            kept[:, None], float("inf"), tl.where(wanted[:, None], score, float("-inf"))
+        )
         to = out + row * (heads * places) + head[None, :] * places + place[:, None]
         tl.store(to, score, mask=(place < places)[:, None] & (head < heads)[None, :])
     else:
@@ -147,7 +166,9 @@ def quest_scores(
 ) -> Tensor:
     """:func:`ucm.sparse.retrieval.quest_scores`."""
     if bounds.dim() != 4 or bounds.shape[1] != 2:
-        raise InvalidInputError("Quest's bounds are [n, 2, h, d]", context={"bounds": tuple(bounds.shape)})
+        raise InvalidInputError(
+            "Quest's bounds are [n, 2, h, d]", context={"bounds": tuple(bounds.shape)}
+        )
     return _scores(query, bounds, None, table, blocks, "quest", "max", over_heads, init, local)
 
 
@@ -167,13 +188,21 @@ def _scores(
     _, count, heads, channels = reps.shape
     shapes = {"query": tuple(query.shape), "reps": tuple(reps.shape), "table": tuple(table.shape)}
     if query_heads % heads or channels != size or table.shape[0] != rows or blocks.shape != (rows,):
-        raise InvalidInputError("queries, representations and block table do not fit each other", context=shapes)
+        raise InvalidInputError(
+            "queries, representations and block table do not fit each other", context=shapes
+        )
     if scales is not None and scales.shape != reps.shape[:3]:
-        raise InvalidInputError("every vector has a scale", context={**shapes, "scales": tuple(scales.shape)})
+        raise InvalidInputError(
+            "every vector has a scale", context={**shapes, "scales": tuple(scales.shape)}
+        )
     if reps.stride(3) != 1 or table.stride(1) != 1:
         raise InvalidInputError("vectors, and rows of a block table, have no gaps", context=shapes)
     query, places = query.contiguous(), table.shape[1]
-    out = torch.empty((rows, heads if over_heads == "apart" else 1, places), dtype=torch.float32, device=query.device)
+    out = torch.empty(
+        (rows, heads if over_heads == "apart" else 1, places),
+        dtype=torch.float32,
+        device=query.device,
+    )
     if not out.numel():
         return out
     wide = power_of_2(heads) * power_of_2(size)

@@ -1,12 +1,15 @@
-"""Hash codes on a GPU: vectors times directions, the signs of that packed and written to their slots.
+"""Hash codes on a GPU: vectors times directions, the signs of that packed and written to their
+slots.
 
-A program keeps the directions of a head and passes over the tokens, so keys are read once, codes are written once, and
-no product lies in memory between. Directions of more than 128 channels (latent attention) do not fit: those are read
-again for every tile, from the GPU's cache. A tile has the same shape however many tokens there are: the code of a
-vector does not depend on what came with it.
+A program keeps the directions of a head and passes over the tokens, so keys are read once, codes
+are written once, and no product lies in memory between. Directions of more than 128 channels
+(latent attention) do not fit: those are read again for every tile, from the GPU's cache. A tile has
+the same shape however many tokens there are: the code of a vector does not depend on what came with
+it.
 
-Products are as exact as those of single precision, on any matrix unit that multiplies bf16: a number is the sum of up
-to three of bf16, products of two of these are exact in float32, and the least of them are left out.
+Products are as exact as those of single precision, on any matrix unit that multiplies bf16: a
+number is the sum of up to three of bf16, products of two of these are exact in float32, and the
+least of them are left out.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from torch import Tensor
 from ucm.errors import InvalidInputError
 from ucm.sparse.kernels.words import as_words, power_of_2
 
-#: Tokens, channels and bits of a tile, where the directions of a head are kept and where they are too many for that,
-#: and the warps of a program. AMD's hold fewer bits. Where a code has more bits than a tile, a vector is read once for
-#: each tile of bits: from memory, and then from the GPU's cache.
+#: Tokens, channels and bits of a tile, where the directions of a head are kept and where they are
+#: too many for that, and the warps of a program. AMD's hold fewer bits. Where a code has more bits
+#: than a tile, a vector is read once for each tile of bits: from memory, and then from the GPU's
+#: cache.
 NVIDIA = ((32, 128, 128), (64, 32, 128), 8)
 AMD = ((32, 128, 32), (64, 32, 64), 4)
 #: Programs of a launch: two for each multiprocessor of an H100.
@@ -39,8 +43,8 @@ def in_parts(x):
 
 @triton.jit
 def exact_dot(x, high, middle, low, total, parts: tl.constexpr):
-    """``total + x @ (high + middle + low)``, the smallest products first. ``parts``: of how many numbers of bf16 each
-    of ``x`` is the sum."""
+    """``total + x @ (high + middle + low)``, the smallest products first. ``parts``: of how many
+    numbers of bf16 each of ``x`` is the sum."""
     first, second, third = in_parts(x)
     if parts > 2:
         total = tl.dot(third, high, total)
@@ -78,7 +82,8 @@ def encode_write(
     BITS: tl.constexpr,
 ):
     """Codes of ``x [tokens, heads, size]`` by ``weights [size, bits]``, into
-    ``codes [blocks, block_size, heads, bits / unit]`` at ``slots [tokens]``, or at the token's own number.
+    ``codes [blocks, block_size, heads, bits / unit]`` at ``slots [tokens]``, or at the token's own
+    number.
 
     Programs: (some of the tiles of tokens, a tile of bits, a head).
     """
@@ -102,9 +107,13 @@ def encode_write(
         else:
             for first in range(0, size, CHANNELS):
                 seen = (token[:, None] < tokens) & (first + channel[None, :] < size)
-                vectors = tl.load(rows + first + channel[None, :], mask=seen, other=0.0).to(tl.float32)
+                vectors = tl.load(rows + first + channel[None, :], mask=seen, other=0.0).to(
+                    tl.float32
+                )
                 wanted = (first + channel[:, None] < size) & (bit[None, :] < bits)
-                high, middle, low = in_parts(tl.load(at + first * bits, mask=wanted, other=0.0).to(tl.float32))
+                high, middle, low = in_parts(
+                    tl.load(at + first * bits, mask=wanted, other=0.0).to(tl.float32)
+                )
                 product = exact_dot(vectors, high, middle, low, product, parts)
         signs = tl.reshape((product > 0).to(tl.uint32), (TOKENS, BITS // unit, unit))
         packed = tl.sum(signs * powers, axis=2)
@@ -112,7 +121,12 @@ def encode_write(
         if by_slot:
             slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
         kept = (token < tokens) & (slot >= 0) & (slot < slot_count)
-        to = codes + (slot // block_size) * code_block + (slot % block_size) * code_slot + head * code_head
+        to = (
+            codes
+            + (slot // block_size) * code_block
+            + (slot % block_size) * code_slot
+            + head * code_head
+        )
         tl.store(
             to[:, None] + word[None, :],
             packed.to(codes.dtype.element_ty),
@@ -120,15 +134,19 @@ def encode_write(
         )
 
 
-def hash_encode(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
-    """:func:`ucm.sparse.retrieval.hash_encode`, for one set of directions ``[d, bits]``: codes of ``vectors [t, h, d]``
-    into ``codes [n, b, h, bits / 8]`` by slot, or as ``[t, h, bits / 8]``. Slots behind the last one are left out too;
-    ``codes`` may be a part of the bytes of longer codes, and lie in any order of blocks, slots and heads."""
+def hash_encode(
+    vectors: Tensor, weights: Tensor, codes: Tensor | None = None, slots: Tensor | None = None
+) -> Tensor:
+    """:func:`ucm.sparse.retrieval.hash_encode`, for one set of directions ``[d, bits]``: codes of
+    ``vectors [t, h, d]`` into ``codes [n, b, h, bits / 8]`` by slot, or as ``[t, h, bits / 8]``.
+    Slots behind the last one are left out too; ``codes`` may be a part of the bytes of longer
+    codes, and lie in any order of blocks, slots and heads."""
     tokens, heads, size = vectors.shape
     bits = weights.shape[-1]
     if weights.shape != (size, bits) or bits % 8:
         raise InvalidInputError(
-            "directions do not fit the vectors", context={"channels": size, "directions": tuple(weights.shape)}
+            "directions do not fit the vectors",
+            context={"channels": size, "directions": tuple(weights.shape)},
         )
     made = None
     if codes is None:
@@ -139,7 +157,9 @@ def hash_encode(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, s
     elif slots is None:
         raise InvalidInputError("codes are written by slot, and the slots are missing")
     if codes.shape[2:] != (heads, bits // 8) or codes.stride(3) != 1:
-        raise InvalidInputError("codes have another shape", context={"codes": tuple(codes.shape), "heads": heads})
+        raise InvalidInputError(
+            "codes have another shape", context={"codes": tuple(codes.shape), "heads": heads}
+        )
     if vectors.stride(2) != 1:
         vectors = vectors.contiguous()
     [words] = as_words(codes)
@@ -180,7 +200,8 @@ def hash_encode(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, s
 
 
 def hash_encode_query(query: Tensor, weights: Tensor, kv_heads: int) -> Tensor:
-    """:func:`ucm.sparse.retrieval.hash_encode_query`: codes of the mean of the query heads that share a KV head."""
+    """:func:`ucm.sparse.retrieval.hash_encode_query`: codes of the mean of the query heads that
+    share a KV head."""
     rows, heads, size = query.shape
     mean = query.view(rows, kv_heads, heads // kv_heads, size).mean(dim=2, dtype=torch.float32)
     return hash_encode(mean, weights)
@@ -209,16 +230,24 @@ def scatter(
     head, word = element // WORDS, element % WORDS
     kept = (element < elements) & (slot >= 0) & (slot < slot_count)
     found = tl.load(codes + token * code_token + head * code_head + word, mask=kept, other=0)
-    to = cache + (slot // block_size) * cache_block + (slot % block_size) * cache_slot + head * cache_head + word
+    to = (
+        cache
+        + (slot // block_size) * cache_block
+        + (slot % block_size) * cache_slot
+        + head * cache_head
+        + word
+    )
     tl.store(to, found, mask=kept)
 
 
 def scatter_codes(codes: Tensor, slots: Tensor, cache: Tensor) -> None:
-    """Write codes ``[t, h, bytes]`` into ``cache [n, b, h, bytes]`` by ``slots [t]``; those outside are left out."""
+    """Write codes ``[t, h, bytes]`` into ``cache [n, b, h, bytes]`` by ``slots [t]``; those outside
+    are left out."""
     tokens, heads, size = codes.shape
     if cache.shape[2:] != (heads, size) or slots.shape != (tokens,):
         raise InvalidInputError(
-            "codes do not fit the cache", context={"codes": tuple(codes.shape), "cache": tuple(cache.shape)}
+            "codes do not fit the cache",
+            context={"codes": tuple(codes.shape), "cache": tuple(cache.shape)},
         )
     from_, to = as_words(codes, cache)
     if tokens and from_.numel():

@@ -1,8 +1,9 @@
-"""Sparse retrieval on a GPU, in Triton: the functions of :mod:`ucm.sparse.retrieval` for tensors of a GPU.
+"""Sparse retrieval on a GPU, in Triton: the functions of :mod:`ucm.sparse.retrieval` for tensors of
+a GPU.
 
-They take the same tensors, mean the same and return new tensors on the same GPU, without waiting for it. What a table
-or a length says is not looked at before a launch: ids must lie within the representations. Threads and instruction sets
-of a CPU are no arguments here.
+They take the same tensors, mean the same and return new tensors on the same GPU, without waiting
+for it. What a table or a length says is not looked at before a launch: ids must lie within the
+representations. Threads and instruction sets of a CPU are no arguments here.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _launched(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """The same on the GPU of its first tensor: Triton launches on the current one, which a thread that chooses beside
-    the model has not set."""
+def _launched(
+    function: Callable[Concatenate[Tensor, _P], _R],
+) -> Callable[Concatenate[Tensor, _P], _R]:
+    """The same on the GPU of its first tensor: Triton launches on the current one, which a thread
+    that chooses beside the model has not set."""
 
     @wraps(function)
     def there(first: Tensor, /, *rest: _P.args, **named: _P.kwargs) -> _R:
@@ -57,8 +60,13 @@ def hash_scores(
     local: int = 0,
 ) -> Tensor:
     """:func:`ucm.sparse.retrieval.hash_scores`, by two kernels."""
-    asked, tokens = encode.hash_encode_query(query, weights, codes.shape[2]), blocks * codes.shape[1]
-    return hamming.hamming_scores(asked, codes, table, tokens, heads_apart=heads_apart, init=init, local=local)
+    asked, tokens = (
+        encode.hash_encode_query(query, weights, codes.shape[2]),
+        blocks * codes.shape[1],
+    )
+    return hamming.hamming_scores(
+        asked, codes, table, tokens, heads_apart=heads_apart, init=init, local=local
+    )
 
 
 @_launched
@@ -76,7 +84,12 @@ def hash_select(
     local: int = 1,
     into: Kept | None = None,
 ) -> Kept:
-    """:func:`ucm.sparse.retrieval.hash_select`, by three kernels; ``budgets`` as of :func:`select_blocks`."""
+    """:func:`ucm.sparse.retrieval.hash_select`, by three kernels; ``budgets`` as of
+    :func:`select_blocks`."""
     asked = encode.hash_encode_query(query, weights, codes.shape[2])
-    scores = hamming.hamming_scores(asked, codes, code_table, tokens, heads_apart=heads_apart, init=init, local=local)
-    return select.select_blocks(scores, table, tokens, codes.shape[1], budgets, init=init, local=local, into=into)
+    scores = hamming.hamming_scores(
+        asked, codes, code_table, tokens, heads_apart=heads_apart, init=init, local=local
+    )
+    return select.select_blocks(
+        scores, table, tokens, codes.shape[1], budgets, init=init, local=local, into=into
+    )

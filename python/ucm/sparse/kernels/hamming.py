@@ -1,17 +1,17 @@
 """Scores of blocks by hash codes on a GPU.
 
-A program takes some blocks of a row, reads their codes once, and keeps the least distance of any token and head in
-registers. Distances are whole numbers of 32 bits.
+A program takes some blocks of a row, reads their codes once, and keeps the least distance of any
+token and head in registers. Distances are whole numbers of 32 bits.
 
-Where the distances of many queries to one key add up (latent attention: 64 heads and more, one latent), the sum depends
-only on how many queries have each bit set. With ``c_j`` of ``Q`` queries having bit ``j``, and ``k`` the code of a
-key::
+Where the distances of many queries to one key add up (latent attention: 64 heads and more, one
+latent), the sum depends only on how many queries have each bit set. With ``c_j`` of ``Q`` queries
+having bit ``j``, and ``k`` the code of a key::
 
     Σ_q popcount(q xor k) = Σ_j c_j + Q popcount(k) - 2 Σ_j c_j k_j
                           = Σ_j c_j + Q popcount(k) - 2 Σ_s 2^s popcount(k & slice_s)
 
-where bit ``j`` of ``slice_s`` is bit ``s`` of ``c_j``. So 64 queries become seven slices, and a key costs eight counts
-of bits instead of 64.
+where bit ``j`` of ``slice_s`` is bit ``s`` of ``c_j``. So 64 queries become seven slices, and a key
+costs eight counts of bits instead of 64.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def hamming_block(
     HEADS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Scores ``out [rows, heads or 1, places]`` of the blocks ``table [rows, places]`` of ``codes``, for ``queries
-    [rows, heads, slices or 1, words]`` of ``count`` queries in each head.
+    """Scores ``out [rows, heads or 1, places]`` of the blocks ``table [rows, places]`` of
+    ``codes``, for ``queries [rows, heads, slices or 1, words]`` of ``count`` queries in each head.
 
     Programs: (``BLOCKS`` blocks, a row).
     """
@@ -71,25 +71,40 @@ def hamming_block(
     head = tl.arange(0, HEADS)[:, None]
     word = tl.arange(0, WORDS)[None, :]
     real = (head < heads) & (word < words)
-    asked = queries + row * (heads * tl.maximum(slices, 1) * words) + head * (tl.maximum(slices, 1) * words) + word
+    asked = (
+        queries
+        + row * (heads * tl.maximum(slices, 1) * words)
+        + head * (tl.maximum(slices, 1) * words)
+        + word
+    )
     nearest = tl.full((BLOCKS, HEADS), 2147483647, tl.int32)
     if slices == 0:
         query = tl.load(asked, mask=real, other=0).to(tl.uint32)
     for first in range(0, block_size, SLOTS):
         slot = first + tl.arange(0, SLOTS)
-        there = wanted[:, None] & (slot < block_size)[None, :] & (place[:, None] * block_size + slot[None, :] < length)
+        there = (
+            wanted[:, None]
+            & (slot < block_size)[None, :]
+            & (place[:, None] * block_size + slot[None, :] < length)
+        )
         at = codes + block_id[:, None] * code_block + slot[None, :] * code_slot
         at = at[:, :, None, None] + (head * code_head + word)[None, None, :, :]
-        key = tl.load(at, mask=there[:, :, None, None] & real[None, None, :, :], other=0).to(tl.uint32)
+        key = tl.load(at, mask=there[:, :, None, None] & real[None, None, :, :], other=0).to(
+            tl.uint32
+        )
         if slices == 0:
             differ = popcount(key ^ query[None, None, :, :])
         else:
             differ = count * popcount(key)
             for number in tl.static_range(slices):
-                one = tl.load(asked + number * words, mask=real, other=0).to(tl.uint32)[None, None, :, :]
+                one = tl.load(asked + number * words, mask=real, other=0).to(tl.uint32)[
+                    None, None, :, :
+                ]
                 differ += (popcount(one) - 2 * popcount(key & one)) << number
         distance = tl.sum(differ, axis=3)
-        distance = tl.where(there[:, :, None] & (tl.arange(0, HEADS) < heads)[None, None, :], distance, 2147483647)
+        distance = tl.where(
+            there[:, :, None] & (tl.arange(0, HEADS) < heads)[None, None, :], distance, 2147483647
+        )
         nearest = tl.minimum(nearest, tl.min(distance, axis=1))
 
     if apart:
@@ -115,10 +130,14 @@ def count_bits(
     QUERIES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Slices ``out [rows, slices, words]`` of how many of ``queries [rows, count, words]`` have each bit set. ``BITS``
-    are those of a word. Programs: (a row)."""
+    """Slices ``out [rows, slices, words]`` of how many of ``queries [rows, count, words]`` have
+    each bit set. ``BITS`` are those of a word. Programs: (a row)."""
     row = tl.program_id(0).to(tl.int64)
-    query, number, word = tl.arange(0, QUERIES)[:, None], tl.arange(0, SLICES)[:, None], tl.arange(0, WORDS)
+    query, number, word = (
+        tl.arange(0, QUERIES)[:, None],
+        tl.arange(0, SLICES)[:, None],
+        tl.arange(0, WORDS),
+    )
     asked = queries + (row * count + query) * words + word[None, :]
     codes = tl.load(asked, mask=(query < count) & (word < words)[None, :], other=0).to(tl.uint32)
     made = tl.zeros((SLICES, WORDS), tl.uint32)
@@ -139,18 +158,29 @@ def hamming_scores(
     init: int = 0,
     local: int = 0,
 ) -> Tensor:
-    """:func:`ucm.sparse.retrieval.hamming_scores`. ``codes [n, b, h, bytes]`` may lie in any order of blocks, slots and
-    heads (``NHD`` or ``HND``); the bytes of a code have no gaps."""
+    """:func:`ucm.sparse.retrieval.hamming_scores`. ``codes [n, b, h, bytes]`` may lie in any order
+    of blocks, slots and heads (``NHD`` or ``HND``); the bytes of a code have no gaps."""
     if queries.dim() == 3:
         queries = queries[:, :, None]
     rows, heads, count, size = queries.shape
-    if codes.shape[2:] != (heads, size) or codes.stride(3) != 1 or table.stride(-1) != 1 or table.shape[0] != rows:
+    if (
+        codes.shape[2:] != (heads, size)
+        or codes.stride(3) != 1
+        or table.stride(-1) != 1
+        or table.shape[0] != rows
+    ):
         raise InvalidInputError(
             "queries, codes and block table do not fit each other",
-            context={"queries": tuple(queries.shape), "codes": tuple(codes.shape), "table": tuple(table.shape)},
+            context={
+                "queries": tuple(queries.shape),
+                "codes": tuple(codes.shape),
+                "table": tuple(table.shape),
+            },
         )
     places, block_size = table.shape[1], codes.shape[1]
-    out = torch.empty((rows, heads if heads_apart else 1, places), dtype=torch.int32, device=codes.device)
+    out = torch.empty(
+        (rows, heads if heads_apart else 1, places), dtype=torch.int32, device=codes.device
+    )
     if not out.numel():
         return out
     asked, keys = as_words(queries.contiguous(), codes)
@@ -189,7 +219,8 @@ def hamming_scores(
 
 
 def _slices(queries: Tensor, slices: int) -> Tensor:
-    """Of ``queries [r, h, q, words]`` the slices ``[r, h, slices, words]`` of how many have each bit."""
+    """Of ``queries [r, h, q, words]`` the slices ``[r, h, slices, words]`` of how many have each
+    bit."""
     rows, heads, count, words = queries.shape
     out = torch.empty((rows, heads, slices, words), dtype=queries.dtype, device=queries.device)
     count_bits[(rows * heads,)](

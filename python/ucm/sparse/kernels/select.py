@@ -1,10 +1,11 @@
 """The best blocks of every row on a GPU, and the block table that attention reads them by.
 
-Scores become whole numbers in the same order. The number of the last block that is kept is found digit by digit, eight
-bits at a time: a histogram of the digits, of those scores whose higher digits are known to be right, says in which bin
-the budget ends. Only digits in which the scores of a row differ are looked at: Hamming distances of up to 255 bits need
-one histogram, floats up to four. Then one pass writes what is kept, in the order of places, so equal scores go to the
-lower place. Exact, linear in the number of blocks, and nothing depends on the other rows.
+Scores become whole numbers in the same order. The number of the last block that is kept is found
+digit by digit, eight bits at a time: a histogram of the digits, of those scores whose higher digits
+are known to be right, says in which bin the budget ends. Only digits in which the scores of a row
+differ are looked at: Hamming distances of up to 255 bits need one histogram, floats up to four.
+Then one pass writes what is kept, in the order of places, so equal scores go to the lower place.
+Exact, linear in the number of blocks, and nothing depends on the other rows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ WARPS = 4
 
 @triton.jit
 def ordered(score, real):
-    """Scores as int64 numbers of 32 bits in the same order; 0 for those that are never chosen: the smallest, and what
-    is no number."""
+    """Scores as int64 numbers of 32 bits in the same order; 0 for those that are never chosen: the
+    smallest, and what is no number."""
     if score.dtype == tl.float32:
         bits = score.to(tl.uint32, bitcast=True)
         bits = tl.where(score == 0, 0, bits)  # both zeros are the same
@@ -57,7 +58,8 @@ def select_row(
     block_size: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What ``scores [rows, heads, places]`` keep of ``table [rows, places]``, into tables ``[rows, heads, width]``.
+    """What ``scores [rows, heads, places]`` keep of ``table [rows, places]``, into tables ``[rows,
+    heads, width]``.
 
     Programs: (a row and head).
     """
@@ -74,7 +76,8 @@ def select_row(
     budget = tl.load(budgets + row).to(tl.int32)
     place = tl.arange(0, TILE)
 
-    # The least and the greatest number between the windows, of those that may be chosen, and how many those are.
+    # The least and the greatest number between the windows, of those that may be chosen, and how
+    # many those are.
     least = tl.full((), 0x100000000, tl.int64)
     most = tl.full((), 0, tl.int64)
     able = tl.full((), 0, tl.int32)
@@ -89,7 +92,8 @@ def select_row(
             able += tl.sum((number > 0).to(tl.int32))
     choosing = choosing & (budget < able)
 
-    # The number of the last block that the budget holds, and how many blocks of that number it holds.
+    # The number of the last block that the budget holds, and how many blocks of that number it
+    # holds.
     known = tl.full((), 0, tl.int64)
     left = budget
     if choosing & (budget > 0):
@@ -164,19 +168,33 @@ def select_blocks(
     local: int = 1,
     into: Kept | None = None,
 ) -> Kept:
-    """:func:`ucm.sparse.retrieval.select_blocks`. Lengths and ids are not looked at before the launch, which does not
-    wait for the GPU: a row has at most as many blocks as the table has places. Budgets may lie on the GPU (int32) and
-    are not looked at there either: what is kept goes into room that is large enough for them."""
+    """:func:`ucm.sparse.retrieval.select_blocks`. Lengths and ids are not looked at before the
+    launch, which does not wait for the GPU: a row has at most as many blocks as the table has
+    places. Budgets may lie on the GPU (int32) and are not looked at there either: what is kept goes
+    into room that is large enough for them."""
     rows, heads, places = scores.shape
-    shapes = {"scores": tuple(scores.shape), "table": tuple(table.shape), "tokens": tuple(tokens.shape)}
-    if table.shape != (rows, places) or tokens.shape != (rows,) or len(budgets) != rows or table.stride(1) != 1:
-        raise InvalidInputError("scores, block table, lengths and budgets do not fit each other", context=shapes)
+    shapes = {
+        "scores": tuple(scores.shape),
+        "table": tuple(table.shape),
+        "tokens": tuple(tokens.shape),
+    }
+    if (
+        table.shape != (rows, places)
+        or tokens.shape != (rows,)
+        or len(budgets) != rows
+        or table.stride(1) != 1
+    ):
+        raise InvalidInputError(
+            "scores, block table, lengths and budgets do not fit each other", context=shapes
+        )
     if scores.dtype not in (torch.float32, torch.int32):
         raise InvalidInputError("scores are float32 or int32", context={"scores": scores.dtype})
     local = max(local, 1)
     if isinstance(budgets, Tensor):
         if into is None:
-            raise InvalidInputError("how much room budgets on the GPU need is not known here, and none was given")
+            raise InvalidInputError(
+                "how much room budgets on the GPU need is not known here, and none was given"
+            )
         needed = 0
     else:
         needed = Kept.width(places, budgets, init, local)

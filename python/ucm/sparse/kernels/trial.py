@@ -1,4 +1,5 @@
-"""What the kernels of a GPU compute before they are used there: a small example, which torch computes as well.
+"""What the kernels of a GPU compute before they are used there: a small example, which torch
+computes as well.
 
 Numbers are whole and small, so both are exact and must be equal.
 """
@@ -16,7 +17,8 @@ _BLOCKS, _BLOCK, _HEADS, _GROUP, _SIZE, _BITS = 12, 16, 2, 2, 32, 64
 
 
 def run(device: torch.device) -> None:
-    """Raises what Triton raises, or :class:`~ucm.errors.InternalError` where a kernel computes something else."""
+    """Raises what Triton raises, or :class:`~ucm.errors.InternalError` where a kernel computes
+    something else."""
     generator = torch.Generator().manual_seed(1)
 
     def whole(*shape: int) -> Tensor:
@@ -47,7 +49,9 @@ def run(device: torch.device) -> None:
     scores = gpu.hamming_scores(asked, codes, table, blocks * _BLOCK)
     _same("Hamming scores", scores[0, 0], -near)
     latent = codes.view(_BLOCKS, _BLOCK * _HEADS, 1, _BITS // 8)
-    summed = (distance(asked[0, 0], latent[own]) + distance(asked[0, 1], latent[own])).amin(dim=(1, 2))
+    summed = (distance(asked[0, 0], latent[own]) + distance(asked[0, 1], latent[own])).amin(
+        dim=(1, 2)
+    )
     _same(
         "summed Hamming scores",
         gpu.hamming_scores(asked[:, None], latent, table, blocks * _BLOCK * _HEADS)[0, 0],
@@ -55,7 +59,11 @@ def run(device: torch.device) -> None:
     )
 
     first = keys[:, 0].contiguous()
-    _same("products", gpu.dot_scores(query, first, table, blocks)[0, 0], (first[own].float() * mean).sum(dim=(1, 2)))
+    _same(
+        "products",
+        gpu.dot_scores(query, first, table, blocks)[0, 0],
+        (first[own].float() * mean).sum(dim=(1, 2)),
+    )
     bounds = torch.stack([keys.amin(dim=1), keys.amax(dim=1)], dim=1)
     low, high = bounds[own].float().unbind(dim=1)
     _same(

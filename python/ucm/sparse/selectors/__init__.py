@@ -49,7 +49,8 @@ _SELECTORS: dict[str, tuple[Callable[..., Selector], dict[str, str]]] = {
 
 
 def make_selector(settings: AlgorithmConfig, geometry: Geometry) -> Selector:
-    """The selector of an algorithm. Raises :class:`~ucm.errors.ConfigError` where settings and shape do not fit."""
+    """The selector of an algorithm. Raises :class:`~ucm.errors.ConfigError` where settings and
+    shape do not fit."""
     if settings.algorithm not in _SELECTORS:
         raise ConfigError(f"no selector is known for the sparse algorithm {settings.algorithm}")
     make, options = _SELECTORS[settings.algorithm]
@@ -57,7 +58,9 @@ def make_selector(settings: AlgorithmConfig, geometry: Geometry) -> Selector:
     return make(geometry, **given)
 
 
-def register_selector(algorithm: str, make: Callable[..., Selector], options: dict[str, str] | None = None) -> None:
-    """Make a selector known for an algorithm: ``make(geometry, **options)``, of which each takes the value of the key
-    of the configuration that it names."""
+def register_selector(
+    algorithm: str, make: Callable[..., Selector], options: dict[str, str] | None = None
+) -> None:
+    """Make a selector known for an algorithm: ``make(geometry, **options)``, of which each takes
+    the value of the key of the configuration that it names."""
     _SELECTORS[algorithm] = (make, options or {})

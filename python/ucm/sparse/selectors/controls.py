@@ -1,4 +1,5 @@
-"""What other methods are held against: blocks by lot, the windows alone, and the true attention mass of each block."""
+"""What other methods are held against: blocks by lot, the windows alone, and the true attention
+mass of each block."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ucm.sparse.selectors.periodic import Periodic
 
 
 class Windows(Periodic):
-    """No block but the windows: the policy that comes with it has no budget, so scores do not matter."""
+    """No block but the windows: the policy that comes with it has no budget, so scores do not
+    matter."""
 
     name = "windows"
 
@@ -29,9 +31,17 @@ class Random(Periodic):
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """Uniform numbers."""
         bits = query[-1].float().contiguous().view(torch.int32).long()
-        mixed = int((bits * torch.arange(1, bits.numel() + 1, device=bits.device).view(bits.shape)).sum())
-        generator = torch.Generator().manual_seed((mixed * 1_000_003 + layer * 8191 + self.seed) % 2**63)
-        return torch.rand(1, reps.shape[0], generator=generator).to(reps.device).expand(self.geometry.kv_heads, -1)
+        mixed = int(
+            (bits * torch.arange(1, bits.numel() + 1, device=bits.device).view(bits.shape)).sum()
+        )
+        generator = torch.Generator().manual_seed(
+            (mixed * 1_000_003 + layer * 8191 + self.seed) % 2**63
+        )
+        return (
+            torch.rand(1, reps.shape[0], generator=generator)
+            .to(reps.device)
+            .expand(self.geometry.kv_heads, -1)
+        )
 
 
 class Oracle(BlockSelector):
@@ -56,8 +66,8 @@ class Oracle(BlockSelector):
         return self.mass(query[-1:], reps, reps.shape[0] * self.geometry.block_size)
 
     def mass(self, query: Tensor, keys: Tensor, tokens: int) -> Tensor:
-        """Attention mass ``[h, n]`` of blocks ``keys [n, b, h, d]``, of which the first ``tokens`` tokens count, for
-        ``query [1, heads, d]``; it adds up to the number of query heads."""
+        """Attention mass ``[h, n]`` of blocks ``keys [n, b, h, d]``, of which the first ``tokens``
+        tokens count, for ``query [1, heads, d]``; it adds up to the number of query heads."""
         q, k = self.grouped(query)[0], keys.float()  # [h, g, d], [n, b, h, d]
         n, b = k.shape[:2]
         there = torch.arange(n * b, device=k.device).view(n, b, 1) < tokens

@@ -1,15 +1,16 @@
-"""GSA On-Device: each key is a code of sign bits, and a block scores by its key nearest to the query in Hamming
-distance.
+"""GSA On-Device: each key is a code of sign bits, and a block scores by its key nearest to the
+query in Hamming distance.
 
-``code(x) = pack(x·W > 0)``, bit ``j`` of byte ``i`` being direction ``8i + j``; ``dist[t] = min_h popcount(code(q̄_h)
-xor code(K[t,h]))``; ``s_b = -min_{t in b} dist[t]``. Two vectors at angle ``a`` differ in ``a/pi`` of their bits on
-average. With latent attention there are two codes, of the latent and of the rotary part, and the distances of all query
-heads (or of means of ``reduction_heads`` of them) are added up: one latent head serves all of them.
+``code(x) = pack(x·W > 0)``, bit ``j`` of byte ``i`` being direction ``8i + j``; ``dist[t] = min_h
+popcount(code(q̄_h) xor code(K[t,h]))``; ``s_b = -min_{t in b} dist[t]``. Two vectors at angle ``a``
+differ in ``a/pi`` of their bits on average. With latent attention there are two codes, of the
+latent and of the rotary part, and the distances of all query heads (or of means of
+``reduction_heads`` of them) are added up: one latent head serves all of them.
 
 Distances are integers and stay so: they are the same in any order of adding, on every rank.
 
-Source: the original's GSA On-Device; book 10; HATA (ACL 2025) for the idea. The bits do not depend on the head size
-here.
+Source: the original's GSA On-Device; book 10; HATA (ACL 2025) for the idea. The bits do not depend
+on the head size here.
 """
 
 from __future__ import annotations
@@ -49,16 +50,21 @@ class Hash(BlockSelector):
         weights_file: str | None = None,
         reduction_heads: int = 1,
     ) -> None:
-        """``bits`` of a code, a multiple of 8; None: 128, and with latent attention as many as the latent has channels.
-        ``weights_file``: learned directions, an ``.npz`` with ``layer.N`` of shape ``[d, bits]`` for each layer N that
-        selects. ``reduction_heads``: how many query heads become one before they are encoded (latent attention)."""
+        """``bits`` of a code, a multiple of 8; None: 128, and with latent attention as many as the
+        latent has channels. ``weights_file``: learned directions, an ``.npz`` with ``layer.N`` of
+        shape ``[d, bits]`` for each layer N that selects. ``reduction_heads``: how many query heads
+        become one before they are encoded (latent attention)."""
         super().__init__(geometry)
         latent = geometry.head_dim - geometry.rope_dim
         self.bits = bits if bits is not None else latent if geometry.rope_dim else 128
         #: Channels and bits of each part of a key.
-        self.parts = [(latent, self.bits)] + ([(geometry.rope_dim, geometry.rope_dim)] if geometry.rope_dim else [])
+        self.parts = [(latent, self.bits)] + (
+            [(geometry.rope_dim, geometry.rope_dim)] if geometry.rope_dim else []
+        )
         if any(width % 8 for _, width in self.parts):
-            raise ConfigError(f"hash_bits must be a multiple of 8 in every part of a key, got {self.parts}")
+            raise ConfigError(
+                f"hash_bits must be a multiple of 8 in every part of a key, got {self.parts}"
+            )
         self.seed, self.reduction = seed, reduction_heads
         self._learned: dict[str, Any] | None = None
         self._digest = ""
@@ -92,7 +98,9 @@ class Hash(BlockSelector):
         found = self._learned.get(f"layer.{layer}")
         if found is None or found.shape != (size, bits):
             shape = None if found is None else found.shape
-            raise ConfigError(f"hash_weights_file: layer.{layer} must have shape ({size}, {bits}), got {shape}")
+            raise ConfigError(
+                f"hash_weights_file: layer.{layer} must have shape ({size}, {bits}), got {shape}"
+            )
         return found
 
     def encode(self, layer: int, keys: Tensor) -> Tensor:
@@ -139,29 +147,45 @@ class Hash(BlockSelector):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """The kernel. A CPU's does not take as many heads of latent attention as some models have."""
+        """The kernel. A CPU's does not take as many heads of latent attention as some models
+        have."""
         kernels = kernels_for(query, reps)
         if kernels is None:
             return None
         found: Tensor
         if not self.geometry.rope_dim:
             weights = self.weights_of(layer, query.device)[0]
-            found = kernels.hash_scores(query, weights, reps, table, blocks, heads_apart=apart, init=init, local=local)
+            found = kernels.hash_scores(
+                query, weights, reps, table, blocks, heads_apart=apart, init=init, local=local
+            )
             return found
         codes = self._query_codes(layer, query)
         if kernels is retrieval and codes.shape[2] > retrieval.MOST_QUERIES:
             return None
         tokens = blocks * self.geometry.block_size
-        found = kernels.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+        found = kernels.hamming_scores(
+            codes, reps, table, tokens, heads_apart=apart, init=init, local=local
+        )
         return found
 
     def fused_select(
-        self, layer: int, query: Tensor, reps: Tensor, of: Candidates, *, init: int, local: int, apart: bool, into: Kept
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        of: Candidates,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+        into: Kept,
     ) -> Kept | None:
         """In one call where a key has one code."""
         kernels = kernels_for(query, reps)
         if kernels is None or self.geometry.rope_dim:
-            return super().fused_select(layer, query, reps, of, init=init, local=local, apart=apart, into=into)
+            return super().fused_select(
+                layer, query, reps, of, init=init, local=local, apart=apart, into=into
+            )
         weights = self.weights_of(layer, query.device)[0]
         found: Kept = kernels.hash_select(
             query,
@@ -179,7 +203,8 @@ class Hash(BlockSelector):
         return found
 
     def _query_codes(self, layer: int, query: Tensor) -> Tensor:
-        """Codes of queries ``[r, h*g, d]``: ``[r, h, bytes]``, with latent attention ``[r, 1, heads, bytes]``."""
+        """Codes of queries ``[r, h*g, d]``: ``[r, h, bytes]``, with latent attention ``[r, 1,
+        heads, bytes]``."""
         if not self.geometry.rope_dim:
             kernels, weights = kernels_for(query), self.weights_of(layer, query.device)[0]
             if kernels is None:
@@ -189,13 +214,15 @@ class Hash(BlockSelector):
         heads = query.float()
         if self.reduction > 1:
             if heads.shape[1] % self.reduction:
-                raise ConfigError(f"reduction_heads: {heads.shape[1]} heads are no multiple of {self.reduction}")
+                raise ConfigError(
+                    f"reduction_heads: {heads.shape[1]} heads are no multiple of {self.reduction}"
+                )
             heads = heads.view(len(heads), self.reduction, -1, heads.shape[-1]).mean(dim=1)
         return self.encode(layer, heads)[:, None]
 
     def weights(self, scores: Tensor) -> Tensor:
-        """A key at angle ``a`` to a query of the same length weighs ``exp(2 sqrt(d) cos a)``: how far apart codes are
-        is all that is known of a key, so this says an order of magnitude."""
+        """A key at angle ``a`` to a query of the same length weighs ``exp(2 sqrt(d) cos a)``: how
+        far apart codes are is all that is known of a key, so this says an order of magnitude."""
         bits = sum(bits for _, bits in self.parts)
         angle = torch.pi * (-scores.double()).clamp(0, bits) / bits
         return torch.softmax(2 * self.geometry.head_dim**0.5 * torch.cos(angle), dim=-1)

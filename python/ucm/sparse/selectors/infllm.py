@@ -1,7 +1,8 @@
 """InfLLM: a block is a few of its keys, and scores by the sum of their dot products with the query.
 
-``s_b = sum_h sum_j q̄_h · K[t_j]`` over the representative tokens ``t_j`` of each head. The paper picks those that the
-queries near the block attend to most; here, where blocks are encoded without queries, those whose keys are longest.
+``s_b = sum_h sum_j q̄_h · K[t_j]`` over the representative tokens ``t_j`` of each head. The paper
+picks those that the queries near the block attend to most; here, where blocks are encoded without
+queries, those whose keys are longest.
 
 Source: InfLLM (Xiao et al., NeurIPS 2024).
 """
@@ -38,7 +39,9 @@ class InfLLM(BlockSelector):
     def encode(self, layer: int, keys: Tensor) -> Tensor:
         """The longest keys of each head, of equal ones the earlier."""
         del layer
-        order = torch.sort(keys.float().square().sum(dim=-1), dim=1, descending=True, stable=True).indices
+        order = torch.sort(
+            keys.float().square().sum(dim=-1), dim=1, descending=True, stable=True
+        ).indices
         kept = torch.sort(order[:, : self.rep_tokens], dim=1).values  # [m, tokens, h]
         return keys.gather(1, kept[..., None].expand(-1, -1, -1, keys.shape[-1])).to(torch.bfloat16)
 

@@ -1,9 +1,10 @@
 """ESA and GSA: a block is the mean of its keys, and scores by its dot product with the query.
 
-``r_b = mean_t K[t]``, ``s_b = sum_h q̄_h · r_{b,h}`` with ``q̄_h`` the mean of the query heads of KV head ``h``: no
-scale and no softmax, neither of which would change an order. Other ways to pool (``max`` by channel; ``norm``: mean of
-keys of length 1), to score (``dot_max``: the best query head; ``l2``: minus the distance; ``key_max``: the best single
-key, which keeps all of them) and to keep (bf16, fp16, int8 with a scale for each head of a block) are options.
+``r_b = mean_t K[t]``, ``s_b = sum_h q̄_h · r_{b,h}`` with ``q̄_h`` the mean of the query heads of
+KV head ``h``: no scale and no softmax, neither of which would change an order. Other ways to pool
+(``max`` by channel; ``norm``: mean of keys of length 1), to score (``dot_max``: the best query
+head; ``l2``: minus the distance; ``key_max``: the best single key, which keeps all of them) and to
+keep (bf16, fp16, int8 with a scale for each head of a block) are options.
 
 Source: the original's ESA and GSA; book 8.1.2, 9.2.1, 7.3.3.
 """
@@ -29,10 +30,15 @@ class MeanK(BlockSelector):
     name = "mean_k"
 
     def __init__(
-        self, geometry: Geometry, *, pool: str = "mean", score: str = "dot_mean", rep_dtype: str = "bf16"
+        self,
+        geometry: Geometry,
+        *,
+        pool: str = "mean",
+        score: str = "dot_mean",
+        rep_dtype: str = "bf16",
     ) -> None:
-        """``pool`` is mean, max or norm; ``score`` dot_mean, dot_max, l2 or key_max; ``rep_dtype`` bf16, fp16 or
-        int8."""
+        """``pool`` is mean, max or norm; ``score`` dot_mean, dot_max, l2 or key_max; ``rep_dtype``
+        bf16, fp16 or int8."""
         super().__init__(geometry)
         self.pool, self.how, self.rep_dtype = pool, score, rep_dtype
         self.combine: Combine = "max" if score == "dot_max" else "sum"
@@ -43,8 +49,8 @@ class MeanK(BlockSelector):
         return {"pool": "none" if self.token_wise else self.pool, "dtype": self.rep_dtype}
 
     def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """``[h, d]``, with ``key_max`` ``[b, h, d]``; in int8 ``[h * d + h * 4]`` (of each token), the heads' scales,
-        as float32, behind their vectors."""
+        """``[h, d]``, with ``key_max`` ``[b, h, d]``; in int8 ``[h * d + h * 4]`` (of each token),
+        the heads' scales, as float32, behind their vectors."""
         g = self.geometry
         tokens = (g.block_size,) if self.token_wise else ()
         if self.rep_dtype == "int8":
@@ -72,7 +78,8 @@ class MeanK(BlockSelector):
         mean = q.mean(dim=1)
         if self.how == "l2":
             return -(r - mean).square().sum(dim=-1).sqrt().T
-        # Multiplied and added up by row, not by a matrix product: equal blocks get equal scores, wherever they stand.
+        # Multiplied and added up by row, not by a matrix product: equal blocks get equal scores,
+        # wherever they stand.
         dots = (r * mean).sum(dim=-1)
         return (dots.amax(dim=1) if self.token_wise else dots).T
 
@@ -113,7 +120,9 @@ class MeanK(BlockSelector):
     def _narrow(self, wide: Tensor) -> Tensor:
         if self.rep_dtype != "int8":
             return wide.to(_TYPES[self.rep_dtype])
-        scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        scale = (
+            wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        )
         vectors = (wide / scale).round().to(torch.int8).flatten(-2)
         return torch.cat([vectors, scale[..., 0].contiguous().view(torch.int8)], dim=-1)
 
@@ -127,7 +136,11 @@ class MeanK(BlockSelector):
         """Vectors ``[..., h, d]`` and scales ``[..., h]`` of int8 representations."""
         g = self.geometry
         split = g.kv_heads * g.head_dim
-        scales = reps[..., split:] if g.head_dim % _SCALE else reps.view(torch.float32)[..., split // _SCALE :]
+        scales = (
+            reps[..., split:]
+            if g.head_dim % _SCALE
+            else reps.view(torch.float32)[..., split // _SCALE :]
+        )
         if scales.dtype == torch.int8:
             scales = scales.contiguous().view(torch.float32)
         return reps[..., :split].unflatten(-1, (g.kv_heads, g.head_dim)), scales

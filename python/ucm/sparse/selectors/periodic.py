@@ -1,7 +1,8 @@
-"""Periodic sampling: blocks at equal distances, whatever is asked. A static pattern, and a control for the others.
+"""Periodic sampling: blocks at equal distances, whatever is asked. A static pattern, and a control
+for the others.
 
-Blocks come in the order of their bit-reversed number (0, 16, 8, 24, 4, ... of 32), so any budget takes a sample that is
-as even as it can be, and a larger one holds the smaller.
+Blocks come in the order of their bit-reversed number (0, 16, 8, 24, 4, ... of 32), so any budget
+takes a sample that is as even as it can be, and a larger one holds the smaller.
 
 Source: book 7.3.2.
 """

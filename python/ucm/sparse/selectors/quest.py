@@ -1,8 +1,9 @@
-"""Quest: a block is the least and the greatest value of each channel, which bound every dot product with its keys.
+"""Quest: a block is the least and the greatest value of each channel, which bound every dot product
+with its keys.
 
-``s_{b,h} = sum_c max(q̄_{h,c} * lo_{b,c}, q̄_{h,c} * hi_{b,c}) >= q̄_h · K[t,h]`` for every token of the block, with
-``q̄_h`` the mean of the query heads of KV head ``h``; the heads are added up. Bounds are rounded outwards, so they hold
-in bf16.
+``s_{b,h} = sum_c max(q̄_{h,c} * lo_{b,c}, q̄_{h,c} * hi_{b,c}) >= q̄_h · K[t,h]`` for every token
+of the block, with ``q̄_h`` the mean of the query heads of KV head ``h``; the heads are added up.
+Bounds are rounded outwards, so they hold in bf16.
 
 Source: Quest (Tang et al., ICML 2024).
 """
@@ -29,7 +30,9 @@ class Quest(BlockSelector):
         """Bounds over the tokens of each block."""
         del layer
         wide = keys.float()
-        return torch.stack([_outwards(wide.amin(dim=1), -torch.inf), _outwards(wide.amax(dim=1), torch.inf)], dim=1)
+        return torch.stack(
+            [_outwards(wide.amin(dim=1), -torch.inf), _outwards(wide.amax(dim=1), torch.inf)], dim=1
+        )
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """The bound of each block."""
@@ -55,7 +58,13 @@ class Quest(BlockSelector):
         if kernels is None:
             return None
         found: Tensor = kernels.quest_scores(
-            query, reps, table, blocks, over_heads="apart" if apart else "sum", init=init, local=local
+            query,
+            reps,
+            table,
+            blocks,
+            over_heads="apart" if apart else "sum",
+            init=init,
+            local=local,
         )
         return found
 
@@ -65,7 +74,8 @@ class Quest(BlockSelector):
 
 
 def _outwards(values: Tensor, towards: float) -> Tensor:
-    """In bf16, no nearer to zero's other side than the value: at most one step of bf16 further out."""
+    """In bf16, no nearer to zero's other side than the value: at most one step of bf16 further
+    out."""
     narrow = values.to(torch.bfloat16)
     inside = narrow.float() > values if towards < 0 else narrow.float() < values
     return torch.where(inside, torch.nextafter(narrow, torch.full_like(narrow, towards)), narrow)

@@ -1,4 +1,5 @@
-"""``UcmCacheStore``: the engine over host memory alone, what a pipeline writes as ``Cache|Empty``."""
+"""``UcmCacheStore``: the engine over host memory alone, what a pipeline writes as
+``Cache|Empty``."""
 
 from __future__ import annotations
 

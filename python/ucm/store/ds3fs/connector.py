@@ -8,6 +8,7 @@ from ucm.store.posix.connector import UcmPosixStore
 
 
 class UcmDs3fsStore(UcmPosixStore):
-    """:class:`~ucm.store.posix.connector.UcmPosixStore` over USRBIO; beside its keys those of the rings."""
+    """:class:`~ucm.store.posix.connector.UcmPosixStore` over USRBIO; beside its keys those of the
+    rings."""
 
     store_name: ClassVar[str] = "UcmDs3fsStore"

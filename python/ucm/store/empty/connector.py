@@ -1,4 +1,5 @@
-"""``UcmEmptyStore``: takes everything, keeps nothing, has nothing. For measuring what is above a store."""
+"""``UcmEmptyStore``: takes everything, keeps nothing, has nothing. For measuring what is above a
+store."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ucm.store.instant import InstantStore, InstantTask
 
 
 class UcmEmptyStore(InstantStore):
-    """Never a hit; a load fails with :class:`~ucm.errors.NotFoundError`, a dump is accepted and dropped.
+    """Never a hit; a load fails with :class:`~ucm.errors.NotFoundError`, a dump is accepted and
+    dropped.
 
     Every key of the other stores is accepted and means nothing.
     """
@@ -25,7 +27,9 @@ class UcmEmptyStore(InstantStore):
         self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
     ) -> InstantTask:
         rows = self.rows(block_ids, shard_index, addrs)
-        return InstantTask("load", {row: NotFoundError("the empty store has no block") for row in range(rows)})
+        return InstantTask(
+            "load", {row: NotFoundError("the empty store has no block") for row in range(rows)}
+        )
 
     def dump_data(
         self,

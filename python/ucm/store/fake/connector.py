@@ -1,8 +1,9 @@
-"""``UcmFakeStore``: remembers ids and no bytes. FOR TESTS ONLY: what it "loads" is whatever lay in memory before.
+"""``UcmFakeStore``: remembers ids and no bytes. FOR TESTS ONLY: what it "loads" is whatever lay in
+memory before.
 
-It answers lookups as a store would and ends every transfer at once and well, so that a connector can be measured or
-tested without any I/O. An engine that uses it produces wrong tokens, so it is made only where
-``allow_wrong_tokens: true`` was written.
+It answers lookups as a store would and ends every transfer at once and well, so that a connector
+can be measured or tested without any I/O. An engine that uses it produces wrong tokens, so it is
+made only where ``allow_wrong_tokens: true`` was written.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from ucm.store.instant import InstantStore, InstantTask
 
 
 class UcmFakeStore(InstantStore):
-    """Ids alone, first in, first out. Keys: ``buffer_number`` (ids kept), ``allow_wrong_tokens`` (must be true),
-    ``storage_backends`` (a directory through which several processes share the ids; none: this process alone)."""
+    """Ids alone, first in, first out. Keys: ``buffer_number`` (ids kept), ``allow_wrong_tokens``
+    (must be true), ``storage_backends`` (a directory through which several processes share the ids;
+    none: this process alone)."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -33,16 +35,23 @@ class UcmFakeStore(InstantStore):
             options = options_of("UcmFakeStore")(**given).model_dump()
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            raise ConfigError(f"{first['loc'][0]}: {first['msg']}", context={"store": "UcmFakeStore"}) from None
+            raise ConfigError(
+                f"{first['loc'][0]}: {first['msg']}", context={"store": "UcmFakeStore"}
+            ) from None
         if not options["allow_wrong_tokens"]:
             raise ConfigError(
-                "UcmFakeStore loads nothing, so an engine that uses it answers with wrong tokens; it is for tests: "
-                "write allow_wrong_tokens: true there, and use UcmPosixStore everywhere else"
+                "UcmFakeStore loads nothing, so an engine that uses it answers with wrong tokens;"
+                " it is for tests: write allow_wrong_tokens: true there, and use UcmPosixStore"
+                " everywhere else"
             )
         where = config.get("storage_backends") or ()
         root = where if isinstance(where, str | os.PathLike) else next(iter(where), None)
-        self._ids = IdRing(options["buffer_number"], None if root is None else Path(root) / "ucm-fake-ids")
-        self._shards = max(1, int(config.get("block_size", 1)) // int(config.get("shard_size") or 1))
+        self._ids = IdRing(
+            options["buffer_number"], None if root is None else Path(root) / "ucm-fake-ids"
+        )
+        self._shards = max(
+            1, int(config.get("block_size", 1)) // int(config.get("shard_size") or 1)
+        )
         self._incomplete: dict[bytes, set[int]] = {}
         self._limit = options["buffer_number"]
 

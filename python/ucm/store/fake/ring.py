@@ -1,4 +1,5 @@
-"""Ids in the order they came, the oldest forgotten first; in this process alone, or in a file that several map."""
+"""Ids in the order they came, the oldest forgotten first; in this process alone, or in a file that
+several map."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _ID = 16
 
 
 class IdRing:
-    """A bounded first-in-first-out set of 16-byte ids. Thread safe, and process safe over one file."""
+    """A bounded first-in-first-out set of 16-byte ids. Thread safe, and process safe over one
+    file."""
 
     def __init__(self, limit: int, path: Path | None = None) -> None:
         """``limit``: most ids kept; all who share ``path`` give the same."""
@@ -35,7 +37,11 @@ class IdRing:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             try:
                 there = os.fstat(self._file).st_size
-                if there not in (0, size):  # to cut it would pull the memory from under those who map it
+                # to cut it would pull the memory from under those who map it
+                if there not in (
+                    0,
+                    size,
+                ):
                     raise ConfigError(
                         "all who share the ids of a UcmFakeStore give the same buffer_number",
                         context={"path": str(path), "bytes": there, "expected": size},

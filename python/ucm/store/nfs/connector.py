@@ -1,4 +1,5 @@
-"""``UcmNfsStore``: what the original calls a store on a network share, here the POSIX store on its mount point."""
+"""``UcmNfsStore``: what the original calls a store on a network share, here the POSIX store on its
+mount point."""
 
 from __future__ import annotations
 

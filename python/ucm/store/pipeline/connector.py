@@ -11,7 +11,8 @@ from ucm.store.posix.settings import EngineSettings
 
 
 class UcmPipelineStore(UcmPosixStore):
-    """The stages that ``store_pipeline`` names, top first; every key of theirs as in ``docs/configuration.md``."""
+    """The stages that ``store_pipeline`` names, top first; every key of theirs as in
+    ``docs/configuration.md``."""
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> EngineSettings:

@@ -21,7 +21,8 @@ from ucm.store.kv_layout import KVLayout, block_numbers
 from ucm.store.posix.settings import EngineSettings, read_settings, settings_of
 from ucm.store.ucmstore_v1 import Priority, Sides, SidesTask, Task, UcmKVStoreBaseV1, Until
 
-#: Part of the top level that prefetches may fill ahead of need (one in so many), and most blocks of them.
+#: Part of the top level that prefetches may fill ahead of need (one in so many), and most blocks of
+#: them.
 PREFETCH_SHARE, MAX_PREFETCH = 8, 1024
 
 
@@ -38,12 +39,13 @@ class PosixTask(Task):
         return self.handle.check("published")
 
     def shard_done(self, row: int) -> bool:
-        """Whether row ``row`` of a load is where it was wanted, verified, while others of its block may still be read.
-        Never waits."""
+        """Whether row ``row`` of a load is where it was wanted, verified, while others of its block
+        may still be read. Never waits."""
         return self.handle.shard_done(row)
 
     def wait_shard(self, row: int, timeout: float | None = None) -> bool:
-        """Wait for that, ``timeout`` seconds at most; False if it is not so: the time was up, or the row has failed."""
+        """Wait for that, ``timeout`` seconds at most; False if it is not so: the time was up, or
+        the row has failed."""
         return self.handle.wait_shard(row, timeout)
 
 
@@ -60,7 +62,8 @@ class PosixSidesTask(PosixTask, SidesTask):
         return self._reading.result()
 
     def missing(self) -> dict[int, UcmError]:
-        """Why side shards are not there, by the index of their ids: most of them because there is none."""
+        """Why side shards are not there, by the index of their ids: most of them because there is
+        none."""
         return self.handle.failures()
 
 
@@ -140,10 +143,11 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return PosixTask(self._open().load(block_ids, shard_index, _matrix(addrs), timeout), "load")
 
     def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> PosixTask:
-        """Starts a load of whole blocks that ends in the store's own memory: read and verified, and copied nowhere.
+        """Starts a load of whole blocks that ends in the store's own memory: read and verified, and
+        copied nowhere.
 
-        It fails where a load would, with the same consequences: a refused record is no hit any more. ``timeout`` as in
-        :meth:`load_data`.
+        It fails where a load would, with the same consequences: a refused record is no hit any
+        more. ``timeout`` as in :meth:`load_data`.
         """
         return PosixTask(self._open().verify(block_ids, timeout), "load")
 
@@ -158,17 +162,26 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     ) -> PosixTask:
         """As in the base class; ``sides`` as of :meth:`dump`."""
         beside = self._beside(sides, len(block_ids))
-        return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs), prerequisite_handle, beside), "dump")
+        return PosixTask(
+            self._open().dump(block_ids, shard_index, _matrix(addrs), prerequisite_handle, beside),
+            "dump",
+        )
 
-    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> PosixSidesTask:
+    def load_sides(
+        self, block_ids: Sequence[bytes], name: str, timeout: float | None = None
+    ) -> PosixSidesTask:
         return PosixSidesTask(self._open().load_sides(block_ids, name, timeout))
 
     def dump_sides(self, block_ids: Sequence[bytes], sides: Sides) -> PosixTask:
-        """As in the base class. Row *i* of the task is block *i* with the first name, then come those of the next."""
+        """As in the base class. Row *i* of the task is block *i* with the first name, then come
+        those of the next."""
         unknown = [name for name in sides if name not in self.side_sizes]
         if unknown:
             raise self._other_sides(sides)
-        rows = [(name, _bytes(name, side, len(block_ids), self.side_sizes[name])) for name, side in sides.items()]
+        rows = [
+            (name, _bytes(name, side, len(block_ids), self.side_sizes[name]))
+            for name, side in sides.items()
+        ]
         return PosixTask(self._open().dump_sides(block_ids, rows), "dump")
 
     def _beside(self, sides: Sides | None, rows: int) -> npt.NDArray[np.uint8] | None:
@@ -178,7 +191,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         if sides.keys() != self.side_sizes.keys():
             raise self._other_sides(sides)
         shards = self.settings.block_size // self.settings.shard_size
-        shares = [_bytes(name, sides[name], rows, size // shards) for name, size in self.side_sizes.items()]
+        shares = [
+            _bytes(name, sides[name], rows, size // shards)
+            for name, size in self.side_sizes.items()
+        ]
         return np.ascontiguousarray(np.concatenate(shares, axis=1))
 
     def _other_sides(self, sides: Sides) -> InvalidInputError:
@@ -194,18 +210,25 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     @property
     def _by_number(self) -> bool:
-        """Whether the core is given the numbers of blocks: not where a class of its own moves rows in its own way, or
-        where a block is split into shards."""
+        """Whether the core is given the numbers of blocks: not where a class of its own moves rows
+        in its own way, or where a block is split into shards."""
         own = type(self)
-        as_here = own.load_data is UcmPosixStore.load_data and own.dump_data is UcmPosixStore.dump_data
+        as_here = (
+            own.load_data is UcmPosixStore.load_data and own.dump_data is UcmPosixStore.dump_data
+        )
         return as_here and self.settings.shard_size == self.settings.block_size
 
     def load_blocks(
-        self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], timeout: float | None = None
+        self,
+        block_ids: Sequence[bytes],
+        blocks: Sequence[int] | npt.NDArray[np.int64],
+        timeout: float | None = None,
     ) -> Task:
         if not self._by_number:
             return super().load_blocks(block_ids, blocks, timeout)
-        return PosixTask(self._open().load_blocks(block_ids, block_numbers(blocks), timeout), "load")
+        return PosixTask(
+            self._open().load_blocks(block_ids, block_numbers(blocks), timeout), "load"
+        )
 
     def dump_blocks(
         self,
@@ -218,7 +241,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         if not self._by_number:
             return super().dump_blocks(block_ids, blocks, prerequisite_handle, sides=sides)
         numbers, beside = block_numbers(blocks), self._beside(sides, len(block_ids))
-        return PosixTask(self._open().dump_blocks(block_ids, numbers, prerequisite_handle, beside), "dump")
+        return PosixTask(
+            self._open().dump_blocks(block_ids, numbers, prerequisite_handle, beside), "dump"
+        )
 
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         if isinstance(task, list | tuple):
@@ -241,7 +266,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
             raise task.error
 
     def _wait_all(self, tasks: Sequence[Any], timeout: float | None, until: Until) -> None:
-        """Wait for all, within one ``timeout``; raises the first failure once every one has been waited for."""
+        """Wait for all, within one ``timeout``; raises the first failure once every one has been
+        waited for."""
         end = None if timeout is None else time.monotonic() + timeout
         failed: UcmError | None = None
         for task in tasks:
@@ -293,11 +319,15 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return _handle(task).served()[: len(self._tiers)]
 
     def prefetch_room(self) -> int:
-        """A part of the top level, so that what is brought up does not push out what is in use there."""
+        """A part of the top level, so that what is brought up does not push out what is in use
+        there."""
         tiers = self._told_tiers()
         if tiers[-1]["level"] == 0:
             return 0
-        top = sum(int(tier["capacity_bytes"]) for tier in tiers if tier["level"] == 0) // self.record_len
+        top = (
+            sum(int(tier["capacity_bytes"]) for tier in tiers if tier["level"] == 0)
+            // self.record_len
+        )
         return min(top // PREFETCH_SHARE, MAX_PREFETCH)
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:
@@ -350,23 +380,28 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return self._core
 
     def _hand_over_log(self) -> None:
-        """Writes what the core logged for this store since then: no thread of the core takes the GIL for it."""
+        """Writes what the core logged for this store since then: no thread of the core takes the
+        GIL for it."""
         for level, message, fields in self._core.take_log():
             if level >= logging.WARNING:
                 self._last_warning = message
-            self._logger.log(level, "%s: %s", self.settings.label, message, extra={"fields": fields})
+            self._logger.log(
+                level, "%s: %s", self.settings.label, message, extra={"fields": fields}
+            )
 
 
 def _handle(task: Any) -> CoreTask:
     if not isinstance(task, PosixTask):
         raise InvalidInputError(
-            "this is no task of a UcmPosixStore", context={"type": type(task).__name__, "expected": "PosixTask"}
+            "this is no task of a UcmPosixStore",
+            context={"type": type(task).__name__, "expected": "PosixTask"},
         )
     return task.handle
 
 
 def _bytes(name: str, side: Any, rows: int, size: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a side shard: ``size`` for each of so many rows, whatever the type of the array."""
+    """The bytes of a side shard: ``size`` for each of so many rows, whatever the type of the
+    array."""
     array = np.asarray(side)
     given = array.nbytes // len(array) if array.ndim and len(array) else size
     if not array.ndim or len(array) != rows or given != size:
@@ -386,5 +421,7 @@ def _matrix(addrs: Any) -> npt.NDArray[np.uint64]:
     if matrix.size == 0 and matrix.ndim != 2:
         matrix = matrix.reshape(0, 0)  # no rows, written as an empty list
     if matrix.ndim != 2:
-        raise InvalidInputError("addrs has shape (rows, pieces per row)", context={"shape": matrix.shape})
+        raise InvalidInputError(
+            "addrs has shape (rows, pieces per row)", context={"shape": matrix.shape}
+        )
     return np.ascontiguousarray(matrix)

@@ -1,4 +1,5 @@
-"""What a store of the core is told: the keys of its tiers, the sizes of its blocks, and whose they are."""
+"""What a store of the core is told: the keys of its tiers, the sizes of its blocks, and whose they
+are."""
 
 from __future__ import annotations
 
@@ -18,10 +19,19 @@ from ucm.config.pipelines import place_problems, root_problems
 from ucm.config.secret import for_core
 from ucm.config.sizes import without_login
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
-from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest_key, without_effect
+from ucm.config.words import (
+    ALIASES,
+    GIBIBYTES,
+    MEANINGLESS,
+    PLATFORMS,
+    UNUSED,
+    nearest_key,
+    without_effect,
+)
 from ucm.errors import ConfigError, InvalidInputError
 
-#: Top-level keys of an identity, in order (``docs/format.md``); here those of a caller who names none.
+#: Top-level keys of an identity, in order (``docs/format.md``); here those of a caller who names
+#: none.
 _ANONYMOUS: dict[str, Any] = {
     "format_version": 1,
     "architecture": "",
@@ -103,17 +113,21 @@ class EngineSettings(StoreSettings):
     shard_size: _Bytes
     #: Bytes of KV in one block.
     block_size: _Bytes
-    #: The identity: the JSON text of ``docs/format.md``, or any other text that tells these blocks from others'.
+    #: The identity: the JSON text of ``docs/format.md``, or any other text that tells these blocks
+    #: from others'.
     identity: str = ""
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int] = (0, 0, 0)
-    #: Parts of the namespace whose blocks have other sizes than this one's, for a store that looks up
-    #: the blocks of all of them. Without it a store over directories takes the sizes from the
+    #: Parts of the namespace whose blocks have other sizes than this one's, for a store that looks
+    #: up the blocks of all of them. Without it a store over directories takes the sizes from the
     #: manifest; one over memory, a server or a bucket does not find blocks of other sizes.
     parts: tuple[PartConfig, ...] = ()
-    #: Side shards that blocks may have beside their KV, by name (1 to 16 of a-z, 0-9, _, -, .): the bytes of each for a
-    #: whole block, or those and the version of its content. At most 8, and 16 MiB together.
-    sides: dict[str, Annotated[SideConfig, BeforeValidator(_of_bytes)]] = Field(default_factory=dict)
+    #: Side shards that blocks may have beside their KV, by name (1 to 16 of a-z, 0-9, _, -, .): the
+    #: bytes of each for a whole block, or those and the version of its content. At most 8, and 16
+    #: MiB together.
+    sides: dict[str, Annotated[SideConfig, BeforeValidator(_of_bytes)]] = Field(
+        default_factory=dict
+    )
     #: Tokens in a block, for the record's header.
     block_tokens: Annotated[int, Field(ge=0)] = 0
     #: Element type, for the record's header.
@@ -145,10 +159,13 @@ class EngineSettings(StoreSettings):
 
     @property
     def identity_json(self) -> str:
-        """The canonical identity; another text than that becomes the ``weights`` of an otherwise empty one."""
+        """The canonical identity; another text than that becomes the ``weights`` of an otherwise
+        empty one."""
         if self.identity.startswith('{"format_version":'):
             return self.identity
-        return json.dumps(_ANONYMOUS | {"weights": self.identity}, separators=(",", ":"), ensure_ascii=True)
+        return json.dumps(
+            _ANONYMOUS | {"weights": self.identity}, separators=(",", ":"), ensure_ascii=True
+        )
 
     @property
     def label(self) -> str:
@@ -193,14 +210,17 @@ class EngineSettings(StoreSettings):
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
                 "step_bytes": -(-self.step_tokens // max(self.block_tokens, 1)) * self.block_size,
-                "copy_threads": 3,  # two write what they gathered; the third gathers on where these wait for a medium
+                # two write what they gathered; the third gathers on where these wait for a medium
+                "copy_threads": 3,
                 "lookup_s": self.deadlines.lookup_ms / 1000,
                 "load_s": self.deadlines.load_unknown_s,
                 "dump_s": self.deadlines.dump_s,
                 "probe_s": self.deadlines.probe_s,
                 "shutdown_s": self.deadlines.shutdown_s,
                 "paranoid": self.verify == "paranoid",
-                "encryption_key_file": self.encryption_key_file and os.path.expanduser(self.encryption_key_file),
+                "encryption_key_file": (
+                    self.encryption_key_file and os.path.expanduser(self.encryption_key_file)
+                ),
                 "tenant_quota": plain(self.tenant_quota),
                 **{f"breaker_{key}": value for key, value in self.breaker.model_dump().items()},
             }
@@ -229,7 +249,8 @@ class TierSettings(EngineSettings):
 
 @cache
 def settings_of(store: str) -> type[TierSettings]:
-    """The settings of the store of one tier with this name: the keys of every store, and those of its kind."""
+    """The settings of the store of one tier with this name: the keys of every store, and those of
+    its kind."""
     kind = STORES[store].kind
     made = section_of(f"{store}Settings", kind.options, own_keys(kind), TierSettings)
     made.store_name = store
@@ -237,8 +258,8 @@ def settings_of(store: str) -> type[TierSettings]:
 
 
 def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -> dict[str, Any]:
-    """``config`` with the spellings of a configuration file for keys that are ``known``; what means nothing there means
-    nothing here either, and is left out with the same warning."""
+    """``config`` with the spellings of a configuration file for keys that are ``known``; what means
+    nothing there means nothing here either, and is left out with the same warning."""
     ours: dict[str, Any] = {}
     for key, value in config.items():
         name = "device_id" if key == "device" else ALIASES.get(key, key).removeprefix("options.")
@@ -251,19 +272,23 @@ def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -
         elif key in GIBIBYTES:
             value = gibibytes(value, key, store)
         if ours.setdefault(name, value) != value:
-            raise ConfigError(f'"{key}" and another spelling of {name} for {store} differ; keep one of them')
+            raise ConfigError(
+                f'"{key}" and another spelling of {name} for {store} differ; keep one of them'
+            )
     return ours
 
 
 def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
-    """Checked settings; a key that is not one, or a value that is wrong, is a :class:`~ucm.errors.ConfigError`."""
+    """Checked settings; a key that is not one, or a value that is wrong, is a
+    :class:`~ucm.errors.ConfigError`."""
     known = kind.model_fields
     config = in_our_words(config, known, store)
     for key in config:
         if key not in known:
             near = nearest_key(key, known)
             raise ConfigError(
-                f"{store} has no key {key!r}" + (f"; did you mean {near!r}?" if near else ""), context={"key": key}
+                f"{store} has no key {key!r}" + (f"; did you mean {near!r}?" if near else ""),
+                context={"key": key},
             )
     try:
         given = {key: value for key, value in config.items() if key != "storage_backends" or value}
@@ -274,5 +299,11 @@ def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
         if isinstance(said, ConfigError):
             raise ConfigError(said.message, context={"store": store}) from None
         where = ".".join(str(part) for part in first["loc"])
-        cause = ConfigError if where.partition(".")[0] in StoreSettings.model_fields else InvalidInputError
-        raise cause(f"{where + ': ' if where else ''}{first['msg']}", context={"store": store}) from None
+        cause = (
+            ConfigError
+            if where.partition(".")[0] in StoreSettings.model_fields
+            else InvalidInputError
+        )
+        raise cause(
+            f"{where + ': ' if where else ''}{first['msg']}", context={"store": store}
+        ) from None

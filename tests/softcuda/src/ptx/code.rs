@@ -1,8 +1,8 @@
 //! What a kernel is parsed into, and its execution.
 //!
-//! All values lie in one array of 64-bit slots: the special registers, then the registers of the kernel, then its
-//! constants. An instruction reads the low bits of a slot that its type has and writes all 64; what is above the width
-//! of a register is never read.
+//! All values lie in one array of 64-bit slots: the special registers, then the registers of the
+//! kernel, then its constants. An instruction reads the low bits of a slot that its type has and
+//! writes all 64; what is above the width of a register is never read.
 
 use super::{Fault, Memory};
 
@@ -52,7 +52,11 @@ impl Type {
 
     /// Whether one number [read](Self::read) is below another.
     fn less(self, x: u64, y: u64) -> bool {
-        if self.signed { (x as i64) < y as i64 } else { x < y }
+        if self.signed {
+            (x as i64) < y as i64
+        } else {
+            x < y
+        }
     }
 
     pub(super) fn bytes(self) -> usize {
@@ -60,12 +64,14 @@ impl Type {
     }
 }
 
-/// Operations of two operands. Others are made of these: `not a` is `a ^ -1`, `neg a` is `0 - a`, `a > b` is `b < a`.
+/// Operations of two operands. Others are made of these: `not a` is `a ^ -1`, `neg a` is `0 - a`,
+/// `a > b` is `b < a`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Binary {
     Add,
     Sub,
-    /// The whole product: of its low half (`lo`) or all of it (`wide`), who reads it takes what it needs.
+    /// The whole product: of its low half (`lo`) or all of it (`wide`), who reads it takes what it
+    /// needs.
     Mul,
     MulHigh,
     Min,
@@ -92,7 +98,9 @@ impl Binary {
             Self::Add => x.wrapping_add(y),
             Self::Sub => x.wrapping_sub(y),
             Self::Mul => x.wrapping_mul(y),
-            Self::MulHigh if ty.signed => ((i128::from(x as i64) * i128::from(y as i64)) >> ty.bits) as u64,
+            Self::MulHigh if ty.signed => {
+                ((i128::from(x as i64) * i128::from(y as i64)) >> ty.bits) as u64
+            }
             Self::MulHigh => ((u128::from(x) * u128::from(y)) >> ty.bits) as u64,
             Self::Min => {
                 if ty.less(x, y) {
@@ -176,7 +184,8 @@ fn number(ty: Type, bytes: &[u8]) -> u64 {
 /// One operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Op {
-    /// `dst = a`, extended by the sign of its type: every move and conversion. The second type is what it is cut to.
+    /// `dst = a`, extended by the sign of its type: every move and conversion. The second type is
+    /// what it is cut to.
     Convert {
         to: Type,
         from: Type,
@@ -248,16 +257,17 @@ impl Kernel {
         &self.params
     }
 
-    /// Most threads of a block, if the kernel says so. A driver refuses to launch more; [`run`](Self::run) does not
-    /// ask.
+    /// Most threads of a block, if the kernel says so. A driver refuses to launch more;
+    /// [`run`](Self::run) does not ask.
     pub fn max_threads(&self) -> Option<u32> {
         self.max_threads
     }
 
-    /// Executes all threads of all blocks, one after the other, until one faults. What the threads before it stored
-    /// stays.
+    /// Executes all threads of all blocks, one after the other, until one faults. What the threads
+    /// before it stored stays.
     ///
-    /// `params` is the parameter buffer: each parameter at the next multiple of its size, little-endian.
+    /// `params` is the parameter buffer: each parameter at the next multiple of its size,
+    /// little-endian.
     ///
     /// # Panics
     ///
@@ -302,7 +312,14 @@ impl Kernel {
                 Op::Binary { op, ty, dst, a, b } => {
                     slots[usize::from(dst)] = op.of(ty, get(slots, a), get(slots, b));
                 }
-                Op::MulAdd { op, ty, dst, a, b, c } => {
+                Op::MulAdd {
+                    op,
+                    ty,
+                    dst,
+                    a,
+                    b,
+                    c,
+                } => {
                     let product = op.of(ty, get(slots, a), get(slots, b));
                     slots[usize::from(dst)] = product.wrapping_add(get(slots, c));
                 }

@@ -1,11 +1,14 @@
-//! Executes PTX: the part of it that the copy kernels (`kernels/copy.ptx`) are written in, and its near neighbours.
+//! Executes PTX: the part of it that the copy kernels (`kernels/copy.ptx`) are written in, and its
+//! near neighbours.
 //!
-//! A [`Module`] is parsed once; whatever is not understood is an error that names the line. Each [`Kernel`] in it is
-//! then a list of instructions over numbered slots, which [`Kernel::run`] executes thread by thread: every thread of a
-//! grid runs to its end before the next begins. There are no barriers and no shared memory.
+//! A [`Module`] is parsed once; whatever is not understood is an error that names the line. Each
+//! [`Kernel`] in it is then a list of instructions over numbered slots, which [`Kernel::run`]
+//! executes thread by thread: every thread of a grid runs to its end before the next begins. There
+//! are no barriers and no shared memory.
 //!
-//! Integers are what the PTX manual says of them: every operation has the width and the sign of its type, shifts clamp,
-//! and a misaligned access is a [`Fault`], as it is on a device. Memory is whatever the caller says it is: [`Memory`].
+//! Integers are what the PTX manual says of them: every operation has the width and the sign of its
+//! type, shifts clamp, and a misaligned access is a [`Fault`], as it is on a device. Memory is
+//! whatever the caller says it is: [`Memory`].
 //!
 //! ```
 //! use std::sync::Mutex;
@@ -75,7 +78,8 @@ pub trait Memory: Sync {
     /// Reads the bytes at an address. A fault when not all of them are device memory.
     fn load(&self, address: u64, into: &mut [u8]) -> Result<(), Fault>;
 
-    /// Writes bytes at an address. A fault when not all of them are device memory; then none is written.
+    /// Writes bytes at an address. A fault when not all of them are device memory; then none is
+    /// written.
     fn store(&self, address: u64, from: &[u8]) -> Result<(), Fault>;
 }
 

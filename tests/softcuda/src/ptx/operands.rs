@@ -5,7 +5,8 @@ use std::ops::RangeInclusive;
 
 use super::code::{SPECIAL, Slot, Type};
 
-/// The type of that name ("u32", "pred"), if its first letter is one of `kinds` and its width is in `widths`.
+/// The type of that name ("u32", "pred"), if its first letter is one of `kinds` and its width is in
+/// `widths`.
 pub(super) fn ty(name: &str, kinds: &str, widths: RangeInclusive<u32>) -> Result<Type, String> {
     let (kind, bits) = match name {
         "pred" => ("p", "1"),
@@ -29,7 +30,8 @@ pub(super) fn ty(name: &str, kinds: &str, widths: RangeInclusive<u32>) -> Result
     }
 }
 
-/// Widths of registers that a type may be used with: its own, or for a value that is cut or extended any from it on.
+/// Widths of registers that a type may be used with: its own, or for a value that is cut or
+/// extended any from it on.
 pub(super) fn exactly(ty: Type) -> RangeInclusive<u32> {
     ty.bits..=ty.bits
 }
@@ -55,10 +57,13 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// Takes a declaration: `.b32 %r<12>` declares `%r0` to `%r11`. No constant may have a slot yet.
+    /// Takes a declaration: `.b32 %r<12>` declares `%r0` to `%r11`. No constant may have a slot
+    /// yet.
     pub(super) fn declare(&mut self, declaration: &str) -> Result<(), String> {
         let parsed = || {
-            let (name, rest) = declaration.strip_prefix('.')?.split_once(char::is_whitespace)?;
+            let (name, rest) = declaration
+                .strip_prefix('.')?
+                .split_once(char::is_whitespace)?;
             let (prefix, count) = rest.trim().strip_suffix('>')?.split_once('<')?;
             Some((name, prefix, count.parse::<u16>().ok()?))
         };
@@ -89,7 +94,11 @@ impl Operands {
     }
 
     /// The slot of what is read: a register, a special register or a constant.
-    pub(super) fn value(&mut self, text: &str, widths: RangeInclusive<u32>) -> Result<Slot, String> {
+    pub(super) fn value(
+        &mut self,
+        text: &str,
+        widths: RangeInclusive<u32>,
+    ) -> Result<Slot, String> {
         if let Some(special) = SPECIAL.iter().position(|name| *name == text) {
             width(text, 32, widths)?;
             slot(special)
@@ -133,9 +142,15 @@ pub(super) fn integer(text: &str) -> Result<u64, String> {
     let number = match digits.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16),
         // PTX would read this as octal.
-        None if digits.len() > 1 && digits.starts_with('0') => return Err(format!("not understood: {text}")),
+        None if digits.len() > 1 && digits.starts_with('0') => {
+            return Err(format!("not understood: {text}"));
+        }
         None => digits.parse(),
     };
     let number = number.map_err(|_| format!("not understood: {text}"))?;
-    Ok(if negative { number.wrapping_neg() } else { number })
+    Ok(if negative {
+        number.wrapping_neg()
+    } else {
+        number
+    })
 }

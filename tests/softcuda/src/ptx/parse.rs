@@ -1,4 +1,5 @@
-//! From the text of a PTX file to kernels. A line is a directive, a label or an instruction, as compilers write it.
+//! From the text of a PTX file to kernels. A line is a directive, a label or an instruction, as
+//! compilers write it.
 
 use std::collections::HashMap;
 
@@ -23,7 +24,9 @@ struct Lines<'a, I: Iterator<Item = Line<'a>>>(I);
 
 impl<'a, I: Iterator<Item = Line<'a>>> Lines<'a, I> {
     fn next(&mut self) -> Result<Line<'a>, String> {
-        self.0.next().ok_or_else(|| "the file ends too early".to_owned())
+        self.0
+            .next()
+            .ok_or_else(|| "the file ends too early".to_owned())
     }
 
     /// The next line, which has to be this one.
@@ -71,7 +74,10 @@ struct Param<'a> {
 }
 
 /// What follows `.visible .entry name(`.
-fn kernel<'a, I: Iterator<Item = Line<'a>>>(name: &str, lines: &mut Lines<'a, I>) -> Result<Kernel, String> {
+fn kernel<'a, I: Iterator<Item = Line<'a>>>(
+    name: &str,
+    lines: &mut Lines<'a, I>,
+) -> Result<Kernel, String> {
     let params = parameters(lines)?;
     let mut max_threads = None;
     loop {
@@ -79,7 +85,9 @@ fn kernel<'a, I: Iterator<Item = Line<'a>>>(name: &str, lines: &mut Lines<'a, I>
         match line.text.strip_prefix(".maxntid ") {
             Some(sizes) => {
                 let sizes = sizes.split(',').map(|size| size.trim().parse::<u32>());
-                let product = sizes.product::<Result<u32, _>>().map_err(|e| line.error(e))?;
+                let product = sizes
+                    .product::<Result<u32, _>>()
+                    .map_err(|e| line.error(e))?;
                 max_threads = Some(product);
             }
             None if line.text == "{" => break,
@@ -99,9 +107,15 @@ fn kernel<'a, I: Iterator<Item = Line<'a>>>(name: &str, lines: &mut Lines<'a, I>
             break;
         } else if let Some(declared) = line.text.strip_prefix(".reg ") {
             let declared = declared.strip_suffix(';').unwrap_or(declared).trim();
-            body.operands.declare(declared).map_err(|why| line.error(why))?;
+            body.operands
+                .declare(declared)
+                .map_err(|why| line.error(why))?;
         } else if let Some(label) = line.text.strip_suffix(':') {
-            if body.labels.insert(label, instructions.len() as u32).is_some() {
+            if body
+                .labels
+                .insert(label, instructions.len() as u32)
+                .is_some()
+            {
                 return Err(line.error("this label stands elsewhere too"));
             }
         } else {
@@ -128,7 +142,9 @@ fn kernel<'a, I: Iterator<Item = Line<'a>>>(name: &str, lines: &mut Lines<'a, I>
 }
 
 /// Parameters up to the closing parenthesis.
-fn parameters<'a, I: Iterator<Item = Line<'a>>>(lines: &mut Lines<'a, I>) -> Result<Vec<Param<'a>>, String> {
+fn parameters<'a, I: Iterator<Item = Line<'a>>>(
+    lines: &mut Lines<'a, I>,
+) -> Result<Vec<Param<'a>>, String> {
     let mut params = Vec::new();
     let mut end = 0;
     loop {
@@ -156,7 +172,9 @@ struct Body<'a> {
 
 impl Body<'_> {
     fn instruction(&mut self, text: &str) -> Result<Instruction, String> {
-        let text = text.strip_suffix(';').ok_or("no instruction ends like this")?;
+        let text = text
+            .strip_suffix(';')
+            .ok_or("no instruction ends like this")?;
         let (guard, text) = match text.strip_prefix('@') {
             None => (None, text),
             Some(guarded) => {
@@ -257,7 +275,8 @@ impl Body<'_> {
             ["ld", "param", kind] => self.param(ty(kind, "bus", 8..=64)?, operands),
             ["ld", ref how @ .., kind] => {
                 let [registers, address] = fixed(operands)?;
-                let access = self.access(how, &["ca", "cg", "cs", "lu", "cv", "nc"], kind, address)?;
+                let access =
+                    self.access(how, &["ca", "cg", "cs", "lu", "cv", "nc"], kind, address)?;
                 let fits = at_least(access.ty);
                 let filled = filled(access, registers, |name| {
                     self.operands.register(name, fits.clone())
@@ -268,7 +287,9 @@ impl Body<'_> {
                 let [address, values] = fixed(operands)?;
                 let access = self.access(how, &["wb", "cg", "cs", "wt"], kind, address)?;
                 let fits = at_least(access.ty);
-                let filled = filled(access, values, |name| self.operands.value(name, fits.clone()))?;
+                let filled = filled(access, values, |name| {
+                    self.operands.value(name, fits.clone())
+                })?;
                 Ok(Op::Store(filled))
             }
             _ => Err("no such instruction".to_owned()),
@@ -358,8 +379,15 @@ impl Body<'_> {
         })
     }
 
-    /// An access to memory without its registers: its qualifiers, of which one may be of the cache, and its address.
-    fn access(&mut self, how: &[&str], caches: &[&str], kind: &str, address: &str) -> Result<Access, String> {
+    /// An access to memory without its registers: its qualifiers, of which one may be of the cache,
+    /// and its address.
+    fn access(
+        &mut self,
+        how: &[&str],
+        caches: &[&str],
+        kind: &str,
+        address: &str,
+    ) -> Result<Access, String> {
         let how = how.strip_prefix(&["global"]).unwrap_or(how);
         let (count, cache) = match how {
             [cache @ .., "v2"] => (2, cache),
@@ -369,7 +397,9 @@ impl Body<'_> {
         if cache.len() > 1 || !cache.iter().all(|cache| caches.contains(cache)) {
             return Err("no such access to memory".to_owned());
         }
-        let address = address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+        let address = address
+            .strip_prefix('[')
+            .and_then(|rest| rest.strip_suffix(']'));
         let address = address.ok_or("no address in brackets")?;
         let (base, offset) = address.split_once('+').unwrap_or((address, "0"));
         let ty = ty(kind, "bus", 8..=64)?;
@@ -406,7 +436,10 @@ fn filled(
     list: &str,
     mut slot: impl FnMut(&str) -> Result<u16, String>,
 ) -> Result<Access, String> {
-    let names = match list.strip_prefix('{').and_then(|rest| rest.strip_suffix('}')) {
+    let names = match list
+        .strip_prefix('{')
+        .and_then(|rest| rest.strip_suffix('}'))
+    {
         Some(names) if access.count > 1 => split(names),
         _ => vec![list],
     };

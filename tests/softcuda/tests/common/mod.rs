@@ -15,7 +15,8 @@ use softcuda::*;
 /// Calls a function of the driver.
 macro_rules! cu {
     ($call:expr) => {{
-        // SAFETY: the tests give pointers to variables of theirs that live until the work is done, or null.
+        // SAFETY: the tests give pointers to variables of theirs that live until the work is done,
+        // or null.
         unsafe { $call }
     }};
 }
@@ -29,7 +30,8 @@ macro_rules! get {
     }};
 }
 
-/// PTX of two kernels: one copies 8 bytes, the other copies 8 bytes from an address that it reads from memory.
+/// PTX of two kernels: one copies 8 bytes, the other copies 8 bytes from an address that it reads
+/// from memory.
 pub(crate) const PTX: &str = "
 .version 7.0
 .target sm_70
@@ -231,10 +233,12 @@ pub(crate) fn aborts(reason: &str, mistake: impl FnOnce()) {
 pub(crate) fn forked(body: impl FnOnce()) -> Ended {
     let mut ends = [0; 2];
     // SAFETY: there is room for two descriptors.
-    assert_eq!(unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) }, 0);
+    let made = unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) };
+    assert_eq!(made, 0);
     // SAFETY: both are new and nobody else's.
     let [reader, writer] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
-    // SAFETY: the child runs the test and ends; no other thread of this process uses the driver or its locks.
+    // SAFETY: the child runs the test and ends; no other thread of this process uses the driver or
+    // its locks.
     let child = unsafe { libc::fork() };
     assert!(child >= 0);
     if child == 0 {
@@ -249,7 +253,9 @@ pub(crate) fn forked(body: impl FnOnce()) -> Ended {
     }
     drop(writer);
     let mut said = String::new();
-    std::fs::File::from(reader).read_to_string(&mut said).unwrap();
+    std::fs::File::from(reader)
+        .read_to_string(&mut said)
+        .unwrap();
     let mut status = 0;
     // SAFETY: a child of ours that nobody else waits for.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);

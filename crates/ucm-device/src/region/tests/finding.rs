@@ -8,7 +8,10 @@ use super::*;
 fn only_what_was_asked_for_is_mapped() {
     let (mut place, region) = (Place::new(), region(4));
     region.announce(&place.registry).unwrap();
-    assert!(place.look_for([6; 32], LEN).views.is_empty(), "another namespace");
+    assert!(
+        place.look_for([6; 32], LEN).views.is_empty(),
+        "another namespace"
+    );
     assert!(
         place.look_for(NAMESPACE, LEN + 1).views.is_empty(),
         "another length"
@@ -72,7 +75,10 @@ fn a_lying_file_maps_nothing() {
     let nonce = format!("{:016x}", region.nonce());
     let other = std::fs::File::open("/dev/zero").unwrap();
     let lies = [
-        ("fd ", format!("fd {}", std::os::fd::AsRawFd::as_raw_fd(&other))),
+        (
+            "fd ",
+            format!("fd {}", std::os::fd::AsRawFd::as_raw_fd(&other)),
+        ),
         ("bytes ", format!("bytes {}", region.bytes() + 4096)),
         ("bytes ", "bytes 99999999999999999999".into()),
         ("record_len ", "record_len x".into()),
@@ -105,13 +111,17 @@ fn a_lying_file_maps_nothing() {
 
 #[test]
 fn a_writer_in_another_container_is_said_to_be_out_of_reach() {
-    // The lock is held, so somebody lives; but the process number means no one, or somebody else, here.
+    // The lock is held, so somebody lives; but the process number means no one, or somebody else,
+    // here.
     let (mut place, region) = (Place::new(), region(4));
     region.announce(&place.registry).unwrap();
     let name = place.registry.dir().join(&place.files()[0]);
     let truth = std::fs::read_to_string(&name).unwrap();
     let pid = format!("pid {}\n", std::process::id());
-    for (pid_there, started) in [(pid.as_str(), "started 1\n"), ("pid 4194305\n", "started 7\n")] {
+    for (pid_there, started) in [
+        (pid.as_str(), "started 1\n"),
+        ("pid 4194305\n", "started 7\n"),
+    ] {
         let lines = truth.lines().map(|line| match line {
             line if line.starts_with("pid ") => pid_there.to_owned(),
             line if line.starts_with("started ") => started.to_owned(),
@@ -134,7 +144,10 @@ fn a_directory_that_others_can_write_is_refused() {
     std::fs::create_dir(place.registry.dir()).unwrap();
     std::fs::set_permissions(place.registry.dir(), std::fs::Permissions::from_mode(0o777)).unwrap();
     let error = region.announce(&place.registry).unwrap_err();
-    assert!(error.to_string().contains("can be written by others"), "{error}");
+    assert!(
+        error.to_string().contains("can be written by others"),
+        "{error}"
+    );
     let link = place.dir.path().join("link");
     std::os::unix::fs::symlink("/tmp", &link).unwrap();
     assert!(region.announce(&Registry::new(link)).is_err());

@@ -39,7 +39,8 @@ fn id(n: u64) -> BlockId {
 
 /// What id `n` holds at its `version`-th writing.
 fn content(n: u64, version: u64) -> Vec<u8> {
-    let byte = |at: usize| (n as u8).wrapping_mul(31) ^ (version as u8).wrapping_mul(17) ^ (at / 8) as u8;
+    let byte =
+        |at: usize| (n as u8).wrapping_mul(31) ^ (version as u8).wrapping_mul(17) ^ (at / 8) as u8;
     (0..LEN).map(byte).collect()
 }
 
@@ -84,7 +85,9 @@ impl Place {
     fn view(&mut self, region: &SharedRegion) -> Arc<RegionView> {
         region.announce(&self.registry).unwrap();
         let views = self.look().views;
-        let found = views.into_iter().find(|view| view.nonce() == region.nonce());
+        let found = views
+            .into_iter()
+            .find(|view| view.nonce() == region.nonce());
         found.unwrap()
     }
 
@@ -124,7 +127,10 @@ fn a_reader_looks_at_few_buckets_of_an_index_that_is_full() {
     assert!(!view.contains(id(1)), "the search has ended before");
     let mut out = vec![0; 8192];
     assert!(view.copy_out(id(1), &mut out).is_none() && !view.contains(id(2)));
-    assert!(region.contains(id(1)), "its own writer believes its own index");
+    assert!(
+        region.contains(id(1)),
+        "its own writer believes its own index"
+    );
 }
 
 #[test]
@@ -145,14 +151,21 @@ fn a_record_is_found_copied_replaced_and_removed() {
     let pinned = region.pin(id(1)).unwrap();
     let (other, before) = put(&region, 1, 1);
     assert_eq!(before, Some(slot));
-    assert_eq!((region.len(), region.free()), (1, 2), "the old one is pinned");
+    assert_eq!(
+        (region.len(), region.free()),
+        (1, 2),
+        "the old one is pinned"
+    );
     assert_eq!(pinned[..], content(1, 0), "and stands still");
     assert_eq!(view.copy_out(id(1), &mut out), Some(LEN));
     assert_eq!(out[..LEN], content(1, 1));
     drop(pinned);
     assert_eq!(region.free(), 3);
 
-    assert!(region.remove(id(1), Some(slot)).is_none(), "it is elsewhere now");
+    assert!(
+        region.remove(id(1), Some(slot)).is_none(),
+        "it is elsewhere now"
+    );
     let removed = region.remove(id(1), Some(other)).unwrap();
     assert!(!view.contains(id(1)) && region.is_empty());
     assert_eq!((&removed[..], region.free()), (&content(1, 1)[..], 3));
@@ -172,9 +185,13 @@ fn parts_of_a_record_come_alone_and_to_their_places() {
     assert_eq!(out[8..16], [0xee; 8], "not asked for");
     assert_eq!(out[16..LEN], content(1, 0)[16..]);
     assert_eq!(out[LEN..], [0xee; 8], "behind its end");
-    assert!(view.copy_parts(id(2), &parts, &mut out).is_none(), "not there");
     assert!(
-        view.copy_parts(id(1), &parts, &mut out[..LEN - 1]).is_none(),
+        view.copy_parts(id(2), &parts, &mut out).is_none(),
+        "not there"
+    );
+    assert!(
+        view.copy_parts(id(1), &parts, &mut out[..LEN - 1])
+            .is_none(),
         "no room for it"
     );
 }
@@ -295,7 +312,14 @@ fn whatever_stands_in_the_words_no_reader_falls_over_it() {
     let moves = &region.words()[super::shape::MOVES];
     for bucket in 0..region.shape().buckets {
         moves.store(bucket as u64, Ordering::Relaxed);
-        for word in [1, 2, u64::MAX, u64::MAX << 32, (u64::MAX << 32) | 5, 1 << 63] {
+        for word in [
+            1,
+            2,
+            u64::MAX,
+            u64::MAX << 32,
+            (u64::MAX << 32) | 5,
+            1 << 63,
+        ] {
             table.bucket(bucket).unwrap().store(word, Ordering::Relaxed);
             let _ = (
                 view.contains(id(1)),
@@ -303,9 +327,15 @@ fn whatever_stands_in_the_words_no_reader_falls_over_it() {
                 view.records(),
             );
         }
-        table.bucket(bucket).unwrap().store(u64::MAX, Ordering::Relaxed);
+        table
+            .bucket(bucket)
+            .unwrap()
+            .store(u64::MAX, Ordering::Relaxed);
     }
-    assert!(!view.contains(id(9)), "an index without a free word ends too");
+    assert!(
+        !view.contains(id(9)),
+        "an index without a free word ends too"
+    );
     // A length that cannot be.
     let entry = table.entry(0).unwrap();
     describe(entry, id(3), usize::MAX >> 1, 0);
@@ -334,7 +364,10 @@ fn a_copy_during_overwriting_is_exact_or_a_miss() {
                 for n in (0..3).cycle().take_while(|_| !enough()) {
                     if view.copy_out(id(n), &mut out) == Some(LEN) {
                         let wrong = |(at, &byte): (usize, &u8)| byte != out[0] ^ (at / 8) as u8;
-                        torn.fetch_add(usize::from(out.iter().enumerate().any(wrong)), Ordering::Relaxed);
+                        torn.fetch_add(
+                            usize::from(out.iter().enumerate().any(wrong)),
+                            Ordering::Relaxed,
+                        );
                         hits.fetch_add(1, Ordering::Relaxed);
                     }
                 }

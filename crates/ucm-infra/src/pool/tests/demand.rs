@@ -62,7 +62,8 @@ fn jobs_that_come_together_run_together_in_lanes_of_one() {
             meet.wait(); // for ever, unless both run
             id
         };
-        rig.submit(id as usize, MonotonicTime::NEVER, id, work).unwrap();
+        rig.submit(id as usize, MonotonicTime::NEVER, id, work)
+            .unwrap();
     }
     let mut told = [rig.next().0, rig.next().0];
     told.sort_unstable();
@@ -82,7 +83,11 @@ fn a_lane_at_its_limit_starts_no_one() {
     }
     assert_eq!(rig.pool.stats().live, 1);
     rig.submit(0, MonotonicTime::NEVER, 9, || 9).unwrap();
-    assert_eq!(rig.next(), (9, Ok(9)), "another lane gets a worker of its own");
+    assert_eq!(
+        rig.next(),
+        (9, Ok(9)),
+        "another lane gets a worker of its own"
+    );
     drop(held);
     for id in 0..4 {
         assert_eq!(rig.next(), (id, Ok(id)));

@@ -22,7 +22,8 @@ fn lane_zero_goes_first_and_order_holds_within_a_lane() {
     let rig = Rig::new(|pool| pool.lanes(&[lane("load", 8, 1), lane("dump", 8, 1)]));
     let release = rig.hang(1, MonotonicTime::NEVER, 0);
     for (lane, id) in [(1, 1), (1, 2), (0, 3), (0, 4)] {
-        rig.submit(lane, MonotonicTime::NEVER, id, move || id).unwrap();
+        rig.submit(lane, MonotonicTime::NEVER, id, move || id)
+            .unwrap();
     }
     drop(release);
     let order: Vec<u32> = (0..5).map(|_| rig.next().0).collect();
@@ -65,7 +66,10 @@ fn a_full_lane_refuses_and_gives_the_job_back() {
 
 #[test]
 fn a_limited_lane_leaves_workers_to_the_others() {
-    let rig = Rig::new(|pool| pool.size(3).lanes(&[lane("load", 8, 3), lane("dump", 8, 2)]));
+    let rig = Rig::new(|pool| {
+        pool.size(3)
+            .lanes(&[lane("load", 8, 3), lane("dump", 8, 2)])
+    });
     let dumps = [
         rig.hang(1, MonotonicTime::NEVER, 1),
         rig.hang(1, MonotonicTime::NEVER, 2),
@@ -90,7 +94,8 @@ fn jobs_beyond_a_lanes_limit_are_taken_by_the_worker_that_makes_room() {
     let rig = Rig::new(|pool| pool.size(3).lanes(&[lane("limited", 64, 1)]));
     let release = rig.hang(0, MonotonicTime::NEVER, 0);
     for id in 1..=20 {
-        rig.submit(0, MonotonicTime::NEVER, id, move || id).unwrap(); // wakes no one: it cannot run yet
+        // wakes no one: it cannot run yet
+        rig.submit(0, MonotonicTime::NEVER, id, move || id).unwrap();
     }
     drop(release);
     for id in 0..=20 {
@@ -158,6 +163,8 @@ fn done_may_submit_again() {
         })
         .unwrap();
     };
-    rig.pool.submit(0, MonotonicTime::NEVER, || 1, done).unwrap();
+    rig.pool
+        .submit(0, MonotonicTime::NEVER, || 1, done)
+        .unwrap();
     assert_eq!(rig.next(), (2, Ok(2)));
 }

@@ -29,7 +29,10 @@ fn start_and_exit_hooks_run_once_per_worker() {
     assert_eq!(starts.load(Ordering::Relaxed), 3);
     assert_eq!(rig.pool.shutdown(SECOND), 0);
     assert_eq!(
-        (starts.load(Ordering::Relaxed), exits.load(Ordering::Relaxed)),
+        (
+            starts.load(Ordering::Relaxed),
+            exits.load(Ordering::Relaxed)
+        ),
         (3, 3)
     );
 }
@@ -65,7 +68,10 @@ fn a_start_that_hangs_fails_the_build_at_its_deadline() {
         let build = scope.spawn(|| builder.build().map(drop));
         clock.await_sleepers(1);
         clock.advance(SECOND);
-        assert_eq!(build.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+        assert_eq!(
+            build.join().unwrap().unwrap_err().kind(),
+            ErrorKind::Timeout
+        );
     });
     drop(release);
 }
@@ -86,13 +92,19 @@ fn shutdown_drains_what_was_accepted() {
         // Two workers at the gate, the monitor, and the one who shuts down.
         rig.clock.await_sleepers(4);
         assert_eq!(
-            rig.submit(0, MonotonicTime::NEVER, 99, || 0).unwrap_err().kind(),
+            rig.submit(0, MonotonicTime::NEVER, 99, || 0)
+                .unwrap_err()
+                .kind(),
             ErrorKind::Closed
         );
         gate.complete(7);
         assert_eq!(shutdown.join().unwrap(), 0);
     });
-    let told: Vec<_> = rig.told.try_iter().map(|(_, result)| result.unwrap()).collect();
+    let told: Vec<_> = rig
+        .told
+        .try_iter()
+        .map(|(_, result)| result.unwrap())
+        .collect();
     assert_eq!(told, [7; 20]);
     assert_eq!(
         rig.pool.shutdown(SECOND),
@@ -114,7 +126,10 @@ fn shutdown_closes_what_does_not_end_and_joins_no_one() {
     });
     let mut told = [rig.next(), rig.next()];
     told.sort_unstable_by_key(|(id, _)| *id);
-    assert_eq!(told, [(1, Err(ErrorKind::Closed)), (2, Err(ErrorKind::Closed))]);
+    assert_eq!(
+        told,
+        [(1, Err(ErrorKind::Closed)), (2, Err(ErrorKind::Closed))]
+    );
     assert_eq!(rig.pool.stuck(), 1);
     drop(release);
     let stats = rig.until(|stats| stats.stuck == 0);
@@ -159,7 +174,9 @@ fn dropping_the_pool_tells_everyone() {
 #[test]
 fn the_last_handle_may_go_in_a_callback() {
     let rig = Rig::new(|pool| pool.size(1));
-    let Rig { pool, told, tell, .. } = rig;
+    let Rig {
+        pool, told, tell, ..
+    } = rig;
     let held = Arc::clone(&pool);
     let meet = Arc::new(Barrier::new(2));
     let met = Arc::clone(&meet);
@@ -181,11 +198,19 @@ fn wrong_numbers_are_refused() {
     let kind = |builder: WorkerPoolBuilder| builder.build().unwrap_err().kind();
     let builder = || WorkerPool::builder("test");
     assert_eq!(kind(builder().size(0)), ErrorKind::Config);
-    assert_eq!(kind(builder().size(1000).max_replacements(25)), ErrorKind::Config);
+    assert_eq!(
+        kind(builder().size(1000).max_replacements(25)),
+        ErrorKind::Config
+    );
     assert_eq!(kind(builder().lanes(&[lane("x", 0, 1)])), ErrorKind::Config);
     assert_eq!(kind(builder().lanes(&[lane("x", 1, 0)])), ErrorKind::Config);
-    assert_eq!(kind(builder().lanes(&[lane("x", 1, 1); 17])), ErrorKind::Config);
+    assert_eq!(
+        kind(builder().lanes(&[lane("x", 1, 1); 17])),
+        ErrorKind::Config
+    );
     let pool = builder().build().unwrap();
-    let error = pool.submit(1, MonotonicTime::NEVER, || (), |_| ()).unwrap_err();
+    let error = pool
+        .submit(1, MonotonicTime::NEVER, || (), |_| ())
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidInput);
 }

@@ -1,4 +1,5 @@
-//! Random histories of jobs, releases and passing time: everyone is told exactly once, and what is told is true.
+//! Random histories of jobs, releases and passing time: everyone is told exactly once, and what is
+//! told is true.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Sender, channel};
@@ -38,7 +39,9 @@ struct Book {
 
 impl Book {
     fn submit(&mut self, id: u32, lane: usize, span: Option<u32>) {
-        let deadline = span.map_or(MonotonicTime::NEVER, |span| self.rig.deadline(SECOND * span));
+        let deadline = span.map_or(MonotonicTime::NEVER, |span| {
+            self.rig.deadline(SECOND * span)
+        });
         let (release, held) = channel::<()>();
         let work = move || {
             held.recv().ok();
@@ -132,7 +135,8 @@ proptest! {
             }
             book.check_bounds();
         }
-        // Everyone may go on, those written off come back, and time stands still: nothing is left to close.
+        // Everyone may go on, those written off come back, and time stands still: nothing is left
+        // to close.
         book.held.clear();
         prop_assert_eq!(book.rig.pool.shutdown(SECOND), 0);
         while book.told.len() < book.deadlines.len() {

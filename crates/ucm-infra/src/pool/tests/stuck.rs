@@ -57,7 +57,10 @@ fn past_the_cap_no_one_is_replaced_until_someone_returns() {
 
 #[test]
 fn with_workers_missing_a_limited_lane_never_gets_the_last_one() {
-    let rig = Rig::new(|pool| pool.size(2).lanes(&[lane("load", 8, 2), lane("dump", 8, 1)]));
+    let rig = Rig::new(|pool| {
+        pool.size(2)
+            .lanes(&[lane("load", 8, 2), lane("dump", 8, 1)])
+    });
     let stuck = rig.hang(0, rig.deadline(SECOND), 1);
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
@@ -91,16 +94,23 @@ fn what_a_late_call_returns_is_dropped_by_its_worker() {
         held.recv().ok();
         buffer
     };
-    let done =
-        move |result: Result<Buffer>| tell.send(result.map(drop).map_err(|error| error.kind())).unwrap();
-    rig.pool.submit(0, rig.deadline(SECOND), work, done).unwrap();
+    let done = move |result: Result<Buffer>| {
+        tell.send(result.map(drop).map_err(|error| error.kind()))
+            .unwrap()
+    };
+    rig.pool
+        .submit(0, rig.deadline(SECOND), work, done)
+        .unwrap();
     runs.recv_timeout(GUARD).unwrap();
     rig.clock.advance(SECOND);
     assert_eq!(told.recv_timeout(GUARD).unwrap(), Err(ErrorKind::Timeout));
     // Reported, yet the call may still write into the buffer: no one has it back.
     assert!(drops.try_recv().is_err());
     drop(release);
-    assert_eq!(drops.recv_timeout(GUARD).unwrap().as_deref(), Some("test-0"));
+    assert_eq!(
+        drops.recv_timeout(GUARD).unwrap().as_deref(),
+        Some("test-0")
+    );
 }
 
 #[test]

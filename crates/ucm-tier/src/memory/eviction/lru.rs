@@ -1,5 +1,5 @@
-//! What was used longest ago goes first, and of what was used at about the same time the end of a chain before its
-//! beginning.
+//! What was used longest ago goes first, and of what was used at about the same time the end of a
+//! chain before its beginning.
 //!
 //! A record used again within a step ([`super::steps`]) costs one comparison.
 
@@ -15,7 +15,8 @@ const EMPTY: u64 = u64::MAX;
 
 /// Least recently used.
 pub struct Lru {
-    /// Step of the last use above the bits of the ordinal, inverted: smaller goes first. 8 bytes a slot.
+    /// Step of the last use above the bits of the ordinal, inverted: smaller goes first. 8 bytes a
+    /// slot.
     keys: Vec<u64>,
     /// The same in order; some 20 bytes a record.
     order: BTreeSet<(u64, u32)>,
@@ -56,7 +57,11 @@ impl Eviction for Lru {
     }
 
     fn used(&mut self, slot: u32, ordinal: u32) {
-        if self.keys.get(slot as usize).is_some_and(|&key| key != EMPTY) {
+        if self
+            .keys
+            .get(slot as usize)
+            .is_some_and(|&key| key != EMPTY)
+        {
             self.place(slot, ordinal);
         }
     }
@@ -90,6 +95,9 @@ mod tests {
         (0..16).for_each(|slot| lru.inserted(slot, BlockId::default(), slot));
         (0..8).rev().for_each(|slot| lru.used(slot, slot));
         let order: Vec<u32> = std::iter::from_fn(|| go(&mut lru)).collect();
-        assert_eq!(order, [10, 9, 8, 14, 13, 12, 11, 15, 7, 6, 5, 4, 3, 2, 0, 1]);
+        assert_eq!(
+            order,
+            [10, 9, 8, 14, 13, 12, 11, 15, 7, 6, 5, 4, 3, 2, 0, 1]
+        );
     }
 }

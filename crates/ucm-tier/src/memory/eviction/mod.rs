@@ -1,9 +1,10 @@
 //! Which record goes when a new one needs its slot: one trait, two policies.
 //!
-//! Policies know slots by number and records by id and ordinal (position in the chain of their prompt). A prefix is
-//! worth nothing without its beginning, so a policy that can should let descendants go before their ancestors. Every
-//! call is short and made under the lock of the tier; none allocates more than its share of a bound that the number of
-//! slots sets. [`Policy`] names them; docs/performance.md has their hit rates.
+//! Policies know slots by number and records by id and ordinal (position in the chain of their
+//! prompt). A prefix is worth nothing without its beginning, so a policy that can should let
+//! descendants go before their ancestors. Every call is short and made under the lock of the tier;
+//! none allocates more than its share of a bound that the number of slots sets. [`Policy`] names
+//! them; docs/performance.md has their hit rates.
 
 mod lru;
 mod s3fifo;
@@ -25,11 +26,12 @@ pub trait Eviction: Send {
     /// The record in a slot was used, or is part of a prefix that was.
     fn used(&mut self, slot: u32, ordinal: u32);
 
-    /// The record in a slot is gone, because it was chosen or for another reason. A slot that holds none is left alone.
+    /// The record in a slot is gone, because it was chosen or for another reason. A slot that holds
+    /// none is left alone.
     fn removed(&mut self, slot: u32);
 
-    /// The slot whose record should go next, never one that is `held`; `None` when all are. It stays until
-    /// [`Eviction::removed`].
+    /// The slot whose record should go next, never one that is `held`; `None` when all are. It
+    /// stays until [`Eviction::removed`].
     fn victim(&mut self, held: &dyn Fn(u32) -> bool) -> Option<u32>;
 }
 
@@ -102,7 +104,8 @@ mod tests {
         assert!(error.to_string().contains("known=lru, s3fifo"), "{error}");
     }
 
-    /// Ten records that are asked for again and again, and chains that are read once; how many of the ten stay.
+    /// Ten records that are asked for again and again, and chains that are read once; how many of
+    /// the ten stay.
     fn survivors(policy: Policy) -> usize {
         let (mut eviction, mut held) = (policy.build(40), [None::<u32>; 40]);
         let mut free: Vec<u32> = (0..40).collect();
@@ -128,7 +131,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens, a victim is a record that is there and not held, and there is one if there can be.
+        /// Whatever happens, a victim is a record that is there and not held, and there is one if
+        /// there can be.
         #[test]
         fn victims_are_there_and_not_held(
             policy in prop::sample::select(Policy::ALL.to_vec()),

@@ -1,9 +1,10 @@
-//! S3-FIFO (Yang et al., SOSP 2023) for chains: a small queue for what is new, a main one for what was used again, and
-//! the names of what left the small one unused; a record that comes back from there goes to the main queue at once.
+//! S3-FIFO (Yang et al., SOSP 2023) for chains: a small queue for what is new, a main one for what
+//! was used again, and the names of what left the small one unused; a record that comes back from
+//! there goes to the main queue at once.
 //!
-//! Unlike the original its queues are not by time alone: as with [`super::Lru`], of what came at about the same time
-//! the end of a chain goes before its beginning. In plain order of arrival the beginning goes first, and what is left of
-//! the chain is worth nothing.
+//! Unlike the original its queues are not by time alone: as with [`super::Lru`], of what came at
+//! about the same time the end of a chain goes before its beginning. In plain order of arrival the
+//! beginning goes first, and what is left of the chain is worth nothing.
 
 use std::collections::BTreeSet;
 
@@ -17,8 +18,8 @@ use super::steps::Steps;
 const SMALL: usize = 10;
 /// Uses that are counted at the most.
 const MOST_USES: u8 = 3;
-/// Records looked at for one victim: the tier is locked meanwhile. Where all of so many were used, the next goes all the
-/// same; by then each of them has lost a use.
+/// Records looked at for one victim: the tier is locked meanwhile. Where all of so many were used,
+/// the next goes all the same; by then each of them has lost a use.
 const LOOKS: usize = 1024;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -33,7 +34,8 @@ pub struct S3Fifo {
     steps: Steps,
     small: BTreeSet<(u64, u32)>,
     main: BTreeSet<(u64, u32)>,
-    /// Hashes of records that went unused, the oldest first; as many as there are slots, some 40 bytes each.
+    /// Hashes of records that went unused, the oldest first; as many as there are slots, some 40
+    /// bytes each.
     ghosts: LinkedHashSet<u64>,
     slots: Vec<Entry>,
 }
@@ -88,7 +90,10 @@ impl S3Fifo {
         let Some(entry) = self.slots.get_mut(slot as usize) else {
             return;
         };
-        let (place, key) = (std::mem::replace(&mut entry.place, Place::Nowhere), entry.key);
+        let (place, key) = (
+            std::mem::replace(&mut entry.place, Place::Nowhere),
+            entry.key,
+        );
         if let Some(queue) = self.queue(place) {
             queue.remove(&(key, slot));
         }
@@ -129,7 +134,11 @@ impl Eviction for S3Fifo {
         self.pop(slot);
         self.steps.inserted();
         let (low, high) = id.0.split_at(8);
-        let word = |bytes: &[u8]| bytes.iter().fold(0u64, |word, &byte| word << 8 | u64::from(byte));
+        let word = |bytes: &[u8]| {
+            bytes
+                .iter()
+                .fold(0u64, |word, &byte| word << 8 | u64::from(byte))
+        };
         let hash = word(low) ^ word(high).rotate_left(32);
         let place = if self.ghosts.remove(&hash) {
             Place::Main
@@ -153,8 +162,12 @@ impl Eviction for S3Fifo {
     }
 
     fn victim(&mut self, held: &dyn Fn(u32) -> bool) -> Option<u32> {
-        let first =
-            |queue: &BTreeSet<(u64, u32)>| queue.iter().map(|&(_, slot)| slot).find(|&slot| !held(slot));
+        let first = |queue: &BTreeSet<(u64, u32)>| {
+            queue
+                .iter()
+                .map(|&(_, slot)| slot)
+                .find(|&slot| !held(slot))
+        };
         // Each look moves a record on or takes a use away, of which there are few.
         for _ in 0..LOOKS.min((usize::from(MOST_USES) + 2) * self.slots.len()) {
             let small_is_full = self.small.len() * SMALL > self.slots.len();

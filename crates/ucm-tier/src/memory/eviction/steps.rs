@@ -1,7 +1,8 @@
 //! Time as the policies count it, in which a chain is older towards its end.
 //!
-//! A step is a sixteenth of the slots filled. A chain that is stored or read from its beginning on would otherwise have
-//! the oldest use at its beginning, and lose that first; within a step the order is by ordinal instead.
+//! A step is a sixteenth of the slots filled. A chain that is stored or read from its beginning on
+//! would otherwise have the oldest use at its beginning, and lose that first; within a step the
+//! order is by ordinal instead.
 
 /// Steps in which as many records come as there are slots.
 const STEPS: usize = 16;

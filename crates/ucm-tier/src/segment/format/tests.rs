@@ -60,7 +60,10 @@ fn any_flipped_bit_of_a_footer_is_seen() {
         bad[bit / 8] ^= 1 << (bit % 8);
         assert!(read(&bad, len).is_err(), "bit {bit}");
     }
-    assert_eq!(read(&footer[..TRAILER_LEN - 1], len), Err(MissReason::Truncated));
+    assert_eq!(
+        read(&footer[..TRAILER_LEN - 1], len),
+        Err(MissReason::Truncated)
+    );
 }
 
 #[test]
@@ -101,7 +104,11 @@ fn entries_that_overlap_or_are_longer_than_a_record_can_be_are_refused() {
         let footer = encode_footer(&owner(), start, &all);
         read(&footer, start + footer.len() as u64)
     };
-    for side_by_side in [&[(1, 2), (3, 1)][..], &[(9, 2), (1, 8)], &[(1, 16), (17, 16)]] {
+    for side_by_side in [
+        &[(1, 2), (3, 1)][..],
+        &[(9, 2), (1, 8)],
+        &[(1, 16), (17, 16)],
+    ] {
         assert!(read_all(side_by_side).is_ok(), "{side_by_side:?}");
     }
     for lying in [
@@ -161,10 +168,11 @@ fn fixture(name: &str) -> std::path::PathBuf {
         .collect()
 }
 
-/// A segment of the frozen records; also read by `tests/unit/test_segment_format.py`, which shares no code with this.
+/// A segment of the frozen records; also read by `tests/unit/test_segment_format.py`, which shares
+/// no code with this.
 fn segment() -> Vec<u8> {
-    let records =
-        ["record-v1/plain.bin", "record-v1/sided.bin"].map(|name| std::fs::read(fixture(name)).unwrap());
+    let records = ["record-v1/plain.bin", "record-v1/sided.bin"]
+        .map(|name| std::fs::read(fixture(name)).unwrap());
     let mut bytes = encode_head(
         &owner(),
         &Process {

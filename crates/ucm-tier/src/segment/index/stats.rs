@@ -1,5 +1,5 @@
-//! What segments are still good for, as the index knows it: how much of one is taken from elsewhere, which are the oldest,
-//! and where one record stands among its copies.
+//! What segments are still good for, as the index knows it: how much of one is taken from
+//! elsewhere, which are the oldest, and where one record stands among its copies.
 
 use std::sync::atomic::Ordering;
 
@@ -47,8 +47,8 @@ pub(crate) enum CopyStatus {
     Superseded(SegmentNumber),
     /// The same segment has it once more, and that one is read.
     Twice,
-    /// An older one, or one that only this process sees, is read: this one was dropped here, or came when an open
-    /// segment had it already.
+    /// An older one, or one that only this process sees, is read: this one was dropped here, or
+    /// came when an open segment had it already.
     Aside,
     /// It was removed here, and no other is known.
     Removed,
@@ -97,15 +97,25 @@ impl Index {
     /// Blocks of a segment.
     pub(crate) fn blocks_of(&self, number: SegmentNumber) -> u64 {
         let segments = self.segments.read();
-        segments.known.get(&number).map_or(0, |segment| segment.blocks)
+        segments
+            .known
+            .get(&number)
+            .map_or(0, |segment| segment.blocks)
     }
 
     /// Where the copy at this place stands.
-    pub(crate) fn copy_status(&self, id: BlockId, number: SegmentNumber, offset: u64) -> CopyStatus {
+    pub(crate) fn copy_status(
+        &self,
+        id: BlockId,
+        number: SegmentNumber,
+        offset: u64,
+    ) -> CopyStatus {
         let Some(hit) = self.find(id) else {
             let segments = self.segments.read();
             let segment = segments.known.get(&number);
-            return match segment.is_some_and(|segment| segment.removed.lock().contains(&page(offset))) {
+            return match segment
+                .is_some_and(|segment| segment.removed.lock().contains(&page(offset)))
+            {
                 true => CopyStatus::Removed,
                 false => CopyStatus::Unknown,
             };

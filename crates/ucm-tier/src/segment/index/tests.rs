@@ -3,7 +3,10 @@
 use super::*;
 
 fn name(sequence: u64) -> SegmentName {
-    SegmentName { writer: 1, sequence }
+    SegmentName {
+        writer: 1,
+        sequence,
+    }
 }
 
 fn entry(n: u8, page: u64) -> Entry {
@@ -33,7 +36,8 @@ fn with(index: &Index, sequence: u64, sealed: u64, entries: &[Entry]) -> Segment
 
 #[test]
 fn a_block_costs_no_more_than_was_said() {
-    // Numbers at which tables have just doubled are among these, whatever the spread over the tables.
+    // Numbers at which tables have just doubled are among these, whatever the spread over the
+    // tables.
     for blocks in [20_000u32, 29_000, 40_000, 57_500] {
         let index = Index::new(1 << 20);
         let number = index.begin(known(1, 0)).unwrap();
@@ -75,7 +79,10 @@ fn the_newest_copy_counts_and_the_next_takes_its_place() {
     index.vanished(newest);
     assert_eq!(found(&index), Some(middle));
     let hit = index.find(BlockId([1; 16])).unwrap();
-    assert_eq!((hit.offset, hit.len, hit.name), (3 * PAGE, 2 * PAGE, name(3)));
+    assert_eq!(
+        (hit.offset, hit.len, hit.name),
+        (3 * PAGE, 2 * PAGE, name(3))
+    );
     index.drop_copy(BlockId([1; 16]), &hit);
     assert_eq!(found(&index), Some(old));
     index.vanished(old);
@@ -140,7 +147,8 @@ fn what_is_taken_from_elsewhere_is_counted_and_told() {
     };
     assert_eq!(passed(old), Some((2, 3, true)));
     assert_eq!(passed(new), Some((0, 2, false)));
-    let copy_status = |n: u8, number, page: u64| index.copy_status(BlockId([n; 16]), number, page * PAGE);
+    let copy_status =
+        |n: u8, number, page: u64| index.copy_status(BlockId([n; 16]), number, page * PAGE);
     assert_eq!(copy_status(1, old, 1), CopyStatus::Superseded(new));
     assert_eq!(copy_status(1, new, 1), CopyStatus::Current);
     assert_eq!(copy_status(3, old, 5), CopyStatus::Current);
@@ -166,13 +174,18 @@ fn a_record_that_was_removed_is_found_nowhere_and_kept_by_no_one() {
     let index = Index::new(100);
     let old = with(&index, 1, 10, &[entry(1, 1), entry(2, 3)]);
     let new = with(&index, 2, 20, &[entry(1, 1)]);
-    let copy_status = |n: u8, number, page: u64| index.copy_status(BlockId([n; 16]), number, page * PAGE);
+    let copy_status =
+        |n: u8, number, page: u64| index.copy_status(BlockId([n; 16]), number, page * PAGE);
     assert!(index.remove(BlockId([1; 16])) && !index.remove(BlockId([1; 16])));
     assert_eq!(index.find(BlockId([1; 16])), None);
     assert_eq!(copy_status(1, old, 1), CopyStatus::Removed);
     assert_eq!(copy_status(1, new, 1), CopyStatus::Removed);
     assert_eq!(copy_status(2, old, 3), CopyStatus::Current);
-    assert_eq!(copy_status(2, new, 9), CopyStatus::Aside, "the rest is as it was");
+    assert_eq!(
+        copy_status(2, new, 9),
+        CopyStatus::Aside,
+        "the rest is as it was"
+    );
     // Stored again it is a record like any other.
     let again = with(&index, 3, 30, &[entry(1, 1)]);
     assert_eq!(copy_status(1, again, 1), CopyStatus::Current);

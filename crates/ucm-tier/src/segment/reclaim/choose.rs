@@ -1,5 +1,5 @@
-//! Which segments are gathered: of about one age, so that removal still takes the oldest use first, and so many small ones
-//! that no record is copied often.
+//! Which segments are gathered: of about one age, so that removal still takes the oldest use first,
+//! and so many small ones that no record is copied often.
 
 use ucm_core::PAGE;
 
@@ -7,8 +7,8 @@ use crate::segment::index::stats::SegmentStats;
 
 /// Part of a full segment below which one is small.
 const SMALL: u64 = 4;
-/// How many times its own length what a segment is merged with must come to: so a record moves to a segment several times
-/// as long whenever it is copied.
+/// How many times its own length what a segment is merged with must come to: so a record moves to a
+/// segment several times as long whenever it is copied.
 const TIMES: u64 = 4;
 /// Most segments merged at once.
 const MOST: usize = 512;
@@ -20,8 +20,8 @@ pub(super) fn is_small(segment: &SegmentStats, room: u64) -> bool {
     segment.len < room / SMALL
 }
 
-/// The segments to merge into one of `room` bytes at the most, of those that are small or sparse; none where that gains
-/// nothing. The youngest come first: the oldest will be removed soon.
+/// The segments to merge into one of `room` bytes at the most, of those that are small or sparse;
+/// none where that gains nothing. The youngest come first: the oldest will be removed soon.
 pub(super) fn choose(candidates: &[SegmentStats], room: u64) -> Vec<SegmentStats> {
     let newest = candidates
         .iter()

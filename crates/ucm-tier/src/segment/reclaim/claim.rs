@@ -1,8 +1,9 @@
-//! One that reclaims at a time: a small private file of one name for each namespace and part, which only one writer can make.
+//! One that reclaims at a time: a small private file of one name for each namespace and part, which
+//! only one writer can make.
 //!
-//! Its bytes are the head of a segment, so it says whose it is. The claim of somebody who is gone, or silent for as long
-//! as a dead writer is, is taken away by a rename, which one of several does. Two who reclaim the same all the same do no
-//! harm; the claim only saves the work.
+//! Its bytes are the head of a segment, so it says whose it is. The claim of somebody who is gone,
+//! or silent for as long as a dead writer is, is taken away by a rename, which one of several does.
+//! Two who reclaim the same all the same do no harm; the claim only saves the work.
 
 use std::path::PathBuf;
 
@@ -35,9 +36,13 @@ impl Drop for Claim<'_> {
     fn drop(&mut self) {
         let (segments, path) = (self.segments, self.path.clone());
         let remove = move |io: &IoJob| Ok(io.remove(&[path])?.iter().all(Result::is_ok));
-        let gone = !self.held || segments.shared.call(segments.step(), remove).unwrap_or(false);
-        // What stays is known by its writer, or swept by its age. Where the medium is full no one is to make room for
-        // this.
+        let gone = !self.held
+            || segments
+                .shared
+                .call(segments.step(), remove)
+                .unwrap_or(false);
+        // What stays is known by its writer, or swept by its age. Where the medium is full no one
+        // is to make room for this.
         segments
             .shared
             .space
@@ -46,8 +51,8 @@ impl Drop for Claim<'_> {
 }
 
 impl<'a> Claim<'a> {
-    /// Makes it this writer's turn, the root being ours; `None` when it is another one's. What others copied before is known
-    /// by then.
+    /// Makes it this writer's turn, the root being ours; `None` when it is another one's. What
+    /// others copied before is known by then.
     pub(super) fn take(segments: &'a Segments) -> Result<Option<Self>> {
         segments.shared.check_marker(segments.step())?;
         let part = segments.shared.config.part;
@@ -89,7 +94,8 @@ impl<'a> Claim<'a> {
             return Ok(true); // released a moment ago
         };
         let (path, mode) = (self.path.clone(), ReadMode::Default);
-        let Some(head) = segments.read_piece(path, 0, HEAD_LEN as usize, mode, segments.step())? else {
+        let Some(head) = segments.read_piece(path, 0, HEAD_LEN as usize, mode, segments.step())?
+        else {
             return Ok(true);
         };
         let held = match decode_head(&head) {

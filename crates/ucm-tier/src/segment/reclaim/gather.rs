@@ -1,5 +1,6 @@
-//! Many small segments become one, and sparse ones are thinned out: never those of other namespaces and parts, and only
-//! within room that is granted already, so that no record is removed for a copy.
+//! Many small segments become one, and sparse ones are thinned out: never those of other namespaces
+//! and parts, and only within room that is granted already, so that no record is removed for a
+//! copy.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::Ordering;
@@ -16,17 +17,22 @@ use crate::segment::index::stats::{CopyStatus, SegmentStats};
 
 /// Most segments whose times are asked for in one look.
 const MOST_ASKED: usize = 1024;
-/// Part of the root's limit that may wait for removal beside what it was gathered into, and must be free for that.
+/// Part of the root's limit that may wait for removal beside what it was gathered into, and must be
+/// free for that.
 const SHARE: u64 = 64;
-/// Use of the root's limit above which nothing is gathered, in percent. With what writers are granted ahead of their use
-/// that is where records are removed, and copies shall cost none its place.
+/// Use of the root's limit above which nothing is gathered, in percent. With what writers are
+/// granted ahead of their use that is where records are removed, and copies shall cost none its
+/// place.
 const FULL: u64 = 82;
 
 impl Segments {
-    /// Gathers once, if there is anything to gather, it is no one else's turn, and there is room. Whether it did.
+    /// Gathers once, if there is anything to gather, it is no one else's turn, and there is room.
+    /// Whether it did.
     pub(super) fn gather(&self, state: &mut State) -> Result<bool> {
         self.unless_closing()?;
-        if !self.has_room_to_gather(state) || choose(&self.worth_a_look(state), self.room()).is_empty() {
+        if !self.has_room_to_gather(state)
+            || choose(&self.worth_a_look(state), self.room()).is_empty()
+        {
             return Ok(false);
         }
         let Some(_claim) = Claim::take(self)? else {
@@ -38,7 +44,8 @@ impl Segments {
         }
     }
 
-    /// Whether there is room for a copy of a whole segment that costs no one else's records their place.
+    /// Whether there is room for a copy of a whole segment that costs no one else's records their
+    /// place.
     fn has_room_to_gather(&self, state: &State) -> bool {
         let (usage, room) = (self.shared.space.usage(), self.room());
         let waiting: u64 = state.waiting().map(|segment| segment.len).sum();
@@ -46,9 +53,11 @@ impl Segments {
         waiting < (usage.capacity / SHARE).max(room) && usage.counted && !usage.paused && free
     }
 
-    /// Segments of this part that are small or sparse and were known at the last look, the youngest use first.
+    /// Segments of this part that are small or sparse and were known at the last look, the youngest
+    /// use first.
     fn worth_a_look(&self, state: &State) -> Vec<SegmentStats> {
-        let waiting: HashSet<SegmentNumber> = state.waiting().map(|segment| segment.number).collect();
+        let waiting: HashSet<SegmentNumber> =
+            state.waiting().map(|segment| segment.number).collect();
         let mut all = self.index.stats();
         all.retain(|segment| {
             segment.number <= state.upto
@@ -69,13 +78,17 @@ impl Segments {
             self.unless_closing()?;
             let footer = self.footer_of(&segment)?;
             // One with a record of another shape is not this writer's to verify.
-            let footer = footer.filter(|footer| footer.entries.iter().all(|entry| self.is_ours(entry.len)));
+            let footer =
+                footer.filter(|footer| footer.entries.iter().all(|entry| self.is_ours(entry.len)));
             let Some(footer) = footer else {
                 state.unfit.insert(segment.number);
                 continue;
             };
             self.add_source(&mut sources, segment, footer, |entry| {
-                match self.index.copy_status(entry.id, segment.number, entry.offset) {
+                match self
+                    .index
+                    .copy_status(entry.id, segment.number, entry.offset)
+                {
                     CopyStatus::Superseded(by) => {
                         relied.insert(by);
                         None
@@ -96,7 +109,8 @@ impl Segments {
             // As young as the youngest of them: they may be used meanwhile.
             let made = self.append_again(&sources, &sources.segments)?;
             relied.extend(made.number);
-            // What is damaged, as far as can be seen, or not for this writer to verify goes by its age.
+            // What is damaged, as far as can be seen, or not for this writer to verify goes by its
+            // age.
             sources
                 .segments
                 .retain(|segment| !made.unsound.contains(&segment.number));

@@ -1,18 +1,22 @@
-//! Reclaiming, under readers: a segment goes, and what of it is still wanted is appended again before.
+//! Reclaiming, under readers: a segment goes, and what of it is still wanted is appended again
+//! before.
 //!
-//! * [`gather`]: many small segments become one, and of a segment most of whose records have newer copies only the rest is
-//!   kept ([`choose`]: which ones, by size and age).
-//! * [`relieve`]: while room is short, records in use ([`uses`]) outlive the segment that is next to go for its age.
-//! * [`claim`]: one of all writers of a namespace and part at a time; [`reinsert`]: the new segment; [`retire`]: the old
-//!   ones, a minute later.
+//! * [`gather`]: many small segments become one, and of a segment most of whose records have newer
+//!   copies only the rest is kept ([`choose`]: which ones, by size and age).
+//! * [`relieve`]: while room is short, records in use ([`uses`]) outlive the segment that is next
+//!   to go for its age.
+//! * [`claim`]: one of all writers of a namespace and part at a time; [`reinsert`]: the new
+//!   segment; [`retire`]: the old ones, a minute later.
 //!
-//! Nothing that has a name is changed. The old segments are left to those who still read there, and until they go they count
-//! as used. A process that dies in between leaves nothing behind: a private file is what dead writers leave in any
-//! case, and old segments all of whose records have newer copies are what any gathering removes.
+//! Nothing that has a name is changed. The old segments are left to those who still read there, and
+//! until they go they count as used. A process that dies in between leaves nothing behind: a
+//! private file is what dead writers leave in any case, and old segments all of whose records have
+//! newer copies are what any gathering removes.
 //!
-//! A copy is never taken for newer than it is: its segment counts as sealed a moment after the youngest of those it was
-//! made of, whatever any clock says. So all who see the same segments agree which copy is the newest, and that one is
-//! removed by no one who did not copy it, even where two gather the same segments at once.
+//! A copy is never taken for newer than it is: its segment counts as sealed a moment after the
+//! youngest of those it was made of, whatever any clock says. So all who see the same segments
+//! agree which copy is the newest, and that one is removed by no one who did not copy it, even
+//! where two gather the same segments at once.
 
 mod choose;
 mod claim;
@@ -40,7 +44,8 @@ use reinsert::{Piece, Reinserted, Reinsertion};
 use retire::Retiring;
 use uses::Uses;
 
-/// Part of the time between two looks after which what is due is done and what is in use is looked after.
+/// Part of the time between two looks after which what is due is done and what is in use is looked
+/// after.
 const TURNS: u32 = 12;
 
 /// What reclaiming goes by.
@@ -127,7 +132,8 @@ impl Segments {
         now.after((merging.look / TURNS).max(Duration::from_millis(1)))
     }
 
-    /// Adds a segment to those that go. `keep`: whether a record of it is appended again, and can be found then.
+    /// Adds a segment to those that go. `keep`: whether a record of it is appended again, and can
+    /// be found then.
     fn add_source(
         &self,
         sources: &mut Sources,
@@ -165,10 +171,13 @@ impl Segments {
         reinsertion.append(&sources.pieces)
     }
 
-    /// Waits until so many bytes may have been copied since `begun`; an error when the store closes or room runs out.
+    /// Waits until so many bytes may have been copied since `begun`; an error when the store closes
+    /// or room runs out.
     fn pace(&self, begun: MonotonicTime, bytes: u64) -> Result<()> {
         let span = u128::from(bytes) * 1_000_000_000 / u128::from(self.config.merging.rate.max(1));
-        let until = begun.after(Duration::from_nanos(u64::try_from(span).unwrap_or(u64::MAX)));
+        let until = begun.after(Duration::from_nanos(
+            u64::try_from(span).unwrap_or(u64::MAX),
+        ));
         loop {
             let seen = self.reclaim.notify.seen();
             self.unless_closing()?;
@@ -179,7 +188,9 @@ impl Segments {
             if self.shared.clock.now() >= until {
                 return Ok(());
             }
-            self.shared.clock.sleep(&self.reclaim.notify, seen, Some(until));
+            self.shared
+                .clock
+                .sleep(&self.reclaim.notify, seen, Some(until));
         }
     }
 
@@ -200,7 +211,8 @@ impl Segments {
     fn look_at(&self, segments: &[SegmentStats]) -> Result<Vec<Option<FileMeta>>> {
         let path = |segment: &SegmentStats| self.shared.layout.segment(segment.name);
         let paths: Vec<_> = segments.iter().map(path).collect();
-        self.shared.call(self.step(), move |io| io.stat(&paths, false))
+        self.shared
+            .call(self.step(), move |io| io.stat(&paths, false))
     }
 
     /// Has these segments count as used at these times.
@@ -219,11 +231,16 @@ impl Segments {
 
     /// The footer of a segment; `None` when it is gone or cannot be used.
     fn footer_of(&self, segment: &SegmentStats) -> Result<Option<Footer>> {
-        let (path, len) = (self.shared.layout.segment(segment.name), segment.len.min(TAIL));
+        let (path, len) = (
+            self.shared.layout.segment(segment.name),
+            segment.len.min(TAIL),
+        );
         let (mode, step) = (ReadMode::Default, self.step());
         let Some(tail) = self.read_piece(path, segment.len - len, len as usize, mode, step)? else {
             return Ok(None);
         };
-        Ok(self.footer(segment.name, &tail, segment.len, self.step())?.ok())
+        Ok(self
+            .footer(segment.name, &tail, segment.len, self.step())?
+            .ok())
     }
 }

@@ -1,9 +1,11 @@
-//! Reinsertion: records that outlive their file are appended to a new segment of our own. What reclaiming keeps of segments
-//! that go and what recovery finds in those of dead writers goes this one way.
+//! Reinsertion: records that outlive their file are appended to a new segment of our own. What
+//! reclaiming keeps of segments that go and what recovery finds in those of dead writers goes this
+//! one way.
 //!
-//! Every record is verified on its way, so what is copied is what was verified. The new segment gets its name with all
-//! of them or not at all; room for all of it is reserved first, like that of any other segment. It is none of those
-//! that take records of dumps: those are as new as the clock says, and are used now.
+//! Every record is verified on its way, so what is copied is what was verified. The new segment
+//! gets its name with all of them or not at all; room for all of it is reserved first, like that of
+//! any other segment. It is none of those that take records of dumps: those are as new as the clock
+//! says, and are used now.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -46,7 +48,8 @@ pub(in crate::segment) struct Reinsertion<'a> {
     pub(in crate::segment) as_young_as: &'a [SegmentStats],
     /// Called after every record with the bytes of all so far; an error ends it.
     pub(in crate::segment) pace: &'a dyn Fn(u64) -> Result<()>,
-    /// Whether it is worth waiting for room, and other records' making room where the medium is full.
+    /// Whether it is worth waiting for room, and other records' making room where the medium is
+    /// full.
     pub(in crate::segment) needed: bool,
     /// When it has to be over.
     pub(in crate::segment) until: MonotonicTime,
@@ -55,7 +58,8 @@ pub(in crate::segment) struct Reinsertion<'a> {
 /// What came of it.
 #[derive(Default)]
 pub(in crate::segment) struct Reinserted {
-    /// The new segment, as the index knows it; `None`: not one record could be appended, and there is none.
+    /// The new segment, as the index knows it; `None`: not one record could be appended, and there
+    /// is none.
     pub(in crate::segment) number: Option<SegmentNumber>,
     /// How many records are in it.
     pub(in crate::segment) records: u64,
@@ -79,7 +83,9 @@ impl Reinsertion<'_> {
         let made = self.write(name, pieces, &mut copies, &mut done);
         let error = made.as_ref().err().map(|error| match error.kind() {
             // No one is to make room for it.
-            ErrorKind::NoSpace if !self.needed => Error::new(ErrorKind::Busy, "there is no room for copies"),
+            ErrorKind::NoSpace if !self.needed => {
+                Error::new(ErrorKind::Busy, "there is no room for copies")
+            }
             _ => error.clone(),
         });
         let kept = match (&made, &error) {
@@ -91,7 +97,10 @@ impl Reinsertion<'_> {
         if let Ok(Some(known)) = &made {
             done.number = self.take_up(known, &copies);
             if done.number.is_none() {
-                return Err(Error::new(ErrorKind::NotFound, "the new segment is gone already"));
+                return Err(Error::new(
+                    ErrorKind::NotFound,
+                    "the new segment is gone already",
+                ));
             }
         } else {
             let paths = [segments.private(name)];
@@ -120,7 +129,9 @@ impl Reinsertion<'_> {
                 continue;
             };
             let into = path.clone();
-            shared.call(self.step(), move |io| io.write_at(&into, end, &bytes, false))?;
+            shared.call(self.step(), move |io| {
+                io.write_at(&into, end, &bytes, false)
+            })?;
             let entry = Entry {
                 offset: end,
                 ..piece.entry
@@ -170,7 +181,11 @@ impl Reinsertion<'_> {
         }
         let times = segments.look_at(self.as_young_as)?.into_iter().flatten();
         let known = self.as_young_as.iter().map(|segment| segment.used_ns);
-        Ok(times.map(|meta| meta.mtime_ns).chain(known).max().unwrap_or(0))
+        Ok(times
+            .map(|meta| meta.mtime_ns)
+            .chain(known)
+            .max()
+            .unwrap_or(0))
     }
 
     /// Tells the index, and which of the records are in use; the finder may have been faster.
@@ -192,13 +207,16 @@ impl Reinsertion<'_> {
         Some(number)
     }
 
-    /// Reads a record that is to be copied; `None` where it is not sound, or its file is gone. What looks damaged is read once
-    /// more past every cache before that is believed.
+    /// Reads a record that is to be copied; `None` where it is not sound, or its file is gone. What
+    /// looks damaged is read once more past every cache before that is believed.
     fn read(&self, piece: &Piece, done: &mut Reinserted) -> Result<Option<(RecordMeta, Vec<u8>)>> {
         let Entry { id, offset, len } = piece.entry;
         for mode in [ReadMode::Default, ReadMode::FreshDirect] {
             let (from, step) = (piece.from.clone(), self.step());
-            let Some(bytes) = self.segments.read_piece(from, offset, len as usize, mode, step)? else {
+            let Some(bytes) = self
+                .segments
+                .read_piece(from, offset, len as usize, mode, step)?
+            else {
                 return Ok(None);
             };
             match self.verified(id, &bytes, len) {
@@ -212,7 +230,12 @@ impl Reinsertion<'_> {
     }
 
     /// What a record says of itself, if it is sound. Its side shards go with it as they are.
-    fn verified(&self, id: BlockId, bytes: &[u8], len: u64) -> std::result::Result<RecordMeta, MissReason> {
+    fn verified(
+        &self,
+        id: BlockId,
+        bytes: &[u8],
+        len: u64,
+    ) -> std::result::Result<RecordMeta, MissReason> {
         Ok(self.segments.shared.verify(id, bytes, len)?.meta)
     }
 

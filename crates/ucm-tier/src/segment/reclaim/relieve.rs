@@ -1,8 +1,9 @@
 //! Records in use outlive their segment.
 //!
-//! While room is short a segment counts as used only where much of it is ([`super::uses`]). So one of which little is in
-//! use grows old, and when it is among the next to go its records in use are appended again to one that is as young as
-//! their use. What does not succeed counts as used whole again, as it does while there is room.
+//! While room is short a segment counts as used only where much of it is ([`super::uses`]). So one
+//! of which little is in use grows old, and when it is among the next to go its records in use are
+//! appended again to one that is as young as their use. What does not succeed counts as used whole
+//! again, as it does while there is room.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -14,7 +15,8 @@ use super::claim::Claim;
 use crate::segment::Segments;
 use crate::segment::index::stats::{CopyStatus, SegmentStats};
 
-/// Use of the limit, in percent, from which on room is short: a removal leaves little more than that.
+/// Use of the limit, in percent, from which on room is short: a removal leaves little more than
+/// that.
 const SHORT: u64 = 70;
 /// Part of the limit that is among the next to go: what one removal takes, and more.
 const NEXT: u64 = 4;
@@ -44,9 +46,11 @@ impl Segments {
         if all.is_empty() || self.unless_closing().is_err() {
             return;
         }
-        // Several engines and ranks may use the same records, and know of it at the same time: one of them copies.
+        // Several engines and ranks may use the same records, and know of it at the same time: one
+        // of them copies.
         let claim = Claim::take(self);
-        let relieved = claim.and_then(|claim| claim.map_or(Ok(()), |_claim| self.relieve_these(&all)));
+        let relieved =
+            claim.and_then(|claim| claim.map_or(Ok(()), |_claim| self.relieve_these(&all)));
         if relieved.is_err() && self.unless_closing().is_ok() {
             let _ = self.renew(&all); // what cannot be told either is removed for its age
         }
@@ -63,7 +67,10 @@ impl Segments {
 
     fn relieve_these(&self, next: &[SegmentStats]) -> Result<()> {
         let (uses, mut sources, mut room) = (&self.reclaim.uses, Sources::default(), self.room());
-        let known: HashMap<_, _> = next.iter().map(|known| (known.number, known.used_ns)).collect();
+        let known: HashMap<_, _> = next
+            .iter()
+            .map(|known| (known.number, known.used_ns))
+            .collect();
         for segment in self.with_times(next.to_vec())? {
             let used_since = known
                 .get(&segment.number)
@@ -79,19 +86,27 @@ impl Segments {
                 continue;
             };
             self.add_source(&mut sources, segment, footer, |entry| {
-                let status = self.index.copy_status(entry.id, segment.number, entry.offset);
+                let status = self
+                    .index
+                    .copy_status(entry.id, segment.number, entry.offset);
                 let fits = self.is_ours(entry.len) && entry.len <= room;
-                let goes = status == CopyStatus::Current && fits && uses.has(segment.number, entry.offset);
+                let goes =
+                    status == CopyStatus::Current && fits && uses.has(segment.number, entry.offset);
                 room -= if goes { entry.len } else { 0 };
                 goes.then_some(true)
             });
         }
         if !sources.pieces.is_empty() {
             let made = self.append_again(&sources, &[])?;
-            self.reclaim.reinserted.fetch_add(made.records, Ordering::Relaxed);
-            made.number.into_iter().for_each(|number| uses.forget(number));
+            self.reclaim
+                .reinserted
+                .fetch_add(made.records, Ordering::Relaxed);
+            made.number
+                .into_iter()
+                .for_each(|number| uses.forget(number));
         }
-        // Those that found no room in this turn are among the next still, with the records that are left.
+        // Those that found no room in this turn are among the next still, with the records that are
+        // left.
         if room >= round_up(self.shared.config.record.record_len() as u64, PAGE) {
             sources
                 .segments
@@ -104,7 +119,10 @@ impl Segments {
     /// Has these segments count as used whole.
     fn renew(&self, segments: &[SegmentStats]) -> Result<()> {
         let (recency, wall) = (&self.shared.recency, self.shared.clock.wall_ns());
-        let asked: Vec<_> = segments.iter().map(|segment| (segment.name.as_id(), 0)).collect();
+        let asked: Vec<_> = segments
+            .iter()
+            .map(|segment| (segment.name.as_id(), 0))
+            .collect();
         let due: HashMap<_, _> = recency.due(&asked, wall).into_iter().collect();
         let time = |segment: &SegmentStats| {
             self.reclaim.uses.forget(segment.number);

@@ -1,5 +1,5 @@
-//! Segments that wait for their removal after what they had was appended again: readers that found them before still read
-//! there.
+//! Segments that wait for their removal after what they had was appended again: readers that found
+//! them before still read there.
 
 use std::collections::BTreeSet;
 
@@ -20,9 +20,13 @@ pub(super) struct Retiring {
 }
 
 impl Segments {
-    /// Removes those whose time has come. What cannot be removed is found again by a later look: nothing of it is needed.
+    /// Removes those whose time has come. What cannot be removed is found again by a later look:
+    /// nothing of it is needed.
     pub(super) fn retire_due(&self, state: &mut State, now: MonotonicTime) {
-        for retiring in state.retiring.extract_if(.., |retiring| retiring.due <= now) {
+        for retiring in state
+            .retiring
+            .extract_if(.., |retiring| retiring.due <= now)
+        {
             let _ = self.retire(&retiring);
         }
     }
@@ -59,15 +63,32 @@ impl Segments {
         Ok(())
     }
 
-    /// Who used one of these after it was copied meant the copy. `times`: those of the segments relied on.
-    fn pass_on_use(&self, retiring: &Retiring, relied: Vec<SegmentStats>, times: &[i64]) -> Result<()> {
+    /// Who used one of these after it was copied meant the copy. `times`: those of the segments
+    /// relied on.
+    fn pass_on_use(
+        &self,
+        retiring: &Retiring,
+        relied: Vec<SegmentStats>,
+        times: &[i64],
+    ) -> Result<()> {
         let now = self.look_at(&retiring.segments)?.into_iter().flatten();
         let used = now.map(|meta| meta.mtime_ns).max().unwrap_or(i64::MIN);
-        let before = retiring.segments.iter().map(|segment| segment.used_ns).max();
+        let before = retiring
+            .segments
+            .iter()
+            .map(|segment| segment.used_ns)
+            .max();
         if before.is_none_or(|before| used <= before) {
             return Ok(());
         }
-        let older = relied.into_iter().zip(times).filter(|(_, time)| **time < used);
-        self.tell_used(&older.map(|(segment, _)| (segment, used)).collect::<Vec<_>>())
+        let older = relied
+            .into_iter()
+            .zip(times)
+            .filter(|(_, time)| **time < used);
+        self.tell_used(
+            &older
+                .map(|(segment, _)| (segment, used))
+                .collect::<Vec<_>>(),
+        )
     }
 }

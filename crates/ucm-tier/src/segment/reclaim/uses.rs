@@ -1,10 +1,11 @@
-//! Which records are in use, and telling the file system: a segment has one time for all its records, so that of the
-//! latest use.
+//! Which records are in use, and telling the file system: a segment has one time for all its
+//! records, so that of the latest use.
 //!
-//! While room is short a few of them in use shall not keep all the others. Then it is only noted which those are, by the
-//! pages at which they begin, so that records of any length are told apart; they are appended again before their segment
-//! goes. Once a good part of a segment is in use it counts as used whole and is forgotten here, so that what is kept is a
-//! few bytes for each record in use.
+//! While room is short a few of them in use shall not keep all the others. Then it is only noted
+//! which those are, by the pages at which they begin, so that records of any length are told apart;
+//! they are appended again before their segment goes. Once a good part of a segment is in use it
+//! counts as used whole and is forgotten here, so that what is kept is a few bytes for each record
+//! in use.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -48,7 +49,11 @@ impl Uses {
 
     /// The record at this offset was used.
     pub(super) fn note(&self, segment: SegmentNumber, offset: u64) {
-        self.pages.lock().entry(segment).or_default().insert(page(offset));
+        self.pages
+            .lock()
+            .entry(segment)
+            .or_default()
+            .insert(page(offset));
     }
 
     /// Records of a segment that were used.
@@ -74,9 +79,13 @@ impl Uses {
 }
 
 impl Segments {
-    /// Tells the file system, of every segment of which these records are and that was not told this minute, that it was
-    /// used. While room is short, only if much of it is in use.
-    pub(in crate::segment) fn touch(self: &Arc<Self>, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
+    /// Tells the file system, of every segment of which these records are and that was not told
+    /// this minute, that it was used. While room is short, only if much of it is in use.
+    pub(in crate::segment) fn touch(
+        self: &Arc<Self>,
+        ids: &[(BlockId, u32)],
+        deadline: MonotonicTime,
+    ) {
         let (uses, short) = (&self.reclaim.uses, self.reclaim.uses.is_room_short());
         // By the segment's name: a record of it, the least ordinal, and how many.
         let mut used: HashMap<BlockId, (Hit, u32, u64)> = HashMap::new();
@@ -91,7 +100,8 @@ impl Segments {
             (*least, *blocks) = ((*least).min(ordinal), *blocks + 1);
         }
         used.retain(|_, (hit, _, _)| {
-            let whole = !short || uses.count(hit.segment) * SHARE >= self.index.blocks_of(hit.segment);
+            let whole =
+                !short || uses.count(hit.segment) * SHARE >= self.index.blocks_of(hit.segment);
             if whole {
                 uses.forget(hit.segment); // it is about to be told
             }

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _made: dict[str, tuple[VllmConfig, type[AttentionBackend]]] = {}
 
 
-def backend_for(name: str, own: type[AttentionBackend], vllm_config: VllmConfig) -> type[AttentionBackend]:
+def backend_for(
+    name: str, own: type[AttentionBackend], vllm_config: VllmConfig
+) -> type[AttentionBackend]:
     """The backend of this name in an engine with this configuration; ``own`` is vLLM's."""
     if sparse_config(vllm_config) is None:
         return own
@@ -30,8 +32,8 @@ def backend_for(name: str, own: type[AttentionBackend], vllm_config: VllmConfig)
 
 
 def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[AttentionBackend]:
-    """A backend that selects blocks, over any backend whose metadata has a block table and lengths, in an engine with
-    this configuration."""
+    """A backend that selects blocks, over any backend whose metadata has a block table and lengths,
+    in an engine with this configuration."""
     from vllm.v1.attention.backend import AttentionCGSupport
 
     from ucm.integration.vllm.attention.impls import derive_impl
@@ -40,8 +42,11 @@ def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[Attent
     impl = derive_impl(base.get_impl_cls(), latent=base.is_mla())
     builder_base = base.get_builder_cls()
 
-    def get_cudagraph_support(cls: type, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Blocks are chosen in Python between the kernels: graphs are captured around attention, not over it."""
+    def get_cudagraph_support(
+        cls: type, vllm_config: Any, kv_cache_spec: Any
+    ) -> AttentionCGSupport:
+        """Blocks are chosen in Python between the kernels: graphs are captured around attention,
+        not over it."""
         del cls, vllm_config, kv_cache_spec
         return AttentionCGSupport.NEVER
 

@@ -1,11 +1,14 @@
-"""From which length on choosing blocks pays: measured on this machine, with the engine's own kernels and KV cache.
+"""From which length on choosing blocks pays: measured on this machine, with the engine's own
+kernels and KV cache.
 
-Below it a request is dense, so that sparse attention is never slower. One layer's decode attention is timed dense and
-sparse at growing lengths, with random queries over whatever the blocks hold, and nothing is written. A step costs its
-layers and what choosing costs once a step; with a stride only every so many steps choose.
+Below it a request is dense, so that sparse attention is never slower. One layer's decode attention
+is timed dense and sparse at growing lengths, with random queries over whatever the blocks hold, and
+nothing is written. A step costs its layers and what choosing costs once a step; with a stride only
+every so many steps choose.
 
-A kernel that is run where it cannot run ends the process. So nothing is run here before vLLM has computed a step: the
-layer is computed first with the metadata of that step itself, then with copies of it in which the rows alone differ.
+A kernel that is run where it cannot run ends the process. So nothing is run here before vLLM has
+computed a step: the layer is computed first with the metadata of that step itself, then with copies
+of it in which the rows alone differ.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ NEVER = 1 << 40
 FAILED = NEVER + 1
 #: Lengths that are tried, in tokens: the first one, and the last.
 FIRST, LAST = 512, 64 * 1024
-#: Each time is the best of so many, and of as many as go into so many seconds: what else runs on the machine takes a
-#: processor for some milliseconds, which is longer than a step over few blocks.
+#: Each time is the best of so many, and of as many as go into so many seconds: what else runs on
+#: the machine takes a processor for some milliseconds, which is longer than a step over few blocks.
 TIMES, SECONDS = 5, 0.03
 #: Choosing pays where a step takes at most this share of a dense one.
 PAYS = 0.95
@@ -76,7 +79,9 @@ class _Bench:
             prefill = tokens - step
             row = SparseRow(_NAME, tokens, prefill_tokens=prefill, prompt_tokens=prefill)
             last = [int(metadata.slot_mapping[0]) // self.block_tokens]
-            self.host.begin_step(SparsePlan(self.block_tokens, 0, rows=[row], last_blocks=last), context)
+            self.host.begin_step(
+                SparsePlan(self.block_tokens, 0, rows=[row], last_blocks=last), context
+            )
 
         policy = self.method.policy
         dense = choosing = later = float("inf")
@@ -88,7 +93,11 @@ class _Bench:
             if policy.stride > 1:
                 later = min(later, self._step(begin, attend, device, 2))
             turns += 1
-        sparse = choosing if policy.stride == 1 else (choosing + (policy.stride - 1) * later) / policy.stride
+        sparse = (
+            choosing
+            if policy.stride == 1
+            else (choosing + (policy.stride - 1) * later) / policy.stride
+        )
         return dense * self.layers, sparse + dense * (self.layers - self.selecting)
 
     def repeat_step(self) -> None:
@@ -106,8 +115,11 @@ class _Bench:
         output = torch.zeros_like(query)
         return lambda: impl.forward(layer, query, key, key, layer.kv_cache, metadata, output=output)
 
-    def _step(self, begin: Callable[[int], None], attend: Callable[[], None], device: Any, step: int) -> float:
-        """The layers that may choose, of a step that chooses (1), or that goes on with what was chosen (2)."""
+    def _step(
+        self, begin: Callable[[int], None], attend: Callable[[], None], device: Any, step: int
+    ) -> float:
+        """The layers that may choose, of a step that chooses (1), or that goes on with what was
+        chosen (2)."""
         if step == 1:
             self.method.retriever.forget(_NAME)
         began = time.perf_counter()
@@ -116,7 +128,8 @@ class _Bench:
         whole = time.perf_counter() - began
         again = _timed(attend, device)
         self.host.end_step()
-        # With a lag the second call goes on with the choice that the first one waited for: it chooses nothing.
+        # With a lag the second call goes on with the choice that the first one waited for: it
+        # chooses nothing.
         choosing = first if self.method.policy.lag else min(first, again)
         return whole + (self.selecting - 1) * choosing
 
@@ -138,21 +151,25 @@ def measure(
     num_blocks: int,
     max_tokens: int,
 ) -> int:
-    """Tokens from which on a request is worth choosing for; :data:`NEVER` where none within reach is.
+    """Tokens from which on a request is worth choosing for; :data:`NEVER` where none within reach
+    is.
 
-    ``step`` is the attention metadata, by layer, of the last step that vLLM computed; ``max_tokens`` the longest
-    request. Raises whatever a kernel raises, and :class:`~ucm.errors.UnsupportedError` where it may not run.
+    ``step`` is the attention metadata, by layer, of the last step that vLLM computed;
+    ``max_tokens`` the longest request. Raises whatever a kernel raises, and
+    :class:`~ucm.errors.UnsupportedError` where it may not run.
 
-    Not measured is latent attention; nor a method with an ``attention_begin`` of its own: the keys and values that it
-    is handed are written to the cache, whose blocks hold the KV of requests that run; nor ranks that choose together,
-    each of which would leave off by its own clock while others wait for its scores; nor a method that chooses for
-    several requests at once alone. There it is four times what is kept, by the arithmetic of bytes in
-    ``docs/sparse.md``.
+    Not measured is latent attention; nor a method with an ``attention_begin`` of its own: the keys
+    and values that it is handed are written to the cache, whose blocks hold the KV of requests that
+    run; nor ranks that choose together, each of which would leave off by its own clock while others
+    wait for its scores; nor a method that chooses for several requests at once alone. There it is
+    four times what is kept, by the arithmetic of bytes in ``docs/sparse.md``.
     """
     method = host.blocks
     assert method is not None
     limit = min(max_tokens, (num_blocks - 1) * block_tokens, LAST)
-    by_rule: int = 4 * (method.policy.windows + method.policy.budget(-(-limit // block_tokens))) * block_tokens
+    by_rule: int = (
+        4 * (method.policy.windows + method.policy.budget(-(-limit // block_tokens))) * block_tokens
+    )
     name = next((name for name in layers if method.writes(name)), None)
     together = method.policy.shared_ranks or method.policy.min_concurrency > 1
     if name is None or method.selector.geometry.rope_dim or host.changes or together:
@@ -185,7 +202,8 @@ def _first_that_pays(pays: Callable[[int], bool], limit: int) -> int:
     while lengths[-1] * 2 <= limit:
         lengths.append(lengths[-1] * 2)
     found = NEVER
-    for length in reversed(lengths):  # long ones first: where they do not pay, short ones do not either
+    # long ones first: where they do not pay, short ones do not either
+    for length in reversed(lengths):
         if length > limit or not pays(length):
             break
         found = length

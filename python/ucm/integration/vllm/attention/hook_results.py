@@ -9,9 +9,13 @@ from torch import Tensor
 
 
 def fits(found: Any, given: Sequence[Any]) -> bool:
-    """Whether a hook returned as many values as it was given, and tensors of the same shape and kind for tensors.
-    Anything else fails in code that is not the hook's."""
-    return isinstance(found, tuple | list) and len(found) == len(given) and all(map(_alike, found, given))
+    """Whether a hook returned as many values as it was given, and tensors of the same shape and
+    kind for tensors. Anything else fails in code that is not the hook's."""
+    return (
+        isinstance(found, tuple | list)
+        and len(found) == len(given)
+        and all(map(_alike, found, given))
+    )
 
 
 def _alike(found: Any, given: Any) -> bool:

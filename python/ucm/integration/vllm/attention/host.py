@@ -1,10 +1,10 @@
 """The method of sparse attention inside a worker: who calls its hooks, and with what.
 
 The connector's worker side makes one host per process, tells it of every step before the model runs
-(:meth:`SparseHost.begin_step`) and after it (:meth:`SparseHost.end_step`); the implementations of :mod:`.impls` call it
-in each layer. Between the two the method may change what attention reads: the query, keys, values, where the output
-goes, and its copy of the metadata. A hook that raises changes nothing, and is logged: the layer is computed as without
-it.
+(:meth:`SparseHost.begin_step`) and after it (:meth:`SparseHost.end_step`); the implementations of
+:mod:`.impls` call it in each layer. Between the two the method may change what attention reads: the
+query, keys, values, where the output goes, and its copy of the metadata. A hook that raises changes
+nothing, and is logged: the layer is computed as without it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class SparseHost:
     """Calls the hooks of one method."""
 
     def __init__(self, method: UcmSparseBase, layers: Mapping[str, Any]) -> None:
-        """``layers``: vLLM's attention layers whose KV is in the one group that is served, by name."""
+        """``layers``: vLLM's attention layers whose KV is in the one group that is served, by
+        name."""
         self.method = method
         self.layers = self._layers = dict(layers)
         self._names = {id(layer.impl): name for name, layer in self._layers.items()}
@@ -95,14 +96,15 @@ class SparseHost:
         self._phase: str | None = None
         self._written: Written | None = None  # in the layer that is computed now
         self.blocks = method if isinstance(method, BlockSparse) else None
-        #: Whether the hooks around attention are a user's. The first may change whatever it is handed, so it gets
-        #: copies, and keys are written again after it; ours only puts other block tables and lengths into the metadata.
+        #: Whether the hooks around attention are a user's. The first may change whatever it is
+        #: handed, so it gets copies, and keys are written again after it; ours only puts other
+        #: block tables and lengths into the metadata.
         self.changes = _own(method, "attention_begin")
         self._observes = _own(method, "attention_finished")
         #: Whether either is.
         self.hooked = self.changes or self._observes
-        #: Whether rows that choose are computed by ucm's kernel; see :mod:`.own_kernel`. A hook that looks on after
-        #: attention is shown the metadata that vLLM's kernel computed with.
+        #: Whether rows that choose are computed by ucm's kernel; see :mod:`.own_kernel`. A hook
+        #: that looks on after attention is shown the metadata that vLLM's kernel computed with.
         self.uses_own_kernel = (
             self.blocks is not None
             and self.blocks.settings.attention_kernel == "auto"
@@ -110,10 +112,12 @@ class SparseHost:
             and own_kernel.reads_pages_of(self._layers)
         )
 
-    # A step ----------------------------------------------------------------------------------------------------------
+    # A step
+    # ----------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: SparsePlan, context: Any) -> None:
-        """The model is about to run, with vLLM's forward context of the step; an empty step has no metadata in it."""
+        """The model is about to run, with vLLM's forward context of the step; an empty step has no
+        metadata in it."""
         self._rewriter.begin_step()
         self._written, self._rows = None, ()
         if self.offload is not None:
@@ -137,30 +141,39 @@ class SparseHost:
         if self._call("execute_finished", None, None) is not None:
             throttle.warning(
                 "execute_finished",
-                "execute_finished returned logits indices: vLLM offers no way to change them there, so they are not "
-                "used",
+                "execute_finished returned logits indices: vLLM offers no way to change them there,"
+                " so they are not used",
             )
         self._call("clear_sparse_metadata", None)
         self._context = self._written = None
 
     def _batch(self, plan: SparsePlan, context: Any) -> Any:
-        """What the method is told of the step: its own metadata, or the rows in the order of the batch."""
+        """What the method is told of the step: its own metadata, or the rows in the order of the
+        batch."""
         batch = plan.metadata if plan.metadata is not None else SparseBatch()
         if isinstance(batch, SparseBatch):
             batch.finished = plan.finished
             batch.rows = []
             metadata = getattr(context, "attn_metadata", None)
-            first = next((metadata[name] for name in self._layers if name in metadata), None) if metadata else None
+            first = (
+                next((metadata[name] for name in self._layers if name in metadata), None)
+                if metadata
+                else None
+            )
             if first is not None and plan.rows:
                 rows = in_order(plan, first)
-                if self.offload is not None:  # what has left is not read, whatever becomes of the other rows
+                # what has left is not read, whatever becomes of the other rows
+                if self.offload is not None:
                     self._rows = by_last_block(plan, first)
                 if rows is None:
-                    throttle.warning("rows", "the rows of a step could not be told apart: it is dense")
+                    throttle.warning(
+                        "rows", "the rows of a step could not be told apart: it is dense"
+                    )
                 batch.rows = rows or []
         return batch
 
-    # Layers ----------------------------------------------------------------------------------------------------------
+    # Layers
+    # ----------------------------------------------------------------------------------------------
 
     def name_of(self, impl: Any) -> str | None:
         """Name of the layer of an implementation that is not told it."""
@@ -174,8 +187,11 @@ class SparseHost:
         if self.blocks is not None:
             self._call("write_keys", None, name, key[: slot_mapping.shape[0]], slot_mapping)
 
-    def latent_keys_written(self, name: str, latent: Tensor, rope: Tensor, slot_mapping: Tensor) -> None:
-        """The same with latent attention, whose key is ``latent [t, rank]`` and ``rope [t, (1,) size]``."""
+    def latent_keys_written(
+        self, name: str, latent: Tensor, rope: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """The same with latent attention, whose key is ``latent [t, rank]`` and ``rope [t, (1,)
+        size]``."""
         if self._context is None:
             return
         tokens = slot_mapping.shape[0]
@@ -186,13 +202,17 @@ class SparseHost:
             self._call("write_keys", None, name, key[:, None], slot_mapping)
 
     def to_rewrite(self, call: LayerCall) -> Written | None:
-        """What has to be written again once the hook before attention has run, for a user's was handed keys and values
-        and may have changed them, in place as well. It is all that was written, into the same slots, so that
-        representations of blocks are made anew."""
+        """What has to be written again once the hook before attention has run, for a user's was
+        handed keys and values and may have changed them, in place as well. It is all that was
+        written, into the same slots, so that representations of blocks are made anew."""
         written = self._written
-        return written if self.changes and written is not None and written.name == call.name else None
+        return (
+            written if self.changes and written is not None and written.name == call.name else None
+        )
 
-    def begin_layer(self, impl: Any, name: str, metadata: Any, phase: str | None = None) -> LayerCall | None:
+    def begin_layer(
+        self, impl: Any, name: str, metadata: Any, phase: str | None = None
+    ) -> LayerCall | None:
         """What the hooks of a layer are called with; None: the layer is computed by vLLM alone."""
         del impl
         if metadata is None or name not in self._layers:
@@ -200,8 +220,9 @@ class SparseHost:
         if self._context is None:
             if self.offload is not None and self.offload.holds_any:
                 raise RuntimeError(
-                    "sparse attention: blocks of requests have left the device, and this step's plan did not arrive, "
-                    "so where they are is not known; a dense layer would read blocks of other requests"
+                    "sparse attention: blocks of requests have left the device, and this step's"
+                    " plan did not arrive, so where they are is not known; a dense layer would read"
+                    " blocks of other requests"
                 )
             return None
         selects = self.blocks is not None and self.blocks.selects(name)
@@ -221,42 +242,60 @@ class SparseHost:
             self._choose(call, query, call.made)
             return given
         if self.uses_own_kernel and call.original.dynamic_causal is None:
-            call.selection = self._call("select_rows", None, call.name, query, call.original.block_table)
+            call.selection = self._call(
+                "select_rows", None, call.name, query, call.original.block_table
+            )
             return given
         return self._begin(call, given)
 
     def attend_by_own_kernel(
-        self, call: LayerCall, query: Tensor, output: Tensor, compute: Callable[[Tensor, Any, Tensor], Any]
+        self,
+        call: LayerCall,
+        query: Tensor,
+        output: Tensor,
+        compute: Callable[[Tensor, Any, Tensor], Any],
     ) -> bool:
-        """Attention of a layer where some of its rows chose, by ucm's kernel and for the other rows by vLLM's,
-        ``compute(query, metadata, output)``. False: the layer is still to be computed, from the copy of its
-        metadata."""
+        """Attention of a layer where some of its rows chose, by ucm's kernel and for the other rows
+        by vLLM's, ``compute(query, metadata, output)``. False: the layer is still to be computed,
+        from the copy of its metadata."""
         selection, made = call.selection, call.made
         if selection is None:
             return False
         assert self.blocks is not None
         size = self.blocks.selector.geometry.block_size
-        if int(made.query_start_loc.diff().index_select(0, selection.rows).max()) > 1:  # the end of a stored prompt
+        # the end of a stored prompt
+        if int(made.query_start_loc.diff().index_select(0, selection.rows).max()) > 1:
             if not call.placed:
-                made.block_table, made.seq_lens = compact_rows(selection, made.block_table, made.seq_lens, size)
+                made.block_table, made.seq_lens = compact_rows(
+                    selection, made.block_table, made.seq_lens, size
+                )
             return False
         try:
             if call.placed:
-                tables = made.block_table.index_select(0, selection.rows), made.seq_lens.index_select(0, selection.rows)
+                tables = (
+                    made.block_table.index_select(0, selection.rows),
+                    made.seq_lens.index_select(0, selection.rows),
+                )
             else:
                 tables = compact(selection, made.block_table, made.seq_lens, size)
-            own_kernel.attend(call.layer, selection.rows, tables, made, query, output, compute, self._rewriter)
+            own_kernel.attend(
+                call.layer, selection.rows, tables, made, query, output, compute, self._rewriter
+            )
         except Exception as error:
-            logger.warning("sparse attention: ucm's kernel failed, so vLLM's computes from here on: %r", error)
+            logger.warning(
+                "sparse attention: ucm's kernel failed, so vLLM's computes from here on: %r", error
+            )
             self.uses_own_kernel = False
             if not call.placed:
-                made.block_table, made.seq_lens = compact_rows(selection, made.block_table, made.seq_lens, size)
+                made.block_table, made.seq_lens = compact_rows(
+                    selection, made.block_table, made.seq_lens, size
+                )
             return False
         return True
 
     def _choose(self, call: LayerCall, query: Tensor, part: Any) -> None:
-        """As the method does by itself, with blocks that have left where they are now. Nothing here may fail into a
-        dense layer: what has left is not where vLLM's table says."""
+        """As the method does by itself, with blocks that have left where they are now. Nothing here
+        may fail into a dense layer: what has left is not where vLLM's table says."""
         assert self.blocks is not None
         assert self.offload is not None
         call.placed = True
@@ -265,7 +304,9 @@ class SparseHost:
         try:
             selection = self.blocks.select_rows(call.name, query, table)
         except Exception as error:
-            throttle.warning("choose", "blocks could not be chosen; what is there is attended to: %r", error)
+            throttle.warning(
+                "choose", "blocks could not be chosen; what is there is attended to: %r", error
+            )
         if selection is None:
             part.block_table, part.seq_lens = table.clone(), lens.clone()
         else:
@@ -279,13 +320,19 @@ class SparseHost:
     def latent_prompt_begin(
         self, call: LayerCall, query: Tensor, latent: Tensor, rope: Tensor, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same for the rows of prompts with latent attention, from which no blocks are chosen."""
+        """The same for the rows of prompts with latent attention, from which no blocks are
+        chosen."""
         given, codes = (query, latent, rope, output), self._codes(call.name)
-        return self._begin(call, given, decode_ql_nope=None, decode_q_pe=None, k_hash=codes) if self.changes else given
+        return (
+            self._begin(call, given, decode_ql_nope=None, decode_q_pe=None, k_hash=codes)
+            if self.changes
+            else given
+        )
 
     def latent_attention_begin(self, call: LayerCall, query: Any) -> tuple[Any, Any, Any, Any]:
-        """The same for rows of one token with latent attention. ``query`` is that over the latent, in two parts or
-        joined. Where the output that is returned is None, it is what the kernel makes."""
+        """The same for rows of one token with latent attention. ``query`` is that over the latent,
+        in two parts or joined. Where the output that is returned is None, it is what the kernel
+        makes."""
         rank = query[0].shape[-1] if isinstance(query, tuple) else call.layer.kv_lora_rank
         if isinstance(query, tuple) and self.hooked:
             query = torch.cat(query, dim=-1)
@@ -297,7 +344,9 @@ class SparseHost:
         if self.offload is not None and self.offload.has_any(self._rows):
             self._choose(call, torch.cat([latent, rope], dim=-1), call.made.decode)
             return given
-        return self._begin(call, given, decode_ql_nope=latent, decode_q_pe=rope, k_hash=self._codes(call.name))
+        return self._begin(
+            call, given, decode_ql_nope=latent, decode_q_pe=rope, k_hash=self._codes(call.name)
+        )
 
     def _keys_of(self, name: str, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Latent and rotary part of the keys of the first tokens of the step."""
@@ -323,7 +372,9 @@ class SparseHost:
         except Exception as error:
             if call.placed:  # the original names blocks that are somebody else's by now
                 raise
-            throttle.warning("metadata", "changed metadata could not be used, a layer is dense: %r", error)
+            throttle.warning(
+                "metadata", "changed metadata could not be used, a layer is dense: %r", error
+            )
         return run(metadata)
 
     def heads_chose_apart(self, call: LayerCall) -> bool:
@@ -339,21 +390,31 @@ class SparseHost:
     def metadata_of_heads(self, impl: Any, call: LayerCall, rows: HeadRows) -> Any:
         """The metadata of rows that are split by KV head."""
         group = impl.num_heads // rows.heads
-        return metadata_of(call.made, rows, lambda made: cpu_plan(impl, call.layer, made, made.seq_lens, group, 1))
+        return metadata_of(
+            call.made, rows, lambda made: cpu_plan(impl, call.layer, made, made.seq_lens, group, 1)
+        )
 
-    def attention_finished(self, call: LayerCall, query: Any, key: Any, value: Any, output: Any) -> None:
+    def attention_finished(
+        self, call: LayerCall, query: Any, key: Any, value: Any, output: Any
+    ) -> None:
         """The hook after attention."""
         if self._observes:
             arguments = (query, key, value, output, call.name, call.context, call.phase)
             self._call("attention_finished", None, *arguments)
 
-    # Hooks -----------------------------------------------------------------------------------------------------------
+    # Hooks
+    # ----------------------------------------------------------------------------------------------
 
-    def _begin(self, call: LayerCall, given: tuple[Any, Any, Any, Any], **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        """What the hook before attention returned; where that cannot be used, what it was given, and the metadata is
-        as it was."""
+    def _begin(
+        self, call: LayerCall, given: tuple[Any, Any, Any, Any], **kwargs: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """What the hook before attention returned; where that cannot be used, what it was given,
+        and the metadata is as it was."""
         query, key, value, output = given
-        arguments, failed = (query, key, value, call.name, call.context, output, call.phase), object()
+        arguments, failed = (
+            (query, key, value, call.name, call.context, output, call.phase),
+            object(),
+        )
         found = self._call("attention_begin", failed, *arguments, **kwargs)
         if found is not failed and fits(found, given):
             query, key, value, output = found
@@ -361,8 +422,8 @@ class SparseHost:
         if found is not failed:
             throttle.warning(
                 "result attention_begin",
-                "attention_begin of %s did not return query, key, value and output in the shapes that it was given; it "
-                "changes nothing",
+                "attention_begin of %s did not return query, key, value and output in the shapes"
+                " that it was given; it changes nothing",
                 type(self.method).__name__,
             )
         call.made = copy_of(call.original, call.phase, deep=self.changes)
@@ -372,7 +433,9 @@ class SparseHost:
         try:
             return getattr(self.method, hook)(*args, **kwargs)
         except Exception as error:
-            throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, type(self.method).__name__, error)
+            throttle.warning(
+                f"hook {hook}", "%s of %s failed: %r", hook, type(self.method).__name__, error
+            )
             return default
 
     def close(self) -> None:
@@ -384,11 +447,14 @@ class SparseHost:
 
 def _own(method: UcmSparseBase, hook: str) -> bool:
     """Whether a hook is a user's, not one of ours."""
-    return method.overrides(hook) and not getattr(type(method), hook).__module__.startswith("ucm.sparse.")
+    return method.overrides(hook) and not getattr(type(method), hook).__module__.startswith(
+        "ucm.sparse."
+    )
 
 
 def _summary(plan: SparsePlan) -> Any:
-    """What ``execute_begin`` is told: the part of vLLM's SchedulerOutput that a worker needs, on both model runners."""
+    """What ``execute_begin`` is told: the part of vLLM's SchedulerOutput that a worker needs, on
+    both model runners."""
     scheduled = {row.request_id: row.queries for row in plan.rows}
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
@@ -398,16 +464,24 @@ def _summary(plan: SparsePlan) -> Any:
 
 
 def served_layers(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Of the layers of a KV cache group, those in which blocks can be left out: decoder layers that see all of their
-    context and weigh a key by what it is, not by where it stands in the table."""
+    """Of the layers of a KV cache group, those in which blocks can be left out: decoder layers that
+    see all of their context and weigh a key by what it is, not by where it stands in the table."""
     found = {}
     for name in names:
         layer = vllm_config.compilation_config.static_forward_context.get(name)
         impl = getattr(layer, "impl", None)
-        if layer is None or impl is None or getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+        if (
+            layer is None
+            or impl is None
+            or getattr(layer, "kv_sharing_target_layer_name", None) is not None
+        ):
             continue
         window = getattr(layer, "sliding_window", None)
-        if window is None and getattr(impl, "alibi_slopes", None) is None and _attends_backwards(impl):
+        if (
+            window is None
+            and getattr(impl, "alibi_slopes", None) is None
+            and _attends_backwards(impl)
+        ):
             found[name] = layer
     return found
 

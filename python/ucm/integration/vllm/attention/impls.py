@@ -1,8 +1,9 @@
-"""Implementations of attention that ask the host of this process before and after they compute a layer.
+"""Implementations of attention that ask the host of this process before and after they compute a
+layer.
 
 One class over each of vLLM's own, whose kernels do the computing, but for rows that choose on a CPU
-(:mod:`.own_kernel`). Without a host, in a profiling run, in a layer that the host does not serve, they are vLLM's own
-code and nothing else.
+(:mod:`.own_kernel`). Without a host, in a profiling run, in a layer that the host does not serve,
+they are vLLM's own code and nothing else.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ class _Grouped:
     """Multi-head and grouped-query attention: one call computes all rows of a layer."""
 
     def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *args: Any, **kwargs: Any
+        self,
+        layer: Any,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        """Write keys and values to the cache, and show them to the host: a CPU packs its pages, so this is where keys
-        can be read."""
+        """Write keys and values to the cache, and show them to the host: a CPU packs its pages, so
+        this is where keys can be read."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping, *args, **kwargs)  # type: ignore[misc]
         if (host := active_host()) is not None:
             host.keys_written(layer.layer_name, key, slot_mapping)
@@ -54,7 +62,9 @@ class _Grouped:
         host = active_host()
         call = None if host is None else host.begin_layer(self, layer.layer_name, attn_metadata)
         if host is None or call is None:
-            result: Tensor = compute(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            result: Tensor = compute(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
             return result
         q, k, v, out = host.attention_begin(call, query, key, value, output)
         if (written := host.to_rewrite(call)) is not None and k is not None and v is not None:
@@ -81,10 +91,17 @@ class _Grouped:
 
 
 class _Latent:
-    """Multi-head latent attention: prompts and single tokens are computed by two calls, over one latent key."""
+    """Multi-head latent attention: prompts and single tokens are computed by two calls, over one
+    latent key."""
 
     def do_kv_cache_update(
-        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *args: Any, **kwargs: Any
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Write latent keys to the cache, and show them to the host."""
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)  # type: ignore[misc]
@@ -92,16 +109,24 @@ class _Latent:
         if host is not None and (name := host.name_of(self)) is not None:
             host.latent_keys_written(name, kv_c_normed, k_pe, slot_mapping)
 
-    def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any) -> Any:
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> Any:
         """Rows of one token, over the blocks that the method kept."""
         compute = super().forward_mqa  # type: ignore[misc]
         host = active_host()
-        call = None if host is None else host.begin_layer(self, layer.layer_name, attn_metadata, phase="decode")
+        call = (
+            None
+            if host is None
+            else host.begin_layer(self, layer.layer_name, attn_metadata, phase="decode")
+        )
         if host is None or call is None:
             return compute(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         asked, key, value, out = host.latent_attention_begin(call, q)
         self._rewrite(host, call, 0, (key, value), kv_c_and_k_pe_cache, layer._k_scale)
-        found, lse = host.compute(self, call, lambda metadata: compute(asked, kv_c_and_k_pe_cache, metadata, layer))
+        found, lse = host.compute(
+            self, call, lambda metadata: compute(asked, kv_c_and_k_pe_cache, metadata, layer)
+        )
         if out is not None:  # the kernel makes its output by itself
             found = out.copy_(found.reshape(out.shape)).reshape(found.shape)
         host.attention_finished(call, asked, key, value, found)
@@ -127,23 +152,44 @@ class _Latent:
         if host is not None and name is not None and host.hooked:
             call = host.begin_layer(self, name, attn_metadata, phase="prefill")
         if host is None or call is None:
-            compute(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, *args, **kwargs)
+            compute(
+                q,
+                kv_c_normed,
+                k_pe,
+                kv_c_and_k_pe_cache,
+                attn_metadata,
+                k_scale,
+                output,
+                *args,
+                **kwargs,
+            )
             return
         asked, key, value, out = host.latent_prompt_begin(call, q, kv_c_normed, k_pe, output)
-        self._rewrite(host, call, attn_metadata.num_decode_tokens, (key, value), kv_c_and_k_pe_cache, k_scale)
+        self._rewrite(
+            host, call, attn_metadata.num_decode_tokens, (key, value), kv_c_and_k_pe_cache, k_scale
+        )
         host.compute(
             self,
             call,
-            lambda metadata: compute(asked, key, value, kv_c_and_k_pe_cache, metadata, k_scale, out, *args, **kwargs),
+            lambda metadata: compute(
+                asked, key, value, kv_c_and_k_pe_cache, metadata, k_scale, out, *args, **kwargs
+            ),
         )
         host.attention_finished(call, asked, key, value, out)
         if out is not output:
             output.copy_(out)
 
     def _rewrite(
-        self, host: SparseHost, call: LayerCall, begin: int, changed: tuple[Any, Any], cache: Tensor, scale: Tensor
+        self,
+        host: SparseHost,
+        call: LayerCall,
+        begin: int,
+        changed: tuple[Any, Any],
+        cache: Tensor,
+        scale: Tensor,
     ) -> None:
-        """Write the latent keys of the step again, where a hook may have changed those from token ``begin`` on."""
+        """Write the latent keys of the step again, where a hook may have changed those from token
+        ``begin`` on."""
         if (written := host.to_rewrite(call)) is None:
             return
         latent, rope = (

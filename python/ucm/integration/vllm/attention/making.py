@@ -1,4 +1,5 @@
-"""Makes the method that an engine is configured for, and tells it the shape of the engine's keys."""
+"""Makes the method that an engine is configured for, and tells it the shape of the engine's
+keys."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def method_class(config: UcmConfig) -> type[UcmSparseBase]:
         raise ConfigError(f"ucm_sparse_module_path: {path} cannot be imported: {error}") from error
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, UcmSparseBase)):
-        raise ConfigError(f"ucm_sparse_method: {path} has no class {name} derived from ucm.sparse.base.UcmSparseBase")
+        raise ConfigError(
+            f"ucm_sparse_method: {path} has no class {name} derived from"
+            " ucm.sparse.base.UcmSparseBase"
+        )
     return found
 
 
@@ -66,13 +70,15 @@ def geometry_of(spec: Any, vllm_config: Any, scale: float | None = None) -> Geom
 
 
 def bytes_beside(config: UcmConfig, spec: Any, vllm_config: Any) -> int:
-    """Bytes that one block of the device costs in one layer that selects, beside its KV: its representation, and with
-    offload those of the blocks that have left."""
+    """Bytes that one block of the device costs in one layer that selects, beside its KV: its
+    representation, and with offload those of the blocks that have left."""
     kind = method_class(config)
     if not issubclass(kind, BlockSparse):
         return 0
     settings = settings_for(kind, config)
-    method = method_of(settings, geometry_of(spec, vllm_config), str(vllm_config.model_config.model))
+    method = method_of(
+        settings, geometry_of(spec, vllm_config), str(vllm_config.model_config.model)
+    )
     return bytes_per_block(method.selector, 1) * (1 + SPARE if settings.offload else 1)
 
 
@@ -88,8 +94,8 @@ def set_up(
     reduce: Any,
     spare_blocks: int = 0,
 ) -> None:
-    """Get a worker's method ready for the KV cache of its rank. Raises :class:`~ucm.errors.ConfigError` where settings
-    and engine do not fit."""
+    """Get a worker's method ready for the KV cache of its rank. Raises
+    :class:`~ucm.errors.ConfigError` where settings and engine do not fit."""
     first = next(iter(layers.values()))
     method.setup(
         geometry_of(spec, vllm_config, float(first.impl.scale)),

@@ -1,14 +1,15 @@
-"""Requests whose middle blocks are in the store, and of which the device holds those that are chosen.
+"""Requests whose middle blocks are in the store, and of which the device holds those that are
+chosen.
 
-A request that decodes keeps the blocks of its windows where vLLM put them. The others have left the device, or were
-never loaded (a prompt that was stored before). It was given *hot* blocks for them, and in each layer a hot block holds
-the KV of whichever block was chosen there. What is chosen and not there is loaded, this layer alone, and waited for
-within the step's bound. A block that still is not there is left out of the step and counted: nothing is ever read that
-was not loaded.
+A request that decodes keeps the blocks of its windows where vLLM put them. The others have left the
+device, or were never loaded (a prompt that was stored before). It was given *hot* blocks for them,
+and in each layer a hot block holds the KV of whichever block was chosen there. What is chosen and
+not there is loaded, this layer alone, and waited for within the step's bound. A block that still is
+not there is left out of the step and counted: nothing is ever read that was not loaded.
 
-The representations of blocks that leave are kept in rows behind those of the device, so choosing reads no KV. What the
-next steps will likely choose is brought into the store's upper tiers meanwhile, by a
-:class:`~ucm.sparse.prefetch.PrefetchEngine`.
+The representations of blocks that leave are kept in rows behind those of the device, so choosing
+reads no KV. What the next steps will likely choose is brought into the store's upper tiers
+meanwhile, by a :class:`~ucm.sparse.prefetch.PrefetchEngine`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ SPARE = 4
 
 
 def spare_rows(num_blocks: int) -> int:
-    """How many blocks may have left a device of so many: the scheduler side and the workers must agree."""
+    """How many blocks may have left a device of so many: the scheduler side and the workers must
+    agree."""
     return SPARE * num_blocks
 
 
@@ -77,12 +79,15 @@ class _Wanted:
         return [block for block in self.kept if self.request.begin <= block < self.request.end]
 
     def found(self, table: Tensor) -> Tensor:
-        """Device blocks of what is kept and there, in the order of the tokens; ``table`` is the row's of vLLM."""
+        """Device blocks of what is kept and there, in the order of the tokens; ``table`` is the
+        row's of vLLM."""
         request, there = self.request, self.residency.resident
         usable = self.residency.usable(self.middle)
         before = [block for block in self.kept if block < request.begin]
         behind = [block for block in self.kept if block >= request.end]
-        hot = torch.tensor([request.hot[there[block]] for block in usable], dtype=table.dtype, device=table.device)
+        hot = torch.tensor(
+            [request.hot[there[block]] for block in usable], dtype=table.dtype, device=table.device
+        )
         return torch.cat([table[before], hot, table[behind]])
 
 
@@ -107,8 +112,9 @@ class Offload:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``places``: number of a layer -> its place among those of this rank; ``store`` gives the store by layers,
-        None while it is not open; ``record_ids`` makes the ids of joined keys on this rank."""
+        """``places``: number of a layer -> its place among those of this rank; ``store`` gives the
+        store by layers, None while it is not open; ``record_ids`` makes the ids of joined keys on
+        this rank."""
         self._method = method
         self._places = dict(places)
         self._store = store
@@ -120,15 +126,19 @@ class Offload:
         self._late: list[_Loading] = []
         self._lost: dict[tuple[str, int], None] = {}
         settings = method.settings
-        self._prefetch = PrefetchEngine(settings, self._bring_up) if settings.prefetch_enabled else None
-        #: Ids of blocks that will likely be chosen soon, the likeliest of each layer first, by request in the order of
-        #: the step's rows.
+        self._prefetch = (
+            PrefetchEngine(settings, self._bring_up) if settings.prefetch_enabled else None
+        )
+        #: Ids of blocks that will likely be chosen soon, the likeliest of each layer first, by
+        #: request in the order of the step's rows.
         self._foreseen: dict[str, dict[bytes, None]] = {}
 
-    # Steps ------------------------------------------------------------------------------------------------------
+    # Steps
+    # ----------------------------------------------------------------------------------------------
 
     def begin_step(self, changes: Sequence[OffloadChange], ended: Sequence[str]) -> None:
-        """Blocks have left, or are about to be written to by others: before anything of the step is computed."""
+        """Blocks have left, or are about to be written to by others: before anything of the step is
+        computed."""
         given_back: set[int] = set()  # layers of requests that have ended, by identity
         for request_id in ended:
             request = self._requests.pop(request_id, None)
@@ -143,7 +153,8 @@ class Offload:
             self._change(change)
 
     def end_step(self) -> None:
-        """The model has run: have brought up what the next steps will likely choose, of the first rows first."""
+        """The model has run: have brought up what the next steps will likely choose, of the first
+        rows first."""
         foreseen, self._foreseen = self._foreseen, {}
         if self._prefetch is None:
             return
@@ -158,13 +169,15 @@ class Offload:
             self._prefetch.shutdown()
 
     def _ended(self, loading: _Loading, given_back: set[int]) -> bool:
-        """Whether a late load has ended. Where it writes into blocks that are given to others in this step it is waited
-        for: its time is over, so no more than a copy can be under way."""
+        """Whether a late load has ended. Where it writes into blocks that are given to others in
+        this step it is waited for: its time is over, so no more than a copy can be under way."""
         if not any(id(residency) in given_back for residency, _ in loading.wanted):
             return self._settle(loading, 0.0)
         if self._settle(loading, self._bound_s):
             return True
-        throttle.warning("late", "a load did not end in its time, and its blocks are given to other requests")
+        throttle.warning(
+            "late", "a load did not end in its time, and its blocks are given to other requests"
+        )
         return False
 
     def _change(self, change: OffloadChange) -> None:
@@ -184,17 +197,23 @@ class Offload:
             residency.capacity = len(request.hot)
 
     def _check_representations(self, name: str, request: _Request, new: int) -> None:
-        """Of the ``new`` last blocks that have left: one without a representation can never be chosen, so it is as good
-        as lost (it was filled by another connector, or could not be encoded), and its request is to compute it."""
+        """Of the ``new`` last blocks that have left: one without a representation can never be
+        chosen, so it is as good as lost (it was filled by another connector, or could not be
+        encoded), and its request is to compute it."""
         rows = request.rows[-new:]
         missing = set(self._method.store.missing(rows))
         if missing:
             first = next(place for place, row in enumerate(rows) if row in missing)
             self._lost[name, request.end - new + first] = None
-            throttle.warning("unselectable", "%d blocks left without a representation: computed again", len(missing))
+            throttle.warning(
+                "unselectable",
+                "%d blocks left without a representation: computed again",
+                len(missing),
+            )
 
     def rows_of(self, request_id: str) -> Sequence[int]:
-        """Where the representations of a request's blocks are that are not on the device, in their order."""
+        """Where the representations of a request's blocks are that are not on the device, in their
+        order."""
         request = self._requests.get(request_id)
         return () if request is None else request.rows
 
@@ -205,9 +224,12 @@ class Offload:
 
     def has_any(self, rows: Sequence[SparseRow | None]) -> bool:
         """Whether blocks of any of these have left."""
-        return bool(self._requests) and any(row is not None and row.request_id in self._requests for row in rows)
+        return bool(self._requests) and any(
+            row is not None and row.request_id in self._requests for row in rows
+        )
 
-    # Layers -----------------------------------------------------------------------------------------------------
+    # Layers
+    # ----------------------------------------------------------------------------------------------
 
     def place(
         self,
@@ -218,14 +240,20 @@ class Offload:
         table: Tensor,
         lens: Tensor,
     ) -> None:
-        """Write into ``table`` and ``lens``, which are the caller's own, what rows attend to whose blocks have left.
+        """Write into ``table`` and ``lens``, which are the caller's own, what rows attend to whose
+        blocks have left.
 
-        ``selection``: what was chosen of their blocks; a row that is not in it, or that it has keep all (its choice is
-        late), keeps its windows and what is there. ``rows``: None for one that no request is known of.
-        ``original [rows, N]`` is vLLM's block table, which is right outside of what has left.
+        ``selection``: what was chosen of their blocks; a row that is not in it, or that it has keep
+        all (its choice is late), keeps its windows and what is there. ``rows``: None for one that
+        no request is known of. ``original [rows, N]`` is vLLM's block table, which is right outside
+        of what has left.
         """
         size = self._method.selector.geometry.block_size
-        numbers = {} if selection is None else {int(row): i for i, row in enumerate(selection.rows.tolist())}
+        numbers = (
+            {}
+            if selection is None
+            else {int(row): i for i, row in enumerate(selection.rows.tolist())}
+        )
         wanted: list[_Wanted] = []
         for place, row in enumerate(rows[: len(original)]):
             request = None if row is None else self._requests.get(row.request_id)
@@ -237,8 +265,12 @@ class Offload:
             kept = [] if number is None or selection is None else selection.kept(number).tolist()
             chosen = 0 < len(kept) < blocks
             if not chosen:
-                kept = sorted([*range(request.begin), *residency.resident, *range(request.end, blocks)])
-            wanted.append(_Wanted(place, request, row, residency, kept, chosen, (row.tokens - 1) % size + 1))
+                kept = sorted(
+                    [*range(request.begin), *residency.resident, *range(request.end, blocks)]
+                )
+            wanted.append(
+                _Wanted(place, request, row, residency, kept, chosen, (row.tokens - 1) % size + 1)
+            )
         self._bring(layer, wanted)
         for each in wanted:
             self._foresee(layer, each)
@@ -249,19 +281,22 @@ class Offload:
     def _resident(self, request: _Request, layer: int) -> Residency:
         if layer not in request.layers:
             settings = self._method.settings
-            request.layers[layer] = Residency(len(request.hot), eviction=settings.eviction, stats=self._method.stats)
+            request.layers[layer] = Residency(
+                len(request.hot), eviction=settings.eviction, stats=self._method.stats
+            )
             request.predictors[layer] = Predictor(stats=self._method.stats)
         return request.layers[layer]
 
     def _bring(self, layer: int, wanted: Sequence[_Wanted]) -> None:
-        """Load what is wanted and not there, of all rows at once, and wait for it. What does not come before the step's
-        time is over is left out, and so is what had no time at all."""
+        """Load what is wanted and not there, of all rows at once, and wait for it. What does not
+        come before the step's time is over is left out, and so is what had no time at all."""
         ids: list[bytes] = []
         targets: list[int] = []
         loads: list[tuple[Residency, int]] = []
         for each in wanted:
             request, predictor = each.request, each.request.predictors[layer]
-            # What was chosen says nothing of its scores: how much a block matters is how often it was chosen.
+            # What was chosen says nothing of its scores: how much a block matters is how often it
+            # was chosen.
             middle = predictor.by_use(each.middle)
             if each.chosen:
                 predictor.record(middle)
@@ -275,9 +310,13 @@ class Offload:
         task = None
         if store is not None and left > 0:
             try:
-                task = store.load_layer(self._places[layer], ids, np.array(targets, dtype=np.int64), left)
+                task = store.load_layer(
+                    self._places[layer], ids, np.array(targets, dtype=np.int64), left
+                )
             except Exception as error:
-                throttle.warning("hot blocks", "blocks could not be loaded, and are left out: %r", error)
+                throttle.warning(
+                    "hot blocks", "blocks could not be loaded, and are left out: %r", error
+                )
         if task is None:
             for residency, block in loads:
                 residency.failed(block)
@@ -300,7 +339,9 @@ class Offload:
         except (DeadlineError, BusyError):  # it has not ended
             return False
         except Exception as error:
-            throttle.warning("hot blocks", "blocks could not be loaded, and are left out: %r", error)
+            throttle.warning(
+                "hot blocks", "blocks could not be loaded, and are left out: %r", error
+            )
             failed = set(range(len(loading.wanted)))
         for row, (residency, block) in enumerate(loading.wanted):
             if row in failed:
@@ -312,8 +353,9 @@ class Offload:
         return True
 
     def _foresee(self, layer: int, each: _Wanted) -> None:
-        """Note what a request will likely choose next in a layer, and has not there: the choices that are made and wait
-        for their step, where there is a lag, else what its predictor says."""
+        """Note what a request will likely choose next in a layer, and has not there: the choices
+        that are made and wait for their step, where there is a lag, else what its predictor
+        says."""
         if self._prefetch is None:
             return
         request, row, there = each.request, each.row, each.residency.resident
@@ -325,20 +367,23 @@ class Offload:
                 found[request.ids[block - request.begin]] = None
 
     def _bring_up(self, ids: Sequence[bytes | str]) -> int:
-        """Have the store bring blocks into its upper tiers, on a thread of the prefetch engine; how many it does."""
+        """Have the store bring blocks into its upper tiers, on a thread of the prefetch engine; how
+        many it does."""
         store = self._store()
         taken = 0 if store is None or not ids else store.prefetch(list(ids), "next_batch") or 0
         self._method.stats.add(blocks_prefetched=taken)
         return int(taken)
 
     def _note_lost(self, residency: Residency, block: int) -> None:
-        """The record of a block is gone or bad: trying again is of no use, and its request is to compute it."""
+        """The record of a block is gone or bad: trying again is of no use, and its request is to
+        compute it."""
         for name, request in self._requests.items():
             if any(each is residency for each in request.layers.values()):
                 self._lost[name, block] = None
 
     def take_lost(self) -> list[tuple[str, int]]:
-        """The blocks, by request and logical number, of which that was noticed since the last call."""
+        """The blocks, by request and logical number, of which that was noticed since the last
+        call."""
         lost, self._lost = list(self._lost), {}
         return lost
 

@@ -1,7 +1,8 @@
 """Attention over another block table for each KV head, by a kernel that knows one table for all.
 
-A page of the CPU backend is one KV head after the other, so a cache of ``B`` blocks of ``H`` heads is also one of
-``B * H`` blocks of one head. Each row becomes ``H`` rows, one for each KV head and the query heads that share it.
+A page of the CPU backend is one KV head after the other, so a cache of ``B`` blocks of ``H`` heads
+is also one of ``B * H`` blocks of one head. Each row becomes ``H`` rows, one for each KV head and
+the query heads that share it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 class HeadRows:
     """The rows of a step, one for each KV head."""
 
-    #: ``[tokens * heads]``: which token and head is where, the tokens of a row and head one after the other.
+    #: ``[tokens * heads]``: which token and head is where, the tokens of a row and head one after
+    #: the other.
     order: Tensor
     starts: Tensor
     tokens: int
@@ -50,8 +52,8 @@ class HeadRows:
 
 
 def metadata_of(made: Any, rows: HeadRows, plan: Callable[[Any], Any]) -> Any:
-    """The metadata of these rows, from a copy whose block table is ``[rows, heads, blocks]`` and whose lengths are
-    ``[rows, heads]``; ``plan`` makes what the kernel wants computed ahead."""
+    """The metadata of these rows, from a copy whose block table is ``[rows, heads, blocks]`` and
+    whose lengths are ``[rows, heads]``; ``plan`` makes what the kernel wants computed ahead."""
     found = copy.copy(made)
     heads = torch.arange(rows.heads, dtype=made.block_table.dtype)[None, :, None]
     found.block_table = (made.block_table * rows.heads + heads).flatten(0, 1).contiguous()

@@ -1,4 +1,5 @@
-"""The entry to sparse attention, in every process of vLLM: paths behind the names of vLLM's backends.
+"""The entry to sparse attention, in every process of vLLM: paths behind the names of vLLM's
+backends.
 
 :func:`register` overrides each name with a path into this module, by vLLM's own
 :func:`register_backend`. It runs before an engine has a configuration, and vLLM resolves the paths
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 #: Our connectors, as vLLM's configuration names them.
 CONNECTORS = ("UCMConnector", "UCMDirectConnector")
 
-#: Names of vLLM's attention backends that have a block table and lengths for each row, which is all that we change.
-#: FlashInfer plans its kernels ahead from both, and sparse backends of vLLM's own choose tokens already.
+#: Names of vLLM's attention backends that have a block table and lengths for each row, which is all
+#: that we change. FlashInfer plans its kernels ahead from both, and sparse backends of vLLM's own
+#: choose tokens already.
 OVERRIDDEN = (
     "CPU_ATTN",
     "FLASH_ATTN",
@@ -55,7 +57,8 @@ ALGORITHMS = frozenset(
         "auto",
     }
 )
-#: Variables, and keys of the dictionary, that name a configuration file. What it contains is not known here.
+#: Variables, and keys of the dictionary, that name a configuration file. What it contains is not
+#: known here.
 _FILES = ("UCM_CONFIG_FILE", "ucm_config_path")
 _SPARSE_VARIABLES = ("UCM_SPARSE_TYPE", "ENABLE_SPARSE")
 _TRUE = ("true", "1", "yes", "on")
@@ -64,7 +67,8 @@ _warned = False
 
 
 def register() -> None:
-    """Override what is not overridden yet: another plug-in may have been first, and then its class stays."""
+    """Override what is not overridden yet: another plug-in may have been first, and then its class
+    stays."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name in OVERRIDDEN:
@@ -100,7 +104,8 @@ def vllms_own(name: str) -> type[AttentionBackend]:
 
 
 def extra_config(vllm_config: Any) -> Any:
-    """Our section of vLLM's configuration, also inside a MultiConnector; None where there is none."""
+    """Our section of vLLM's configuration, also inside a MultiConnector; None where there is
+    none."""
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None:
         return None
@@ -137,7 +142,8 @@ def _may_be_sparse(vllm_config: Any) -> bool:
 
 
 def _has_sparse_word(value: Any) -> bool:
-    """Whether any key, at any depth, may be one of sparse attention or names a configuration file."""
+    """Whether any key, at any depth, may be one of sparse attention or names a configuration
+    file."""
     if isinstance(value, list | tuple):
         return any(map(_has_sparse_word, value))
     if not isinstance(value, Mapping):
@@ -154,5 +160,7 @@ def _warn(error: Exception) -> None:
     if not _warned:
         _warned = True
         logging.getLogger("ucm.vllm").warning(
-            "sparse attention is not used, vLLM's own attention backends are: %s: %s", type(error).__name__, error
+            "sparse attention is not used, vLLM's own attention backends are: %s: %s",
+            type(error).__name__,
+            error,
         )

@@ -1,9 +1,11 @@
-"""Representations of blocks that a worker did not compute, and those that it hands to the store beside the KV.
+"""Representations of blocks that a worker did not compute, and those that it hands to the store
+beside the KV.
 
-A block that is computed here is encoded when its keys are written; one that vLLM finds in its prefix cache still has
-what it had. A loaded one gets its representation before the load is reported, so before vLLM lets the request run: from
-the store, where it lies beside the KV as a side shard, else from the keys that were loaded, and then it is stored once.
-That work is done in pieces between steps. What comes to nothing leaves a block without one, and its requests are dense.
+A block that is computed here is encoded when its keys are written; one that vLLM finds in its
+prefix cache still has what it had. A loaded one gets its representation before the load is
+reported, so before vLLM lets the request run: from the store, where it lies beside the KV as a side
+shard, else from the keys that were loaded, and then it is stored once. That work is done in pieces
+between steps. What comes to nothing leaves a block without one, and its requests are dense.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class _Load:
     ids: Sequence[bytes]
     blocks: Ids
     store: UcmKVStoreBaseV1
-    unread: int = 0  # blocks that are selected from and not filled: their side shards come behind those of the others
+    # blocks that are selected from and not filled: their side shards come behind those of the
+    # others
+    unread: int = 0
     task: Any = None
 
 
@@ -77,10 +81,11 @@ class Representations:
         writer: bool = True,
         shards: int = 1,
     ) -> None:
-        """``caches``: the KV cache of each layer that has representations, by its number; ``read`` reads keys from
-        them, None where that is not possible; ``reads_later``: it is given once vLLM has computed a step
-        (:meth:`read_by`); ``writer``: whether this rank stores its part; ``shards``: how many the store makes
-        of a block, each of which brings an equal share of what is kept beside."""
+        """``caches``: the KV cache of each layer that has representations, by its number; ``read``
+        reads keys from them, None where that is not possible; ``reads_later``: it is given once
+        vLLM has computed a step (:meth:`read_by`); ``writer``: whether this rank stores its part;
+        ``shards``: how many the store makes of a block, each of which brings an equal share of what
+        is kept beside."""
         self._method = method
         self._caches = dict(caches)
         self._layers = list(method.store.layers)
@@ -93,7 +98,8 @@ class Representations:
         self._jobs: deque[_Job] = deque()
         self._writing: deque[tuple[UcmKVStoreBaseV1, Any]] = deque()
         self._unselectable: set[str] = set()
-        #: Where the representations of a request's blocks are to be that are not on the device; none once it has ended.
+        #: Where the representations of a request's blocks are to be that are not on the device;
+        #: none once it has ended.
         self.rows_of: Callable[[str], Sequence[int]] = lambda _request: ()
         size = rep_bytes(method.selector) * len(self._layers)
         self._padding = -size % shards
@@ -107,29 +113,38 @@ class Representations:
         return {self.name: self.size} if 0 < self.size <= LARGEST else {}
 
     def read_by(self, read: ReadKeys | None) -> None:
-        """How keys are read, or that they cannot be. What waited for it is made at once: the first requests of an
-        engine choose from their first decode step on."""
+        """How keys are read, or that they cannot be. What waited for it is made at once: the first
+        requests of an engine choose from their first decode step on."""
         self._read, self._reads_later = read, False
         postponed, self._postponed = self._postponed, []
         for job in postponed if read is not None else ():
             try:
                 self._go_on(job, float("inf"))
             except Exception as error:
-                throttle.warning("representations", "loaded blocks could not be encoded, and are dense: %r", error)
+                throttle.warning(
+                    "representations",
+                    "loaded blocks could not be encoded, and are dense: %r",
+                    error,
+                )
 
     def overwritten(self, blocks: Ids) -> None:
         """These blocks are filled with something else: nothing that waits is made of them."""
         self._postponed = [job for job in self._postponed if not np.isin(job.blocks, blocks).any()]
 
-    # Dumps ------------------------------------------------------------------------------------------------------
+    # Dumps
+    # ----------------------------------------------------------------------------------------------
 
-    def beside(self, blocks: Ids, store: UcmKVStoreBaseV1) -> dict[str, npt.NDArray[np.uint8]] | None:
-        """What is stored beside the KV of these blocks; None where the store keeps nothing, or one has none."""
+    def beside(
+        self, blocks: Ids, store: UcmKVStoreBaseV1
+    ) -> dict[str, npt.NDArray[np.uint8]] | None:
+        """What is stored beside the KV of these blocks; None where the store keeps nothing, or one
+        has none."""
         if self.name not in store.side_sizes or not self._method.store.ready(blocks):
             return None
         return {self.name: self._bytes(blocks)}
 
-    # Loads ------------------------------------------------------------------------------------------------------
+    # Loads
+    # ----------------------------------------------------------------------------------------------
 
     def begin_load(
         self,
@@ -140,8 +155,8 @@ class Representations:
         timeout: float | None = None,
         unread: Sequence[bytes] = (),
     ) -> None:
-        """These blocks are about to be filled with the records of these ids; those of ``unread`` are not, and their
-        representations go to :attr:`rows_of` the request."""
+        """These blocks are about to be filled with the records of these ids; those of ``unread``
+        are not, and their representations go to :attr:`rows_of` the request."""
         self._method.store.invalidate(blocks)
         self.overwritten(blocks)
         load = self._loads[request] = _Load(ids, blocks, store, len(unread))
@@ -150,22 +165,25 @@ class Representations:
             try:
                 load.task = store.load_sides([*ids, *unread], self.name, timeout)
             except Exception as error:
-                throttle.warning("load sides", "representations are made anew, the store gave none: %r", error)
+                throttle.warning(
+                    "load sides", "representations are made anew, the store gave none: %r", error
+                )
 
     def failed(self, request: str) -> None:
         """The load did not bring all: what it brought is computed over, or is not selected from."""
         self._loads.pop(request, None)
 
     def forget(self, request: str) -> None:
-        """The load of this request is over as failed, whatever became of it: nothing is made of its blocks, which vLLM
-        may give to others."""
+        """The load of this request is over as failed, whatever became of it: nothing is made of its
+        blocks, which vLLM may give to others."""
         self._loads.pop(request, None)
         self._unselectable.discard(request)
         self._jobs = deque(job for job in self._jobs if job.request != request)
         self._postponed = [job for job in self._postponed if job.request != request]
 
     def arrived(self, request: str, blocks: Ids) -> bool:
-        """The KV of these blocks is there. False: their representations are still to be made, see :meth:`work`."""
+        """The KV of these blocks is there. False: their representations are still to be made, see
+        :meth:`work`."""
         load = self._loads.pop(request, None)
         if load is not None and load.unread and load.task is None:
             self._unselectable.add(request)
@@ -181,8 +199,8 @@ class Representations:
         return False
 
     def selectable(self, request: str) -> bool:
-        """Whether all the representations came that a request needs for blocks that are not read; asked once, when its
-        load is over."""
+        """Whether all the representations came that a request needs for blocks that are not read;
+        asked once, when its load is over."""
         found = request not in self._unselectable
         self._unselectable.discard(request)
         return found
@@ -198,7 +216,11 @@ class Representations:
             try:
                 over = self._go_on(job, deadline)
             except Exception as error:
-                throttle.warning("representations", "loaded blocks could not be encoded, and are dense: %r", error)
+                throttle.warning(
+                    "representations",
+                    "loaded blocks could not be encoded, and are dense: %r",
+                    error,
+                )
                 if job.load is not None and job.load.unread:
                     self._unselectable.add(job.request)
                 over = True
@@ -249,8 +271,11 @@ class Representations:
             job.missing = job.missing[:0]
         return True
 
-    def _take_unread(self, request: str, data: npt.NDArray[np.uint8], found: npt.NDArray[np.bool_]) -> None:
-        """Take those of blocks that are not read: all of them, or the request cannot be selected from."""
+    def _take_unread(
+        self, request: str, data: npt.NDArray[np.uint8], found: npt.NDArray[np.bool_]
+    ) -> None:
+        """Take those of blocks that are not read: all of them, or the request cannot be selected
+        from."""
         rows = np.array(self.rows_of(request)[: len(data)], dtype=np.int64)
         if len(rows) < len(data) or not found.all():
             self._unselectable.add(request)
@@ -274,23 +299,36 @@ class Representations:
     def _store_made(self, job: _Job) -> None:
         """Keep what was made from keys, beside the blocks that are stored without."""
         load, wanted = job.load, job.store_them
-        if load is None or wanted is None or not wanted.any() or not self._writer or len(self._writing) >= MOST_WRITING:
+        if (
+            load is None
+            or wanted is None
+            or not wanted.any()
+            or not self._writer
+            or len(self._writing) >= MOST_WRITING
+        ):
             return
         ids = [load.ids[row] for row in np.flatnonzero(wanted)]
         try:
             task = load.store.dump_sides(ids, {self.name: self._bytes(job.blocks[wanted])})
-        except Exception as error:  # no room, or a store that is being closed: they are made again the next time
+        except (
+            Exception
+        ) as error:  # no room, or a store that is being closed: they are made again the next time
             throttle.warning("dump sides", "representations could not be stored: %s", error)
             return
         self._writing.append((load.store, task))
 
-    # Bytes ------------------------------------------------------------------------------------------------------
+    # Bytes
+    # ----------------------------------------------------------------------------------------------
 
     def _bytes(self, blocks: Ids) -> npt.NDArray[np.uint8]:
         """Representations of these blocks, of one layer behind the other: ``[blocks, size]``."""
         rows = len(blocks)
-        layers = [self._method.store.get(layer, blocks).cpu().contiguous() for layer in self._layers]
-        joined: npt.NDArray[np.uint8] = torch.cat([reps.view(rows, -1).view(torch.uint8) for reps in layers], 1).numpy()
+        layers = [
+            self._method.store.get(layer, blocks).cpu().contiguous() for layer in self._layers
+        ]
+        joined: npt.NDArray[np.uint8] = torch.cat(
+            [reps.view(rows, -1).view(torch.uint8) for reps in layers], 1
+        ).numpy()
         return np.pad(joined, ((0, 0), (0, self._padding)))
 
     def _put(self, blocks: Ids, data: npt.NDArray[np.uint8]) -> None:
@@ -298,7 +336,9 @@ class Representations:
         if not len(blocks):
             return
         shape, dtype = self._method.selector.rep_shape()
-        parts = np.split(np.ascontiguousarray(data[:, : self.size - self._padding]), len(self._layers), axis=1)
+        parts = np.split(
+            np.ascontiguousarray(data[:, : self.size - self._padding]), len(self._layers), axis=1
+        )
         for layer, part in zip(self._layers, parts, strict=True):
             reps = torch.from_numpy(part.copy()).view(dtype).view(len(blocks), *shape)
             self._method.store.put(layer, blocks, reps)
@@ -324,10 +364,14 @@ def _finished(store: UcmKVStoreBaseV1, task: Any) -> bool:
 
 def _name(method: BlockSparse, padding: int) -> str:
     """Name of the side shard: another one for everything that shapes the bytes."""
-    said = f"{method.selector.signature()} layers {method.store.layers}" + (f" padding {padding}" if padding else "")
+    said = f"{method.selector.signature()} layers {method.store.layers}" + (
+        f" padding {padding}" if padding else ""
+    )
     return f"rep-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
 
 
-def caches_by_layer(method: BlockSparse, layers: Sequence[str], caches: Mapping[str, Any]) -> dict[int, Tensor]:
+def caches_by_layer(
+    method: BlockSparse, layers: Sequence[str], caches: Mapping[str, Any]
+) -> dict[int, Tensor]:
     """The KV cache of each layer that has representations."""
     return {method.layer_number(name): caches[name] for name in layers if method.writes(name)}

@@ -1,8 +1,10 @@
-"""Copies of attention metadata that may be changed for one layer, and what has to follow from a change.
+"""Copies of attention metadata that may be changed for one layer, and what has to follow from a
+change.
 
-vLLM makes one metadata object for a step, which all layers of a group share; nothing in it is ever written to here.
-A method gets a copy and gives other block tables and lengths to it; what a backend computed ahead from the old ones is
-made anew (:class:`Rewriter`). A copy that was not changed is thrown away: the layer computes with vLLM's own object.
+vLLM makes one metadata object for a step, which all layers of a group share; nothing in it is ever
+written to here. A method gets a copy and gives other block tables and lengths to it; what a backend
+computed ahead from the old ones is made anew (:class:`Rewriter`). A copy that was not changed is
+thrown away: the layer computes with vLLM's own object.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from ucm.errors import InvalidInputError
 #: What a method may change, where the rows of one call are.
 CHANGED = ("block_table", "seq_lens")
 
-#: Parts of the metadata of latent attention, which computes rows of one token and prompts apart, by the phase.
+#: Parts of the metadata of latent attention, which computes rows of one token and prompts apart, by
+#: the phase.
 PARTS = ("decode", "prefill")
 
 
@@ -45,7 +48,8 @@ def copy_of(metadata: Any, phase: str | None, *, deep: bool) -> Any:
 
 
 def is_changed(made: Any, original: Any, *, deep: bool) -> bool:
-    """Whether a copy differs from the original in anything. Only a deep copy has to be compared by its content."""
+    """Whether a copy differs from the original in anything. Only a deep copy has to be compared by
+    its content."""
     if type(made) is not type(original):
         return True
     for name, value in vars(made).items():
@@ -66,9 +70,11 @@ def is_changed(made: Any, original: Any, *, deep: bool) -> bool:
 
 
 class Rewriter:
-    """Makes a changed copy whole: what the kernels of a backend take besides block table and lengths.
+    """Makes a changed copy whole: what the kernels of a backend take besides block table and
+    lengths.
 
-    What is made from lengths is kept for the step, because most layers keep as many blocks as the one before.
+    What is made from lengths is kept for the step, because most layers keep as many blocks as the
+    one before.
     """
 
     def __init__(self) -> None:
@@ -78,9 +84,11 @@ class Rewriter:
         """What was made belongs to the step before."""
         self._plans = []
 
-    def complete(self, impl: Any, layer: Any, made: Any, original: Any, phase: str | None, *, deep: bool) -> Any:
-        """The copy with everything that follows from its block table and lengths; the original where nothing was
-        changed."""
+    def complete(
+        self, impl: Any, layer: Any, made: Any, original: Any, phase: str | None, *, deep: bool
+    ) -> Any:
+        """The copy with everything that follows from its block table and lengths; the original
+        where nothing was changed."""
         if not is_changed(made, original, deep=deep):
             return original
         part, before = rows_of(made, phase), rows_of(original, phase)
@@ -109,7 +117,8 @@ class Rewriter:
         return made
 
     def planned(self, kind: tuple[Any, ...], lens: Tensor, make: Callable[[Tensor], Any]) -> Any:
-        """What a kernel of this kind computes ahead from the lengths of its rows: by ``make``, once a step."""
+        """What a kernel of this kind computes ahead from the lengths of its rows: by ``make``, once
+        a step."""
         for known, before, plan in self._plans:
             if known == kind and before.shape == lens.shape and torch.equal(before, lens):
                 return plan
@@ -126,13 +135,17 @@ def _family(part: Any) -> str:
 
 
 def _longest(made: Any, part: Any) -> int:
-    """The longest row; where prompts are computed apart from single tokens, their lengths count as well."""
+    """The longest row; where prompts are computed apart from single tokens, their lengths count as
+    well."""
     longest = int(part.seq_lens.max())
-    return max(longest, int(made.max_seq_len)) if part is not made and made.num_prefills else longest
+    return (
+        max(longest, int(made.max_seq_len)) if part is not made and made.num_prefills else longest
+    )
 
 
 def _check(part: Any, before: Any) -> None:
-    """Raises :class:`~ucm.errors.InvalidInputError` where a kernel could not read what somebody wrote there."""
+    """Raises :class:`~ucm.errors.InvalidInputError` where a kernel could not read what somebody
+    wrote there."""
     for name in CHANGED:
         found, was = getattr(part, name, None), getattr(before, name, None)
         if isinstance(was, Tensor) and not (
@@ -140,12 +153,14 @@ def _check(part: Any, before: Any) -> None:
             and (found.dtype, found.device, found.dim()) == (was.dtype, was.device, was.dim())
             and len(found) == len(was)
         ):
-            raise InvalidInputError(f"{name} must be a tensor like the one that came: {tuple(was.shape)}, {was.dtype}")
+            raise InvalidInputError(
+                f"{name} must be a tensor like the one that came: {tuple(was.shape)}, {was.dtype}"
+            )
 
 
 def _renew_notes(part: Any, before: Any) -> None:
-    """What an implementation noted down on the object besides its fields was made from other blocks and lengths: make
-    that of AMX_MLA anew, which is read in every layer, and forget the rest."""
+    """What an implementation noted down on the object besides its fields was made from other blocks
+    and lengths: make that of AMX_MLA anew, which is read in every layer, and forget the rest."""
     fields = {field.name for field in dataclasses.fields(part)}
     notes = [name for name in vars(part) if name not in fields]
     if "req_to_token" in notes:  # the slot of each token

@@ -1,8 +1,8 @@
 """What the scheduler side tells the workers of a step, and which row of the batch is which request.
 
-The scheduler side knows the requests of a step, a worker the rows; vLLM's model runners order them as they like, and
-tell no one how. But no two requests write to one device block, so the block that the last token of a row goes to names
-the request.
+The scheduler side knows the requests of a step, a worker the rows; vLLM's model runners order them
+as they like, and tell no one how. But no two requests write to one device block, so the block that
+the last token of a row goes to names the request.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from ucm.sparse.batch import SparseRow
 
 @dataclass(slots=True)
 class OffloadChange:
-    """Blocks of a request that leave the device, or that stay in the store when it is admitted, and hot blocks that it
-    was given for those that are not there."""
+    """Blocks of a request that leave the device, or that stay in the store when it is admitted, and
+    hot blocks that it was given for those that are not there."""
 
     request: str
     begin: int  # logical: the first of its blocks that may leave
-    blocks: npt.NDArray[np.int64]  # the device blocks that leave now, which follow those that left before
+    # the device blocks that leave now, which follow those that left before
+    blocks: npt.NDArray[np.int64]
     keys: bytes  # and their keys in the store
     hot: list[int] = field(default_factory=list)  # device blocks, further ones
-    unread: bytes = b""  # keys of the first of these blocks, which are not loaded: no others have left before
+    unread: bytes = (
+        b""  # keys of the first of these blocks, which are not loaded: no others have left before
+    )
 
 
 @dataclass(slots=True)
@@ -49,15 +52,16 @@ class SparsePlan:
     #: Blocks that leave the device, and requests all of whose blocks have been given back.
     offloaded: list[OffloadChange] = field(default_factory=list)
     given_back: list[str] = field(default_factory=list)
-    #: Device blocks that requests were given when they were admitted: whichever request fills them, what they held is
-    #: gone.
+    #: Device blocks that requests were given when they were admitted: whichever request fills them,
+    #: what they held is gone.
     given: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     #: What the method's scheduler side has to say, None where it says nothing.
     metadata: UcmSparseMetadata | None = None
 
 
 def in_order(plan: SparsePlan, metadata: Any) -> list[SparseRow] | None:
-    """The rows of a step in the order of its attention metadata; None where a row has no request of the plan."""
+    """The rows of a step in the order of its attention metadata; None where a row has no request of
+    the plan."""
     found = [row for row in by_last_block(plan, metadata) if row is not None]
     return found if len(found) == len(plan.rows) == len(set(plan.last_blocks)) else None
 

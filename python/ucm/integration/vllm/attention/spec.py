@@ -1,4 +1,5 @@
-"""A KV cache spec with vLLM's own pages, whose manager keeps approximate KV out of vLLM's prefix cache.
+"""A KV cache spec with vLLM's own pages, whose manager keeps approximate KV out of vLLM's prefix
+cache.
 
 The bytes of representations lie beside the KV, so they are no part of the page; they count in
 ``max_memory_usage_bytes``, by which vLLM decides whether the longest request fits.
@@ -45,7 +46,9 @@ class _Beside:
         """One spec for layers that have the same."""
         merged: Self = super().merge(specs)  # type: ignore[misc]
         beside = {spec.beside_bytes for spec in specs}
-        assert len(beside) == 1, "All attention layers in the same KV cache group must keep the same beside their KV."
+        assert len(beside) == 1, (
+            "All attention layers in the same KV cache group must keep the same beside their KV."
+        )
         return replace(merged, beside_bytes=beside.pop())  # type: ignore[type-var]
 
 
@@ -74,7 +77,8 @@ _SPARSE: dict[type, type] = {
 
 
 def customize_spec(spec: KVCacheSpec, vllm_config: VllmConfig) -> KVCacheSpec:
-    """The spec that a layer of an engine with sparse attention has; one that is not selected from stays as it is."""
+    """The spec that a layer of an engine with sparse attention has; one that is not selected from
+    stays as it is."""
     kind, config = _SPARSE.get(type(spec)), sparse_config(vllm_config)
     if kind is None or config is None:
         return spec
@@ -84,12 +88,13 @@ def customize_spec(spec: KVCacheSpec, vllm_config: VllmConfig) -> KVCacheSpec:
 
 
 class SparseManager(FullAttentionManager):
-    """vLLM's manager of full attention, which puts only blocks with exact KV into the prefix cache."""
+    """vLLM's manager of full attention, which puts only blocks with exact KV into the prefix
+    cache."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: Tokens of a request with exact KV. The connector gives it when vLLM hands it this manager, before there are
-        #: requests; without one nothing is selected, and all are exact.
+        #: Tokens of a request with exact KV. The connector gives it when vLLM hands it this
+        #: manager, before there are requests; without one nothing is selected, and all are exact.
         self.exact_tokens: Callable[[Request], int] = lambda _request: ALL
         #: Which blocks leave the device; None: none does.
         self.offload: OffloadPlanner | None = None
@@ -99,7 +104,8 @@ class SparseManager(FullAttentionManager):
         """Blocks of the first ``num_tokens`` tokens are full: cache those that are exact."""
         super().cache_blocks(request, min(num_tokens, self.exact_tokens(request)), *args, **kwargs)
 
-    # Offload: a request that decodes holds its windows, and hot blocks for what is chosen between them ---------------
+    # Offload: a request that decodes holds its windows, and hot blocks for what is chosen between
+    # them ---------------
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -122,9 +128,12 @@ class SparseManager(FullAttentionManager):
         blocks[leaving.start : leaving.stop] = [self._null_block] * len(leaving)
         self.block_pool.free_blocks(reversed(gone))
 
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Blocks for new tokens, and hot ones that are still to be given. More than there are for a request that has
-        lost one: vLLM preempts it, as the only way in which it computes tokens again, and those admitted after it."""
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        """Blocks for new tokens, and hot ones that are still to be given. More than there are for a
+        request that has lost one: vLLM preempts it, as the only way in which it computes tokens
+        again, and those admitted after it."""
         if self.offload is not None and self.offload.begins_anew(request_id):
             return int(self.block_pool.num_gpu_blocks) + 1
         unread = self._unread(request_id)
@@ -142,11 +151,14 @@ class SparseManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Blocks of the prefix cache. A prompt that is selected from in the store uses none and puts none there: a load
-        that fails then leaves nothing to go on from."""
+        """Blocks of the prefix cache. A prompt that is selected from in the store uses none and
+        puts none there: a load that fails then leaves nothing to go on from."""
         if not self._unread(request_id):
             super().add_local_computed_blocks(
-                request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+                request_id,
+                new_computed_blocks,
+                num_local_computed_tokens,
+                num_external_computed_tokens,
             )
             return
         tokens = num_local_computed_tokens + num_external_computed_tokens
@@ -160,7 +172,8 @@ class SparseManager(FullAttentionManager):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Blocks that are loaded. Of a prompt that is selected from in the store, those of the windows."""
+        """Blocks that are loaded. Of a prompt that is selected from in the store, those of the
+        windows."""
         unread = self._unread(request_id)
         if not unread:
             super().allocate_external_computed_blocks(
@@ -176,9 +189,14 @@ class SparseManager(FullAttentionManager):
         absent = [self._null_block] * len(unread)
         self.req_to_blocks[request_id].extend([*new[: unread.start], *absent, *new[unread.start :]])
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
-        """Blocks for new tokens; hot ones are not among them, for the workers' block tables do not have them."""
-        new: list[KVCacheBlock] = super().allocate_new_blocks(request_id, num_tokens, *args, **kwargs)
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> list[KVCacheBlock]:
+        """Blocks for new tokens; hot ones are not among them, for the workers' block tables do not
+        have them."""
+        new: list[KVCacheBlock] = super().allocate_new_blocks(
+            request_id, num_tokens, *args, **kwargs
+        )
         missing = self._hot_missing(request_id, num_tokens)
         if missing > 0 and self.offload is not None:
             hot = self.block_pool.get_new_blocks(missing)
@@ -203,6 +221,11 @@ class SparseManager(FullAttentionManager):
         return max(0, self.offload.hot(request_id, num_tokens) - len(self._hot.get(request_id, ())))
 
 
-KVCacheSpecRegistry._ensure_registered()  # it registers vLLM's own only where nothing is registered yet
-KVCacheSpecRegistry.register(SparseFullAttentionSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec)
-KVCacheSpecRegistry.register(SparseMLAAttentionSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec)
+# it registers vLLM's own only where nothing is registered yet
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(
+    SparseFullAttentionSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec
+)
+KVCacheSpecRegistry.register(
+    SparseMLAAttentionSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec
+)

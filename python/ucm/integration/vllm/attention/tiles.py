@@ -1,4 +1,5 @@
-"""The tiles of AMX, which Linux grants to a process that asks for them; an instruction of theirs ends one that did not.
+"""The tiles of AMX, which Linux grants to a process that asks for them; an instruction of theirs
+ends one that did not.
 
 torch and vLLM's kernels ask when they first need them. What ucm runs by itself asks before.
 """
@@ -17,4 +18,6 @@ def ask_for_tiles() -> None:
     """
     cpu = torch.cpu
     if cpu._is_amx_tile_supported() and not cpu._init_amx():
-        raise UnsupportedError("the system refuses this process the tiles of AMX, which this processor has")
+        raise UnsupportedError(
+            "the system refuses this process the tiles of AMX, which this processor has"
+        )

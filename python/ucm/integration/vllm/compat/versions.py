@@ -20,11 +20,15 @@ def why_unserved(version: str) -> str:
     found = _release(version)
     if found is None or found >= SERVED[0]:
         return ""
-    return f"ucm serves vLLM {_text(SERVED[0])} to {_text(SERVED[-1])}, and this is vLLM {version}: update vLLM"
+    return (
+        f"ucm serves vLLM {_text(SERVED[0])} to {_text(SERVED[-1])}, and this is vLLM {version}:"
+        " update vLLM"
+    )
 
 
 def why_untested(version: str) -> str:
-    """What to know of a version that is served and not in the table, as a sentence; empty where it is."""
+    """What to know of a version that is served and not in the table, as a sentence; empty where it
+    is."""
     if why_unserved(version) or _release(version) in SERVED:
         return ""
     return (

@@ -1,6 +1,7 @@
 """A small pool of daemon threads for work that may take long: opening stores, lookups, touches.
 
-Its threads are never joined: one that is stuck in a system call on a dead mount delays nothing else.
+Its threads are never joined: one that is stuck in a system call on a dead mount delays nothing
+else.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ URGENT, IDLE = 0, 1
 
 
 class Background:
-    """Runs functions without arguments, urgent ones first; one thread is kept for the urgent ones alone.
+    """Runs functions without arguments, urgent ones first; one thread is kept for the urgent ones
+    alone.
 
     A thread is started when a job finds none that is free, and one alone wakes up for a job.
     """
 
     def __init__(
-        self, name: str, threads: int = 3, capacity: int = 1024, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        threads: int = 3,
+        capacity: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._capacity = capacity
@@ -39,7 +45,8 @@ class Background:
         self._busy_since: list[float | None] = [None] * threads
 
     def submit(self, job: Callable[[], None], priority: int = URGENT) -> bool:
-        """Run ``job`` soon; False when too much of its kind waits already (the job is then forgotten)."""
+        """Run ``job`` soon; False when too much of its kind waits already (the job is then
+        forgotten)."""
         with self._lock:
             if self._closed or len(self._jobs[priority]) >= self._capacity:
                 return False
@@ -54,7 +61,9 @@ class Background:
                 return True
             self._missing.remove(index)
         try:
-            threading.Thread(target=self._run, args=(index,), name=f"{self._name}-{index}", daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(index,), name=f"{self._name}-{index}", daemon=True
+            ).start()
         except RuntimeError as error:  # the system gives no thread: tried again with the next job
             throttle.warning("background", "a background thread cannot be started: %r", error)
             with self._lock:
@@ -62,7 +71,8 @@ class Background:
         return True
 
     def stalled(self) -> bool:
-        """Whether every thread has been at one job for longer than :data:`STUCK_S`: asking now is pointless."""
+        """Whether every thread has been at one job for longer than :data:`STUCK_S`: asking now is
+        pointless."""
         now = self._clock()
         return all(since is not None and now - since > STUCK_S for since in self._busy_since)
 

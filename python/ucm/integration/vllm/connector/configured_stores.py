@@ -1,6 +1,7 @@
 """The stores that a configuration names, in order, each with the function that opens it.
 
-The scheduler side and every rank make the same list; :mod:`.scheduler.store_selection` decides which store is used.
+The scheduler side and every rank make the same list; :mod:`.scheduler.store_selection` decides
+which store is used.
 """
 
 from __future__ import annotations
@@ -31,21 +32,30 @@ class ConfiguredStore:
 def engine_stores(
     config: UcmConfig, parallel: Any, platform: str = "host", step_tokens: int = 0
 ) -> list[ConfiguredStore]:
-    """The stores for an engine with this ``ParallelConfig`` of vLLM, whose KV lies on this platform, and which computes
-    at most so many tokens in a step.
+    """The stores for an engine with this ``ParallelConfig`` of vLLM, whose KV lies on this
+    platform, and which computes at most so many tokens in a step.
 
-    Memory is divided among the ranks of one host; where vLLM says nothing of hosts all ranks are on this one.
+    Memory is divided among the ranks of one host; where vLLM says nothing of hosts all ranks are on
+    this one.
     """
     world = parallel.world_size
     here = getattr(parallel, "local_world_size", world)
     replicas = max(1, getattr(parallel, "data_parallel_size_local", 1))
-    return stores_of(config, here * replicas, platform, several_hosts=here < world, step_tokens=step_tokens)
+    return stores_of(
+        config, here * replicas, platform, several_hosts=here < world, step_tokens=step_tokens
+    )
 
 
 def stores_of(
-    config: UcmConfig, processes: int, platform: str = "host", *, several_hosts: bool = False, step_tokens: int = 0
+    config: UcmConfig,
+    processes: int,
+    platform: str = "host",
+    *,
+    several_hosts: bool = False,
+    step_tokens: int = 0,
 ) -> list[ConfiguredStore]:
-    """The stores a configuration names, in order, where so many processes of this host each open one."""
+    """The stores a configuration names, in order, where so many processes of this host each open
+    one."""
     engine = {
         "platform": platform,
         "processes": processes,
@@ -56,7 +66,8 @@ def stores_of(
 
 
 def refuse_model_directory(config: UcmConfig, models: Iterable[str]) -> None:
-    """Raise :class:`~ucm.errors.ConfigError` for a root that is a model's directory, or lies in one.
+    """Raise :class:`~ucm.errors.ConfigError` for a root that is a model's directory, or lies in
+    one.
 
     ``models``: as vLLM is given them, directories or names.
     """
@@ -69,8 +80,8 @@ def refuse_model_directory(config: UcmConfig, models: Iterable[str]) -> None:
                 if real != model:
                     which = f"lies in the directory of the model, {model}"
                 raise ConfigError(
-                    f"storage_backends: {root} {which}; blocks are written, counted and removed below a "
-                    "root, so choose another directory, outside the model's"
+                    f"storage_backends: {root} {which}; blocks are written, counted and removed"
+                    " below a root, so choose another directory, outside the model's"
                 )
 
 
@@ -89,16 +100,19 @@ def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredSt
     if not config.user_store:
         told |= engine
     roots = told.get("storage_backends") or config.root or ()
-    where = ", ".join(without_login(str(root)) for root in ((roots,) if isinstance(roots, str) else roots))
+    where = ", ".join(
+        without_login(str(root)) for root in ((roots,) if isinstance(roots, str) else roots)
+    )
     full = f"{module}.{name}" if module else name
     return ConfiguredStore(full, f"{full} on {where}" if where else full, told, make)
 
 
 def _must_serve_accelerators(store: StoreClass, platform: str) -> None:
-    """Raises ConfigError for a store that would take the device's addresses for the host's: the process would end."""
+    """Raises ConfigError for a store that would take the device's addresses for the host's: the
+    process would end."""
     if not getattr(store, "serves_accelerators", False):
         raise ConfigError(
-            f"the store {store.__name__} reads and writes the host's memory, and the KV lies on {platform}: let it "
-            "copy from and to the device (ucm.trans), or hand its rows to a store of ucm's, and set "
-            "serves_accelerators = True in its class"
+            f"the store {store.__name__} reads and writes the host's memory, and the KV lies on"
+            f" {platform}: let it copy from and to the device (ucm.trans), or hand its rows to a"
+            " store of ucm's, and set serves_accelerators = True in its class"
         )

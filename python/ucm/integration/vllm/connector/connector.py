@@ -1,8 +1,9 @@
 """The class vLLM calls: it builds the half for its role and passes every call on.
 
-Nothing raises into vLLM once the engine runs: what fails becomes a miss and a log line, and after a bounded number of
-failures the side is given up. The other side learns it by the next metadata or report, and every load that vLLM waits
-for is reported all the same. A wrong configuration is reported by the constructor, before the engine starts.
+Nothing raises into vLLM once the engine runs: what fails becomes a miss and a log line, and after a
+bounded number of failures the side is given up. The other side learns it by the next metadata or
+report, and every load that vLLM waits for is reported all the same. A wrong configuration is
+reported by the constructor, before the engine starts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, 
 from ucm.integration.vllm.connector.guard import Failures, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.identity.weight_files import models_of
-from ucm.integration.vllm.connector.metadata import Load, RankReport, UCMConnectorMetadata, UCMConnectorWorkerMetadata
+from ucm.integration.vllm.connector.metadata import (
+    Load,
+    RankReport,
+    UCMConnectorMetadata,
+    UCMConnectorWorkerMetadata,
+)
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
 from ucm.integration.vllm.connector.miss_stats import MissStats
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
@@ -65,14 +71,17 @@ if TYPE_CHECKING:
 
 
 class UCMConnector(KVConnectorBase_V1, SupportsHMA):
-    """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its keys."""
+    """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its
+    keys."""
 
     _exports_metrics = True
     # Sparse attention, where it is configured.
     _sparse_scheduler: SparseScheduler | None = None
     _sparse_worker: SparseWorker | None = None
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         """Reads the configuration; raises :class:`~ucm.errors.ConfigError` when it is wrong."""
         super().__init__(vllm_config, role, kv_cache_config)
         config = load(self._kv_transfer_config.kv_connector_extra_config)
@@ -84,8 +93,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._exports_metrics = config.metrics.enabled
         self._scheduler: UCMConnectorScheduler | None = None
         self._worker: UCMConnectorWorker | None = None
-        self._found: dict[str, int] = {}  # tokens that vLLM found on the device, of requests that it may admit
-        self._unsent: dict[str, Load] = {}  # loads that vLLM waits for, until the workers are sent them
+        # tokens that vLLM found on the device, of requests that it may admit
+        self._found: dict[str, int] = {}
+        # loads that vLLM waits for, until the workers are sent them
+        self._unsent: dict[str, Load] = {}
         self._pending = PendingLoads()  # of this rank
         version = installed()
         if config.enabled and config.sparse.enabled and not why_unserved(version):
@@ -94,7 +105,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._miss_stats: MissStats | None = None
         if (text := why_untested(version)) and role == KVConnectorRole.SCHEDULER:
             logger.warning("%s", text)
-        if off := why_off(config, vllm_config, kv_cache_config, decides=role == KVConnectorRole.SCHEDULER):
+        if off := why_off(
+            config, vllm_config, kv_cache_config, decides=role == KVConnectorRole.SCHEDULER
+        ):
             if role == KVConnectorRole.SCHEDULER:
                 self._off, why = off
                 self._miss_stats = MissStats(vllm_config.cache_config.block_size, time.monotonic())
@@ -103,16 +116,23 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = make_worker(config, vllm_config, kv_cache_config, self._sparse_worker)
         else:
             self._recompute_failed_loads()
-            self._scheduler = make_scheduler(config, vllm_config, kv_cache_config, self._sparse_scheduler)
+            self._scheduler = make_scheduler(
+                config, vllm_config, kv_cache_config, self._sparse_scheduler
+            )
             self._miss_stats = self._scheduler.miss_stats
             self._block_tokens = block_tokens(vllm_config, kv_cache_config)
             for line in config.describe():
                 logger.debug("configuration: %s", line)
 
     def _make_sparse(
-        self, config: UcmConfig, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self,
+        config: UcmConfig,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
     ) -> None:
-        """The half of sparse attention for this role; it needs torch and a model, so it is imported here."""
+        """The half of sparse attention for this role; it needs torch and a model, so it is imported
+        here."""
         refuse_unsupported(vllm_config, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             from ucm.integration.vllm.connector.worker.sparse import SparseWorker
@@ -125,25 +145,35 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def create(
-        cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+        cls,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
     ) -> Self:
-        """A connector, as the original makes it. vLLM lays its KV cache out before it makes one and tells the layout in
-        ``kv_cache_config``; raises :class:`~ucm.errors.ConfigError` without it."""
+        """A connector, as the original makes it. vLLM lays its KV cache out before it makes one and
+        tells the layout in ``kv_cache_config``; raises :class:`~ucm.errors.ConfigError` without
+        it."""
         if kv_cache_config is None:
             raise ConfigError(
-                "this vLLM lays the KV cache out before it makes a connector: give its KVCacheConfig as third argument"
+                "this vLLM lays the KV cache out before it makes a connector: give its"
+                " KVCacheConfig as third argument"
             )
         return cls(vllm_config, role, kv_cache_config)
 
     def _recompute_failed_loads(self) -> None:
-        """vLLM's default ends the request of a failed load with an error; it reads the setting after this.
+        """vLLM's default ends the request of a failed load with an error; it reads the setting
+        after this.
 
-        Inside a MultiConnector this is a copy that vLLM does not read: see :func:`.factory._only_stores`.
+        Inside a MultiConnector this is a copy that vLLM does not read: see
+        :func:`.factory._only_stores`.
         """
         transfer = self._kv_transfer_config
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
             transfer.kv_load_failure_policy = "recompute"
-            logger.info('kv_load_failure_policy of this connector set to "recompute": a failed load is no error')
+            logger.info(
+                'kv_load_failure_policy of this connector set to "recompute": a failed load is no'
+                " error"
+            )
 
     @property
     def failures(self) -> Failures | None:
@@ -164,11 +194,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """A cache hands nothing over that anybody depends on."""
         return False
 
-    # Scheduler side -----------------------------------------------------------------------------------------
+    # Scheduler side
+    # -----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """vLLM's block tables and pool. Sparse attention is not guarded here: without them vLLM's own
-        prefix cache would take approximate KV, so the engine does not start."""
+        """vLLM's block tables and pool. Sparse attention is not guarded here: without them vLLM's
+        own prefix cache would take approximate KV, so the engine does not start."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._sparse_scheduler is not None:
             self._sparse_scheduler.bind_kv_cache_manager(kv_cache_manager)
@@ -205,20 +236,27 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         elif self._miss_stats is not None and self._off is not None:
             self._miss_stats.bypassed(request, self._off)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded, or None while that is being looked up; loads are asynchronous."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, or None while that is being looked up; loads are
+        asynchronous."""
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.found_on_device, request, num_computed_tokens)
         self._found[request.request_id] = num_computed_tokens
         return self._matched_tokens(request, num_computed_tokens)
 
     @harmless((0, False))
-    def _matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def _matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Blocks were allocated. From here on vLLM waits for the load of the external tokens."""
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.update_state_after_alloc, request, blocks)
@@ -227,8 +265,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if num_external_tokens > 0:
             first, count = found // self._block_tokens, num_external_tokens // self._block_tokens
-            ids = [block.block_id for block in blocks.blocks[0][first : first + count] if not block.is_null]
-            self._unsent[request.request_id] = Load(request.request_id, first, b"", np.array(ids, np.int64))
+            ids = [
+                block.block_id
+                for block in blocks.blocks[0][first : first + count]
+                if not block.is_null
+            ]
+            self._unsent[request.request_id] = Load(
+                request.request_id, first, b"", np.array(ids, np.int64)
+            )
         self._plan_load(request, blocks, num_external_tokens)
 
     @harmless(None)
@@ -250,7 +294,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(None)
     def _plan_step(self, scheduler_output: SchedulerOutput) -> UCMConnectorMetadata | None:
-        return NOTHING if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
+        return (
+            NOTHING
+            if self._scheduler is None
+            else self._scheduler.build_connector_meta(scheduler_output)
+        )
 
     @harmless(None, vital=True)
     def _drop_unsent(self) -> None:
@@ -258,8 +306,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.drop_unsent()
 
     def _with_unplanned_loads(self, plan: UCMConnectorMetadata | None) -> UCMConnectorMetadata:
-        """A step's plan, with the loads that vLLM waits for and that it should have and has not. ``plan`` is None where
-        it failed: a load may be in the next one then, unless there is none."""
+        """A step's plan, with the loads that vLLM waits for and that it should have and has not.
+        ``plan`` is None where it failed: a load may be in the next one then, unless there is
+        none."""
         why = self.given_up
         if plan is None and not why:
             return UCMConnectorMetadata(flush_all=True)
@@ -267,7 +316,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         undone = [lost for name, lost in self._unsent.items() if name not in planned]
         self._unsent.clear()
         if why or undone:
-            plan = replace(plan or NOTHING, undone=undone, given_up=why, flush_all=plan is None or bool(why))
+            plan = replace(
+                plan or NOTHING, undone=undone, given_up=why, flush_all=plan is None or bool(why)
+            )
         assert plan is not None
         return plan
 
@@ -286,8 +337,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.update_connector_output(connector_output)
         return True
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; its blocks may be freed, what is still to be read of them is read in time."""
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended; its blocks may be freed, what is still to be read of them is read in
+        time."""
         self._found.pop(request.request_id, None)
         self._on_finished(request)
         if self._sparse_scheduler is not None:
@@ -316,14 +370,16 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(True, vital=True)
     def reset_cache(self) -> bool | None:
-        """vLLM's caches are being reset together with ours: see ``on_reset`` in ``docs/configuration.md``.
+        """vLLM's caches are being reset together with ours: see ``on_reset`` in
+        ``docs/configuration.md``.
 
-        vLLM takes None for success, and raises where the answer is False, also in a pause and before a sleep. A side
-        that is given up serves nothing that was stored.
+        vLLM takes None for success, and raises where the answer is False, also in a pause and
+        before a sleep. A side that is given up serves nothing that was stored.
         """
         return True if self._scheduler is None else self._scheduler.reset_cache()
 
-    # Worker side --------------------------------------------------------------------------------------------
+    # Worker side
+    # --------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Where the KV lies."""
@@ -379,12 +435,17 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to wait for: requests run when all their layers are loaded."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
     ) -> None:
         """Nothing to do by layer: whole blocks are dumped after the step."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's dumps; their sources stay as they are for now, so there is nothing to wait for."""
+        """Begin the step's dumps; their sources stay as they are for now, so there is nothing to
+        wait for."""
         if self._sparse_worker is not None:
             self._sparse(self._sparse_worker.end_step)
         self._start_dumps()
@@ -443,7 +504,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @staticmethod
     def _sparse(function: Callable[..., Any], *args: Any) -> Any:
-        """What one of sparse attention's own methods returns, None where it raises: loads and dumps go on."""
+        """What one of sparse attention's own methods returns, None where it raises: loads and dumps
+        go on."""
         try:
             return function(*args)
         except Exception as error:
@@ -451,7 +513,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             throttle.warning(f"sparse {name}", "%s of sparse attention failed: %r", name, error)
             return None
 
-    # Both ---------------------------------------------------------------------------------------------------
+    # Both
+    # ----------------------------------------------------------------------------------------------
 
     @harmless(None, after=True)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -462,7 +525,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._miss_stats is not None:
             news |= self._miss_stats.take() or {}
         elif self._worker is not None:
-            news |= (self._worker.take_bytes() or {}) | self._worker.take_seconds() | self._worker.take_tiers()
+            news |= (
+                (self._worker.take_bytes() or {})
+                | self._worker.take_seconds()
+                | self._worker.take_tiers()
+            )
         if self._sparse_worker is not None:
             news |= self._sparse_worker.take_counts()
         if self._scheduler is not None:
@@ -471,7 +538,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     @harmless(None)
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         """What was counted, in the process that logs."""
         return UcmStats(data=dict(data or {}))
 

@@ -9,12 +9,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: what the user sets for both.
+#: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: what the
+#: user sets for both.
 _RESERVED, _BOUND = "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def cores_here() -> int:
-    """Cores that this process may run on, each counted once however many threads it has; 0 if that is not known."""
+    """Cores that this process may run on, each counted once however many threads it has; 0 if that
+    is not known."""
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     try:
         return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
@@ -23,14 +25,20 @@ def cores_here() -> int:
 
 
 def why_slower(ranks: int, cores: int, environ: Mapping[str, str]) -> str:
-    """Why an engine on a CPU may be slower with a connector than without, as a sentence; empty where it is not.
+    """Why an engine on a CPU may be slower with a connector than without, as a sentence; empty
+    where it is not.
 
-    ``cores`` are those it may use. vLLM keeps one for each rank free of computing, two as soon as any connector is
-    configured, and none at all where nothing would be left to compute on.
+    ``cores`` are those it may use. vLLM keeps one for each rank free of computing, two as soon as
+    any connector is configured, and none at all where nothing would be left to compute on.
     """
-    if _RESERVED in environ or environ.get(_BOUND, "auto") != "auto" or not ranks < cores <= 2 * ranks:
+    if (
+        _RESERVED in environ
+        or environ.get(_BOUND, "auto") != "auto"
+        or not ranks < cores <= 2 * ranks
+    ):
         return ""
     return (
-        f"with a connector vLLM computes on all {cores} cores here and keeps none for its scheduler, which makes "
-        f"engines beside each other several times slower; {_RESERVED}={ranks} has it keep what it keeps without one"
+        f"with a connector vLLM computes on all {cores} cores here and keeps none for its"
+        " scheduler, which makes engines beside each other several times slower;"
+        f" {_RESERVED}={ranks} has it keep what it keeps without one"
     )

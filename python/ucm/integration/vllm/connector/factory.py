@@ -1,4 +1,5 @@
-"""Builds the scheduler side or the worker side from vLLM's configuration and ours, or says why the cache stays off."""
+"""Builds the scheduler side or the worker side from vLLM's configuration and ours, or says why the
+cache stays off."""
 
 from __future__ import annotations
 
@@ -51,21 +52,26 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
-#: KV specs whose blocks all hold lasting state, so that a prefix of blocks is all there is to a prefix.
+#: KV specs whose blocks all hold lasting state, so that a prefix of blocks is all there is to a
+#: prefix.
 _WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-#: KV specs whose blocks vLLM frees behind a window, and its option that keeps them whole where other
-#: layers have full attention.
+#: KV specs whose blocks vLLM frees behind a window, and its option that keeps them whole where
+#: other layers have full attention.
 _WINDOWS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"})
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 
 def why_off(
-    config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, decides: bool = True
+    config: UcmConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    decides: bool = True,
 ) -> tuple[MissReason, str] | None:
     """Why this engine cannot be served, as a reason and as a sentence; None when it can.
 
-    ``decides``: in the scheduler side, which decides by vLLM's flags of both sides whether requests may continue from
-    stored blocks; a worker sends its own flag to it.
+    ``decides``: in the scheduler side, which decides by vLLM's flags of both sides whether requests
+    may continue from stored blocks; a worker sends its own flag to it.
     """
     if not config.enabled:
         return MissReason.DISABLED, _switched_off(config, "enabled")
@@ -74,7 +80,9 @@ def why_off(
     if not config.enable_prefix_cache:
         return MissReason.DISABLED, _switched_off(config, "enable_prefix_cache")
     platform = _platform(config)
-    if text := platform if isinstance(platform, str) else _unsupported(vllm_config, kv_cache_config):
+    if text := (
+        platform if isinstance(platform, str) else _unsupported(vllm_config, kv_cache_config)
+    ):
         return MissReason.UNSUPPORTED, text
     if isinstance(platform, Platform) and (text := unmapped(platform, vllm_config)):
         return MissReason.UNSUPPORTED, text
@@ -97,11 +105,14 @@ def _switched_off(config: UcmConfig, key: str) -> str:
 
 def unmapped(platform: Platform, vllm_config: VllmConfig) -> str:
     """Why copies could meet memory of a device that is not there any more."""
-    if not getattr(vllm_config.model_config, "enable_sleep_mode", False) or platform.device == "cpu":
+    if (
+        not getattr(vllm_config.model_config, "enable_sleep_mode", False)
+        or platform.device == "cpu"
+    ):
         return ""
     return (
-        "sleep mode takes the memory of the KV away under dumps that are still to read it, and vLLM does not say so "
-        "before: nothing is claimed or stored; start without enable_sleep_mode"
+        "sleep mode takes the memory of the KV away under dumps that are still to read it, and vLLM"
+        " does not say so before: nothing is claimed or stored; start without enable_sleep_mode"
     )
 
 
@@ -125,7 +136,9 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     kinds = {spec_kind(spec) for group in groups for spec in layer_specs(group.kv_cache_spec)}
     text = ", ".join(sorted(kinds))
     if len(groups) != 1:
-        return f"a model with {len(groups)} KV cache groups ({text}) {nothing}{_in_one_group(kinds)}"
+        return (
+            f"a model with {len(groups)} KV cache groups ({text}) {nothing}{_in_one_group(kinds)}"
+        )
     if kinds - _WHOLE_PREFIX:
         return f"KV of kind {text} {nothing}{_in_one_group(kinds)}"
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
@@ -149,15 +162,17 @@ def _in_one_group(kinds: set[str]) -> str:
 def _may_load(vllm_config: VllmConfig) -> bool:
     """Whether blocks that vLLM allocates for a load are free of writes.
 
-    With steps that overlap (async scheduling, pipelines) the step under way may still write a freed request's blocks;
-    vLLM holds them back until that step has ended, but only for consumers.
+    With steps that overlap (async scheduling, pipelines) the step under way may still write a freed
+    request's blocks; vLLM holds them back until that step has ended, but only for consumers.
     """
     transfer = vllm_config.kv_transfer_config
-    if (transfer is not None and transfer.is_kv_consumer) or getattr(vllm_config, "max_concurrent_batches", 2) <= 1:
+    if (transfer is not None and transfer.is_kv_consumer) or getattr(
+        vllm_config, "max_concurrent_batches", 2
+    ) <= 1:
         return True
     logger.warning(
-        'kv_role "kv_producer" with overlapping steps: blocks are stored but none are loaded, because vLLM reuses '
-        'blocks that a step may still write; use "kv_both"'
+        'kv_role "kv_producer" with overlapping steps: blocks are stored but none are loaded,'
+        ' because vLLM reuses blocks that a step may still write; use "kv_both"'
     )
     return False
 
@@ -165,8 +180,9 @@ def _may_load(vllm_config: VllmConfig) -> bool:
 def _only_stores(vllm_config: VllmConfig) -> str:
     """Why nothing may be loaded; empty when it may.
 
-    vLLM reads what becomes of a failed load where *its* connector is configured. Inside a MultiConnector that is not
-    our configuration, which is a copy, and the scheduler's process shows no connector the other; the workers' does.
+    vLLM reads what becomes of a failed load where *its* connector is configured. Inside a
+    MultiConnector that is not our configuration, which is a copy, and the scheduler's process shows
+    no connector the other; the workers' does.
     """
     from vllm.config import get_current_vllm_config_or_none
 
@@ -185,7 +201,9 @@ def _only_stores(vllm_config: VllmConfig) -> str:
 def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
     step_tokens = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0
     overlap = max(1, getattr(vllm_config, "max_concurrent_batches", 2))
-    compute_rate = ComputeRate(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap)
+    compute_rate = ComputeRate(
+        config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap
+    )
     configured = config.origin("deadlines.load_unknown_s") != "default"
     unknown_load_s = config.deadlines.load_unknown_s if configured else UNKNOWN_LOAD_S
     mode, share = config.admission, config.admission_share
@@ -207,7 +225,8 @@ def make_scheduler(
     kv_cache_config: KVCacheConfig,
     sparse: SparseScheduler | None = None,
 ) -> UCMConnectorScheduler:
-    """The scheduler side of a supported engine; waits a few seconds at most for the weights' digest."""
+    """The scheduler side of a supported engine; waits a few seconds at most for the weights'
+    digest."""
     _warn_of_few_cores(vllm_config)
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
@@ -218,11 +237,17 @@ def make_scheduler(
     items = Items(lambda job: background.submit(job, IDLE))
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
     admission = _admission(config, vllm_config)
-    rates = RateMemory(root, admission, background, beside=None if sparse is None else sparse.break_even)
+    rates = RateMemory(
+        root, admission, background, beside=None if sparse is None else sparse.break_even
+    )
     parallel = vllm_config.parallel_config
     world = parallel.world_size
     platform = _served_platform(config)
-    logger.info("the KV lies on %s (%s)", platform.word, "configured" if config.platform else "what vLLM runs on")
+    logger.info(
+        "the KV lies on %s (%s)",
+        platform.word,
+        "configured" if config.platform else "what vLLM runs on",
+    )
     stores = engine_stores(config, parallel, platform.word, _step_tokens(vllm_config))
     readiness = Readiness(
         own_identity=identity_without_weights(own),
@@ -233,9 +258,14 @@ def make_scheduler(
         why_not_reusable=partial(why_not_reusable, vllm_config, kv_cache_config),
     )
     if not caches_prefixes(vllm_config):
-        logger.info("enable_prefix_caching is off, as you chose: vLLM keeps no prefixes, ucm stores and loads them")
+        logger.info(
+            "enable_prefix_caching is off, as you chose: vLLM keeps no prefixes, ucm stores and"
+            " loads them"
+        )
     if (state := identity.wait()).kind == "pending":
-        logger.info("the weights are still being hashed; requests are computed as usual until that is done")
+        logger.info(
+            "the weights are still being hashed; requests are computed as usual until that is done"
+        )
     elif state.kind != "known":
         readiness.off(state.reason, MissReason.IDENTITY_UNKNOWN)
     return UCMConnectorScheduler(
@@ -266,8 +296,9 @@ def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Any
 
 
 def _leave_the_bound_core() -> None:
-    """Let the core's threads run beside the model: vLLM binds the main thread of a rank on a CPU to a processor that it
-    computes on, and threads are born with the processors of the one that begins them."""
+    """Let the core's threads run beside the model: vLLM binds the main thread of a rank on a CPU to
+    a processor that it computes on, and threads are born with the processors of the one that begins
+    them."""
     from vllm.platforms import current_platform
 
     made_by = multiprocessing.parent_process()
@@ -290,7 +321,8 @@ def make_worker(
     kv_cache_config: KVCacheConfig,
     sparse: SparseWorker | None = None,
 ) -> UCMConnectorWorker:
-    """The worker side of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's KV rules out."""
+    """The worker side of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's
+    KV rules out."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
@@ -298,7 +330,9 @@ def make_worker(
     _leave_the_bound_core()
     replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
     if config.load_only_first_rank and replicas < vllm_config.parallel_config.tensor_parallel_size:
-        raise ConfigError("load_only_first_rank: the ranks of this model hold different KV, remove the key")
+        raise ConfigError(
+            "load_only_first_rank: the ranks of this model hold different KV, remove the key"
+        )
     return UCMConnectorWorker(
         rank=pipeline * vllm_config.parallel_config.tensor_parallel_size + tensor,
         part=(0, pipeline, tensor // replicas),
@@ -306,10 +340,16 @@ def make_worker(
         layers=kv_cache_config.kv_cache_groups[0].layer_names,
         block_tokens=block_tokens(vllm_config, kv_cache_config),
         wanted_block_size=config.block_size,
-        identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
+        identity=lambda: identity_without_weights(
+            engine_identity(vllm_config, kv_cache_config, "")
+        ),
         platform=platform,
-        stores=engine_stores(config, vllm_config.parallel_config, platform.word, _step_tokens(vllm_config)),
-        memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
+        stores=engine_stores(
+            config, vllm_config.parallel_config, platform.word, _step_tokens(vllm_config)
+        ),
+        memory=ModelMemory(
+            lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)
+        ),
         only_stores=_only_stores(vllm_config),
         sparse=sparse,
         prefix_caching=caches_prefixes(vllm_config),

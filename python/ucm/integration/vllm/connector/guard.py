@@ -1,4 +1,5 @@
-"""Logging and error handling for code that vLLM calls: failures become misses, and repeated warnings are limited.
+"""Logging and error handling for code that vLLM calls: failures become misses, and repeated
+warnings are limited.
 
 Methods that vLLM calls are :func:`harmless`. Each side of a connector counts what its methods raise
 in one :class:`Failures`; at the bound the side is given up, and its methods are not called again.
@@ -90,7 +91,9 @@ class Failures:
             logger.warning("%s: its work could not be ended: %r", self._side, error)
 
 
-def harmless(default: Any, *, vital: bool = False, after: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def harmless(
+    default: Any, *, vital: bool = False, after: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A method that never raises into vLLM: an exception is noted, and ``default`` returned.
 
     Where the object has ``failures``, a :class:`Failures`, it is noted there, and the method is not
@@ -108,7 +111,9 @@ def harmless(default: Any, *, vital: bool = False, after: bool = False) -> Calla
                     return function(*args, **kwargs)
                 except Exception as error:
                     if failures is None:
-                        throttle.warning(function.__qualname__, "%s failed: %r", function.__name__, error)
+                        throttle.warning(
+                            function.__qualname__, "%s failed: %r", function.__name__, error
+                        )
                     else:
                         failures.note(function.__name__, error, vital=vital)
             answer: R = default() if callable(default) else default

@@ -1,9 +1,11 @@
-"""What the scheduler side and the workers send each other: one small, versioned object in each direction per step.
+"""What the scheduler side and the workers send each other: one small, versioned object in each
+direction per step.
 
-The scheduler side sends :class:`UCMConnectorMetadata`. The workers answer with :class:`UCMConnectorWorkerMetadata`,
-which holds one :class:`RankReport` per rank; a rank's first report carries its :class:`Handshake`. vLLM's own channel
-for handshakes is not used: inside a MultiConnector it hands the metadata of one connector to all of them. vLLM pickles
-these objects, so keys travel as joined bytes and device block numbers as NumPy arrays, and a step with nothing to do
+The scheduler side sends :class:`UCMConnectorMetadata`. The workers answer with
+:class:`UCMConnectorWorkerMetadata`, which holds one :class:`RankReport` per rank; a rank's first
+report carries its :class:`Handshake`. vLLM's own channel for handshakes is not used: inside a
+MultiConnector it hands the metadata of one connector to all of them. vLLM pickles these objects, so
+keys travel as joined bytes and device block numbers as NumPy arrays, and a step with nothing to do
 sends a few bytes.
 """
 
@@ -24,7 +26,8 @@ from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
-#: Changes with every change of meaning; the sides of one engine always agree, and a mismatch switches ucm off.
+#: Changes with every change of meaning; the sides of one engine always agree, and a mismatch
+#: switches ucm off.
 VERSION = 11
 
 #: Length of a block key in bytes.
@@ -50,14 +53,15 @@ class Load:
     keys: bytes
     blocks: npt.NDArray[np.int64]  # device block numbers
     timeout: float | None = None  # seconds it may take, None for the store's own deadline
-    #: Keys of blocks that are selected from without being read: their representations alone are loaded. The others are
-    #: then those of the windows, on both sides of these.
+    #: Keys of blocks that are selected from without being read: their representations alone are
+    #: loaded. The others are then those of the windows, on both sides of these.
     unread: bytes = b""
 
 
 @dataclass(slots=True)
 class Dump:
-    """Blocks to write, on every rank, in chain order; their sources do not change before the job is to be flushed."""
+    """Blocks to write, on every rank, in chain order; their sources do not change before the job is
+    to be flushed."""
 
     job: int
     request: str
@@ -66,7 +70,8 @@ class Dump:
     keys: bytes
     blocks: npt.NDArray[np.int64]
     audit: bool = False  # compare with what is stored
-    refused: tuple[int, ...] = ()  # rows whose stored record some rank could not use: to be replaced
+    # rows whose stored record some rank could not use: to be replaced
+    refused: tuple[int, ...] = ()
     tenant: bytes = b""  # tag of the tenant whose blocks these are, empty for none
 
 
@@ -81,7 +86,8 @@ class StoreSetup:
     config: dict[str, Any]
     choice: int = 0  # which of the configured stores
     attempt: int = 0  # counts the setups
-    trial: bool = False  # there are others: one that cannot be opened or does not answer is reported, not kept
+    # there are others: one that cannot be opened or does not answer is reported, not kept
+    trial: bool = False
 
 
 @dataclass(slots=True)
@@ -89,7 +95,8 @@ class Prefetch:
     """Blocks of requests that wait, to be brought up in every rank's own memory: a hint."""
 
     cancelled: bytes = b""  # keys that no request waits for any more
-    wanted: list[tuple[Priority, bytes]] = field(default_factory=list)  # keys by how soon they are wanted
+    # keys by how soon they are wanted
+    wanted: list[tuple[Priority, bytes]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -100,17 +107,21 @@ class UCMConnectorMetadata(KVConnectorMetadata):
     setup: StoreSetup | None = None
     loads: list[Load] = field(default_factory=list)
     dumps: list[Dump] = field(default_factory=list)
-    touched: list[tuple[int, bytes]] = field(default_factory=list)  # in use: pieces of chains, from an ordinal on
+    # in use: pieces of chains, from an ordinal on
+    touched: list[tuple[int, bytes]] = field(default_factory=list)
     prefetch: Prefetch | None = None
     jobs_to_flush: list[int] = field(
         default_factory=list
     )  # dumps whose blocks others got: read before this step writes
-    #: Read the blocks of all dumps under way before this step writes: which of them are taken is not known.
+    #: Read the blocks of all dumps under way before this step writes: which of them are taken is
+    #: not known.
     flush_all: bool = False
     #: Loads that vLLM waits for and the scheduler side cannot plan: failed, without keys.
     undone: list[Load] = field(default_factory=list)
     given_up: str = ""  # why the scheduler side does nothing any more; the workers end too
-    check_weights: int | None = None  # compare the weights in memory with those known, for this generation
+    check_weights: int | None = (
+        None  # compare the weights in memory with those known, for this generation
+    )
     sparse: SparsePlan | None = None  # where sparse attention is configured
 
 
@@ -121,7 +132,8 @@ class DumpResult:
     job: int
     failed: tuple[int, ...] = ()  # rows that were not published
     busy: bool = False  # refused at once, nothing was read
-    left_alone: tuple[int, ...] = ()  # rows not published: a record that no dump replaces is in the way
+    # rows not published: a record that no dump replaces is in the way
+    left_alone: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -132,8 +144,12 @@ class LoadFailure:
     first: int  # ordinal of the first block that is not there
     refused: bytes  # keys whose records are bad, not merely late
     reasons: tuple[str, ...] = ()  # names of MissReason, of every block from the first on
-    newer: bytes = b""  # keys whose records are left alone, newer or of another key: no hits, and not replaced
-    unselectable: bool = False  # representations are missing, which says nothing of the KV: it may be loaded whole
+    newer: bytes = (
+        b""  # keys whose records are left alone, newer or of another key: no hits, and not replaced
+    )
+    unselectable: bool = (
+        False  # representations are missing, which says nothing of the KV: it may be loaded whole
+    )
 
 
 @dataclass(slots=True)
@@ -156,7 +172,9 @@ class Handshake:
     problem: str = ""  # why this rank cannot take part, empty when it can
     stores: tuple[str, ...] = ()  # the configured stores, in order
     only_stores: str = ""  # why nothing may be loaded, empty when it may
-    prefix_caching: bool = True  # vLLM's flag there, which a worker may switch off while it builds the layers
+    prefix_caching: bool = (
+        True  # vLLM's flag there, which a worker may switch off while it builds the layers
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +203,13 @@ class RankReport:
     staged: list[int] = field(default_factory=list)
     done: list[DumpResult] = field(default_factory=list)
     load_failures: list[LoadFailure] = field(default_factory=list)
-    gained: bytes = b""  # record ids this rank can read before others see them, since its last report
+    gained: bytes = (
+        b""  # record ids this rank can read before others see them, since its last report
+    )
     lost: bytes = b""  # and those that others have found by now, or that are gone
-    wants_touches: bool = False  # its store is to be told of what is in use: no touch of another process reaches it
+    wants_touches: bool = (
+        False  # its store is to be told of what is in use: no touch of another process reaches it
+    )
     prefetch_room: int = 0  # blocks that may be brought up there ahead of need
     served: list[LoadServed] = field(default_factory=list)
     weights: WeightsReport | None = None  # when it was asked for
@@ -200,8 +222,10 @@ class UCMConnectorWorkerMetadata(KVConnectorWorkerMetadata):
 
     version: int = VERSION
     ranks: list[RankReport] = field(default_factory=list)
-    break_even: list[int] = field(default_factory=list)  # tokens from which on sparse attention pays, of each rank
-    #: Blocks of requests that are not on the device, and whose records are gone or bad: request and ordinal.
+    # tokens from which on sparse attention pays, of each rank
+    break_even: list[int] = field(default_factory=list)
+    #: Blocks of requests that are not on the device, and whose records are gone or bad: request and
+    #: ordinal.
     lost: list[tuple[str, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UCMConnectorWorkerMetadata:

@@ -1,8 +1,9 @@
-"""The connector's counters and times in vLLM's log line and Prometheus registry, through vLLM's hooks for statistics.
+"""The connector's counters and times in vLLM's log line and Prometheus registry, through vLLM's
+hooks for statistics.
 
-Each half hands vLLM what happened since vLLM last asked, as one flat dictionary: counts are whole numbers, times are
-short lists of seconds. vLLM adds up ranks and sides and carries the result to the process that logs and exports.
-Nothing here raises into vLLM.
+Each half hands vLLM what happened since vLLM last asked, as one flat dictionary: counts are whole
+numbers, times are short lists of seconds. vLLM adds up ranks and sides and carries the result to
+the process that logs and exports. Nothing here raises into vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge as PrometheusGauge
 from prometheus_client import Histogram as PrometheusHistogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from ucm.integration.vllm.connector import miss_stats as miss_stats
 from ucm.integration.vllm.connector import sparse_counts
@@ -32,23 +36,41 @@ LOAD_SECONDS, DUMP_SECONDS = "load_seconds", "dump_seconds"
 
 #: Counter -> (name in Prometheus without ``_total``, what it counts).
 COUNTERS = {
-    miss_stats.ASKED: ("ucm_asked_blocks", "Full blocks of admitted requests that vLLM's own cache did not hold."),
+    miss_stats.ASKED: (
+        "ucm_asked_blocks",
+        "Full blocks of admitted requests that vLLM's own cache did not hold.",
+    ),
     miss_stats.HIT: ("ucm_hit_blocks", "Blocks found in the store and claimed."),
-    miss_stats.LOADED: ("ucm_loaded_blocks", "Blocks loaded from the store by every rank instead of being computed."),
+    miss_stats.LOADED: (
+        "ucm_loaded_blocks",
+        "Blocks loaded from the store by every rank instead of being computed.",
+    ),
     miss_stats.PUBLISHED: ("ucm_published_blocks", "Blocks stored by every rank."),
     miss_stats.UNPUBLISHED: ("ucm_unpublished_blocks", "Blocks that some rank failed to store."),
     LOADED_BYTES: ("ucm_loaded_bytes", "Bytes of KV loaded from the store, of all ranks."),
     PUBLISHED_BYTES: ("ucm_published_bytes", "Bytes of KV stored, of all ranks."),
-    miss_stats.DECLINED_TOKENS: ("ucm_declined_tokens", "Tokens computed because loading them would have been slower."),
-    **{sparse_counts.COUNTER + name: texts for name, texts in sparse_counts.SPARSE_COUNTERS.items()},
+    miss_stats.DECLINED_TOKENS: (
+        "ucm_declined_tokens",
+        "Tokens computed because loading them would have been slower.",
+    ),
+    **{
+        sparse_counts.COUNTER + name: texts for name, texts in sparse_counts.SPARSE_COUNTERS.items()
+    },
 }
 MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
 UNSTORED_BLOCKS = ("ucm_unstored_blocks", "Blocks not stored for want of staging, by reason.")
 
-#: Speeds as the scheduler side knows them -> (name in Prometheus, what is measured). The newest counts.
+#: Speeds as the scheduler side knows them -> (name in Prometheus, what is measured). The newest
+#: counts.
 GAUGES = {
-    "prefill_tokens_per_second": ("ucm_prefill_tokens_per_second", "Tokens of prompts that a second computes."),
-    "load_bytes_per_second": ("ucm_load_bytes_per_second", "Bytes that a second loads, of all ranks."),
+    "prefill_tokens_per_second": (
+        "ucm_prefill_tokens_per_second",
+        "Tokens of prompts that a second computes.",
+    ),
+    "load_bytes_per_second": (
+        "ucm_load_bytes_per_second",
+        "Bytes that a second loads, of all ranks.",
+    ),
     "load_fixed_seconds": ("ucm_load_fixed_seconds", "What a load takes however short it is."),
 }
 
@@ -58,8 +80,14 @@ HISTOGRAMS = {
         "ucm_lookup_seconds",
         "From a request's arrival to the store's answer, hashing included.",
     ),
-    LOAD_SECONDS: ("ucm_load_seconds", "From the beginning of a load to the step that saw its end, on each rank."),
-    DUMP_SECONDS: ("ucm_dump_seconds", "From the beginning of a dump to the step that saw it stored, on each rank."),
+    LOAD_SECONDS: (
+        "ucm_load_seconds",
+        "From the beginning of a load to the step that saw its end, on each rank.",
+    ),
+    DUMP_SECONDS: (
+        "ucm_dump_seconds",
+        "From the beginning of a dump to the step that saw it stored, on each rank.",
+    ),
 }
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 #: Times of each kind kept between two of vLLM's log lines.
@@ -90,10 +118,15 @@ class UcmStats(KVConnectorStats):
 
     @harmless(dict)
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs: every count that is not zero, those of the misses by reason last; means of the times."""
+        """What vLLM logs: every count that is not zero, those of the misses by reason last; means
+        of the times."""
         order = [*COUNTERS, *sorted(set(self.data) - set(COUNTERS) - set(HISTOGRAMS) - set(GAUGES))]
         order = [name for name in order if not name.startswith(GAUGE)]
-        told = {f"ucm {name.replace('.', ' ')}": self.data[name] for name in order if self.data.get(name)}
+        told = {
+            f"ucm {name.replace('.', ' ')}": self.data[name]
+            for name in order
+            if self.data.get(name)
+        }
         for name in HISTOGRAMS:
             if times := self.data.get(name):
                 told[f"ucm mean {name}"] = round(sum(times) / len(times), 4)
@@ -119,34 +152,48 @@ class UcmPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         make = functools.partial(_metric, metric_types[PrometheusCounter])
-        show = functools.partial(_metric, metric_types[PrometheusGauge], multiprocess_mode="mostrecent")
+        show = functools.partial(
+            _metric, metric_types[PrometheusGauge], multiprocess_mode="mostrecent"
+        )
         measure = functools.partial(_metric, metric_types[PrometheusHistogram], buckets=BUCKETS)
         missed = make(*MISSED_BLOCKS, (*labelnames, "reason"))
         unstored = make(*UNSTORED_BLOCKS, (*labelnames, "reason"))
-        self._tier_counters = {key: make(*texts, (*labelnames, "tier")) for key, texts in TIER_COUNTERS.items()}
-        self._tier_gauges = {key: show(*texts, (*labelnames, "tier", "half")) for key, texts in TIER_GAUGES.items()}
+        self._tier_counters = {
+            key: make(*texts, (*labelnames, "tier")) for key, texts in TIER_COUNTERS.items()
+        }
+        self._tier_gauges = {
+            key: show(*texts, (*labelnames, "tier", "half")) for key, texts in TIER_GAUGES.items()
+        }
         self._values = per_engine_labelvalues
         self._counters: dict[int, dict[str, Any]] = {}
         self._histograms: dict[int, dict[str, Any]] = {}
         self._gauges: dict[int, dict[str, Any]] = {}
         for engine, values in per_engine_labelvalues.items():
-            counters = {key: make(*texts, tuple(labelnames)).labels(*values) for key, texts in COUNTERS.items()}
+            counters = {
+                key: make(*texts, tuple(labelnames)).labels(*values)
+                for key, texts in COUNTERS.items()
+            }
             for reason in MissReason:
                 counters[miss_stats.MISSED + reason] = missed.labels(*values, str(reason))
             for why in (miss_stats.BUSY, miss_stats.ENDED, miss_stats.OVERWRITTEN):
                 counters[miss_stats.UNSTORED + why] = unstored.labels(*values, why)
             self._counters[engine] = counters
             self._gauges[engine] = {
-                key: show(*texts, tuple(labelnames)).labels(*values) for key, texts in GAUGES.items()
+                key: show(*texts, tuple(labelnames)).labels(*values)
+                for key, texts in GAUGES.items()
             }
             self._histograms[engine] = {
-                key: measure(*texts, tuple(labelnames)).labels(*values) for key, texts in HISTOGRAMS.items()
+                key: measure(*texts, tuple(labelnames)).labels(*values)
+                for key, texts in HISTOGRAMS.items()
             }
 
     @harmless(None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what one engine counted and measured."""
-        counters, histograms = self._counters.get(engine_idx, {}), self._histograms.get(engine_idx, {})
+        counters, histograms = (
+            self._counters.get(engine_idx, {}),
+            self._histograms.get(engine_idx, {}),
+        )
         gauges = self._gauges.get(engine_idx, {})
         for name, news in transfer_stats_data.items():
             if name in counters:

@@ -1,8 +1,10 @@
-"""Counters of the blocks that requests asked for: each block is counted once, per request and per process.
+"""Counters of the blocks that requests asked for: each block is counted once, per request and per
+process.
 
-A request *asks* for the full blocks that vLLM's own cache does not hold, when it is admitted and again after a
-preemption. Each of these is either part of the *hit* that was claimed or *missed* for one reason. A block of the hit is
-later *loaded*, or missed for the reason why its load failed. So once no load is under way::
+A request *asks* for the full blocks that vLLM's own cache does not hold, when it is admitted and
+again after a preemption. Each of these is either part of the *hit* that was claimed or *missed* for
+one reason. A block of the hit is later *loaded*, or missed for the reason why its load failed. So
+once no load is under way::
 
     asked = loaded + missed        asked = hit + what was missed without a load
 
@@ -56,7 +58,8 @@ class Tally:
     def __str__(self) -> str:
         missed = format_counts(self.missed) if self.missed else "none"
         return (
-            f"{self.asked} blocks asked, {self.hit} hit, {self.loaded} loaded, missed: {missed}; {self.offered} offered"
+            f"{self.asked} blocks asked, {self.hit} hit, {self.loaded} loaded, missed: {missed};"
+            f" {self.offered} offered"
         )
 
 
@@ -67,10 +70,14 @@ def format_counts(missed: Mapping[str, int]) -> str:
 
 
 class MissStats:
-    """The counters of one scheduler side: for vLLM's metrics, for the log, and per request through its tally."""
+    """The counters of one scheduler side: for vLLM's metrics, for the log, and per request through
+    its tally."""
 
-    def __init__(self, block_tokens: int, now: float, rates: Callable[[], Mapping[str, float]] = dict) -> None:
-        """``now``: seconds on the clock that :meth:`summary` is called with; ``rates``: speeds to tell, by name."""
+    def __init__(
+        self, block_tokens: int, now: float, rates: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
+        """``now``: seconds on the clock that :meth:`summary` is called with; ``rates``: speeds to
+        tell, by name."""
         self.total = Tally()
         self._block_tokens = block_tokens
         self._rates = rates
@@ -79,7 +86,8 @@ class MissStats:
         self._lookups: list[float] = []  # since the last take()
         self.next_summary = now + SUMMARY_S
 
-    # What happened ------------------------------------------------------------------------------------------
+    # What happened
+    # ------------------------------------------------------------------------------------------
 
     def asked(self, tally: Tally, hit: int, missed: Mapping[MissReason, int]) -> None:
         """A request was admitted, with ``hit`` blocks to be loaded."""
@@ -125,7 +133,9 @@ class MissStats:
     @staticmethod
     def log_request(request: Request, tally: Tally) -> None:
         """The line of one request in the log."""
-        logger.debug("request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tally)
+        logger.debug(
+            "request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tally
+        )
 
     def offered(self, tally: Tally, blocks: int) -> None:
         """So many blocks of a request are being dumped."""
@@ -146,7 +156,8 @@ class MissStats:
             self._news[name] += blocks
             self._recent[name] += blocks
 
-    # What is told -------------------------------------------------------------------------------------------
+    # What is told
+    # -------------------------------------------------------------------------------------------
 
     def take(self) -> dict[str, Any] | None:
         """Counters and times since the last call, and the speeds; None when nothing was counted."""
@@ -164,10 +175,13 @@ class MissStats:
         recent, self._recent = self._recent, Counter()
         if not recent:
             return
-        missed = {name.removeprefix(MISSED): n for name, n in recent.items() if name.startswith(MISSED)}
+        missed = {
+            name.removeprefix(MISSED): n for name, n in recent.items() if name.startswith(MISSED)
+        }
         loaded, published = recent[LOADED], recent[PUBLISHED]
         logger.info(
-            "%d blocks asked, %d hit, %d loaded (%.1f MiB); missed: %s; %d published (%.1f MiB), %d not",
+            "%d blocks asked, %d hit, %d loaded (%.1f MiB); missed: %s; %d published (%.1f MiB),"
+            " %d not",
             recent[ASKED],
             recent[HIT],
             loaded,

@@ -1,8 +1,9 @@
-"""The platforms ucm serves: what vLLM calls each, which device of the core it is, and how its work is waited for.
+"""The platforms ucm serves: what vLLM calls each, which device of the core it is, and how its work
+is waited for.
 
-A dump may read a block once the model has written it. On an accelerator that is later than when the call returns, so
-a rank records an event on the model's stream and passes its handle to the store, which waits for it. This table is the
-only place that tells platforms apart.
+A dump may read a block once the model has written it. On an accelerator that is later than when the
+call returns, so a rank records an event on the model's stream and passes its handle to the store,
+which waits for it. This table is the only place that tells platforms apart.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def nothing(device: torch.device) -> Mark:
 
 
 def event(handle: str) -> Callable[[torch.device], Mark]:
-    """An event of torch on the stream that the model runs on; ``handle`` names its handle of the device's runtime."""
+    """An event of torch on the stream that the model runs on; ``handle`` names its handle of the
+    device's runtime."""
 
     def mark(device: torch.device) -> Mark:
         module = torch.get_device_module(device)
@@ -49,8 +51,9 @@ def event(handle: str) -> Callable[[torch.device], Mark]:
     return mark
 
 
-#: Those of torch are named after its own: torch for HIP and for MACA calls its device, and its events, those of CUDA.
-#: Unverified are the names that vLLM has for MUSA and MACA, and the name of the handle in torch for MUSA.
+#: Those of torch are named after its own: torch for HIP and for MACA calls its device, and its
+#: events, those of CUDA. Unverified are the names that vLLM has for MUSA and MACA, and the name of
+#: the handle in torch for MUSA.
 PLATFORMS: list[Platform] = [
     Platform("host", ("cpu",), "cpu", nothing),
     Platform("cuda", ("cuda",), "cuda", event("cuda_event")),
@@ -64,11 +67,16 @@ PLATFORMS: list[Platform] = [
 def platform_of(wanted: str | None, running: Any) -> Platform | str:
     """The platform of an engine, or why ucm leaves it alone, as a sentence.
 
-    ``running`` is vLLM's ``current_platform``, which alone says what the engine runs on; ``wanted`` is ``platform`` of
-    our configuration, which can choose among those that vLLM calls alike, and never turns one into another.
+    ``running`` is vLLM's ``current_platform``, which alone says what the engine runs on; ``wanted``
+    is ``platform`` of our configuration, which can choose among those that vLLM calls alike, and
+    never turns one into another.
     """
     try:
-        name = getattr(running, "device_name", "") or getattr(running, "device_type", "") or type(running).__name__
+        name = (
+            getattr(running, "device_name", "")
+            or getattr(running, "device_type", "")
+            or type(running).__name__
+        )
     except Exception as error:
         return f"vLLM does not say what it runs on ({error!r}): nothing is claimed or stored"
     served = [platform for platform in PLATFORMS if name in platform.names]
@@ -79,6 +87,6 @@ def platform_of(wanted: str | None, running: Any) -> Platform | str:
             return platform
     words = " or ".join(platform.word for platform in served)
     return (
-        f"platform {wanted} is configured, but vLLM runs on {name}, so nothing is claimed or stored; write {words}, or "
-        "unset PLATFORM"
+        f"platform {wanted} is configured, but vLLM runs on {name}, so nothing is claimed or"
+        f" stored; write {words}, or unset PLATFORM"
     )

@@ -1,9 +1,10 @@
 """Whether a request of this engine may continue from blocks that another request computed.
 
-vLLM sets ``enable_prefix_caching`` to false where it may not, over the user's own setting and in several places: while
-it makes the configuration, before it makes the scheduler, and in a worker while it builds the layers. The flag alone
-does not tell these from a user who switched vLLM's own cache off, whom ucm serves. :func:`why_not_reusable` is the one
-place that decides; ``tests/vllm_unit/test_prefix_reuse.py`` lists vLLM's assignments.
+vLLM sets ``enable_prefix_caching`` to false where it may not, over the user's own setting and in
+several places: while it makes the configuration, before it makes the scheduler, and in a worker
+while it builds the layers. The flag alone does not tell these from a user who switched vLLM's own
+cache off, whom ucm serves. :func:`why_not_reusable` is the one place that decides;
+``tests/vllm_unit/test_prefix_reuse.py`` lists vLLM's assignments.
 """
 
 from __future__ import annotations
@@ -25,34 +26,41 @@ def why_not_reusable(
     kv_cache_config: KVCacheConfig,
     workers_cache_prefixes: bool = True,
 ) -> str:
-    """Why nothing may be loaded, and storing is of no use, as a sentence; empty where a request may continue.
+    """Why nothing may be loaded, and storing is of no use, as a sentence; empty where a request may
+    continue.
 
-    ``workers_cache_prefixes``: whether ``enable_prefix_caching`` is still true in every worker, by their handshakes.
+    ``workers_cache_prefixes``: whether ``enable_prefix_caching`` is still true in every worker, by
+    their handshakes.
     """
     model = vllm_config.model_config
     if not _is_causal(vllm_config, kv_cache_config):
-        return "this model attends to later tokens, so a block depends on more than the tokens before it"
+        return (
+            "this model attends to later tokens, so a block depends on more than the tokens"
+            " before it"
+        )
     if not getattr(model, "is_prefix_caching_supported", True):
         return (
-            f"vLLM computes each prompt of this engine whole ({_kind(model)}) and supports no prefix caching for it: "
-            "nothing is claimed or stored"
+            f"vLLM computes each prompt of this engine whole ({_kind(model)}) and supports no"
+            " prefix caching for it: nothing is claimed or stored"
         )
     if backends := _varying_backends(vllm_config, kv_cache_config):
         return (
-            f"with VLLM_BATCH_INVARIANT the attention backend {', '.join(backends)} gives other values when a prompt "
-            "continues from stored blocks: nothing is claimed or stored; choose another --attention-backend"
+            f"with VLLM_BATCH_INVARIANT the attention backend {', '.join(backends)} gives other"
+            " values when a prompt continues from stored blocks: nothing is claimed or stored;"
+            " choose another --attention-backend"
         )
     if caches_prefixes(vllm_config):
         if workers_cache_prefixes:
             return ""
         return (
-            "a worker switched prefix caching off while it built the model, so its layers cannot continue from stored "
-            "blocks: nothing is claimed or stored"
+            "a worker switched prefix caching off while it built the model, so its layers cannot"
+            " continue from stored blocks: nothing is claimed or stored"
         )
     if not getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True):
         return (
-            "prefix caching and chunked prefill are both off, as vLLM has it where a prompt must be computed whole "
-            "(MLA on a CPU without AMX): nothing is claimed or stored; if you switched both off, leave one of them on"
+            "prefix caching and chunked prefill are both off, as vLLM has it where a prompt must be"
+            " computed whole (MLA on a CPU without AMX): nothing is claimed or stored; if you"
+            " switched both off, leave one of them on"
         )
     return ""
 
@@ -81,7 +89,10 @@ def _kind(model: Any) -> str:
     if pooler is None:
         return f"attention {attention}"
     kinds = (getattr(pooler, name, None) for name in ("seq_pooling_type", "tok_pooling_type"))
-    return f"attention {attention}, pooling {'/'.join(str(kind) for kind in kinds if kind) or 'by default'}"
+    return (
+        f"attention {attention}, pooling"
+        f" {'/'.join(str(kind) for kind in kinds if kind) or 'by default'}"
+    )
 
 
 def _varying_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:

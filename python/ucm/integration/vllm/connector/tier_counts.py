@@ -1,7 +1,8 @@
-"""Statistics of a store's tiers for vLLM: counters as differences, sizes and health as current values.
+"""Statistics of a store's tiers for vLLM: counters as differences, sizes and health as current
+values.
 
-A name in the statistics is ``tier.<counter>.<tier>`` or ``tier_now.<gauge>.<tier>.<half>``: flat, like everything that
-vLLM carries from the sides to the process that exports.
+A name in the statistics is ``tier.<counter>.<tier>`` or ``tier_now.<gauge>.<tier>.<half>``: flat,
+like everything that vLLM carries from the sides to the process that exports.
 """
 
 from __future__ import annotations
@@ -20,20 +21,47 @@ TIER_COUNTERS = {
     "bytes_read": ("ucm_tier_read_bytes", "Bytes read, by tier."),
     "blocks_written": ("ucm_tier_written_blocks", "Blocks written, by tier; promoted ones too."),
     "bytes_written": ("ucm_tier_written_bytes", "Bytes written, by tier."),
-    "failures": ("ucm_tier_failed_operations", "Operations that a tier failed or did not end in time."),
-    "copies_refused": ("ucm_tier_refused_blocks", "Copies that were not what they should be, by tier."),
-    "promotions": ("ucm_tier_promoted_blocks", "Blocks brought up from below, by the tier they came to."),
-    "demotions": ("ucm_tier_demoted_blocks", "Blocks given up by the tier above, by the tier they came to."),
-    "copies_dropped": ("ucm_tier_dropped_blocks", "Copies that were not made because the tier was busy or not well."),
-    "quota_removed": ("ucm_tier_quota_removed_blocks", "Blocks removed because their tenant had more than its quota."),
+    "failures": (
+        "ucm_tier_failed_operations",
+        "Operations that a tier failed or did not end in time.",
+    ),
+    "copies_refused": (
+        "ucm_tier_refused_blocks",
+        "Copies that were not what they should be, by tier.",
+    ),
+    "promotions": (
+        "ucm_tier_promoted_blocks",
+        "Blocks brought up from below, by the tier they came to.",
+    ),
+    "demotions": (
+        "ucm_tier_demoted_blocks",
+        "Blocks given up by the tier above, by the tier they came to.",
+    ),
+    "copies_dropped": (
+        "ucm_tier_dropped_blocks",
+        "Copies that were not made because the tier was busy or not well.",
+    ),
+    "quota_removed": (
+        "ucm_tier_quota_removed_blocks",
+        "Blocks removed because their tenant had more than its quota.",
+    ),
 }
 
 #: What a tier is now -> (name in Prometheus, what it is).
 TIER_GAUGES = {
-    "used_bytes": ("ucm_tier_used_bytes", "Bytes that a tier holds, as each half of the connector sees it."),
-    "capacity_bytes": ("ucm_tier_capacity_bytes", "Bytes that a tier may hold, as each half sees it."),
+    "used_bytes": (
+        "ucm_tier_used_bytes",
+        "Bytes that a tier holds, as each half of the connector sees it.",
+    ),
+    "capacity_bytes": (
+        "ucm_tier_capacity_bytes",
+        "Bytes that a tier may hold, as each half sees it.",
+    ),
     "healthy": ("ucm_tier_healthy", "Whether a tier is used now (1) or switched off (0), by half."),
-    "writable": ("ucm_tier_writable", "Whether a tier takes blocks now (1) or is at most read (0), by half."),
+    "writable": (
+        "ucm_tier_writable",
+        "Whether a tier takes blocks now (1) or is at most read (0), by half.",
+    ),
 }
 
 #: Seconds between two looks: a store answers at once, but a step is short.
@@ -51,7 +79,8 @@ class TierCounts:
         self._silent = False
 
     def take(self, store: UcmKVStoreBaseV1 | None) -> dict[str, Any]:
-        """What is new since the last call that told something; mostly nothing, as it looks once in a while only."""
+        """What is new since the last call that told something; mostly nothing, as it looks once in
+        a while only."""
         now = self._clock()
         if store is None or self._silent or now < self._next:
             return {}

@@ -1,8 +1,9 @@
-"""Entry point ``vllm.general_plugins``, called in every process of an engine: registers our connectors
-with vLLM by name, and overrides vLLM's attention backends by name, for sparse attention.
+"""Entry point ``vllm.general_plugins``, called in every process of an engine: registers our
+connectors with vLLM by name, and overrides vLLM's attention backends by name, for sparse attention.
 
 It runs in engines that do not use ucm too. Neither this module nor :mod:`..attention.registering`
-imports the compiled core or the configuration, so a core that cannot be imported does no harm there.
+imports the compiled core or the configuration, so a core that cannot be imported does no harm
+there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ _MODULE = "ucm.integration.vllm.connector"
 
 
 def register() -> None:
-    """Register what is not registered yet; vLLM calls this in every process, sometimes twice. Never raises."""
+    """Register what is not registered yet; vLLM calls this in every process, sometimes twice. Never
+    raises."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -23,10 +25,14 @@ def register() -> None:
             if name not in KVConnectorFactory._registry:
                 KVConnectorFactory.register_connector(name, _MODULE, name)
     except Exception as error:
-        logging.getLogger("ucm.vllm").warning("the connectors are not registered with vLLM: %r", error)
+        logging.getLogger("ucm.vllm").warning(
+            "the connectors are not registered with vLLM: %r", error
+        )
     try:
         from ucm.integration.vllm.attention.registering import register as register_backends
 
         register_backends()
     except Exception as error:
-        logging.getLogger("ucm.vllm").warning("sparse attention is not registered with vLLM: %r", error)
+        logging.getLogger("ucm.vllm").warning(
+            "sparse attention is not registered with vLLM: %r", error
+        )

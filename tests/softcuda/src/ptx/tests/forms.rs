@@ -10,24 +10,31 @@ fn run(body: &str, params: [u64; 3], block: [u32; 3], memory: Vec<u8>) -> Result
     let module = Module::parse(&source(body)).unwrap();
     let kernel = module.kernel("f").unwrap();
     assert_eq!(kernel.params(), [8, 4, 8]);
-    let buffer: Vec<u8> = params.iter().flat_map(|param| param.to_le_bytes()).collect();
+    let buffer: Vec<u8> = params
+        .iter()
+        .flat_map(|param| param.to_le_bytes())
+        .collect();
     let ram = Ram::new(BASE, memory);
     kernel.run([1, 1, 1], block, &buffer, &ram)?;
     Ok(ram.bytes.into_inner().unwrap())
 }
 
-/// The result of one instruction. It reads `%rd1` to `%rd3`, or the low bits of the same numbers in `%r1`, `%rs1` and
-/// so on, or in `%p1` to `%p3` whether they are not zero, and writes register 0 of some kind.
+/// The result of one instruction. It reads `%rd1` to `%rd3`, or the low bits of the same numbers in
+/// `%r1`, `%rs1` and so on, or in `%p1` to `%p3` whether they are not zero, and writes register 0
+/// of some kind.
 fn value(instruction: &str, inputs: [u64; 3]) -> u64 {
     let mut body = String::new();
     for (i, input) in (1..).zip(inputs) {
-        body +=
-            &format!("mov.b64 %rd{i}, {input};\ncvt.u32.u64 %r{i}, %rd{i};\ncvt.u16.u64 %rs{i}, %rd{i};\n");
+        body += &format!(
+            "mov.b64 %rd{i}, {input};\ncvt.u32.u64 %r{i}, %rd{i};\ncvt.u16.u64 %rs{i}, %rd{i};\n"
+        );
         body += &format!("setp.ne.b64 %p{i}, %rd{i}, 0;\n");
     }
     body += instruction;
     body += "\nld.param.u64 %rd7, [f_param_0];\n";
-    let written = instruction.split_whitespace().find(|word| word.ends_with("0,"));
+    let written = instruction
+        .split_whitespace()
+        .find(|word| word.ends_with("0,"));
     body += match written.unwrap() {
         "%rd0," => "st.global.u64 [%rd7], %rd0;",
         "%r0," => "st.global.u32 [%rd7], %r0;",
@@ -125,8 +132,16 @@ fn sums() {
 fn products() {
     check(&[
         ("mul.lo.u16 %rs0, %rs1, %rs2;", [0x101, 0x100, 0], 0x100),
-        ("mul.lo.s32 %r0, %r1, %r2;", [0xffff_ffff, 3, 0], 0xffff_fffd),
-        ("mul.lo.u64 %rd0, %rd1, %rd2;", [NEGATIVE, 3, 0], NEGATIVE - 2),
+        (
+            "mul.lo.s32 %r0, %r1, %r2;",
+            [0xffff_ffff, 3, 0],
+            0xffff_fffd,
+        ),
+        (
+            "mul.lo.u64 %rd0, %rd1, %rd2;",
+            [NEGATIVE, 3, 0],
+            NEGATIVE - 2,
+        ),
         ("mul.lo.s64 %rd0, %rd1, 24;", [1 << 40, 0, 0], 24 << 40),
         ("mul.hi.u16 %rs0, %rs1, %rs2;", [0xffff, 0xffff, 0], 0xfffe),
         (
@@ -134,22 +149,38 @@ fn products() {
             [0xffff_ffff, 0xffff_ffff, 0],
             0xffff_fffe,
         ),
-        ("mul.hi.s32 %r0, %r1, %r2;", [0xffff_ffff, 3, 0], 0xffff_ffff),
+        (
+            "mul.hi.s32 %r0, %r1, %r2;",
+            [0xffff_ffff, 3, 0],
+            0xffff_ffff,
+        ),
         (
             "mul.hi.u64 %rd0, %rd1, %rd2;",
             [NEGATIVE, NEGATIVE, 0],
             NEGATIVE - 1,
         ),
         ("mul.hi.s64 %rd0, %rd1, %rd2;", [NEGATIVE, 3, 0], NEGATIVE),
-        ("mul.hi.s64 %rd0, %rd1, %rd2;", [1 << 63, 1 << 63, 0], 1 << 62),
-        ("mul.wide.u16 %r0, %rs1, %rs2;", [0xffff, 0xffff, 0], 0xfffe_0001),
+        (
+            "mul.hi.s64 %rd0, %rd1, %rd2;",
+            [1 << 63, 1 << 63, 0],
+            1 << 62,
+        ),
+        (
+            "mul.wide.u16 %r0, %rs1, %rs2;",
+            [0xffff, 0xffff, 0],
+            0xfffe_0001,
+        ),
         ("mul.wide.s16 %r0, %rs1, %rs2;", [0xffff, 3, 0], 0xffff_fffd),
         (
             "mul.wide.u32 %rd0, %r1, %r2;",
             [0xffff_ffff, 0xffff_ffff, 0],
             0xffff_fffe_0000_0001,
         ),
-        ("mul.wide.s32 %rd0, %r1, 16;", [0xffff_ffff, 0, 0], NEGATIVE - 15),
+        (
+            "mul.wide.s32 %rd0, %r1, 16;",
+            [0xffff_ffff, 0, 0],
+            NEGATIVE - 15,
+        ),
         ("mad.lo.u16 %rs0, %rs1, %rs2, %rs3;", [0x100, 0x100, 9], 9),
         ("mad.lo.s32 %r0, %r1, %r2, %r3;", [0xffff_ffff, 3, 5], 2),
         ("mad.lo.u64 %rd0, %rd1, %rd2, %rd3;", [1 << 63, 2, 5], 5),
@@ -317,7 +348,10 @@ fn parameters_have_their_places_and_widths() {
         ld.param.u64 %rd3, [f_param_2];
         st.v2.b64 [%rd1], {%rd2, %rd3};";
     let memory = run(body, [BASE, 0xffff_fffe, 77], [1, 1, 1], vec![0; 16]).unwrap();
-    assert_eq!(memory, [(-2i64).to_le_bytes(), 77i64.to_le_bytes()].concat());
+    assert_eq!(
+        memory,
+        [(-2i64).to_le_bytes(), 77i64.to_le_bytes()].concat()
+    );
 }
 
 /// Copies by one load from `BASE` and one store to `BASE + 32`; what is there afterwards.
@@ -381,8 +415,16 @@ fn loads_and_stores_have_their_widths_and_signs() {
             "st.global.wt.u16 [%rd7+32], %rs1;",
             &[0x81, 0x82],
         ),
-        ("ld.cg.u8 %rs1, [%rd7];", "st.cs.u8 [%rd7+32], %rs1;", &[0x81]),
-        ("ld.global.lu.u8 %rs1, [%rd7+1];", "st.b8 [%rd7+32], -2;", &[0xfe]),
+        (
+            "ld.cg.u8 %rs1, [%rd7];",
+            "st.cs.u8 [%rd7+32], %rs1;",
+            &[0x81],
+        ),
+        (
+            "ld.global.lu.u8 %rs1, [%rd7+1];",
+            "st.b8 [%rd7+32], -2;",
+            &[0xfe],
+        ),
         (
             "ld.global.cs.v2.u8 {%rs1, %rs2}, [%rd7+2];",
             "st.global.cs.v2.u8 [%rd7+32], {%rs2, %rs1};",
@@ -399,8 +441,8 @@ fn loads_and_stores_have_their_widths_and_signs() {
             "ld.global.cs.v4.u32 {%r1,%r2,%r3,%r4}, [%rd7+16];",
             "st.global.cs.v4.u32 [%rd7+32], {%r4,%r3,%r2,%r1};",
             &[
-                0x9d, 0x9e, 0x9f, 0xa0, 0x99, 0x9a, 0x9b, 0x9c, 0x95, 0x96, 0x97, 0x98, 0x91, 0x92, 0x93,
-                0x94,
+                0x9d, 0x9e, 0x9f, 0xa0, 0x99, 0x9a, 0x9b, 0x9c, 0x95, 0x96, 0x97, 0x98, 0x91, 0x92,
+                0x93, 0x94,
             ],
         ),
         (
@@ -416,7 +458,8 @@ fn loads_and_stores_have_their_widths_and_signs() {
 
 #[test]
 fn every_thread_of_every_block_knows_its_place() {
-    // Thread number in the grid of 3 x 2 x 2 blocks of 2 x 3 x 2, written to the place of that number.
+    // Thread number in the grid of 3 x 2 x 2 blocks of 2 x 3 x 2, written to the place of that
+    // number.
     let module = Module::parse(&source(
         "ld.param.u64 %rd1, [f_param_0];
         mov.u32 %r1, %ctaid.z;

@@ -68,7 +68,12 @@ impl Layout {
 }
 
 /// Runs a kernel over `memory` with the descriptors at `table`, and says what is in memory then.
-fn launch(kernel: &Kernel, grid: [u32; 3], arguments: &[u64], memory: Vec<u8>) -> Result<Vec<u8>, Fault> {
+fn launch(
+    kernel: &Kernel,
+    grid: [u32; 3],
+    arguments: &[u64],
+    memory: Vec<u8>,
+) -> Result<Vec<u8>, Fault> {
     assert_eq!(kernel.params(), vec![8; arguments.len()]);
     let params: Vec<u8> = arguments
         .iter()
@@ -79,8 +84,9 @@ fn launch(kernel: &Kernel, grid: [u32; 3], arguments: &[u64], memory: Vec<u8>) -
     Ok(ram.bytes.into_inner().unwrap())
 }
 
-/// Copies within one memory as the descriptors (from, to, len) say, once by a kernel and once plainly. `fields` makes
-/// the words of a descriptor from the two addresses; `rest` are the arguments after the count.
+/// Copies within one memory as the descriptors (from, to, len) say, once by a kernel and once
+/// plainly. `fields` makes the words of a descriptor from the two addresses; `rest` are the
+/// arguments after the count.
 fn same(
     name: &str,
     grid: [u32; 3],
@@ -109,7 +115,8 @@ fn same(
     assert_eq!(differs, None, "{name}: the first wrong byte");
 }
 
-/// Where everything lies: the places of the pieces, then a record with the parts that belong to them.
+/// Where everything lies: the places of the pieces, then a record with the parts that belong to
+/// them.
 fn pieces(wishes: &[Wish]) -> (Vec<(usize, usize, usize)>, usize, usize) {
     let mut layout = Layout { end: 5 };
     let places: Vec<usize> = wishes
@@ -174,11 +181,15 @@ fn nothing_to_copy_touches_nothing() {
     for name in ["ucm_batch", "ucm_gather", "ucm_scatter"] {
         let kernel = module.kernel(name).unwrap();
         let arguments = vec![0; kernel.params().len()];
-        assert_eq!(launch(kernel, [7, 2, 1], &arguments, Vec::new()), Ok(Vec::new()));
+        assert_eq!(
+            launch(kernel, [7, 2, 1], &arguments, Vec::new()),
+            Ok(Vec::new())
+        );
     }
 }
 
-/// The outcome of one pair, whose addresses count from `BASE`, in memory of 1024 bytes that begins with the pair.
+/// The outcome of one pair, whose addresses count from `BASE`, in memory of 1024 bytes that begins
+/// with the pair.
 fn one_pair(src: u64, dst: u64, len: u64) -> Result<Vec<u8>, Fault> {
     let mut memory = [BASE + src, BASE + dst, len].map(u64::to_le_bytes).concat();
     memory.extend(noise(1000));

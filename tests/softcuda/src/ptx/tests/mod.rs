@@ -1,4 +1,5 @@
-//! Every form of every opcode on known values, what is refused, and the committed kernels against plain copies.
+//! Every form of every opcode on known values, what is refused, and the committed kernels against
+//! plain copies.
 
 mod forms;
 mod kernels;

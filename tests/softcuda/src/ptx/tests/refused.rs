@@ -42,7 +42,10 @@ fn instructions() {
         ("add.u64 %rd1, %rd2, %tid.x;", "%tid.x is 32 bits wide"),
         ("cvt.u64.u32 %r1, %r2;", "%r1 is 32 bits wide"),
         ("selp.u32 %r1, %r2, %r3, %r4;", "%r4 is 32 bits wide"),
-        ("add.u32 %r1, %r2, 0f3F800000;", "not understood: 0f3F800000"),
+        (
+            "add.u32 %r1, %r2, 0f3F800000;",
+            "not understood: 0f3F800000",
+        ),
         ("add.u32 %r1, %r2, 010;", "not understood: 010"),
         ("add.u32 %r1, %r2, x;", "not understood: x"),
         ("@%p8 ret;", "no such register: %p8"),
@@ -58,7 +61,10 @@ fn instructions() {
             "no such parameter: [f_param_1]",
         ),
         ("ld.shared.u32 %r1, [%rd1];", "no such access to memory"),
-        ("ld.volatile.global.u32 %r1, [%rd1];", "no such access to memory"),
+        (
+            "ld.volatile.global.u32 %r1, [%rd1];",
+            "no such access to memory",
+        ),
         ("ld.global.wt.u32 %r1, [%rd1];", "no such access to memory"),
         ("st.global.nc.u32 [%rd1], %r1;", "no such access to memory"),
         (

@@ -1,19 +1,23 @@
-"""Decides which part of a hit is loaded: only what is quicker than computing, as far as both speeds are known.
+"""Decides which part of a hit is loaded: only what is quicker than computing, as far as both speeds
+are known.
 
-A hit lies in one tier of the store or in several. It can be loaded whole, or cut before the first block that lies in a
-lower tier. A cut pays when ``sum over its tiers of (queue wait + fixed + bytes / rate)``, plus the cost of the loads
-that were recently given up, is within a share of the time to compute its tokens. Of the cuts that pay, the one that
-saves most is loaded. An unknown tier is assumed to cost nothing, so it is loaded from and measured. Within one tier
-both sides grow with the length, so no shorter cut would pay better, and short hits are declined by the same rule.
+A hit lies in one tier of the store or in several. It can be loaded whole, or cut before the first
+block that lies in a lower tier. A cut pays when ``sum over its tiers of (queue wait + fixed + bytes
+/ rate)``, plus the cost of the loads that were recently given up, is within a share of the time to
+compute its tokens. Of the cuts that pay, the one that saves most is loaded. An unknown tier is
+assumed to cost nothing, so it is loaded from and measured. Within one tier both sides grow with the
+length, so no shorter cut would pay better, and short hits are declined by the same rule.
 
-While the speed of computing is not known, a hit is loaded unless loads from its tiers were slower than any computing
-can plausibly be (:meth:`~.compute_rate.ComputeRate.at_most`). An engine that has just started over a full store should
-use it; measuring by computing a prompt would cost that prompt's whole time.
+While the speed of computing is not known, a hit is loaded unless loads from its tiers were slower
+than any computing can plausibly be (:meth:`~.compute_rate.ComputeRate.at_most`). An engine that has
+just started over a full store should use it; measuring by computing a prompt would cost that
+prompt's whole time.
 
-A declined hit measures nothing, so one is loaded from time to time. The time this may cost is kept in ledgers, one for
-each tier, in seconds: a tier earns :data:`LEARNING` of the compute time of each hit in it and what its loads saved, and
-pays for loads that took longer than computing. A hit is tried only when the ledger covers its expected loss, so in the
-long run the cache costs no more than that share, at any speed.
+A declined hit measures nothing, so one is loaded from time to time. The time this may cost is kept
+in ledgers, one for each tier, in seconds: a tier earns :data:`LEARNING` of the compute time of each
+hit in it and what its loads saved, and pays for loads that took longer than computing. A hit is
+tried only when the ledger covers its expected loss, so in the long run the cache costs no more than
+that share, at any speed.
 
 The time of a load is attributed to the slowest of its tiers, less what was expected of the others.
 """
@@ -36,8 +40,8 @@ FIRST_S = 0.5
 UNLEARNT = 8
 #: A ledger is kept within so many times what the load at hand may take.
 LEDGER = 4.0
-#: A load is behind when it has taken so many times what was expected, counted from the end of the step by which it had
-#: begun for certain: the first that ends may have been planned before it.
+#: A load is behind when it has taken so many times what was expected, counted from the end of the
+#: step by which it had begun for certain: the first that ends may have been planned before it.
 BEHIND, BEGUN = 2.0, 2
 #: Seconds that a load may take while the speed of computing is unknown, of this engine and of any
 #: other on this machine. A plain store's loads have ``deadlines.load_unknown_s``.
@@ -56,7 +60,8 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A hit, or the beginning of one: its tokens, and its bytes by the number of the tier that has them."""
+    """A hit, or the beginning of one: its tokens, and its bytes by the number of the tier that has
+    them."""
 
     tokens: int
     sizes: Mapping[int, int]
@@ -87,7 +92,8 @@ class _Load:
     begun: float = 0.0  # when it had begun for certain
     failed: bool = False
     late: bool = False
-    served: tuple[int, ...] = ()  # blocks by tier, as the rank said that had most from furthest down
+    # blocks by tier, as the rank said that had most from furthest down
+    served: tuple[int, ...] = ()
 
 
 class Admission:
@@ -111,22 +117,29 @@ class Admission:
         self._seen = float("-inf")  # when the workers' reports were last looked at
         self.learning_loads = 0
 
-    # Judging ------------------------------------------------------------------------------------------------
+    # Judging
+    # ----------------------------------------------------------------------------------------------
 
     def worth_waiting(self, tokens: int, rest: int) -> bool:
         """Whether a request should wait for the store's answer while others compute.
 
-        Not where computing all ``tokens`` that it could load (``rest`` more are computed anyway) takes less than the
-        step that it loses by waiting, and the one that a load takes at least. Where no speed is known, it should.
+        Not where computing all ``tokens`` that it could load (``rest`` more are computed anyway)
+        takes less than the step that it loses by waiting, and the one that a load takes at least.
+        Where no speed is known, it should.
         """
         if self._mode != "measured":
             return self._mode == "always"
         compute = self.compute_rate.seconds(tokens, rest)
-        return compute is None or self._share * compute >= 2 * self.compute_rate.step_under_way(self._clock())
+        return compute is None or self._share * compute >= 2 * self.compute_rate.step_under_way(
+            self._clock()
+        )
 
-    def decide(self, cuts: Sequence[Cut], rest: int, *, again: bool = False) -> tuple[Cut | None, Verdict]:
-        """Which of these cuts to load, the whole hit being the last, for a request that computes ``rest`` tokens more
-        than all of it; None: nothing. Each hit adds to a ledger, once: ``again`` for one that was judged before."""
+    def decide(
+        self, cuts: Sequence[Cut], rest: int, *, again: bool = False
+    ) -> tuple[Cut | None, Verdict]:
+        """Which of these cuts to load, the whole hit being the last, for a request that computes
+        ``rest`` tokens more than all of it; None: nothing. Each hit adds to a ledger, once:
+        ``again`` for one that was judged before."""
         whole = cuts[-1]
         if self._mode != "measured":
             return (whole, Verdict.LOAD) if self._mode == "always" else (None, Verdict.DECLINE)
@@ -153,16 +166,20 @@ class Admission:
         if last.waiting or last.ledger < 0:
             return declined
         step = self.compute_rate.step_under_way(now)
-        at_best = sum(self._tier(tier).rate.at_best(tier_size) for tier, tier_size in whole.sizes.items())
+        at_best = sum(
+            self._tier(tier).rate.at_best(tier_size) for tier, tier_size in whole.sizes.items()
+        )
         if self._share * compute - max(at_best + step / 2, step) >= most:
             return whole, Verdict.LEARN
         load = self._seconds(whole, now)
         loss = saved + (max(load - compute, -saved) if load <= allowance else allowance)
-        return declined if last.unlearnt < UNLEARNT or loss > last.ledger else (whole, Verdict.LEARN)
+        return (
+            declined if last.unlearnt < UNLEARNT or loss > last.ledger else (whole, Verdict.LEARN)
+        )
 
     def _gain(self, cut: Cut, rest: int, now: float) -> tuple[float, float]:
-        """How far a cut is within the share of computing it, and what it saves, in seconds. What is unknown altogether
-        is taken to cost nothing."""
+        """How far a cut is within the share of computing it, and what it saves, in seconds. What is
+        unknown altogether is taken to cost nothing."""
         compute = self.compute_rate.seconds(cut.tokens, rest) or 0.0
         if not self._known(cut) and not self._behind(cut, now):
             return self._share * compute, compute
@@ -185,12 +202,16 @@ class Admission:
         return max(max(load, self._behind(cut, now)) + step / 2, step)
 
     def _hopeless(self, cut: Cut, now: float) -> bool:
-        """Whether loads from a cut's tiers were slower than computing as much can plausibly be, or the oldest under way
-        is by now: from when it was first in line."""
+        """Whether loads from a cut's tiers were slower than computing as much can plausibly be, or
+        the oldest under way is by now: from when it was first in line."""
         at_best = sum(self._tier(number).rate.at_best(size) for number, size in cut.sizes.items())
         if at_best > self.compute_rate.at_most(cut.tokens):
             return True
-        loads = [load for load in self._loads.values() if load.slowest in cut.sizes and load.steps > BEGUN]
+        loads = [
+            load
+            for load in self._loads.values()
+            if load.slowest in cut.sizes and load.steps > BEGUN
+        ]
         if not loads:
             return False
         oldest = min(loads, key=lambda load: load.begun)
@@ -201,7 +222,8 @@ class Admission:
         return self._tiers.setdefault(min(number, TIERS - 1), _Tier())
 
     def _behind(self, cut: Cut, now: float) -> float:
-        """How long the oldest load from a cut's tiers has taken that is behind what was expected; 0: none is."""
+        """How long the oldest load from a cut's tiers has taken that is behind what was expected;
+        0: none is."""
         return max(
             (
                 now - load.begun
@@ -213,7 +235,8 @@ class Admission:
             default=0.0,
         )
 
-    # Loads --------------------------------------------------------------------------------------------------
+    # Loads
+    # ----------------------------------------------------------------------------------------------
 
     def began(self, request: str, cut: Cut, rest: int, *, learns: bool = False) -> float:
         """A load was planned for a request that computes ``rest`` tokens besides; returns the
@@ -228,7 +251,11 @@ class Admission:
             self._slowest(ahead),
             self.compute_rate.seconds(cut.tokens, rest),
             self.compute_rate.allowance(cut.tokens, rest),
-            sum(seconds or 0.0 for seconds in expected) if any(s is not None for s in expected) else None,
+            (
+                sum(seconds or 0.0 for seconds in expected)
+                if any(s is not None for s in expected)
+                else None
+            ),
             learns,
             self._clock(),
             {number: tier.moved for number, tier in known.items()},
@@ -245,7 +272,8 @@ class Admission:
         return self._unknown_load_s if borrowed is None else borrowed
 
     def _slowest(self, sizes: Mapping[int, int]) -> int:
-        """The tier that takes most of the time for so many bytes; one that is not known, if there is any."""
+        """The tier that takes most of the time for so many bytes; one that is not known, if there
+        is any."""
 
         def takes(number: int) -> tuple[float, int]:
             seconds = self._tier(number).rate.seconds(sizes[number])
@@ -265,7 +293,10 @@ class Admission:
     def oldest_first(self, requests: Iterable[str]) -> list[str]:
         """Requests whose loads ended, in the order in which these began."""
         far = float("inf")
-        return sorted(requests, key=lambda name: (self._loads[name].began if name in self._loads else far, name))
+        return sorted(
+            requests,
+            key=lambda name: (self._loads[name].began if name in self._loads else far, name),
+        )
 
     def failed(self, request: str, late: bool) -> None:
         """A rank reported that its part of a load failed; ``late``: given up for its time."""
@@ -278,8 +309,8 @@ class Admission:
             load.served = blocks
 
     def ended(self, request: str) -> None:
-        """Every rank has reported a load: the slowest was the last. One that failed tells about the speed only if it
-        was given up."""
+        """Every rank has reported a load: the slowest was the last. One that failed tells about the
+        speed only if it was given up."""
         load = self._loads.pop(request, None)
         if load is None:
             return
@@ -293,27 +324,41 @@ class Admission:
         low = min(max(self._seen - load.began, 0.0), high)
         moved = self._moved(load)
         number = load.slowest if late else self._slowest(moved)
-        others = sum(self._tier(each).rate.seconds(size) or 0.0 for each, size in moved.items() if each != number)
+        others = sum(
+            self._tier(each).rate.seconds(size) or 0.0
+            for each, size in moved.items()
+            if each != number
+        )
         tier = self._newest = self._tier(number)
         tier.unlearnt = 0
         if late:
             tier.rate.add_sample(
-                moved[number], max(high - others, 0.0), float("inf"), late=True, accept_outlier=load.learns
+                moved[number],
+                max(high - others, 0.0),
+                float("inf"),
+                late=True,
+                accept_outlier=load.learns,
             )
         else:
             tier.rate.add_sample(
-                moved[number], max(low - others, 0.0), max(high - others, 0.0), accept_outlier=load.learns
+                moved[number],
+                max(low - others, 0.0),
+                max(high - others, 0.0),
+                accept_outlier=load.learns,
             )
         if load.compute is not None and load.allowance is not None:
             self._book(tier, -high if late else load.compute - (low + high) / 2, load.allowance)
 
     def _moved(self, load: _Load) -> dict[int, int]:
-        """Bytes that its tiers had to move from the beginning of a load to its end. Of one that ended well they are
-        counted, by what its ranks said of it; how far one came that was given up is not known."""
+        """Bytes that its tiers had to move from the beginning of a load to its end. Of one that
+        ended well they are counted, by what its ranks said of it; how far one came that was given
+        up is not known."""
         sizes = load.sizes
         if load.served and not load.late:
             block = sum(sizes.values()) / sum(load.served)
-            sizes = {number: round(blocks * block) for number, blocks in enumerate(load.served) if blocks}
+            sizes = {
+                number: round(blocks * block) for number, blocks in enumerate(load.served) if blocks
+            }
         moved = {}
         for number, size in sizes.items():
             tier = self._tier(number)
@@ -334,12 +379,16 @@ class Admission:
     def _book(tier: _Tier, seconds: float, allowance: float) -> None:
         tier.ledger = min(max(tier.ledger + seconds, -LEDGER * allowance), LEDGER * allowance)
 
-    # What is remembered -------------------------------------------------------------------------------------
+    # What is remembered
+    # -------------------------------------------------------------------------------------
 
     def known(self) -> tuple[ComputeSpeed | None, dict[int, LoadSpeed]]:
-        """What another process of this engine may start with: the speed of computing, and that of each tier known."""
+        """What another process of this engine may start with: the speed of computing, and that of
+        each tier known."""
         rates = {number: tier.rate.known() for number, tier in sorted(self._tiers.items())}
-        return self.compute_rate.known(), {number: known for number, known in rates.items() if known is not None}
+        return self.compute_rate.known(), {
+            number: known for number, known in rates.items() if known is not None
+        }
 
     def recall(self, computing: ComputeSpeed | None, loading: Mapping[int, LoadSpeed]) -> None:
         """Start with what an earlier process knew, where nothing was measured yet."""
@@ -349,16 +398,22 @@ class Admission:
             self._tier(number).rate.recall(known)
 
     def borrow(self, computing: ComputeSpeed) -> None:
-        """Take the deadlines of loads from a speed that another engine showed on this machine, until
-        this engine has one. Load speeds are never taken from others: they would decline hits."""
+        """Take the deadlines of loads from a speed that another engine showed on this machine,
+        until this engine has one. Load speeds are never taken from others: they would decline
+        hits."""
         self.compute_rate.borrow(computing)
 
-    # What is told -------------------------------------------------------------------------------------------
+    # What is told
+    # -------------------------------------------------------------------------------------------
 
     def rates(self) -> dict[str, float]:
-        """The speeds that are known, by name and unit; those of loads are of the tier that was loaded from last."""
+        """The speeds that are known, by name and unit; those of loads are of the tier that was
+        loaded from last."""
         found = {"prefill_tokens_per_second": self.compute_rate.tokens_per_second}
         if self._newest is not None:
             rate = self._newest.rate
-            found |= {"load_bytes_per_second": rate.bytes_per_second, "load_fixed_seconds": rate.fixed}
+            found |= {
+                "load_bytes_per_second": rate.bytes_per_second,
+                "load_fixed_seconds": rate.fixed,
+            }
         return {name: value for name, value in found.items() if value is not None}

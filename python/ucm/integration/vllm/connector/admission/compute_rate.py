@@ -1,10 +1,10 @@
 """How fast this engine computes prompts: what a hit saves, and how long its load may take.
 
-A step's time is modelled as ``overhead + tokens * cost``: the overhead is the time of steps with few tokens, the cost
-is what each token of larger steps adds to it. The tokens of a hit, added to a prompt that is computed anyway, cost
-their part and the steps they add, not a step of their own. The estimate is a low quartile of the last samples:
-compilation, a busy machine and long contexts make steps slower and nothing makes them faster, and one slow step must
-not make a hit look cheap.
+A step's time is modelled as ``overhead + tokens * cost``: the overhead is the time of steps with
+few tokens, the cost is what each token of larger steps adds to it. The tokens of a hit, added to a
+prompt that is computed anyway, cost their part and the steps they add, not a step of their own. The
+estimate is a low quartile of the last samples: compilation, a busy machine and long contexts make
+steps slower and nothing makes them faster, and one slow step must not make a hit look cheap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-#: A step with fewer tokens of prompts says nothing about the speed of computing them, only about the overhead.
+#: A step with fewer tokens of prompts says nothing about the speed of computing them, only about
+#: the overhead.
 MIN_TOKENS = 64
 #: A request with fewer tokens in a step decodes, perhaps with guessed tokens.
 CHUNK_TOKENS = 16
@@ -27,7 +28,8 @@ LEAST_PART = 0.05
 IDLE_S = 0.005
 #: A load may take so many times the time that computing its tokens would take.
 FACTOR = 2.0
-#: Nothing that serves computes prompts more slowly, in tokens a second: 40 s to the first token of a prompt of 4000.
+#: Nothing that serves computes prompts more slowly, in tokens a second: 40 s to the first token of
+#: a prompt of 4000.
 FLOOR = 100.0
 
 
@@ -51,31 +53,39 @@ class ComputeRate:
     """What the last steps took. Every method is cheap enough for each step or each request."""
 
     def __init__(self, min_s: float, max_s: float, step_tokens: int = 0, overlap: int = 1) -> None:
-        """A load gets at least ``min_s`` and at most ``max_s`` seconds; ``step_tokens``: most tokens of one step;
-        ``overlap``: most steps that are planned and have not ended, the next one included."""
+        """A load gets at least ``min_s`` and at most ``max_s`` seconds; ``step_tokens``: most
+        tokens of one step; ``overlap``: most steps that are planned and have not ended, the next
+        one included."""
         self._min_s = min_s
         self._max_s, self._step_tokens = max_s, step_tokens
-        self._in_flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)  # planned at, prompts' tokens, all
+        # planned at, prompts' tokens, all
+        self._in_flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)
         self._small: deque[float] = deque(maxlen=SAMPLES)
         self._large: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # seconds, tokens
-        self._shown: deque[float] = deque(maxlen=SAMPLES)  # seconds for each token of a step, of whatever kind
+        # seconds for each token of a step, of whatever kind
+        self._shown: deque[float] = deque(maxlen=SAMPLES)
         self._skip = SKIPPED
         self._ended_at = float("-inf")
-        self._last = 0.0  # seconds of the last step that computed something, 0 when it computed nothing
+        self._last = (
+            0.0  # seconds of the last step that computed something, 0 when it computed nothing
+        )
         self._known: tuple[float, float] | None = None  # overhead, cost; None: to be worked out
         self._borrowed: ComputeSpeed | None = None  # of another engine, used while _large is empty
 
-    # What is seen -------------------------------------------------------------------------------------------
+    # What is seen
+    # -------------------------------------------------------------------------------------------
 
     def planned(self, scheduled: Mapping[str, int], total: int, now: float) -> None:
-        """A step was planned at ``now`` (seconds) that computes so many tokens of each request, ``total`` of all."""
+        """A step was planned at ``now`` (seconds) that computes so many tokens of each request,
+        ``total`` of all."""
         prompts = 0
         if total >= len(scheduled) + MIN_TOKENS:
             prompts = sum(tokens for tokens in scheduled.values() if tokens >= CHUNK_TOKENS)
         self._in_flight.append((now, prompts, total))
 
     def ended(self, now: float) -> None:
-        """The step planned longest ago has ended. Idle time does not count, overlapping steps share theirs."""
+        """The step planned longest ago has ended. Idle time does not count, overlapping steps share
+        theirs."""
         if not self._in_flight:
             return
         planned, prompts, total = self._in_flight.popleft()
@@ -95,10 +105,12 @@ class ComputeRate:
             self._large.append((took, prompts))
             self._known = None
 
-    # What follows -------------------------------------------------------------------------------------------
+    # What follows
+    # -------------------------------------------------------------------------------------------
 
     def seconds(self, tokens: int, rest: int = 1) -> float | None:
-        """What computing ``tokens`` more of a prompt takes, of which ``rest`` are computed anyway; None: not known."""
+        """What computing ``tokens`` more of a prompt takes, of which ``rest`` are computed anyway;
+        None: not known."""
         return self._estimate(tokens, rest, *self._model()) if self._large else None
 
     def _estimate(self, tokens: int, rest: int, overhead: float, cost: float) -> float:
@@ -108,13 +120,14 @@ class ComputeRate:
         return tokens * cost + steps * overhead
 
     def at_most(self, tokens: int) -> float:
-        """More than what computing ``tokens`` of a prompt can plausibly take, in seconds, also while the speed is not
-        known: at :data:`FLOOR`, or at the rate that steps of any kind have shown where that is higher.
+        """More than what computing ``tokens`` of a prompt can plausibly take, in seconds, also
+        while the speed is not known: at :data:`FLOOR`, or at the rate that steps of any kind have
+        shown where that is higher.
 
-        Those are steps with a token for each request that decodes, or with the rest of a prompt of which the store had
-        nearly all. A step with few tokens is paid for with the overhead of a whole one, and its tokens look back on the
-        longest context: no device computes a prompt more slowly than by steps of that kind, and all but the poorest
-        are many times faster.
+        Those are steps with a token for each request that decodes, or with the rest of a prompt of
+        which the store had nearly all. A step with few tokens is paid for with the overhead of a
+        whole one, and its tokens look back on the longest context: no device computes a prompt more
+        slowly than by steps of that kind, and all but the poorest are many times faster.
         """
         return tokens * min([1 / FLOOR, *([_lower_quartile(self._shown)] if self._shown else [])])
 
@@ -134,8 +147,8 @@ class ComputeRate:
         return min(max(FACTOR * compute, self._min_s), self._max_s)
 
     def step_under_way(self, now: float) -> float:
-        """What the step takes that is planned now if others compute in it, in seconds: a load is not seen to end
-        before the step does. 0 on an engine that computes nothing else."""
+        """What the step takes that is planned now if others compute in it, in seconds: a load is
+        not seen to end before the step does. 0 on an engine that computes nothing else."""
         if not (self._last and self._small) or now - self._ended_at > IDLE_S:
             return 0.0
         return min(self._last, _lower_quartile(self._small))
@@ -149,7 +162,8 @@ class ComputeRate:
         overhead, cost = self._model()
         return tokens / (overhead + tokens * cost)
 
-    # What is remembered --------------------------------------------------------------------------------------
+    # What is remembered
+    # --------------------------------------------------------------------------------------
 
     def known(self) -> ComputeSpeed | None:
         """What another process of this engine may start with; None: nothing is known."""
@@ -159,8 +173,8 @@ class ComputeRate:
         return ComputeSpeed(*self._model(), sizes[len(sizes) // 2])
 
     def recall(self, known: ComputeSpeed) -> None:
-        """Start with what an earlier process knew. It counts as one step of each kind, so the next few outweigh it;
-        nothing if steps were measured already."""
+        """Start with what an earlier process knew. It counts as one step of each kind, so the next
+        few outweigh it; nothing if steps were measured already."""
         if self._large or not known.plausible():
             return
         if known.overhead > 0:
@@ -178,7 +192,9 @@ class ComputeRate:
     def _model(self) -> tuple[float, float]:
         if self._known is None:
             overhead = _lower_quartile(self._small) if self._small else 0.0
-            cost = _lower_quartile([max(took - overhead, LEAST_PART * took) / tokens for took, tokens in self._large])
+            cost = _lower_quartile(
+                [max(took - overhead, LEAST_PART * took) / tokens for took, tokens in self._large]
+            )
             self._known = overhead, cost
         return self._known
 

@@ -1,9 +1,10 @@
 """How long loads from one tier take: ``fixed + bytes / rate``, fitted to the last loads.
 
-The bytes of a sample are those the tier had to move until the load was done, including the loads ahead of it. The end
-of a load is known up to one step of vLLM, so a sample is an interval; one that contains the expected time changes
-nothing. A single sample that is far off is treated as an outlier and limited to twice or half the expected time; a
-second one in the same direction means that the tier has changed, and the samples before are dropped.
+The bytes of a sample are those the tier had to move until the load was done, including the loads
+ahead of it. The end of a load is known up to one step of vLLM, so a sample is an interval; one that
+contains the expected time changes nothing. A single sample that is far off is treated as an outlier
+and limited to twice or half the expected time; a second one in the same direction means that the
+tier has changed, and the samples before are dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NamedTuple
 SAMPLES, DECAY = 16, 0.9
 #: A sample off by this factor, and by so many seconds, is an outlier.
 OUTLIER, SLACK_S = 2.0, 0.003
-#: Sizes that vary less (variance relative to the square of the mean) do not tell the fixed part from the rate.
+#: Sizes that vary less (variance relative to the square of the mean) do not tell the fixed part
+#: from the rate.
 SPREAD = 0.02
 #: A load longer or shorter by this factor than all remembered is no outlier, only something new.
 REACH = 1.25
@@ -42,7 +44,9 @@ class LoadRate:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # bytes, seconds
-        self._outlier: tuple[int, float, bool] | None = None  # the newest sample if it was one, and whether slower
+        self._outlier: tuple[int, float, bool] | None = (
+            None  # the newest sample if it was one, and whether slower
+        )
         self._least = self._most = 0  # bytes of the samples
         self.fixed = 0.0  # seconds
         self._per_byte = 0.0  # seconds
@@ -54,22 +58,30 @@ class LoadRate:
         return 1 / self._per_byte if self._per_byte > 0 else None
 
     def seconds(self, size: int) -> float | None:
-        """What a load takes that ends when ``size`` bytes were moved; None while nothing is known."""
+        """What a load takes that ends when ``size`` bytes were moved; None while nothing is
+        known."""
         return self.fixed + size * self._per_byte if self._samples else None
 
     def at_best(self, size: int) -> float:
-        """The least it can take by what is known: a load longer than those seen may take no longer, and a shorter one
-        less in proportion."""
+        """The least it can take by what is known: a load longer than those seen may take no longer,
+        and a shorter one less in proportion."""
         if not self._samples:
             return 0.0
         seen = min(max(size, self._least), self._most)
         return (self.fixed + seen * self._per_byte) * min(size / max(seen, 1), 1.0)
 
     def add_sample(
-        self, size: int, low: float, high: float, *, late: bool = False, accept_outlier: bool = False
+        self,
+        size: int,
+        low: float,
+        high: float,
+        *,
+        late: bool = False,
+        accept_outlier: bool = False,
     ) -> None:
-        """A load ended after between ``low`` and ``high`` seconds. ``late``: it was given up, so that ``high`` is
-        infinity. ``accept_outlier``: an outlier is accepted at once, as there are few samples."""
+        """A load ended after between ``low`` and ``high`` seconds. ``late``: it was given up, so
+        that ``high`` is infinity. ``accept_outlier``: an outlier is accepted at once, as there are
+        few samples."""
         expected = self.seconds(size)
         guess = expected if expected is not None else low if late else (low + high) / 2
         took = min(max(guess, low), high)
@@ -97,8 +109,8 @@ class LoadRate:
         return LoadSpeed(self.fixed, self._per_byte, self._least, self._most, self.given_up)
 
     def recall(self, known: LoadSpeed) -> None:
-        """Start with what an earlier process knew. It counts as one or two loads, so the next few outweigh it, and two
-        that are far off end it; nothing if loads were measured already."""
+        """Start with what an earlier process knew. It counts as one or two loads, so the next few
+        outweigh it, and two that are far off end it; nothing if loads were measured already."""
         if self._samples:
             return
         self.fixed, self.given_up = known.fixed, min(known.given_up, 1.0)
@@ -117,7 +129,10 @@ class LoadRate:
             xx, xy = DECAY * xx + size * size, DECAY * xy + size * took
         x, y = x / weight, y / weight
         spread = xx / weight - x * x
-        self._least, self._most = min(size for size, _ in self._samples), max(size for size, _ in self._samples)
+        self._least, self._most = (
+            min(size for size, _ in self._samples),
+            max(size for size, _ in self._samples),
+        )
         if spread > SPREAD * x * x:
             slope = (xy / weight - x * y) / spread
             self._per_byte = min(max(slope, 0.0), y / x)

@@ -1,10 +1,11 @@
 """Keeps measured speeds across restarts, so that an engine starts with the rates of its last run.
 
-They are written to a small file beside the root's marker, for each identity and machine, and used until they are
-measured anew (:meth:`~.compute_rate.ComputeRate.recall`, :meth:`~.load_rate.LoadRate.recall`). An
-engine of which nothing is remembered takes the deadlines of its loads from the best speed of
-computing that others showed on the machine (:meth:`~.admission.Admission.borrow`). Background
-threads read and write the file, so no step waits for it; where that fails, nothing is remembered.
+They are written to a small file beside the root's marker, for each identity and machine, and used
+until they are measured anew (:meth:`~.compute_rate.ComputeRate.recall`,
+:meth:`~.load_rate.LoadRate.recall`). An engine of which nothing is remembered takes the deadlines
+of its loads from the best speed of computing that others showed on the machine
+(:meth:`~.admission.Admission.borrow`). Background threads read and write the file, so no step waits
+for it; where that fails, nothing is remembered.
 """
 
 from __future__ import annotations
@@ -27,13 +28,23 @@ from ucm.integration.vllm.connector.root_file import RootFile
 
 #: The file's name, and how many engines and machines it remembers.
 NAME, LIMIT = "ucm-rates.json", 256
-#: Seconds until what was learnt is written first, which doubles from time to time up to the second: a process that is
-#: killed soon has left something, one that runs long hardly writes.
+#: Seconds until what was learnt is written first, which doubles from time to time up to the second:
+#: a process that is killed soon has left something, one that runs long hardly writes.
 SOON_S, RARELY_S = 5.0, 640.0
-#: The end of an engine waits so long for the last writing, in seconds; on a root that answers it takes milliseconds.
+#: The end of an engine waits so long for the last writing, in seconds; on a root that answers it
+#: takes milliseconds.
 CLOSE_S = 1.0
 #: What a processor calls itself, by architecture.
-_PROCESSOR = ("vendor_id", "model name", "cpu family", "model", "CPU implementer", "CPU part", "cpu", "machine")
+_PROCESSOR = (
+    "vendor_id",
+    "model name",
+    "cpu family",
+    "model",
+    "CPU implementer",
+    "CPU part",
+    "cpu",
+    "machine",
+)
 
 _Rates = TypeVar("_Rates", ComputeSpeed, LoadSpeed)
 
@@ -41,9 +52,10 @@ _Rates = TypeVar("_Rates", ComputeSpeed, LoadSpeed)
 def machine_name() -> str:
     """The kind of machine this is: processor, number of cores, device.
 
-    Not the host's name: a container that is started again has a new one each time, just when the memory is wanted, and
-    what computes as fast may be on any host of a kind. What it does not tell apart (a quota of processor time, a
-    neighbour, a slower path to the storage) is learnt anew like every change of speed.
+    Not the host's name: a container that is started again has a new one each time, just when the
+    memory is wanted, and what computes as fast may be on any host of a kind. What it does not tell
+    apart (a quota of processor time, a neighbour, a slower path to the storage) is learnt anew like
+    every change of speed.
     """
     from vllm.platforms import current_platform
 
@@ -67,7 +79,8 @@ def _processor() -> list[str]:
 
 
 class Remembered(Protocol):
-    """Something else that is measured once on a machine, and kept in the same entry under names of its own."""
+    """Something else that is measured once on a machine, and kept in the same entry under names of
+    its own."""
 
     def known(self) -> dict[str, Any]:
         """As JSON; nothing while it is not known."""
@@ -88,11 +101,16 @@ class RateMemory:
         clock: Callable[[], float] = time.monotonic,
         beside: Remembered | None = None,
     ) -> None:
-        """``root``: the store's own directory or the state directory, None for nowhere; ``beside``: what else was
-        measured."""
+        """``root``: the store's own directory or the state directory, None for nowhere; ``beside``:
+        what else was measured."""
         self._beside = beside
         self._file = None if root is None else RootFile(root, NAME, "rates", LIMIT)
-        self._admission, self._background, self._machine, self._clock = admission, background, machine, clock
+        self._admission, self._background, self._machine, self._clock = (
+            admission,
+            background,
+            machine,
+            clock,
+        )
         self._found: Mapping[str, Mapping[str, Any]] = {}
         self._key = self._store = ""
         self._written: dict[str, Any] = {}
@@ -103,8 +121,8 @@ class RateMemory:
 
     @harmless(None)
     def open(self, identity: str, store: str) -> None:
-        """The engine's identity is known, and which store it uses: start with what is remembered of them, if it was
-        read by now."""
+        """The engine's identity is known, and which store it uses: start with what is remembered of
+        them, if it was read by now."""
         if self._file is None:
             return
         machine = self._machine()
@@ -119,7 +137,8 @@ class RateMemory:
 
     @harmless(None)
     def keep(self, now: float) -> None:
-        """Write what is known, if it is something else than before; called when :attr:`due`, returns at once."""
+        """Write what is known, if it is something else than before; called when :attr:`due`,
+        returns at once."""
         self.due = now + self._pause
         self._pause = min(2 * self._pause, RARELY_S)
         self._submit(lambda: None)
@@ -132,10 +151,12 @@ class RateMemory:
         if self._submit(ended.set):
             ended.wait(CLOSE_S)
 
-    # Inside -------------------------------------------------------------------------------------------------
+    # Inside
+    # ----------------------------------------------------------------------------------------------
 
     def _submit(self, ended: Callable[[], None]) -> bool:
-        """Have what is new written; false if nothing is. ``ended`` is called behind it, however it went."""
+        """Have what is new written; false if nothing is. ``ended`` is called behind it, however it
+        went."""
         entry = self._entry()
         if not self._key or entry in ({}, self._written):
             return False
@@ -161,7 +182,10 @@ class RateMemory:
         computing, loading = self._admission.known()
         entry: dict[str, Any] = {} if computing is None else {"computing": _spelled(computing)}
         if loading:
-            entry |= {"store": self._store, "loading": {str(tier): _spelled(known) for tier, known in loading.items()}}
+            entry |= {
+                "store": self._store,
+                "loading": {str(tier): _spelled(known) for tier, known in loading.items()},
+            }
         return entry if self._beside is None else entry | self._beside.known()
 
     def _recall(self, entry: Mapping[str, Any]) -> None:
@@ -170,7 +194,9 @@ class RateMemory:
         if self._beside is not None:
             self._beside.recall(entry)
         if computing is not None or loading:
-            logger.info("speeds remembered of this engine on this machine: %s", self._admission.rates())
+            logger.info(
+                "speeds remembered of this engine on this machine: %s", self._admission.rates()
+            )
 
     def _borrow(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Until this engine has a speed of computing: the best in ``entries``."""
@@ -193,7 +219,8 @@ class RateMemory:
 def _spelled(rates: ComputeSpeed | LoadSpeed) -> dict[str, float]:
     """As JSON, with digits that mean something: what differs behind them is not worth writing."""
     return {
-        name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in rates._asdict().items()
+        name: float(f"{value:.3g}") if isinstance(value, float) else value
+        for name, value in rates._asdict().items()
     }
 
 
@@ -202,5 +229,6 @@ def _read_as(kind: type[_Rates], stored: Any) -> _Rates | None:
     if not isinstance(stored, dict):
         return None
     values: list[Any] = [stored.get(name) for name in kind._fields]
-    sound = all(isinstance(value, int | float) and 0 <= value < 1 << 53 for value in values)  # NaN is not
+    # NaN is not
+    sound = all(isinstance(value, int | float) and 0 <= value < 1 << 53 for value in values)
     return kind(*values) if sound else None

@@ -1,8 +1,9 @@
 """Content digests of LoRA adapters, so that another adapter at the same path gets other block keys.
 
-vLLM knows an adapter by its name, number and path, and loads it once. ucm keys blocks by the SHA-256 over the adapter's
-files. If these changed since the engine started, or one number stands for two paths, the content that the engine holds
-is not known: requests of that adapter are neither looked up nor stored.
+vLLM knows an adapter by its name, number and path, and loads it once. ucm keys blocks by the
+SHA-256 over the adapter's files. If these changed since the engine started, or one number stands
+for two paths, the content that the engine holds is not known: requests of that adapter are neither
+looked up nor stored.
 """
 
 from __future__ import annotations
@@ -30,31 +31,40 @@ from ucm.reasons import MissReason
 #: The files of an adapter that vLLM reads.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "new_embeddings*")
 
-#: How long the first question about an adapter may wait for its digest, in seconds. Later ones never wait.
+#: How long the first question about an adapter may wait for its digest, in seconds. Later ones
+#: never wait.
 FIRST_WAIT_S = 0.5
 
 #: Most adapters that are remembered; requests of further ones are not cached.
 LIMIT = 16384
 
-#: At most this often, in seconds, the files of an adapter in use are looked at again for lookups; a look that takes
-#: longer says that nothing is known.
+#: At most this often, in seconds, the files of an adapter in use are looked at again for lookups; a
+#: look that takes longer says that nothing is known.
 RECHECK_S = 1.0
 
 _LABEL = b"UCMADAPTER"
 
 
-def adapter_digest(path: str, root: str | None = None, *, now_ns: Callable[[], int] = time.time_ns) -> bytes:
-    """SHA-256 over the files of the adapter at a local ``path``, 32 bytes; reads them, which may take long.
+def adapter_digest(
+    path: str, root: str | None = None, *, now_ns: Callable[[], int] = time.time_ns
+) -> bytes:
+    """SHA-256 over the files of the adapter at a local ``path``, 32 bytes; reads them, which may
+    take long.
 
-    ``root`` is a directory in which digests are remembered. Raises :class:`~ucm.errors.NotFoundError` when there is no
-    adapter, :class:`OSError`, and :class:`~.file_digest.FileChangedError`.
+    ``root`` is a directory in which digests are remembered. Raises
+    :class:`~ucm.errors.NotFoundError` when there is no adapter, :class:`OSError`, and
+    :class:`~.file_digest.FileChangedError`.
     """
     return _digest(path, DigestMemory(root, now_ns), now_ns)[0]
 
 
-def _digest(path: str, memory: DigestMemory, now_ns: Callable[[], int]) -> tuple[bytes, dict[str, FileStamp]]:
+def _digest(
+    path: str, memory: DigestMemory, now_ns: Callable[[], int]
+) -> tuple[bytes, dict[str, FileStamp]]:
     directory = os.path.expanduser(path)
-    names = sorted({name for pattern in ADAPTER_FILES for name in fnmatch.filter(_listed(directory), pattern)})
+    names = sorted(
+        {name for pattern in ADAPTER_FILES for name in fnmatch.filter(_listed(directory), pattern)}
+    )
     if not any(name.startswith("adapter_model") for name in names):
         raise NotFoundError("no adapter_model file lies there", context={"path": path})
     stamps, parts = {}, []
@@ -65,7 +75,9 @@ def _digest(path: str, memory: DigestMemory, now_ns: Callable[[], int]) -> tuple
         if content is None:
             content, seen = hash_file(file)
             if seen != stamp:
-                raise FileChangedError("an adapter file was replaced while it was being read", context={"path": file})
+                raise FileChangedError(
+                    "an adapter file was replaced while it was being read", context={"path": file}
+                )
             memory.learn(file, stamp, content, started_ns)
         stamps[file] = stamp
         parts.append((name, stamp.size, content))
@@ -81,7 +93,8 @@ def _listed(directory: str) -> list[str]:
         return [entry.name for entry in os.scandir(directory) if entry.is_file()]
     except OSError as error:
         raise NotFoundError(
-            "the adapter is not a local directory; load it from a local path to have its blocks kept",
+            "the adapter is not a local directory; load it from a local path to have its blocks"
+            " kept",
             context={"path": directory},
         ) from error
 
@@ -103,11 +116,12 @@ class _Adapter:
 class AdapterDigests:
     """Digests of the adapters of one engine, computed on one thread and looked after on another.
 
-    Questions are answered from memory; one adapter that takes long to hash holds up no look at another.
+    Questions are answered from memory; one adapter that takes long to hash holds up no look at
+    another.
 
-    Files must be older than ``since_ns`` (the engine's start unless given): the moment at which vLLM loads an adapter
-    is not told to connectors. ``trust_new_files`` lifts that for servers that add adapters while they run and never
-    write to a path again.
+    Files must be older than ``since_ns`` (the engine's start unless given): the moment at which
+    vLLM loads an adapter is not told to connectors. ``trust_new_files`` lifts that for servers that
+    add adapters while they run and never write to a path again.
     """
 
     def __init__(
@@ -130,7 +144,8 @@ class AdapterDigests:
     def payload(self, lora_request: Any) -> bytes:
         """What stands in the key for this adapter. Raises :class:`UnkeyableError`.
 
-        The first question about an adapter waits :data:`FIRST_WAIT_S` at most, later ones not at all.
+        The first question about an adapter waits :data:`FIRST_WAIT_S` at most, later ones not at
+        all.
         """
         adapter = self._adapter(lora_request)
         if not adapter.ready.is_set():
@@ -146,13 +161,16 @@ class AdapterDigests:
         if asked is not None and now - asked >= RECHECK_S:
             raise _pending("whether the adapter's files changed takes long to find out", adapter)
         # The same file means two things to vLLM depending on this flag of the request.
-        return adapter.digest + (b"\x01" if getattr(lora_request, "is_3d_lora_weight", False) else b"")
+        return adapter.digest + (
+            b"\x01" if getattr(lora_request, "is_3d_lora_weight", False) else b""
+        )
 
     def current(self, lora_request: Any, since: float) -> bool | None:
-        """Whether a look at the adapter's files that began after ``since`` (of the clock) found them unchanged.
+        """Whether a look at the adapter's files that began after ``since`` (of the clock) found
+        them unchanged.
 
-        False is final. None: no such look has ended, one is under way; ask again. Never waits. What the adapter
-        computed before ``since`` then has the name that :meth:`payload` gave.
+        False is final. None: no such look has ended, one is under way; ask again. Never waits. What
+        the adapter computed before ``since`` then has the name that :meth:`payload` gave.
         """
         try:
             adapter = self._adapter(lora_request)
@@ -177,16 +195,22 @@ class AdapterDigests:
             adapter = self._adapters.get(number)
             if adapter is None:
                 if len(self._adapters) >= LIMIT:
-                    raise UnkeyableError("too many adapters to keep track of", context={"limit": LIMIT})
+                    raise UnkeyableError(
+                        "too many adapters to keep track of", context={"limit": LIMIT}
+                    )
                 adapter = self._adapters[number] = _Adapter(path)
                 self._hashing.submit(lambda: self._hash(adapter))
             elif adapter.path != path and not adapter.problem:
-                adapter.problem = f"adapter number {number} stands for two paths, {adapter.path} and {path}"
+                adapter.problem = (
+                    f"adapter number {number} stands for two paths, {adapter.path} and {path}"
+                )
             return adapter
 
     def _hash(self, adapter: _Adapter) -> None:
         try:
-            digest, stamps = _digest(adapter.path, DigestMemory(self._root, self._now_ns), self._now_ns)
+            digest, stamps = _digest(
+                adapter.path, DigestMemory(self._root, self._now_ns), self._now_ns
+            )
             newest = max(stamp.ctime_ns for stamp in stamps.values())
             if newest > self._since_ns - CLOCK_SLACK_NS and not self._trust_new_files:
                 adapter.problem = adapter.problem or "the adapter changed after the engine started"
@@ -212,7 +236,9 @@ class AdapterDigests:
             except OSError:
                 changed = True
             if changed:
-                adapter.problem = adapter.problem or f"the adapter changed while the engine runs: {path}"
+                adapter.problem = (
+                    adapter.problem or f"the adapter changed while the engine runs: {path}"
+                )
         if not adapter.problem:
             adapter.checked = began
         adapter.asked = None

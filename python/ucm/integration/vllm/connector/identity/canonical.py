@@ -1,7 +1,8 @@
 """Turns configuration objects into plain JSON values whose text is the same in every process.
 
-Dictionaries are sorted by key, sets by their text, types that JSON lacks become words. Nothing here depends on the
-environment, on object addresses, on Python's hash seed or on the order in which a dictionary was filled.
+Dictionaries are sorted by key, sets by their text, types that JSON lacks become words. Nothing here
+depends on the environment, on object addresses, on Python's hash seed or on the order in which a
+dictionary was filled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SHOWN = 120
 
 
 def text_of(value: Any) -> str:
-    """The one JSON text of a plain value: no spaces, ASCII only. Keys stay in the order they have."""
+    """The one JSON text of a plain value: no spaces, ASCII only. Keys stay in the order they
+    have."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -36,7 +38,9 @@ def plain(value: Any, depth: int = 0) -> Any:
     Raises :class:`~ucm.errors.InvalidInputError` for an object that has no stable description.
     """
     if depth > MAX_DEPTH:
-        raise InvalidInputError("a configuration value is nested too deeply to describe", context={"limit": MAX_DEPTH})
+        raise InvalidInputError(
+            "a configuration value is nested too deeply to describe", context={"limit": MAX_DEPTH}
+        )
     if isinstance(value, enum.Enum):  # before int and str: many enums are both
         return value.name
     if value is None or isinstance(value, bool | int | str):
@@ -73,8 +77,13 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     if isinstance(a, list) and isinstance(b, list):
         if len(a) != len(b):
             return [f"{where} has {len(a)} items here and {len(b)} there"]
-        return [line for i, pair in enumerate(zip(a, b, strict=True)) for line in differences(*pair, f"{where}[{i}]")]
-    # 1 and 1.0 and true are equal in Python, but their JSON texts, and with them the digests, are not.
+        return [
+            line
+            for i, pair in enumerate(zip(a, b, strict=True))
+            for line in differences(*pair, f"{where}[{i}]")
+        ]
+    # 1 and 1.0 and true are equal in Python, but their JSON texts, and with them the digests, are
+    # not.
     if text_of(a) == text_of(b):
         return []
     return [f"{where} is {_short(a)} here and {_short(b)} there"]
@@ -101,7 +110,8 @@ def _described(value: Any, depth: int) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return plain(fields, depth + 1)
-    if hasattr(value, "__dict__") and not callable(value):  # what a callable object does is not in its attributes
+    # what a callable object does is not in its attributes
+    if hasattr(value, "__dict__") and not callable(value):
         return plain({"": kind.__qualname__, **vars(value)}, depth + 1)
     raise InvalidInputError(
         "a configuration value has no stable description, so no identity can be made from it",

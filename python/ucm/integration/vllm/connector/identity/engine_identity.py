@@ -1,9 +1,11 @@
-"""The identity of an engine: every fact that shapes the bytes of its KV blocks, spelled out, and its digest.
+"""The identity of an engine: every fact that shapes the bytes of its KV blocks, spelled out, and
+its digest.
 
-Two engines share blocks exactly when the JSON texts of their identities are equal. The scheduler side computes it,
-each worker computes its own without the weights, and :func:`difference` names what is not the same. Nothing in it
-depends on the environment as such, on paths, on the process or on the order of a dictionary; where a setting is in
-doubt it stands in the identity: a needless miss is a recomputation, a wrong hit is a wrong answer.
+Two engines share blocks exactly when the JSON texts of their identities are equal. The scheduler
+side computes it, each worker computes its own without the weights, and :func:`difference` names
+what is not the same. Nothing in it depends on the environment as such, on paths, on the process or
+on the order of a dictionary; where a setting is in doubt it stands in the identity: a needless miss
+is a recomputation, a wrong hit is a wrong answer.
 """
 
 from __future__ import annotations
@@ -45,19 +47,30 @@ FIELDS = (
     "decode_context_parallel",
 )
 
-#: Keys of a model's configuration that say where it came from or how it is run, never what its KV is. Those that
-#: start with an underscore are left out too (names, commit hashes, implementation choices of transformers).
+#: Keys of a model's configuration that say where it came from or how it is run, never what its KV
+#: is. Those that start with an underscore are left out too (names, commit hashes, implementation
+#: choices of transformers).
 _NOT_OF_THE_MODEL = frozenset(
-    {"dtype", "id2label", "label2id", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
+    {
+        "dtype",
+        "id2label",
+        "label2id",
+        "name_or_path",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
 )
 
 #: Rope types whose rotation does not look at the engine's own limit of the context.
 _ROPE_OF_CONFIG_ONLY = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
 
-#: Start of the names of model types that change their attention with the engine's limit of the context.
+#: Start of the names of model types that change their attention with the engine's limit of the
+#: context.
 _LIMIT_SENSITIVE = ("llama4", "mllama4")
 
-#: Settings of multimodal input that change what the language model is fed; the items themselves are in the keys.
+#: Settings of multimodal input that change what the language model is fed; the items themselves are
+#: in the keys.
 _MULTIMODAL = (
     "language_model_only",
     "media_io_kwargs",
@@ -69,13 +82,20 @@ _MULTIMODAL = (
 )
 
 
-def engine_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights: str) -> dict[str, Any]:
+def engine_identity(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights: str
+) -> dict[str, Any]:
     """The identity, its fields in the order of :data:`FIELDS`, nested objects sorted by key.
 
     ``weights`` is what :class:`~.weights.WeightsDigest` says, or ``""`` in a worker.
-    Raises :class:`~ucm.errors.InvalidInputError` when a part of the configuration has no stable description.
+    Raises :class:`~ucm.errors.InvalidInputError` when a part of the configuration has no stable
+    description.
     """
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
     groups = packing.transferable_groups(kv_cache_config)
     identity: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -95,7 +115,10 @@ def engine_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, wei
             "kv_replicas": getattr(kv_cache_config, "kv_tp_replicas", 1),
             "size": parallel.tensor_parallel_size,
         },
-        "pipeline_parallel": {"layers": _layers_per_rank(vllm_config), "size": parallel.pipeline_parallel_size},
+        "pipeline_parallel": {
+            "layers": _layers_per_rank(vllm_config),
+            "size": parallel.pipeline_parallel_size,
+        },
         "decode_context_parallel": {
             "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),
             "prefill_size": getattr(parallel, "prefill_context_parallel_size", 1),
@@ -116,7 +139,8 @@ def identity_digest(identity: dict[str, Any]) -> bytes:
 
 
 def namespace(identity: dict[str, Any]) -> str:
-    """Name of the directory of this identity below a root: the first 32 hex digits of its digest."""
+    """Name of the directory of this identity below a root: the first 32 hex digits of its
+    digest."""
     return identity_digest(identity).hex()[:32]
 
 
@@ -139,16 +163,23 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def unidentifiable(vllm_config: VllmConfig) -> str:
-    """Why blocks of this engine cannot be named by what came before them, as a sentence; empty when they can."""
+    """Why blocks of this engine cannot be named by what came before them, as a sentence; empty when
+    they can."""
     if getattr(vllm_config.model_config, "is_diffusion", False):
-        return "this model rewrites tokens it has already computed, so blocks have no lasting content"
+        return (
+            "this model rewrites tokens it has already computed, so blocks have no lasting content"
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "calculate_kv_scales takes the KV scales from the first request, so no other process has the same"
+        return (
+            "calculate_kv_scales takes the KV scales from the first request, so no other process"
+            " has the same"
+        )
     return ""
 
 
 def block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Tokens of one block of the store: those of a vLLM block, over all ranks that share the tokens of a context."""
+    """Tokens of one block of the store: those of a vLLM block, over all ranks that share the tokens
+    of a context."""
     parallel = vllm_config.parallel_config
     ranks = getattr(parallel, "decode_context_parallel_size", 1)
     sizes = []
@@ -167,7 +198,8 @@ def _architecture(model: Any) -> str:
 
 
 def _model_config(vllm_config: Any) -> dict[str, Any]:
-    """The effective configuration, after every override, and what else of the settings changes the computation."""
+    """The effective configuration, after every override, and what else of the settings changes the
+    computation."""
     model = vllm_config.model_config
     described: dict[str, Any] = {
         "hf": _hf(model.hf_config),
@@ -176,7 +208,8 @@ def _model_config(vllm_config: Any) -> dict[str, Any]:
     }
     if model.hf_text_config is not model.hf_config:
         described["hf_text"] = _hf(model.hf_text_config)
-    # Named only where they differ from the default, so that a setting vLLM adds later does not empty every store.
+    # Named only where they differ from the default, so that a setting vLLM adds later does not
+    # empty every store.
     optional = {
         "additional": getattr(vllm_config, "additional_config", None),
         "class_overrides": getattr(model, "model_class_overrides", None),
@@ -197,7 +230,9 @@ def _model_config(vllm_config: Any) -> dict[str, Any]:
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None:
         optional["multimodal"] = {name: getattr(multimodal, name, None) for name in _MULTIMODAL}
-        optional["multimodal_items"] = "by content"  # in the keys; earlier versions had vLLM's names there
+        optional["multimodal_items"] = (
+            "by content"  # in the keys; earlier versions had vLLM's names there
+        )
         optional["image_processor"] = _hf(getattr(model, "hf_image_processor_config", None) or {})
     described.update({name: value for name, value in optional.items() if value})
     return described
@@ -206,18 +241,25 @@ def _model_config(vllm_config: Any) -> dict[str, Any]:
 def _transformers(model: Any) -> str | None:
     """The version of transformers, where its code computes the model."""
     ask = getattr(model, "using_transformers_backend", None)
-    return str(importlib.import_module("transformers").__version__) if callable(ask) and ask() else None
+    return (
+        str(importlib.import_module("transformers").__version__)
+        if callable(ask) and ask()
+        else None
+    )
 
 
 def _hf(config: Any) -> Any:
     described = plain(config)
     if not isinstance(described, dict):
         return described
-    return _without_names({key: value for key, value in described.items() if key not in _NOT_OF_THE_MODEL})
+    return _without_names(
+        {key: value for key, value in described.items() if key not in _NOT_OF_THE_MODEL}
+    )
 
 
 def _without_names(value: Any) -> Any:
-    """Drops, at any depth, what says where a configuration was read from or by which version of a library."""
+    """Drops, at any depth, what says where a configuration was read from or by which version of a
+    library."""
     if isinstance(value, list):
         return [_without_names(item) for item in value]
     if isinstance(value, dict):
@@ -230,7 +272,8 @@ def _without_names(value: Any) -> Any:
 
 
 def _lora(vllm_config: Any) -> dict[str, Any]:
-    """What decides how an adapter is applied; empty where that follows from the adapter and the model's dtype."""
+    """What decides how an adapter is applied; empty where that follows from the adapter and the
+    model's dtype."""
     lora = getattr(vllm_config, "lora_config", None)
     if lora is None:
         return {}
@@ -248,7 +291,8 @@ def _lora(vllm_config: Any) -> dict[str, Any]:
 
 
 def _position(model: Any) -> dict[str, Any]:
-    """How positions enter the keys, and the engine's own limit of the context where the rule looks at it."""
+    """How positions enter the keys, and the engine's own limit of the context where the rule looks
+    at it."""
     text = model.hf_text_config
     names = [
         "alibi",
@@ -260,16 +304,21 @@ def _position(model: Any) -> dict[str, Any]:
         "rotary_pct",
     ]
     # transformers 5 has one, with the others as aliases of it; 4 has the others only.
-    names += ["rope_parameters"] if hasattr(text, "rope_parameters") else ["rope_scaling", "rope_theta"]
+    names += (
+        ["rope_parameters"] if hasattr(text, "rope_parameters") else ["rope_scaling", "rope_theta"]
+    )
     described = {name: value for name in names if (value := getattr(text, name, None)) is not None}
     model_type = str(getattr(text, "model_type", ""))
-    if not _rope_types(described) <= _ROPE_OF_CONFIG_ONLY or model_type.startswith(_LIMIT_SENSITIVE):
+    if not _rope_types(described) <= _ROPE_OF_CONFIG_ONLY or model_type.startswith(
+        _LIMIT_SENSITIVE
+    ):
         described["max_model_len"] = model.max_model_len
     return described
 
 
 def _rope_types(value: Any) -> set[str]:
-    """Every rope type named at any depth (models with several attention kinds nest their parameters)."""
+    """Every rope type named at any depth (models with several attention kinds nest their
+    parameters)."""
     found: set[str] = set()
     if isinstance(value, dict):
         for key, item in value.items():
@@ -281,7 +330,8 @@ def _rope_types(value: Any) -> set[str]:
 
 
 def _layers_per_rank(vllm_config: Any) -> list[int]:
-    """How many layers each pipeline rank holds: with the same count another split may hold other layers."""
+    """How many layers each pipeline rank holds: with the same count another split may hold other
+    layers."""
     size = vllm_config.parallel_config.pipeline_parallel_size
     total = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
     if size == 1 or not isinstance(total, int):

@@ -1,4 +1,5 @@
-"""SHA-256 digests of files: of the content, of samples, or remembered while the file's metadata is unchanged."""
+"""SHA-256 digests of files: of the content, of samples, or remembered while the file's metadata is
+unchanged."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from ucm.integration.vllm.connector.root_file import RootFile
 #: Bytes hashed in one call: large enough that the hash, not the call, is what costs.
 CHUNK = 4 << 20
 
-#: A file whose ctime is younger than this may change again within the same tick: its digest is not used.
+#: A file whose ctime is younger than this may change again within the same tick: its digest is not
+#: used.
 SETTLED_NS = 2_000_000_000
 
-#: Name of the file below a store's root in which digests are remembered, and how many it holds at most.
+#: Name of the file below a store's root in which digests are remembered, and how many it holds at
+#: most.
 MEMORY_NAME = "ucm-digests.json"
 MEMORY_LIMIT = 4096
 
@@ -55,10 +58,12 @@ def hash_file(
 ) -> tuple[bytes, FileStamp]:
     """SHA-256 of a file's content, or of its samples, and the stamp it had all the while.
 
-    Hashed by threads of the core, of the lowest priority: a thread of Python must keep its own, for one that has the
-    interpreter and no processor holds up the engine, on a busy machine for a second.
+    Hashed by threads of the core, of the lowest priority: a thread of Python must keep its own, for
+    one that has the interpreter and no processor holds up the engine, on a busy machine for a
+    second.
 
-    ``progress`` is told the bytes of each piece read. Raises :class:`FileChangedError` and :class:`OSError`.
+    ``progress`` is told the bytes of each piece read. Raises :class:`FileChangedError` and
+    :class:`OSError`.
     """
     with open(path, "rb", buffering=0) as file:
         before = FileStamp.of(os.fstat(file.fileno()))
@@ -78,19 +83,24 @@ def _sample_ranges(size: int) -> Iterable[tuple[int, int]]:
     return [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
 
 
-def _feed(digest: QuietSha256, file: Any, start: int, length: int, progress: Callable[[int], None] | None) -> None:
+def _feed(
+    digest: QuietSha256, file: Any, start: int, length: int, progress: Callable[[int], None] | None
+) -> None:
     end = start + length
     while start < end:
         got = digest.update(file.fileno(), start, min(end - start, CHUNK))
         if not got:
-            raise FileChangedError("the file became shorter while it was being read", context={"path": file.name})
+            raise FileChangedError(
+                "the file became shorter while it was being read", context={"path": file.name}
+            )
         start += got
         if progress is not None:
             progress(got)
 
 
 def combined(label: bytes, files: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """SHA-256 over the sorted (name, size in bytes, digest) of several files; ``label`` says what they are."""
+    """SHA-256 over the sorted (name, size in bytes, digest) of several files; ``label`` says what
+    they are."""
     digest = hashlib.sha256(label)
     for name, size, content in sorted(files):
         encoded = name.encode("utf-8", "surrogateescape")
@@ -101,11 +111,14 @@ def combined(label: bytes, files: Iterable[tuple[str, int, bytes]]) -> bytes:
 class DigestMemory:
     """Digests remembered in one small JSON file, by path, inode, size, mtime and ctime.
 
-    Losing it, or an entry to another process that writes at the same time, costs a hash and nothing else.
+    Losing it, or an entry to another process that writes at the same time, costs a hash and nothing
+    else.
     """
 
     def __init__(self, root: str | None, now_ns: Callable[[], int] = time.time_ns) -> None:
-        self._file = RootFile(root, MEMORY_NAME, "files", MEMORY_LIMIT) if root is not None else None
+        self._file = (
+            RootFile(root, MEMORY_NAME, "files", MEMORY_LIMIT) if root is not None else None
+        )
         self._now_ns = now_ns
         self._known = {} if self._file is None else self._file.read_soon()
         self._new: dict[str, dict[str, Any]] = {}
@@ -130,13 +143,18 @@ class DigestMemory:
         return digest if len(digest) == 32 else None
 
     def learn(self, path: str, stamp: FileStamp, digest: bytes, started_ns: int) -> None:
-        """Remember a digest whose computation began at ``started_ns``; a file too young then is not remembered."""
+        """Remember a digest whose computation began at ``started_ns``; a file too young then is not
+        remembered."""
         if stamp.ctime_ns + SETTLED_NS <= started_ns and self.settled(stamp):
             with self._lock:
-                self._new[os.path.abspath(path)] = {"sha256": digest.hex(), "stamp": _numbers(stamp)}
+                self._new[os.path.abspath(path)] = {
+                    "sha256": digest.hex(),
+                    "stamp": _numbers(stamp),
+                }
 
     def save(self) -> None:
-        """Write what was learnt, together with what others wrote meanwhile. Raises :class:`OSError`.
+        """Write what was learnt, together with what others wrote meanwhile. Raises
+        :class:`OSError`.
 
         Kept for the next call while the root is not marked or does not answer.
         """
@@ -148,7 +166,10 @@ class DigestMemory:
         if known is None:
             return
         with self._lock:
-            self._known, self._new = known, {path: it for path, it in self._new.items() if new.get(path) != it}
+            self._known, self._new = (
+                known,
+                {path: it for path, it in self._new.items() if new.get(path) != it},
+            )
 
 
 def _numbers(stamp: FileStamp) -> list[int]:

@@ -1,9 +1,11 @@
-"""Content digests of multimodal items: of the data that the model is fed, not of the name vLLM uses for them.
+"""Content digests of multimodal items: of the data that the model is fed, not of the name vLLM uses
+for them.
 
-vLLM names an item by a hash it computed or by a text that a client chose, and caches under that name: the encoder's
-output, and blocks of its prefix cache. If a client uses one name for two contents, the KV of every request with that
-name may be wrong, whatever the request's own data are. :class:`Items` remembers which content each name was used for,
-and requests with an ambiguous name are not stored.
+vLLM names an item by a hash it computed or by a text that a client chose, and caches under that
+name: the encoder's output, and blocks of its prefix cache. If a client uses one name for two
+contents, the KV of every request with that name may be wrong, whatever the request's own data are.
+:class:`Items` remembers which content each name was used for, and requests with an ambiguous name
+are not stored.
 """
 
 from __future__ import annotations
@@ -19,18 +21,20 @@ from typing import Any
 from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 from ucm.reasons import MissReason
 
-#: Names remembered, the least recently used go first. vLLM itself forgets a name once its blocks and its encoder
-#: output are evicted; that many distinct items push both out of any device.
+#: Names remembered, the least recently used go first. vLLM itself forgets a name once its blocks
+#: and its encoder output are evicted; that many distinct items push both out of any device.
 NAMES = 1 << 17
 
-#: Contents of one name that wait for their digest; a name with more counts as one that stands for several.
+#: Contents of one name that wait for their digest; a name with more counts as one that stands for
+#: several.
 _WAITING = 16
 
 _LABEL = b"UCMITEM"
 
 
 class _Content:
-    """The data of one item, which vLLM may share between requests, and its digest once it is known."""
+    """The data of one item, which vLLM may share between requests, and its digest once it is
+    known."""
 
     __slots__ = ("digest", "lock", "ref")
 
@@ -43,11 +47,13 @@ class _Content:
 class Items:
     """Digests of the items of one engine, each computed once, and what its names stand for.
 
-    :meth:`digest` may be called from several threads, the rest from the scheduler's. ``submit`` runs a function on
-    another thread, or answers False.
+    :meth:`digest` may be called from several threads, the rest from the scheduler's. ``submit``
+    runs a function on another thread, or answers False.
     """
 
-    def __init__(self, submit: Callable[[Callable[[], None]], bool] | None = None, names: int = NAMES) -> None:
+    def __init__(
+        self, submit: Callable[[Callable[[], None]], bool] | None = None, names: int = NAMES
+    ) -> None:
         self._submit = submit
         self._limit = names
         self._contents: dict[int, _Content] = {}  # by id of the data, as long as that lives
@@ -55,15 +61,17 @@ class Items:
         self._names: OrderedDict[bytes, list[tuple[_Content, str]] | None] = OrderedDict()
 
     def digest(self, item: Any) -> bytes:
-        """SHA-256 of what one item of ``mm_features`` feeds to the model, 32 bytes; hashes its data the first time.
+        """SHA-256 of what one item of ``mm_features`` feeds to the model, 32 bytes; hashes its data
+        the first time.
 
-        Raises :class:`UnkeyableError` (``unsupported``) when its data are not in this process or are of a kind that
-        cannot be described.
+        Raises :class:`UnkeyableError` (``unsupported``) when its data are not in this process or
+        are of a kind that cannot be described.
         """
         data = item.data
         if not _at_hand(data):
             raise UnkeyableError(
-                "the data of a multimodal item are not in the scheduler's process", reason=MissReason.UNSUPPORTED
+                "the data of a multimodal item are not in the scheduler's process",
+                reason=MissReason.UNSUPPORTED,
             )
         content = self._content(data)
         with content.lock:
@@ -77,7 +85,8 @@ class Items:
         return hashlib.sha256(found + b"".join(_described(mask))).digest()
 
     def used(self, items: Iterable[Any], beside: str = "") -> None:
-        """A step computes with these items; tell it of every request before blocks of the step are offered.
+        """A step computes with these items; tell it of every request before blocks of the step are
+        offered.
 
         ``beside`` is what else vLLM's encoder output of them depends on.
         """
@@ -100,7 +109,8 @@ class Items:
                 self._hash_soon(item, content)
 
     def current(self, items: Iterable[Any]) -> bool | None:
-        """Whether the name of each item stands for one content alone; None while that is being found out."""
+        """Whether the name of each item stands for one content alone; None while that is being
+        found out."""
         answers = [self._stands_for_one(_short(item.identifier)) for item in items]
         if False in answers:
             return False
@@ -110,7 +120,9 @@ class Items:
         known = self._names.get(name)
         if known is None:  # for several; or it was forgotten, and with it for how many
             return False
-        if len(known) > _WAITING or any(not content.digest and content.ref() is None for content, _ in known):
+        if len(known) > _WAITING or any(
+            not content.digest and content.ref() is None for content, _ in known
+        ):
             self._names[name] = None  # what is gone can no longer be compared
             return False
         if any(not content.digest for content, _ in known):
@@ -154,8 +166,13 @@ def _short(name: object) -> bytes:
 
 
 def _at_hand(data: Any) -> bool:
-    """Whether these are the data themselves: they may be left out, or be an address in a shared memory of workers."""
-    return bool(data) and "address" not in data and all(_value(data, name) is not None for name in data)
+    """Whether these are the data themselves: they may be left out, or be an address in a shared
+    memory of workers."""
+    return (
+        bool(data)
+        and "address" not in data
+        and all(_value(data, name) is not None for name in data)
+    )
 
 
 def _value(data: Any, name: str) -> Any:
@@ -163,7 +180,8 @@ def _value(data: Any, name: str) -> Any:
 
 
 def _digest_data(data: Any) -> bytes:
-    """SHA-256 over the fields by name, each with types, shapes and bytes, so that different data never look alike."""
+    """SHA-256 over the fields by name, each with types, shapes and bytes, so that different data
+    never look alike."""
     digest = hashlib.sha256(_LABEL)
     for name in sorted(data):
         for piece in _described(name):
@@ -182,10 +200,14 @@ def _described(value: Any) -> Iterable[bytes | memoryview]:
         yield b"N"
     elif isinstance(value, torch.Tensor):
         content = value.detach().to("cpu").contiguous()
-        yield _text(b"T", str(content.dtype)) + struct.pack(f"<I{content.dim()}Q", content.dim(), *content.shape)
+        yield _text(b"T", str(content.dtype)) + struct.pack(
+            f"<I{content.dim()}Q", content.dim(), *content.shape
+        )
         yield content.reshape(-1).view(torch.uint8).numpy().data
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        yield _text(b"A", value.dtype.str) + struct.pack(f"<I{value.ndim}Q", value.ndim, *value.shape)
+        yield _text(b"A", value.dtype.str) + struct.pack(
+            f"<I{value.ndim}Q", value.ndim, *value.shape
+        )
         yield np.ascontiguousarray(value).tobytes()
     elif isinstance(value, list | tuple):
         yield struct.pack("<cQ", b"L", len(value))

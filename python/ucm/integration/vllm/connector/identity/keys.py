@@ -1,4 +1,5 @@
-"""Computes the block keys of a request: the prompt is hashed once, output blocks as they fill up."""
+"""Computes the block keys of a request: the prompt is hashed once, output blocks as they fill
+up."""
 
 from __future__ import annotations
 
@@ -15,23 +16,30 @@ if TYPE_CHECKING:
 class KeyMaker:
     """Hashes token blocks under one identity."""
 
-    def __init__(self, identity: str, block_tokens: int, hash_method: str, extra: ExtraKeys) -> None:
-        self._hasher = BlockHasher(hashlib.sha256(identity.encode()).digest(), block_tokens, hash_method)
+    def __init__(
+        self, identity: str, block_tokens: int, hash_method: str, extra: ExtraKeys
+    ) -> None:
+        self._hasher = BlockHasher(
+            hashlib.sha256(identity.encode()).digest(), block_tokens, hash_method
+        )
         self._extra = extra
         self.block_tokens = block_tokens
 
     def first(self, request: Request) -> list[bytes]:
-        """Keys of all full blocks of the tokens known now. May read an adapter's files: for background threads."""
+        """Keys of all full blocks of the tokens known now. May read an adapter's files: for
+        background threads."""
         return self.more(request, [])
 
     def at_once(self, request: Request, tokens: int) -> bool:
-        """Whether :meth:`first` needs no file, and takes little: nothing but tokens, and not more than so many."""
+        """Whether :meth:`first` needs no file, and takes little: nothing but tokens, and not more
+        than so many."""
         return request.num_tokens <= tokens and self._extra.only_tokens(request)
 
     def current(self, request: Request, since: float) -> bool | None:
         """Whether the keys say what the request computed before ``since`` (monotonic, in seconds).
 
-        Asked before its blocks are stored; never waits. None when that is not known yet; False is final.
+        Asked before its blocks are stored; never waits. None when that is not known yet; False is
+        final.
         """
         return self._extra.current(request, since)
 
@@ -45,4 +53,6 @@ class KeyMaker:
         if end <= start:
             return []
         extra = self._extra.of(request, start, end)
-        return self._hasher.hash_blocks(tokens, parent=keys[-1] if keys else None, start=start, extra=extra)
+        return self._hasher.hash_blocks(
+            tokens, parent=keys[-1] if keys else None, start=start, extra=extra
+        )

@@ -1,8 +1,9 @@
-"""The identity of what an engine computes now, which changes when the weights in memory are replaced.
+"""The identity of what an engine computes now, which changes when the weights in memory are
+replaced.
 
-As long as memory holds what was loaded, the weights are named by their files. When vLLM was told to read other files
-since then, these name the weights. Weights that came by other means have no name that another process could know: their
-KV is stored under a random one, for this process alone.
+As long as memory holds what was loaded, the weights are named by their files. When vLLM was told to
+read other files since then, these name the weights. Weights that came by other means have no name
+that another process could know: their KV is stored under a random one, for this process alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from typing import Any
 
 from ucm.errors import UcmError
 from ucm.integration.vllm.connector.guard import info_once, logger
-from ucm.integration.vllm.connector.identity.engine_identity import identity_digest, identity_text, with_weights
+from ucm.integration.vllm.connector.identity.engine_identity import (
+    identity_digest,
+    identity_text,
+    with_weights,
+)
 from ucm.integration.vllm.connector.identity.weight_files import WeightSource
 from ucm.integration.vllm.connector.identity.weights import DECLARED, WeightsDigest, WeightsState
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
@@ -23,7 +28,8 @@ _RANDOM = re.compile(r" reset:[0-9a-f]{32}|(?<=\"private:)[0-9a-f]{32}")
 
 
 def lasting(text: str) -> str:
-    """The text of an identity without its random words: what processes that differ in these alone share."""
+    """The text of an identity without its random words: what processes that differ in these alone
+    share."""
     return _RANDOM.sub("", text)
 
 
@@ -36,8 +42,11 @@ class UnknowableError(UcmError):
 class LiveIdentity:
     """The identity of what one engine computes now; seen from its scheduler side."""
 
-    def __init__(self, own: dict[str, Any], source: WeightSource, mode: str, root: str | None) -> None:
-        """``own`` is without weights; ``mode`` and ``root`` as :class:`WeightsDigest` takes them."""
+    def __init__(
+        self, own: dict[str, Any], source: WeightSource, mode: str, root: str | None
+    ) -> None:
+        """``own`` is without weights; ``mode`` and ``root`` as :class:`WeightsDigest` takes
+        them."""
         self._own, self._mode, self._root = own, mode, root
         self._weights = WeightsDigest(source, mode, root)
         self._renewed = False
@@ -50,7 +59,8 @@ class LiveIdentity:
         return self._weights.wait()
 
     def text(self) -> str | None:
-        """As JSON; None while pending; raises :class:`UnknowableError` when it never will be known."""
+        """As JSON; None while pending; raises :class:`UnknowableError` when it never will be
+        known."""
         weights = self._private or self._named()
         if weights is None:
             return None
@@ -58,7 +68,9 @@ class LiveIdentity:
             weights = f"{weights} {self._word}"
         whole = with_weights(self._own, weights)
         text = identity_text(whole)
-        logger.info("identity of this engine's KV: %s, weights %s", identity_digest(whole).hex(), weights)
+        logger.info(
+            "identity of this engine's KV: %s, weights %s", identity_digest(whole).hex(), weights
+        )
         logger.debug("identity spelled out: %s", text)
         return text
 
@@ -74,25 +86,31 @@ class LiveIdentity:
 
     def _make_private(self, why: str) -> str:
         self._private = f"private:{secrets.token_hex(16)}"
-        info_once("the weights in memory have no name (%s): their KV is kept for this process alone", why)
+        info_once(
+            "the weights in memory have no name (%s): their KV is kept for this process alone", why
+        )
         return self._private
 
     def why_invalid(self) -> str:
-        """Why the identity no longer holds, empty while it does; looks at the files again without waiting."""
+        """Why the identity no longer holds, empty while it does; looks at the files again without
+        waiting."""
         if self._private:
             return ""
         state = self._weights.recheck(0.0)
         return "" if state.kind in ("known", "pending") else state.reason
 
     def forget(self) -> None:
-        """Give this engine's KV a random name from the next :meth:`update` on, so that nothing stored before is found.
+        """Give this engine's KV a random name from the next :meth:`update` on, so that nothing
+        stored before is found.
 
-        The name lasts as long as this process: an engine that is started later has the name of its weights again.
+        The name lasts as long as this process: an engine that is started later has the name of its
+        weights again.
         """
         self._word, self._forgotten = f"reset:{secrets.token_hex(16)}", True
 
     def update(self, reports: list[WeightsReport]) -> bool:
-        """Every rank has compared the weights in its memory: whether the identity is another one now."""
+        """Every rank has compared the weights in its memory: whether the identity is another one
+        now."""
         forgotten, self._forgotten = self._forgotten, False
         return self._compared(reports) or forgotten
 

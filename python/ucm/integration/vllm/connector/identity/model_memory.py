@@ -1,14 +1,14 @@
 """Detects that the weights in a rank's memory changed, by a fingerprint of the model's tensors.
 
-vLLM can replace the weights of a running engine in many ways (``reload_weights``, weight transfer, sleep level 2, a
-worker extension that writes them) and tells connectors of none. So each rank takes a fingerprint right after loading,
-and compares when the scheduler side asks.
+vLLM can replace the weights of a running engine in many ways (``reload_weights``, weight transfer,
+sleep level 2, a worker extension that writes them) and tells connectors of none. So each rank takes
+a fingerprint right after loading, and compares when the scheduler side asks.
 
-The fingerprint is a SHA-256 over samples of every parameter and persistent buffer: small ones whole, of others
-:data:`SAMPLES` bytes at even distances. Training, merging and loading change every sample of a tensor they touch; an
-edit of single numbers that misses all samples of a large tensor is not seen. Some kernels pack a weight into an object
-of their own and leave an empty parameter behind (oneDNN on a CPU): such an object counts as unchanged while it is the
-same object.
+The fingerprint is a SHA-256 over samples of every parameter and persistent buffer: small ones
+whole, of others :data:`SAMPLES` bytes at even distances. Training, merging and loading change every
+sample of a tensor they touch; an edit of single numbers that misses all samples of a large tensor
+is not seen. Some kernels pack a weight into an object of their own and leave an empty parameter
+behind (oneDNN on a CPU): such an object counts as unchanged while it is the same object.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Fingerprint:
 
 
 class ModelMemory:
-    """The weights of one rank. Every method takes milliseconds, and is called between two forward passes."""
+    """The weights of one rank. Every method takes milliseconds, and is called between two forward
+    passes."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class ModelMemory:
         source: Callable[[], WeightSource],
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """``layers``: the attention layers whose KV is stored; ``source``: where vLLM says that the weights were
-        read from last."""
+        """``layers``: the attention layers whose KV is stored; ``source``: where vLLM says that the
+        weights were read from last."""
         self._layers, self._source, self._now_ns = layers, source, now_ns
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._known: Fingerprint | None = None
@@ -76,7 +77,8 @@ class ModelMemory:
         self._seen_ns = self._now_ns()
 
     def compare(self, generation: int) -> WeightsReport:
-        """Compare what is in memory with what is known, and know the present from now on. Never raises."""
+        """Compare what is in memory with what is known, and know the present from now on. Never
+        raises."""
         before, since = self._known, self._seen_ns
         named, self._known = None, None
         try:
@@ -100,9 +102,11 @@ class ModelMemory:
 
 
 def _models_with(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The whole models that these layers are part of: modules that hold one of them and that no other module holds.
+    """The whole models that these layers are part of: modules that hold one of them and that no
+    other module holds.
 
-    A layer does not know what holds it, and vLLM hands its connector layers only, so all living modules are looked at.
+    A layer does not know what holds it, and vLLM hands its connector layers only, so all living
+    modules are looked at.
     """
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
@@ -112,7 +116,8 @@ def _models_with(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def fingerprint(models: Sequence[torch.nn.Module]) -> Fingerprint | None:
-    """The fingerprint of these models, in the order of their tensors' names; None where they hide weights."""
+    """The fingerprint of these models, in the order of their tensors' names; None where they hide
+    weights."""
     digest = hashlib.sha256()
     samples: list[torch.Tensor] = []
     packed: list[weakref.ref[Any]] = []
@@ -120,7 +125,9 @@ def fingerprint(models: Sequence[torch.nn.Module]) -> Fingerprint | None:
         for name, module in model.named_modules():
             empty = False
             for key, tensor in _tensors(module):
-                digest.update(f"{number} {name} {key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+                digest.update(
+                    f"{number} {name} {key} {tensor.dtype} {tuple(tensor.shape)}\0".encode()
+                )
                 if tensor.numel():
                     samples.append(_samples(tensor))
                 empty = empty or not tensor.numel()
@@ -147,7 +154,10 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _samples(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of the memory that a tensor spans, whatever its strides."""
-    span = 1 + sum((extent - 1) * abs(stride) for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = 1 + sum(
+        (extent - 1) * abs(stride)
+        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     size = span * tensor.element_size()
     first = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -157,12 +167,14 @@ def _samples(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _holders(module: torch.nn.Module) -> list[weakref.ref[Any]]:
-    """The functions and objects in which a module may keep a weight that its empty parameter stands for."""
+    """The functions and objects in which a module may keep a weight that its empty parameter stands
+    for."""
     found = []
     for value in vars(module).values():
         if callable(value) and not isinstance(value, type | torch.nn.Module):
             try:
                 found.append(weakref.ref(value))
             except TypeError:
-                continue  # a bound method's object, a builtin: says nothing about this module's weight
+                # a bound method's object, a builtin: says nothing about this module's weight
+                continue
     return found

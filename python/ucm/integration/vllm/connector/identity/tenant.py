@@ -1,8 +1,10 @@
-"""Tags of tenants: what stands in a record's header for the ``cache_salt`` of the request that wrote it.
+"""Tags of tenants: what stands in a record's header for the ``cache_salt`` of the request that
+wrote it.
 
-The salt itself is part of the block keys, so tenants with different salts never share a block. The tag only says whose
-a record is, so that records can be counted by tenant. With a key it is HMAC-SHA256 of the salt: who reads the
-store cannot test guesses of a salt against it. Without one it is SHA-256 of the salt.
+The salt itself is part of the block keys, so tenants with different salts never share a block. The
+tag only says whose a record is, so that records can be counted by tenant. With a key it is
+HMAC-SHA256 of the salt: who reads the store cannot test guesses of a salt against it. Without one
+it is SHA-256 of the salt.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ class TenantTags:
         self._key = key
 
     @classmethod
-    def configured(cls, key_file: str | None, environ: Mapping[str, str] = os.environ) -> TenantTags:
+    def configured(
+        cls, key_file: str | None, environ: Mapping[str, str] = os.environ
+    ) -> TenantTags:
         """With the key of this file, else of ``UCM_TENANT_KEY``, else without one.
 
-        Raises :class:`~ucm.errors.ConfigError` for a file that cannot be read or that other users may
-        read, and for a key that is too short.
+        Raises :class:`~ucm.errors.ConfigError` for a file that cannot be read or that other users
+        may read, and for a key that is too short.
         """
         key = environ.get(TENANT_KEY_VARIABLE, "").strip().encode("utf-8", "surrogateescape")
         origin = f"environment {TENANT_KEY_VARIABLE}"

@@ -1,8 +1,8 @@
 """Finds the files an engine reads its weights from, in the way vLLM does, without a network.
 
-A local directory is read as it is; a hub name is looked up in the local cache, at the revision that vLLM resolved. The
-result includes the few other files that change what is computed: a quantisation's own configuration, and the model's
-code when the user allowed it to run.
+A local directory is read as it is; a hub name is looked up in the local cache, at the revision that
+vLLM resolved. The result includes the few other files that change what is computed: a
+quantisation's own configuration, and the model's code when the user allowed it to run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ucm.errors import NotFoundError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: File name patterns by load format, in the order in which vLLM tries them; the first with a match wins.
+#: File name patterns by load format, in the order in which vLLM tries them; the first with a match
+#: wins.
 _ANY = ("*.safetensors", "*.bin", "*.pt")
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "auto": _ANY,
@@ -36,7 +37,8 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "gguf": ("*.gguf",),
 }
 
-#: Indices that say which safetensors files belong together, with the pattern of the files they speak of.
+#: Indices that say which safetensors files belong together, with the pattern of the files they
+#: speak of.
 _INDICES = (
     ("consolidated.safetensors.index.json", "consolidated*.safetensors"),
     ("model.safetensors.index.json", "*.safetensors"),
@@ -95,7 +97,9 @@ def weight_source(vllm_config: VllmConfig) -> WeightSource:
     draft = draft_model(vllm_config)
     drafted = None
     if draft is not None:
-        drafted = _source(draft, getattr(vllm_config.speculative_config, "draft_load_config", None) or load)
+        drafted = _source(
+            draft, getattr(vllm_config.speculative_config, "draft_load_config", None) or load
+        )
     return _source(model, load, drafted)
 
 
@@ -107,10 +111,15 @@ def models_of(vllm_config: VllmConfig) -> list[str]:
 
 
 def draft_model(vllm_config: VllmConfig) -> Any:
-    """vLLM's ModelConfig of a model of its own whose layers draft tokens and keep KV beside the main one's, or None."""
+    """vLLM's ModelConfig of a model of its own whose layers draft tokens and keep KV beside the
+    main one's, or None."""
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    if draft is None or speculative.method in _DRAFTS_WITHOUT_KV or draft.model == vllm_config.model_config.model:
+    if (
+        draft is None
+        or speculative.method in _DRAFTS_WITHOUT_KV
+        or draft.model == vllm_config.model_config.model
+    ):
         return None
     return draft
 
@@ -123,7 +132,9 @@ def _source(model: Any, load: Any, draft: WeightSource | None = None) -> WeightS
         load_format=str(load.load_format),
         revision=model.revision,
         download_dir=load.download_dir,
-        subdirectories=tuple(name for arch in architectures for name in _SUBDIRECTORIES.get(arch, ())),
+        subdirectories=tuple(
+            name for arch in architectures for name in _SUBDIRECTORIES.get(arch, ())
+        ),
         second_models=tuple((key, str(value)) for key, value in second if value),
         with_code=bool(model.trust_remote_code),
         draft=draft,
@@ -137,19 +148,28 @@ def _unknowable(model: Any, load: Any) -> str:
     if load_format == "dummy":
         return f"load format dummy makes up weights from a seed, so they are in no file; {_DECLARE}"
     if load_format not in _PATTERNS:
-        return f"load format {load_format} does not read its weights from files ucm knows; {_DECLARE}"
+        return (
+            f"load format {load_format} does not read its weights from files ucm knows; {_DECLARE}"
+        )
     if remote and remote != model.model:
-        return f"the weights are streamed from {remote}, so there is no local file to read; {_DECLARE}"
+        return (
+            f"the weights are streamed from {remote}, so there is no local file to read; {_DECLARE}"
+        )
     return ""
 
 
 def find_weight_files(source: WeightSource) -> list[WeightFile]:
-    """The files, sorted by name. Raises :class:`~ucm.errors.NotFoundError` with a sentence when there are none."""
+    """The files, sorted by name. Raises :class:`~ucm.errors.NotFoundError` with a sentence when
+    there are none."""
     root = _locate(source.model, source.revision, source.download_dir)
     if os.path.isfile(root):
         return [WeightFile(os.path.basename(root), root)]
     found: list[WeightFile] = []
-    below = [name for pattern in source.subdirectories for name in fnmatch.filter(os.listdir(root), pattern)]
+    below = [
+        name
+        for pattern in source.subdirectories
+        for name in fnmatch.filter(os.listdir(root), pattern)
+    ]
     for where in ("", *below):
         directory = os.path.join(root, where)
         prefix = f"{where}/" if where else ""
@@ -157,13 +177,21 @@ def find_weight_files(source: WeightSource) -> list[WeightFile]:
         found += [WeightFile(prefix + name, os.path.join(directory, name)) for name in names]
     for key, name in source.second_models:
         directory = _locate(name, None, source.download_dir)
-        found += [WeightFile(f"{key}/{file}", os.path.join(directory, file)) for file in _chosen(directory, "auto")]
+        found += [
+            WeightFile(f"{key}/{file}", os.path.join(directory, file))
+            for file in _chosen(directory, "auto")
+        ]
     if source.draft is not None:
-        found += [WeightFile(f"draft/{file.name}", file.path) for file in find_weight_files(source.draft)]
+        found += [
+            WeightFile(f"draft/{file.name}", file.path) for file in find_weight_files(source.draft)
+        ]
     weights = [file for file in found if not file.name.endswith((".json", ".py"))]
     if not weights:
         patterns = ", ".join(_PATTERNS[source.load_format])
-        raise NotFoundError(f"no weight file ({patterns}) lies in {root}; {_DECLARE}", context={"model": source.model})
+        raise NotFoundError(
+            f"no weight file ({patterns}) lies in {root}; {_DECLARE}",
+            context={"model": source.model},
+        )
     return sorted(set(found), key=lambda file: file.name)
 
 
@@ -171,11 +199,16 @@ def is_content_addressed(path: str) -> bool:
     """Whether the path leads to a hub cache's blob, whose name is made from its content."""
     real = os.path.realpath(path)
     name = os.path.basename(real)
-    return os.path.basename(os.path.dirname(real)) == "blobs" and len(name) in (40, 64) and _is_hex(name)
+    return (
+        os.path.basename(os.path.dirname(real)) == "blobs"
+        and len(name) in (40, 64)
+        and _is_hex(name)
+    )
 
 
 def blob_sha256(path: str) -> bytes | None:
-    """The SHA-256 that a hub cache uses as the name of this file, None for any other file. The name is not checked."""
+    """The SHA-256 that a hub cache uses as the name of this file, None for any other file. The name
+    is not checked."""
     name = os.path.basename(os.path.realpath(path))
     return bytes.fromhex(name) if len(name) == 64 and is_content_addressed(path) else None
 
@@ -190,7 +223,11 @@ def _locate(model: str, revision: str | None, download_dir: str | None) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+        return str(
+            snapshot_download(
+                model, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
     except (OSError, ValueError) as error:  # the hub's own errors are both
         raise NotFoundError(
             f"{model} is neither a local path nor in the local hub cache; {_DECLARE}",

@@ -1,8 +1,9 @@
 """The digest of the weights an engine loaded, computed in the background.
 
-:class:`WeightsDigest` hashes on threads of its own, at the lowest priority. Its answer is one of four states: pending,
-known (the text for the identity), unknown (a file changed since the engine started, so what is in memory is not known)
-or off (there is nothing to read and nothing was declared). Blocks are stored and found only in the state *known*.
+:class:`WeightsDigest` hashes on threads of its own, at the lowest priority. Its answer is one of
+four states: pending, known (the text for the identity), unknown (a file changed since the engine
+started, so what is in memory is not known) or off (there is nothing to read and nothing was
+declared). Blocks are stored and found only in the state *known*.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ DECLARED = "declared:"
 
 
 def engine_start_ns() -> int:
-    """Unix time in ns before which a file must have been written to be what the engine loaded: this process's start.
+    """Unix time in ns before which a file must have been written to be what the engine loaded: this
+    process's start.
 
     A file server whose clock runs behind ours hides changes of its files by as much.
     """
@@ -63,7 +65,8 @@ def engine_start_ns() -> int:
 def _process_start_ns() -> int:
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])  # the name before it may hold spaces
+            # the name before it may hold spaces
+            ticks = int(file.read().rpartition(")")[2].split()[19])
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return _IMPORTED_NS
@@ -88,9 +91,10 @@ PENDING = WeightsState("pending")
 class WeightsDigest:
     """Finds, hashes and watches the weight files of one engine. Safe to ask from any thread.
 
-    ``mode`` is ``full`` (SHA-256 of every file), ``sampled`` (64 pieces of each: an edit that misses them all goes
-    unseen, so this is probabilistic) or ``declared:<text>`` (not checked; no file is read). ``root`` is the directory
-    in which digests are remembered, None for nowhere. ``since_ns`` is :func:`engine_start_ns` unless given.
+    ``mode`` is ``full`` (SHA-256 of every file), ``sampled`` (64 pieces of each: an edit that
+    misses them all goes unseen, so this is probabilistic) or ``declared:<text>`` (not checked; no
+    file is read). ``root`` is the directory in which digests are remembered, None for nowhere.
+    ``since_ns`` is :func:`engine_start_ns` unless given.
     """
 
     def __init__(
@@ -116,25 +120,33 @@ class WeightsDigest:
         self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
         if mode.startswith(DECLARED):
             if not mode[len(DECLARED) :].strip():
-                raise ConfigError("identity.weights: declared: needs a text that names these weights")
+                raise ConfigError(
+                    "identity.weights: declared: needs a text that names these weights"
+                )
             self._state = WeightsState("known", mode)
         elif mode not in ("full", "sampled"):
-            raise ConfigError(f"identity.weights is {mode!r}; write full, sampled or declared:<text>")
+            raise ConfigError(
+                f"identity.weights is {mode!r}; write full, sampled or declared:<text>"
+            )
         elif source.unknowable:
             self._state = WeightsState("off", reason=source.unknowable)
         else:
             threading.Thread(target=self._run, name="ucm-weights", daemon=True).start()
 
     @classmethod
-    def for_engine(cls, vllm_config: VllmConfig, mode: str, roots: Sequence[str] = ()) -> WeightsDigest:
-        """The digest of this engine's weights, remembered below the first of the store's ``roots``."""
+    def for_engine(
+        cls, vllm_config: VllmConfig, mode: str, roots: Sequence[str] = ()
+    ) -> WeightsDigest:
+        """The digest of this engine's weights, remembered below the first of the store's
+        ``roots``."""
         return cls(weight_source(vllm_config), mode, roots[0] if roots else None)
 
     @property
     def value(self) -> str | None:
         """The text for the identity, None while it is pending.
 
-        Raises :class:`~ucm.errors.UnsupportedError` with the reason when it is not, or no longer, to be known.
+        Raises :class:`~ucm.errors.UnsupportedError` with the reason when it is not, or no longer,
+        to be known.
         """
         state = self._state
         if state.kind in ("unknown", "off"):
@@ -147,21 +159,25 @@ class WeightsDigest:
         return self._state
 
     def wait(self, timeout: float = CONSTRUCTOR_WAIT_S) -> WeightsState:
-        """The state, after at most ``timeout`` seconds of waiting for it to be no longer pending."""
+        """The state, after at most ``timeout`` seconds of waiting for it to be no longer
+        pending."""
         with self._changed:
             self._changed.wait_for(lambda: self._state.kind != "pending", timeout)
             return self._state
 
     def recheck(self, timeout: float = 1.0) -> WeightsState:
-        """Look at the files again (their stamps only): unknown from now on when one of them changed.
+        """Look at the files again (their stamps only): unknown from now on when one of them
+        changed.
 
-        Call it when the store has been opened: what was learnt before its root existed is then remembered.
-        Waits at most ``timeout`` seconds, 0 for not at all; an answer that is late shows in :attr:`state`.
+        Call it when the store has been opened: what was learnt before its root existed is then
+        remembered. Waits at most ``timeout`` seconds, 0 for not at all; an answer that is late
+        shows in :attr:`state`.
         """
         with self._changed:
             if self._state.kind != "known" or not self._stamps or self._closed:
                 return self._state
-            if self._asked - self._answered < 2:  # one under way, which may have begun too early, and one after it
+            # one under way, which may have begun too early, and one after it
+            if self._asked - self._answered < 2:
                 self._asked += 1
                 self._requests.put(True)
             ticket = self._asked
@@ -185,7 +201,9 @@ class WeightsDigest:
         except FileChangedError as error:
             state = WeightsState("unknown", reason=f"{error.message}: {error.context.get('path')}")
         except Exception as error:  # whatever it is, without a digest there is no identity
-            state = WeightsState("off", reason=f"the weight files of {self._source.model} cannot be read: {error}")
+            state = WeightsState(
+                "off", reason=f"the weight files of {self._source.model} cannot be read: {error}"
+            )
         self._settle(state)
         while self._requests.get():
             reason = self._what_changed()
@@ -210,20 +228,29 @@ class WeightsDigest:
                     continue
             except OSError as error:
                 return f"the weight file {path} cannot be looked at any more: {error.strerror}"
-            return f"the weight file {path} changed while the engine runs, so a restart would compute something else"
+            return (
+                f"the weight file {path} changed while the engine runs, so a restart would compute"
+                " something else"
+            )
         return ""
 
     def _digest(self, files: list[WeightFile]) -> str:
         for file in files:
             stamp = FileStamp.of(os.stat(file.path))
-            if stamp.ctime_ns > self._since_ns - CLOCK_SLACK_NS and not is_content_addressed(file.path):
+            if stamp.ctime_ns > self._since_ns - CLOCK_SLACK_NS and not is_content_addressed(
+                file.path
+            ):
                 raise FileChangedError(
-                    "a weight file changed after the engine started, so it may not be what was loaded",
+                    "a weight file changed after the engine started, so it may not be what was"
+                    " loaded",
                     context={"path": file.path},
                 )
             self._stamps[file.path] = stamp
         digests = self._full(files) if not self._sampled else self._hash_all(files)
-        total = combined(_LABEL, ((file.name, self._stamps[file.path].size, digests[file.path]) for file in files))
+        total = combined(
+            _LABEL,
+            ((file.name, self._stamps[file.path].size, digests[file.path]) for file in files),
+        )
         return f"{'sampled' if self._sampled else 'sha256'}:{total.hex()}"
 
     def _full(self, files: list[WeightFile]) -> dict[str, bytes]:
@@ -263,7 +290,11 @@ class _Work:
     """Files being hashed by several threads, and how far they are."""
 
     def __init__(
-        self, files: list[WeightFile], stamps: dict[str, FileStamp], sampled: bool, closed: Callable[[], bool]
+        self,
+        files: list[WeightFile],
+        stamps: dict[str, FileStamp],
+        sampled: bool,
+        closed: Callable[[], bool],
     ) -> None:
         # Largest first, so that no thread ends up alone with the largest file.
         self._todo = sorted((file.path for file in files), key=lambda path: stamps[path].size)
@@ -284,7 +315,9 @@ class _Work:
             try:
                 digest, stamp = hash_file(path, self._sampled, self._progress)
                 if stamp != self._stamps[path]:
-                    raise FileChangedError("a weight file changed while the engine started", context={"path": path})
+                    raise FileChangedError(
+                        "a weight file changed while the engine started", context={"path": path}
+                    )
             except Exception as error:  # raised where it is waited for
                 self._finish(path, error=error)
                 return
@@ -293,7 +326,9 @@ class _Work:
     def wait(self) -> dict[str, bytes]:
         began = time.monotonic()
         with self._turn:
-            while not self._turn.wait_for(lambda: self._error is not None or not self._missing, PROGRESS_S):
+            while not self._turn.wait_for(
+                lambda: self._error is not None or not self._missing, PROGRESS_S
+            ):
                 if self._closed():
                     raise _ClosedError
                 self._log(time.monotonic() - began)
@@ -316,7 +351,8 @@ class _Work:
 
     def _log(self, seconds: float) -> None:
         logger.info(
-            "hashing the weights: %.1f of %.1f GB in %.0f s; requests are computed as usual until it is done",
+            "hashing the weights: %.1f of %.1f GB in %.0f s; requests are computed as usual until"
+            " it is done",
             self._done_bytes / 1e9,
             self._total / 1e9,
             seconds,

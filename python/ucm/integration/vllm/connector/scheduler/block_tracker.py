@@ -1,7 +1,8 @@
-"""What this engine knows about blocks in the store: present, evicted, being written, or refused by one of its ranks.
+"""What this engine knows about blocks in the store: present, evicted, being written, or refused by
+one of its ranks.
 
-This is a cache; lookups ask the store. It avoids offering a block that is present already, and it keeps a block from
-counting as a hit after a rank found its record bad or could not publish it.
+This is a cache; lookups ask the store. It avoids offering a block that is present already, and it
+keeps a block from counting as a hit after a rank found its record bad or could not publish it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from ucm.integration.vllm.connector.scheduler.turnover import Turnover
 
-#: Most keys remembered of each kind; the oldest are forgotten (a forgotten one costs an offer the store ignores).
+#: Most keys remembered of each kind; the oldest are forgotten (a forgotten one costs an offer the
+#: store ignores).
 PRESENT_LIMIT = 1 << 17
 REFUSED_LIMIT = 1 << 16
 #: Before any time.
@@ -37,7 +39,9 @@ class BlockTracker:
         self._present_limit = present_limit
         self._refused_limit = refused_limit
 
-    def found(self, keys: Sequence[bytes], hits: int, *, asked_at: float = NEVER, absent: bool = False) -> None:
+    def found(
+        self, keys: Sequence[bytes], hits: int, *, asked_at: float = NEVER, absent: bool = False
+    ) -> None:
         """A lookup answered that began at ``asked_at``: the first ``hits`` keys are there. What
         follows is unknown; with ``absent``, the next one is absent and the others are of no use."""
         evicted = 0
@@ -68,9 +72,11 @@ class BlockTracker:
         )
 
     def is_stored(self, key: bytes) -> bool:
-        """Whether every rank has this block in the store, as far as is known, and none refused it."""
+        """Whether every rank has this block in the store, as far as is known, and none refused
+        it."""
         there = key in self._present and key not in self._refused and key not in self._newer
-        return there and key not in self._writing  # what is written again is still to be read from the device
+        # what is written again is still to be read from the device
+        return there and key not in self._writing
 
     def is_writing(self, key: bytes) -> bool:
         """Whether a job is writing this block."""
@@ -91,9 +97,11 @@ class BlockTracker:
         self._add_present(key, now)
 
     def not_written(self, key: bytes, refuse: bool) -> None:
-        """Some rank did not publish its part. ``refuse``: and none must trust an older record of that name.
+        """Some rank did not publish its part. ``refuse``: and none must trust an older record of
+        that name.
 
-        It is offered again although a lookup may find it by then: memory can have a copy that the medium below lacks.
+        It is offered again although a lookup may find it by then: memory can have a copy that the
+        medium below lacks.
         """
         self._writing.pop(key, None)
         if refuse:
@@ -108,8 +116,8 @@ class BlockTracker:
         self._remember(self._refused, key, self._refused_limit)
 
     def mark_newer(self, key: bytes) -> None:
-        """A rank found a record of a newer version or another key: no hit, and not offered while it is there, for no
-        dump replaces it."""
+        """A rank found a record of a newer version or another key: no hit, and not offered while it
+        is there, for no dump replaces it."""
         self._writing.pop(key, None)
         self._refused.pop(key, None)
         self._unpublished.pop(key, None)

@@ -68,8 +68,11 @@ class DeferredDumps:
         """The ended requests whose blocks wait."""
         return [hold.tracker for hold in self._deferred]
 
-    def add(self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], now: float) -> None:
-        """Keep what ``tracker`` has of its first ``upto`` blocks and has not offered yet; all were computed before."""
+    def add(
+        self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], now: float
+    ) -> None:
+        """Keep what ``tracker`` has of its first ``upto`` blocks and has not offered yet; all were
+        computed before."""
         if not self._dumps.offers(tracker, min(upto, len(blocks))):
             return
         waiting = sum(len(hold.blocks) - hold.tracker.cursor for hold in self._deferred)
@@ -81,8 +84,8 @@ class DeferredDumps:
             self._deferred.append(_Deferred(tracker, mine, hashes, now, now, tracker.cursor))
 
     def take(self, keys: KeyMaker, now: float) -> Iterator[tuple[RequestTracker, list[Dump]]]:
-        """Offer what is confirmed and has room, one request after the other. Drop what is refused, late
-        or used by others.
+        """Offer what is confirmed and has room, one request after the other. Drop what is refused,
+        late or used by others.
 
         With every plan: a block that others got is known by that only until they give it back.
         """

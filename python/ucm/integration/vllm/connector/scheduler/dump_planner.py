@@ -1,12 +1,14 @@
-"""Plans dumps: jobs in chain order, within what the workers can take, followed to their end on every rank.
+"""Plans dumps: jobs in chain order, within what the workers can take, followed to their end on
+every rank.
 
-A job goes to every rank and is kept until every rank reported how it ended. A dump holds no reference to vLLM's blocks:
-their content stays until a step writes it, and the connector sees every step before it runs. While the request lives,
-the blocks are its own; later they may be free, or shared by requests that use the same content. When vLLM hands one out
-to be written while some rank may still have to read it, the job is *flushed*: the ranks read it before that step
-begins. That is a copy in memory which has usually been done by then. So a stopped engine, a reset of the prefix cache
-or a pause never meets a block that a dump keeps, and no step is taken just to learn how a dump ended: the steps of the
-next request report it.
+A job goes to every rank and is kept until every rank reported how it ended. A dump holds no
+reference to vLLM's blocks: their content stays until a step writes it, and the connector sees every
+step before it runs. While the request lives, the blocks are its own; later they may be free, or
+shared by requests that use the same content. When vLLM hands one out to be written while some rank
+may still have to read it, the job is *flushed*: the ranks read it before that step begins. That is
+a copy in memory which has usually been done by then. So a stopped engine, a reset of the prefix
+cache or a pause never meets a block that a dump keeps, and no step is taken just to learn how a
+dump ended: the steps of the next request report it.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
 JOB_BLOCKS = 64
 #: Most blocks being dumped at once, whatever the workers say.
 FLIGHT_BLOCKS = 4096
-#: Pauses after a store refused for want of room, and after it failed (doubled each time up to the last), in seconds.
+#: Pauses after a store refused for want of room, and after it failed (doubled each time up to the
+#: last), in seconds.
 BUSY_PAUSE_S, FAIL_PAUSE_S, FAIL_PAUSE_MAX_S = 0.02, 1.0, 30.0
-#: How long the ranks' last report of their room counts in an idle engine, in seconds: no further report arrives, and
-#: what was on its way has long been written. A rank that has no room after all refuses at once.
+#: How long the ranks' last report of their room counts in an idle engine, in seconds: no further
+#: report arrives, and what was on its way has long been written. A rank that has no room after all
+#: refuses at once.
 KNOWN_S = 1.0
 
 
@@ -95,26 +99,38 @@ class DumpPlanner:
 
     def room(self) -> int:
         """Blocks that may be planned now: none while some rank could not store its part."""
-        if self._pool is None or not self._ranks or self._clock() < self._hold_until or not self._health.all_healthy:
+        if (
+            self._pool is None
+            or not self._ranks
+            or self._clock() < self._hold_until
+            or not self._health.all_healthy
+        ):
             return 0
         now = self._clock()
         known, self._asked = now - max(self._heard, self._asked) < KNOWN_S, now
-        room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - (self._unread if known else 0)
+        room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - (
+            self._unread if known else 0
+        )
         for rank in self._ranks:
             free = self._free.get(rank)
             if free is not None and known:
                 seen = self._seen.get(rank, 0)
-                room = min(room, free - sum(len(j.keys) for j in self._jobs.values() if j.number > seen))
+                room = min(
+                    room, free - sum(len(j.keys) for j in self._jobs.values() if j.number > seen)
+                )
         return max(room, 0)
 
-    def plan(self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], room: int) -> list[Dump]:
-        """Offer what ``tracker`` holds of its first ``upto`` blocks, at most ``room`` of them; advances its cursor."""
+    def plan(
+        self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], room: int
+    ) -> list[Dump]:
+        """Offer what ``tracker`` holds of its first ``upto`` blocks, at most ``room`` of them;
+        advances its cursor."""
         plans: list[Dump] = []
         at = tracker.cursor
         upto = min(upto, len(blocks))
         while at < upto:
-            # A block that has left the device was stored before it did. Where that is not so any more, there is nothing
-            # here to store, and what follows is still of use to its request.
+            # A block that has left the device was stored before it did. Where that is not so any
+            # more, there is nothing here to store, and what follows is still of use to its request.
             if blocks[at].is_null or not self._offerable(tracker, at):
                 at += 1
                 continue
@@ -144,15 +160,17 @@ class DumpPlanner:
     def _held_back(self, tracker: RequestTracker, at: int) -> bool:
         """Whether the block belongs to a chain that was evicted from a store which is too small.
 
-        One draw decides for the chain, from its first evicted block on: what follows an absent block
-        is of no use."""
+        One draw decides for the chain, from its first evicted block on: what follows an absent
+        block is of no use."""
         if not self._block_tracker.turnover.exceeded:
             return False
         if tracker.offered_below is None and self._block_tracker.is_evicted(tracker.keys[at]):
             tracker.offered_below = self._block_tracker.turnover.offered_below()
         return tracker.offered_below is not None and at >= tracker.offered_below
 
-    def _job(self, tracker: RequestTracker, start: int, end: int, blocks: Sequence[KVCacheBlock]) -> Dump:
+    def _job(
+        self, tracker: RequestTracker, start: int, end: int, blocks: Sequence[KVCacheBlock]
+    ) -> Dump:
         keys, sources = tracker.keys[start:end], list(blocks[start:end])
         hashes = [block.block_hash for block in sources]
         preemptions = tracker.request.num_preemptions
@@ -166,9 +184,13 @@ class DumpPlanner:
             first=start,
             parent=tracker.keys[start - 1] if start else b"",
             keys=join_keys(keys),
-            blocks=np.fromiter((block.block_id for block in sources), dtype=np.int64, count=len(sources)),
+            blocks=np.fromiter(
+                (block.block_id for block in sources), dtype=np.int64, count=len(sources)
+            ),
             audit=start < tracker.audit.stop and end > tracker.audit.start,
-            refused=tuple(row for row, key in enumerate(keys) if self._block_tracker.is_refused(key)),
+            refused=tuple(
+                row for row, key in enumerate(keys) if self._block_tracker.is_refused(key)
+            ),
             tenant=self._tenants.of(tracker.request),
         )
 
@@ -191,13 +213,16 @@ class DumpPlanner:
                     self._finish(job, live)
 
     def jobs_to_flush(self, live: Mapping[str, RequestTracker]) -> list[int]:
-        """A step was planned: the jobs whose blocks vLLM has handed to others, which some rank may not have read."""
+        """A step was planned: the jobs whose blocks vLLM has handed to others, which some rank may
+        not have read."""
         taken: list[int] = []
         if not self._unread:
             return taken
         for job in self._jobs.values():
             owner = job.owner.request
-            lives = live.get(owner.request_id) is job.owner and owner.num_preemptions == job.preemptions
+            lives = (
+                live.get(owner.request_id) is job.owner and owner.num_preemptions == job.preemptions
+            )
             if job.blocks and not lives and not all(map(untouched, job.blocks, job.hashes)):
                 taken.append(job.number)
                 self._read(job)
@@ -248,7 +273,9 @@ class DumpPlanner:
         if refused and now >= self._failing_until:  # jobs planned before the pause say nothing new
             self._failing_until = now + self._fail_pause
             self._fail_pause = min(self._fail_pause * 2, FAIL_PAUSE_MAX_S)
-        self._hold_until = max(self._hold_until, self._failing_until, now + BUSY_PAUSE_S if busy else 0.0)
+        self._hold_until = max(
+            self._hold_until, self._failing_until, now + BUSY_PAUSE_S if busy else 0.0
+        )
         at = job.first + min(failed)
         key = job.keys[min(failed)]
         for tracker in live:  # requests that hold the block offer it again
@@ -257,6 +284,7 @@ class DumpPlanner:
 
 
 def untouched(block: KVCacheBlock, was: object) -> bool:
-    """Whether a block that had this hash of vLLM's is free, or in use for what is in it: a block that is handed out to
-    be written loses its hash, and gets another object for one, be it the same text."""
+    """Whether a block that had this hash of vLLM's is free, or in use for what is in it: a block
+    that is handed out to be written loses its hash, and gets another object for one, be it the same
+    text."""
     return block.ref_cnt == 0 or (was is not None and block.block_hash is was)

@@ -1,4 +1,5 @@
-"""Decides for each hit of a request how much of it is loaded: what admission allows, except hits that are audited."""
+"""Decides for each hit of a request how much of it is loaded: what admission allows, except hits
+that are audited."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class HitPolicy:
         block_bytes: Callable[[], int],
         min_hit_tokens: int = 0,
     ) -> None:
-        """``audit_one_in``: one hit in so many is computed and compared, 0 for none; ``block_bytes``: of all ranks;
-        ``min_hit_tokens``: nothing shorter is loaded."""
+        """``audit_one_in``: one hit in so many is computed and compared, 0 for none;
+        ``block_bytes``: of all ranks; ``min_hit_tokens``: nothing shorter is loaded."""
         self._admission = admission
         self._audit_one_in = audit_one_in
         self._block_tokens = block_tokens
@@ -30,8 +31,8 @@ class HitPolicy:
         self._loaded = 0
 
     def taken(self, tracker: RequestTracker, first: int, end: int) -> tuple[int, MissReason | None]:
-        """Up to where the blocks from ``first`` to ``end`` are loaded, and why the others are not although the store
-        has them; None: all are."""
+        """Up to where the blocks from ``first`` to ``end`` are loaded, and why the others are not
+        although the store has them; None: all are."""
         tiers = self._tiers(tracker, first, end)
         if tracker.decided_hit != range(first, end) or tracker.decided_tiers != tiers:
             again = tracker.decided_hit == range(first, end)
@@ -50,10 +51,13 @@ class HitPolicy:
         request, rest = tracker.request, tracker.request.num_tokens - tracker.local - tokens
         first = tracker.local // self._block_tokens
         whole = self._cut(self._tiers(tracker, first, first + tokens // self._block_tokens))
-        return self._admission.began(request.request_id, whole, rest, learns=tracker.verdict == Verdict.LEARN)
+        return self._admission.began(
+            request.request_id, whole, rest, learns=tracker.verdict == Verdict.LEARN
+        )
 
     def _cuts(self, tiers: bytes) -> list[Cut]:
-        """What can be loaded of a hit: up to the first block further down than each tier, and all of it."""
+        """What can be loaded of a hit: up to the first block further down than each tier, and all
+        of it."""
         lengths, kinds = {len(tiers)}, sorted(set(tiers))
         for above in range(1, len(kinds)):
             length = min(tiers.find(tier) for tier in kinds[above:])
@@ -63,7 +67,9 @@ class HitPolicy:
 
     def _cut(self, tiers: bytes) -> Cut:
         size = max(self._block_bytes(), 1)
-        return Cut(len(tiers) * self._block_tokens, {tier: tiers.count(tier) * size for tier in set(tiers)})
+        return Cut(
+            len(tiers) * self._block_tokens, {tier: tiers.count(tier) * size for tier in set(tiers)}
+        )
 
     @staticmethod
     def _tiers(tracker: RequestTracker, first: int, end: int) -> bytes:
@@ -72,7 +78,8 @@ class HitPolicy:
         return known.ljust(end - first, b"\0")
 
     def _audits(self, tracker: RequestTracker, first: int, end: int) -> bool:
-        """Whether this hit is the one in N that is computed all the same; decided once per request."""
+        """Whether this hit is the one in N that is computed all the same; decided once per
+        request."""
         if self._audit_one_in and not tracker.audit_decided:
             tracker.audit_decided = True
             self._loaded += 1

@@ -1,9 +1,11 @@
-"""Blocks that the ranks of this engine can read before others see them: in a segment that is still open, in memory.
+"""Blocks that the ranks of this engine can read before others see them: in a segment that is still
+open, in memory.
 
-A rank lists their record ids in its report. The scheduler side looks up in a store of its own, which sees only what is
-published; where that prefix ends, the blocks listed here continue it. They count for this engine alone, and only if
-every rank that would read the record has listed it. A rank keeps a published record in its list until the scheduler
-half's store, which lists a directory from time to time, must have found it.
+A rank lists their record ids in its report. The scheduler side looks up in a store of its own,
+which sees only what is published; where that prefix ends, the blocks listed here continue it. They
+count for this engine alone, and only if every rank that would read the record has listed it. A rank
+keeps a published record in its list until the scheduler half's store, which lists a directory from
+time to time, must have found it.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ class LocallyVisible:
         self._readers: list[list[int]] = []
 
     def open(self, readers: Sequence[Sequence[int]]) -> None:
-        """``readers[p]``: the ranks that read part *p*, in the order in which lookups ask for the parts."""
+        """``readers[p]``: the ranks that read part *p*, in the order in which lookups ask for the
+        parts."""
         self._readers = [list(ranks) for ranks in readers]
 
     def report(self, rank: int, gained: bytes, lost: bytes) -> None:
-        """A rank's report: the record ids it can read from now on, and those that are now published or gone."""
+        """A rank's report: the record ids it can read from now on, and those that are now published
+        or gone."""
         if not (gained or lost):
             return
         known = self._ranks.setdefault(rank, set())
@@ -38,7 +42,8 @@ class LocallyVisible:
         known.difference_update(split_keys(lost))
 
     def run(self, ids: Sequence[bytes], start: int) -> int:
-        """How many record ids from ``start`` on are locally visible; ``ids`` holds the parts of each block in turn."""
+        """How many record ids from ``start`` on are locally visible; ``ids`` holds the parts of
+        each block in turn."""
         if not any(self._ranks.values()):
             return 0
         for at in range(start, len(ids)):

@@ -1,11 +1,12 @@
 """Asks the store how much of a prompt it has, without making a step wait.
 
-A :class:`Lookup` starts when a request arrives: it hashes the tokens, asks for every part and keeps the shortest
-prefix. Hashing runs in the scheduler's thread, and so does the lookup where the store answers from memory: waking
-another thread, which would have to wait for the interpreter, takes longer. A store that has to ask a medium does so on
-a thread of its own, which does not need the interpreter, and is polled for its answer. Everything slower (files of
-adapters, long prompts, stores written in Python) runs on a background thread. Until there is an answer, or it is late,
-vLLM is told "not known yet".
+A :class:`Lookup` starts when a request arrives: it hashes the tokens, asks for every part and keeps
+the shortest prefix. Hashing runs in the scheduler's thread, and so does the lookup where the store
+answers from memory: waking another thread, which would have to wait for the interpreter, takes
+longer. A store that has to ask a medium does so on a thread of its own, which does not need the
+interpreter, and is polled for its answer. Everything slower (files of adapters, long prompts,
+stores written in Python) runs on a background thread. Until there is an answer, or it is late, vLLM
+is told "not known yet".
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ AT_ONCE_TOKENS = 1 << 15
 #: Runs of published and of locally visible blocks that one lookup follows in turn.
 ALTERNATIONS = 4
 
-#: What is found: blocks of the prefix that every part has, why there are no more, and the tier of each.
+#: What is found: blocks of the prefix that every part has, why there are no more, and the tier of
+#: each.
 Found = tuple[int, MissReason, bytes]
-#: A lookup in steps: yields record ids, is sent what ``locate_on_prefix`` says of them, returns what is found.
+#: A lookup in steps: yields record ids, is sent what ``locate_on_prefix`` says of them, returns
+#: what is found.
 Prefix = Generator[list[bytes], tuple[bytes, str], Found]
 
 
@@ -67,7 +70,9 @@ class Lookup:
         self.began, self.seconds = clock(), 0.0  # and how long it took until it was answered
         self.hashing = True  # a thread computes the keys, or will
         self._done = False  # the answer is final
-        self._look: Callable[[Lookup], None] | None = None  # polls the store for its answer; None: nothing to poll
+        self._look: Callable[[Lookup], None] | None = (
+            None  # polls the store for its answer; None: nothing to poll
+        )
         self.answered = False  # and it is the store's
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
         self.located_at = clock()  # when they were last asked for
@@ -104,7 +109,8 @@ class Lookup:
         return self._reason
 
     def settled(self, allowance: float) -> bool:
-        """Whether the answer is final: known, or ``allowance`` seconds have passed since this was first asked."""
+        """Whether the answer is final: known, or ``allowance`` seconds have passed since this was
+        first asked."""
         if self.done:
             return True
         now = self._clock()
@@ -137,8 +143,8 @@ class Lookup:
             self.tiers = now
 
     def answer(self, found: Found, took: float | None = None) -> None:
-        """The store answered; ignored once the lookup has ended. ``took``: seconds until it answered, None for until
-        now."""
+        """The store answered; ignored once the lookup has ended. ``took``: seconds until it
+        answered, None for until now."""
         if not self._done:
             self._hits, self._reason, self.tiers = found
             self.answered = True
@@ -174,7 +180,8 @@ class Lookups:
         self._locally_visible = locally_visible or LocallyVisible()
         self._store = store
         self._masks = list(masks)
-        # Such a block is in an open file, or in memory that is not announced: taken for the slower of both.
+        # Such a block is in an open file, or in memory that is not announced: taken for the slower
+        # of both.
         self._locally_visible_tier = max(len(store.tier_names) - 1, 0)
 
     def start(
@@ -184,7 +191,8 @@ class Lookups:
         *,
         at_once: bool = False,
     ) -> Lookup:
-        """Begin; ``hash_tokens`` runs here if it takes little (``at_once``), else on the background thread."""
+        """Begin; ``hash_tokens`` runs here if it takes little (``at_once``), else on the background
+        thread."""
         lookup = Lookup(clock)
         if not at_once:
             self._submit(lookup, lambda: self._run(lookup, hash_tokens))
@@ -204,16 +212,20 @@ class Lookups:
     def _answers_at_once(self) -> bool:
         try:
             return self._store.answers_at_once
-        except Exception:  # closed, or a bug of the store: what it does on a thread of ours cannot hurt
+        except (
+            Exception
+        ):  # closed, or a bug of the store: what it does on a thread of ours cannot hurt
             return False
 
     def relocate(self, lookup: Lookup) -> None:
-        """Ask again which tier each hit of an answered lookup is in; what is no hit any more stays as it was."""
+        """Ask again which tier each hit of an answered lookup is in; what is no hit any more stays
+        as it was."""
         if lookup.answered and not self._background.stalled():
             self._background.submit(lambda: self._relocate(lookup), IDLE)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Tell the store that these blocks were used; dropped when there is more urgent work than fits."""
+        """Tell the store that these blocks were used; dropped when there is more urgent work than
+        fits."""
         if keys and not self._background.stalled():
             chain = list(keys)
             self._background.submit(lambda: self._touch(chain), IDLE)
@@ -255,14 +267,19 @@ class Lookups:
             _failed(lookup, error)
 
     def _follow(self, lookup: Lookup, keys: list[bytes]) -> bool:
-        """The same on a thread of the store, where it has one: the lookup looks for its answers. False where it has
-        none."""
+        """The same on a thread of the store, where it has one: the lookup looks for its answers.
+        False where it has none."""
         return self._begin(self._prefix(keys), None, lookup.age(), lookup)
 
-    def _begin(self, prefix: Prefix, answer: tuple[bytes, str] | None, took: float, lookup: Lookup) -> bool:
-        """Go on with ``answer`` (None at the beginning) and begin the next question; False if the store begins none."""
+    def _begin(
+        self, prefix: Prefix, answer: tuple[bytes, str] | None, took: float, lookup: Lookup
+    ) -> bool:
+        """Go on with ``answer`` (None at the beginning) and begin the next question; False if the
+        store begins none."""
         try:
-            asked = self._store.begin_locate_on_prefix(next(prefix) if answer is None else prefix.send(answer))
+            asked = self._store.begin_locate_on_prefix(
+                next(prefix) if answer is None else prefix.send(answer)
+            )
         except StopIteration as end:
             lookup.answer(end.value, took)
         except Exception as error:
@@ -274,7 +291,8 @@ class Lookups:
         return True
 
     def _look(self, prefix: Prefix, asked: Asked, before: float, lookup: Lookup) -> None:
-        """Whether the store has answered; ``before``: seconds that hashing and its earlier answers took."""
+        """Whether the store has answered; ``before``: seconds that hashing and its earlier answers
+        took."""
         try:
             answer = asked.answer()
         except Exception as error:
@@ -285,8 +303,8 @@ class Lookups:
                 lookup.give_up(MissReason.INTERNAL)
 
     def _prefix(self, keys: list[bytes]) -> Prefix:
-        """Mostly one question, the parts of a block side by side. It does not know its lookup: one that is dropped ends
-        what it began."""
+        """Mostly one question, the parts of a block side by side. It does not know its lookup: one
+        that is dropped ends what it began."""
         if not keys:
             return 0, MissReason.ABSENT, b""
         parts = len(self._masks)
@@ -302,7 +320,8 @@ class Lookups:
                 break
         hits, ahead = divmod(len(tiers), parts)
         if ahead and reason == MissReason.ABSENT:
-            reason = MissReason.OTHER_RANK  # some parts of the block were found before one that is not there
+            # some parts of the block were found before one that is not there
+            reason = MissReason.OTHER_RANK
         return hits, reason, _of_blocks(tiers, hits, parts)
 
     def _records(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -1,4 +1,5 @@
-"""Why the blocks of a request are no hits: one reason for each block, counted by :mod:`..miss_stats`."""
+"""Why the blocks of a request are no hits: one reason for each block, counted by
+:mod:`..miss_stats`."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ from ucm.reasons import MissReason
 
 
 def misses(
-    tracker: RequestTracker, hit: int, block_tracker: BlockTracker, block_tokens: int, min_hit_tokens: int
+    tracker: RequestTracker,
+    hit: int,
+    block_tracker: BlockTracker,
+    block_tokens: int,
+    min_hit_tokens: int,
 ) -> dict[MissReason, int]:
     """Why the full blocks of a request beyond those on the device and the ``hit`` ones are no hits.
 
-    Where the store's prefix ends, its reason holds for all that follows: those blocks are of no use without the one
-    before. What the store has and was not claimed has the reason of that. Where its answer was not worth waiting for,
-    all that it could have was too short.
+    Where the store's prefix ends, its reason holds for all that follows: those blocks are of no use
+    without the one before. What the store has and was not claimed has the reason of that. Where its
+    answer was not worth waiting for, all that it could have was too short.
     """
     full = tracker.request.num_tokens // block_tokens
     local = tracker.local // block_tokens

@@ -1,13 +1,16 @@
-"""Which blocks of a request leave the device while it decodes, and how many hot blocks it gets for them.
+"""Which blocks of a request leave the device while it decodes, and how many hot blocks it gets for
+them.
 
-vLLM asks its manager to give back what is not needed before it allocates for a step, and the manager asks here. A block
-may leave once every rank has stored it, and once it lies between the windows of what is chosen. The method says how
-much a request is to hold (:meth:`~ucm.sparse.base.UcmSparseBase.estimate_num_slots_sparsed`). What has left, and which
-blocks were given instead, goes to the workers with the next plan, whether the request is in it or not: its blocks may
-be written to by others in that very step.
+vLLM asks its manager to give back what is not needed before it allocates for a step, and the
+manager asks here. A block may leave once every rank has stored it, and once it lies between the
+windows of what is chosen. The method says how much a request is to hold
+(:meth:`~ucm.sparse.base.UcmSparseBase.estimate_num_slots_sparsed`). What has left, and which blocks
+were given instead, goes to the workers with the next plan, whether the request is in it or not: its
+blocks may be written to by others in that very step.
 
-A prompt that is stored but for its last tokens is not loaded at all to be decoded from: it is admitted with the blocks
-of its windows and with hot ones, as if the others had left, and the workers load their representations alone.
+A prompt that is stored but for its last tokens is not loaded at all to be decoded from: it is
+admitted with the blocks of its windows and with hot ones, as if the others had left, and the
+workers load their representations alone.
 """
 
 from __future__ import annotations
@@ -62,9 +65,10 @@ class OffloadPlanner:
         *,
         several_queries: bool = True,
     ) -> None:
-        """``requests``: those that are alive, by id; ``spare``: most blocks that may have left at a time, for which the
-        workers keep representations; ``several_queries``: attention reads a selection for rows of several tokens too
-        (latent attention does not), so that the end of a prompt can be selected for."""
+        """``requests``: those that are alive, by id; ``spare``: most blocks that may have left at a
+        time, for which the workers keep representations; ``several_queries``: attention reads a
+        selection for rows of several tokens too (latent attention does not), so that the end of a
+        prompt can be selected for."""
         self._method = method
         self._requests = requests
         self._exact = exact
@@ -73,28 +77,39 @@ class OffloadPlanner:
         policy = method.policy_of_blocks(block_tokens)
         self._init, self._local, self._budget = policy.init, policy.local, policy.budget
         # What was in the last window when a choice was made is kept until the next one is used.
-        self._local_until_chosen = policy.local + -(-(policy.stride - 1 + policy.lag) // block_tokens)
+        self._local_until_chosen = policy.local + -(
+            -(policy.stride - 1 + policy.lag) // block_tokens
+        )
         self._selects_stored = several_queries and method.settings.select_stored
         self._states: dict[str, _State] = {}
         self._admissions: dict[str, _Admission] = {}
         self._changes: dict[str, OffloadChange] = {}
         self._given_back: list[str] = []
-        self._no_gain: dict[str, int] = {}  # blocks of requests, when it did not pay that any of them leave
+        # blocks of requests, when it did not pay that any of them leave
+        self._no_gain: dict[str, int] = {}
         self._all_stay: WeakSet[Request] = WeakSet()  # requests that have lost a block
         #: The connector's: which blocks every rank has stored. None until there is a store.
         self.stored: StoredKeys | None = None
 
-    # Prompts that are stored -----------------------------------------------------------------------------------------
+    # Prompts that are stored
+    # -----------------------------------------------------------------------------------------
 
     def consider(self, request: Request, first: int, stored: int) -> None:
-        """vLLM has the first ``first`` blocks of a new request, and is told that those up to ``stored`` can be loaded:
-        decide whether all of them are. Where the rest of its prompt fits into the last window, and loading them would
-        be more than giving it hot blocks, they are selected from, and those of the windows alone are loaded."""
+        """vLLM has the first ``first`` blocks of a new request, and is told that those up to
+        ``stored`` can be loaded: decide whether all of them are. Where the rest of its prompt fits
+        into the last window, and loading them would be more than giving it hot blocks, they are
+        selected from, and those of the windows alone are loaded."""
         size = self._block_tokens
         self.forget(request.request_id)
-        if not self._selects_stored or self.stored is None or request.num_preemptions or request.num_output_tokens:
+        if (
+            not self._selects_stored
+            or self.stored is None
+            or request.num_preemptions
+            or request.num_output_tokens
+        ):
             return
-        if self._init == 0:  # what fails is told by the first block, which must be one that is loaded
+        # what fails is told by the first block, which must be one that is loaded
+        if self._init == 0:
             return
         unread = range(self._init, stored + 1 - self._local_until_chosen)
         blocks = -(-request.num_tokens // size)
@@ -117,7 +132,8 @@ class OffloadPlanner:
         return range(0) if admission is None else admission.unread
 
     def admitted(self, request: Request) -> range:
-        """A request was given blocks; those of it that stay in the store, and are not to be loaded."""
+        """A request was given blocks; those of it that stay in the store, and are not to be
+        loaded."""
         admission = self._admissions.pop(request.request_id, None)
         if admission is None:
             return range(0)
@@ -125,15 +141,20 @@ class OffloadPlanner:
         unread = admission.unread
         self._states[request.request_id] = _State(unread.stop)
         self._free -= len(unread)
-        self._change(request.request_id).unread = join_keys(self.stored(request)[unread.start : unread.stop])
+        self._change(request.request_id).unread = join_keys(
+            self.stored(request)[unread.start : unread.stop]
+        )
         self._exact.selects_from(request, admission.stored * self._block_tokens)
         return unread
 
-    # What the manager asks -------------------------------------------------------------------------------------------
+    # What the manager asks
+    # -------------------------------------------------------------------------------------------
 
-    def leaving(self, request_id: str, processed: int, held: int, frees: Callable[[range], int] = len) -> range:
-        """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have ended. ``frees``: how
-        many of them other requests do not hold as well."""
+    def leaving(
+        self, request_id: str, processed: int, held: int, frees: Callable[[range], int] = len
+    ) -> range:
+        """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have
+        ended. ``frees``: how many of them other requests do not hold as well."""
         request, size = self._requests.get(request_id), self._block_tokens
         nothing = range(0)
         if request is None or self.stored is None or request in self._all_stay:
@@ -156,7 +177,8 @@ class OffloadPlanner:
         if state is None:
             if self._no_gain.get(request_id) == blocks:
                 return nothing
-            if frees(leaving) <= hot:  # more would be held than before; that is looked at again once a block
+            # more would be held than before; that is looked at again once a block
+            if frees(leaving) <= hot:
                 self._no_gain[request_id] = blocks
                 return nothing
         return leaving
@@ -167,23 +189,26 @@ class OffloadPlanner:
             return int(self._method.estimate_num_slots_sparsed(request))
         except Exception as error:
             about = "estimate_num_slots_sparsed"
-            throttle.warning(about, "%s of %s failed: %r", about, type(self._method).__name__, error)
+            throttle.warning(
+                about, "%s of %s failed: %r", about, type(self._method).__name__, error
+            )
             return INVALID_SLOT
 
     def lost(self, request: Request) -> None:
-        """A block of a request is neither on the device nor in the store. None of it leaves any more; it begins anew
-        (:meth:`begins_anew`), and computes what is lost."""
+        """A block of a request is neither on the device nor in the store. None of it leaves any
+        more; it begins anew (:meth:`begins_anew`), and computes what is lost."""
         if request.request_id in self._states and request not in self._all_stay:
             self._all_stay.add(request)
             throttle.warning(
                 "lost",
-                "request %s: a block that had left the device cannot be had any more: computed again",
+                "request %s: a block that had left the device cannot be had any more: computed"
+                " again",
                 request.request_id,
             )
 
     def begins_anew(self, request_id: str) -> bool:
-        """Whether a request is to give back all that it holds, as vLLM has requests do that find no room: admitted
-        again, it loads what is stored and computes the rest densely."""
+        """Whether a request is to give back all that it holds, as vLLM has requests do that find no
+        room: admitted again, it loads what is stored and computes the rest densely."""
         return request_id in self._states and self._requests.get(request_id) in self._all_stay
 
     def left(self, request_id: str, leaving: range, blocks: Sequence[int]) -> None:
@@ -200,7 +225,9 @@ class OffloadPlanner:
     def hot(self, request_id: str, tokens: int) -> int:
         """How many hot blocks a request is to have in a step after which it has so many tokens."""
         state, unread = self._states.get(request_id), self.unread(request_id)
-        end = unread.stop if state is None and unread else self._init if state is None else state.end
+        end = (
+            unread.stop if state is None and unread else self._init if state is None else state.end
+        )
         wanted = min(self._budget(-(-tokens // self._block_tokens)), end - self._init)
         if state is not None:
             wanted = state.hot = max(state.hot, wanted)
@@ -222,7 +249,8 @@ class OffloadPlanner:
             if request := self._requests.get(request_id):
                 self._exact.selects_from(request, None)
 
-    # What the workers are told ---------------------------------------------------------------------------------------
+    # What the workers are told
+    # ---------------------------------------------------------------------------------------
 
     def take(self) -> tuple[list[OffloadChange], list[str]]:
         """What has changed since the last call, and which requests hold nothing any more."""

@@ -1,9 +1,11 @@
-"""Chooses blocks of waiting requests that the ranks bring into memory, so that their loads are quick.
+"""Chooses blocks of waiting requests that the ranks bring into memory, so that their loads are
+quick.
 
-A load begins when its request is admitted. While a request waits behind others, its blocks in lower tiers can be
-brought into memory: those of the requests next in line, as many as the ranks have room for. This is a hint: nothing
-waits for it, loads go before it, and the ranks' stores limit it as well. The tiers of a waiting request's blocks are
-looked up again from time to time, so that its hit is decided by where they are then.
+A load begins when its request is admitted. While a request waits behind others, its blocks in lower
+tiers can be brought into memory: those of the requests next in line, as many as the ranks have room
+for. This is a hint: nothing waits for it, loads go before it, and the ranks' stores limit it as
+well. The tiers of a waiting request's blocks are looked up again from time to time, so that its hit
+is decided by where they are then.
 
 Requests are taken in the order of arrival; vLLM's own order may differ, by priorities.
 """
@@ -66,7 +68,8 @@ class PrefetchPlanner:
         self._line[tracker.request.request_id] = tracker
 
     def gone(self, name: str) -> None:
-        """A request waits no more: it was admitted (then its load reads what it needs) or has ended."""
+        """A request waits no more: it was admitted (then its load reads what it needs) or has
+        ended."""
         self._line.pop(name, None)
         if hinted := self._hinted.pop(name, None):
             self._cancelled += self._drop(hinted.keys)
@@ -87,7 +90,9 @@ class PrefetchPlanner:
         cancelled, self._cancelled = [key for key in self._cancelled if key not in self._held], []
         if not (wanted or cancelled):
             return None
-        return Prefetch(join_keys(cancelled), [(priority, join_keys(keys)) for priority, keys in wanted.items()])
+        return Prefetch(
+            join_keys(cancelled), [(priority, join_keys(keys)) for priority, keys in wanted.items()]
+        )
 
     def _news(self, tracker: RequestTracker, level: int, room: int, now: float) -> Sequence[bytes]:
         """The keys of a request to be asked for now, with this urgency."""
@@ -108,7 +113,8 @@ class PrefetchPlanner:
         if hinted.tiers is not lookup.tiers or not (hinted.whole or room <= 0):
             hinted.tiers = lookup.tiers
             below = dict.fromkeys(self._below(tracker, lookup))
-            room += len(self._drop([key for key in hinted.keys if key not in below]))  # they have come up
+            # they have come up
+            room += len(self._drop([key for key in hinted.keys if key not in below]))
             hinted.keys = [key for key in hinted.keys if key in below]
             asked = set(hinted.keys)
             for key in below:
@@ -123,7 +129,9 @@ class PrefetchPlanner:
     def _below(self, tracker: RequestTracker, lookup: Lookup) -> Iterator[bytes]:
         """Keys of the hits that lie further down, but for those a request never loads."""
         keys = lookup.keys or []
-        most = min((tracker.request.num_tokens - 1) // self._block_tokens, tracker.banned_from, len(keys))
+        most = min(
+            (tracker.request.num_tokens - 1) // self._block_tokens, tracker.banned_from, len(keys)
+        )
         return (key for key, tier in zip(keys[:most], lookup.tiers, strict=False) if tier)
 
     def _drop(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -1,7 +1,8 @@
 """What the scheduler side knows of the health of the ranks' stores.
 
-The scheduler side looks up in a store of its own, which may answer while a rank's breaker is open. A hit promised then
-is a load that fails and a request that takes a detour, so while any rank is unhealthy no request is promised one.
+The scheduler side looks up in a store of its own, which may answer while a rank's breaker is open.
+A hit promised then is a load that fails and a request that takes a detour, so while any rank is
+unhealthy no request is promised one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable
 
 from ucm.integration.vllm.connector.guard import logger
 
-#: A rank's report that it is unhealthy counts for so long, in seconds: an idle engine gets no other.
+#: A rank's report that it is unhealthy counts for so long, in seconds: an idle engine gets no
+#: other.
 STALE_S = 1.0
 
 
@@ -43,6 +45,7 @@ class RankHealth:
 
     @property
     def stale(self) -> bool:
-        """Whether some rank said that it is unhealthy, and that a while ago: the next step brings a new report."""
+        """Whether some rank said that it is unhealthy, and that a while ago: the next step brings a
+        new report."""
         now = self._clock()
         return any(now - said > STALE_S for said in self._unhealthy.values())

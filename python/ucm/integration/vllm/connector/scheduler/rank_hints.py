@@ -1,4 +1,5 @@
-"""Hints for the ranks' own stores, sent with each step: blocks in use, and blocks that will be needed.
+"""Hints for the ranks' own stores, sent with each step: blocks in use, and blocks that will be
+needed.
 
 Both are bounded and optional: a rank that ignores them serves every request as well, only later.
 """
@@ -20,14 +21,18 @@ class RankHints:
     """The hints of one engine."""
 
     def __init__(
-        self, relocate: Callable[[Lookup], None], block_tokens: int, clock: Callable[[], float] = time.monotonic
+        self,
+        relocate: Callable[[Lookup], None],
+        block_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``relocate`` asks, in the background, where the blocks of a lookup are now."""
         self._touches = TouchQueue()
         self.prefetches = PrefetchPlanner(relocate, block_tokens, clock)
 
     def report(self, rank: RankReport) -> None:
-        """Whether a rank uses hints about blocks in use, and what room it has in memory of its own."""
+        """Whether a rank uses hints about blocks in use, and what room it has in memory of its
+        own."""
         if rank.ready:
             self._touches.report(rank.wants_touches)
             self.prefetches.report(rank.rank, rank.prefetch_room)

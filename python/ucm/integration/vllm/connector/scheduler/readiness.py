@@ -1,14 +1,15 @@
 """Whether the cache may be used: the phases from the start of an engine until its stores are open.
 
-*pending*: the workers have not answered, or the weights' digest is not known. *opening*: the identity is known, the
-stores of the scheduler side and of every rank are being opened in the background. *open*: lookups, loads and dumps are
-possible. *off*: the cache stays unused, for a reason that was logged. Nothing here blocks: :meth:`Readiness.poll` is
-called once per step and moves on when it can.
+*pending*: the workers have not answered, or the weights' digest is not known. *opening*: the
+identity is known, the stores of the scheduler side and of every rank are being opened in the
+background. *open*: lookups, loads and dumps are possible. *off*: the cache stays unused, for a
+reason that was logged. Nothing here blocks: :meth:`Readiness.poll` is called once per step and
+moves on when it can.
 
-When vLLM's own prefix cache is emptied, a new *generation* begins: the weights in memory may have been replaced. With
-the next request every rank compares its weights with what it knew. If they are unchanged, the cache is used as before;
-otherwise the identity is computed again and the phase is pending once more. Until then nothing is looked up, loaded or
-dumped.
+When vLLM's own prefix cache is emptied, a new *generation* begins: the weights in memory may have
+been replaced. With the next request every rank compares its weights with what it knew. If they are
+unchanged, the cache is used as before; otherwise the identity is computed again and the phase is
+pending once more. Until then nothing is looked up, loaded or dumped.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ PENDING, OPENING, OPEN, OFF = "pending", "opening", "open", "off"
 
 #: Seconds between two looks at the files the identity was made from.
 RECHECK_S = 10.0
-#: Seconds that requests may wait for the ranks' report about their weights and what follows from it.
+#: Seconds that requests may wait for the ranks' report about their weights and what follows from
+#: it.
 WEIGHTS_CHECK_S = 2.0
 
 
@@ -49,7 +51,8 @@ class Identity(Protocol):
         """Be another one from the next :meth:`update` on, for the life of this engine."""
 
     def update(self, reports: list[WeightsReport]) -> bool:
-        """Every rank has compared the weights in its memory: whether the identity is another one now."""
+        """Every rank has compared the weights in its memory: whether the identity is another one
+        now."""
 
 
 class Readiness:
@@ -66,9 +69,9 @@ class Readiness:
         why_not_reusable: Callable[[bool], str] = lambda _workers: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``own_identity`` is without weights; ``open_allowance`` (seconds) is how long requests may wait for the
-        workers' first answer and for *opening*; ``why_not_reusable``: why no request may continue from stored
-        blocks, given whether every worker caches prefixes."""
+        """``own_identity`` is without weights; ``open_allowance`` (seconds) is how long requests
+        may wait for the workers' first answer and for *opening*; ``why_not_reusable``: why no
+        request may continue from stored blocks, given whether every worker caches prefixes."""
         self._own_identity = own_identity
         self._identity = identity
         self._checked = clock()
@@ -84,7 +87,9 @@ class Readiness:
         self._handshakes: Sequence[Handshake] | None = None
         self.phase = PENDING
         self.generation = 0
-        self.weights_confirmed = False  # whether the weights in memory are those of the identity, in this generation
+        self.weights_confirmed = (
+            False  # whether the weights in memory are those of the identity, in this generation
+        )
         self._emptied = False  # vLLM's cache, at its beginning
         self._weights_reports: dict[int, WeightsReport] = {}  # of this generation, by rank
         self._check_wanted = False  # the ranks are to be asked with the next plan
@@ -114,7 +119,8 @@ class Readiness:
             logger.warning("the cache is off: %s", why)
 
     def handshake(self, handshakes: Sequence[Handshake]) -> None:
-        """The handshakes of all workers, from their first reports: parts, shapes, identities that must agree."""
+        """The handshakes of all workers, from their first reports: parts, shapes, identities that
+        must agree."""
         handshakes = sorted(handshakes, key=lambda handshake: handshake.rank)
         if len(handshakes) != self._world:
             return self.off(f"{len(handshakes)} of {self._world} workers answered the handshake")
@@ -124,37 +130,53 @@ class Readiness:
                 return self.off(f"{where}: {handshake.problem}")
             if tuple(handshake.stores) != self._selection.names:
                 theirs, ours = ", ".join(handshake.stores), ", ".join(self._selection.names)
-                return self.off(f"{where} is configured for other stores ({theirs}) than the scheduler ({ours})")
+                return self.off(
+                    f"{where} is configured for other stores ({theirs}) than the scheduler ({ours})"
+                )
             if differing := difference(self._own_identity, handshake.identity):
-                return self.off(f"{where} and the scheduler disagree on the identity: {'; '.join(differing)}")
+                return self.off(
+                    f"{where} and the scheduler disagree on the identity: {'; '.join(differing)}"
+                )
         if why := self._why_not_reusable(all(handshake.prefix_caching for handshake in handshakes)):
             return self.off(why, MissReason.UNSUPPORTED)
         self._handshakes = handshakes
         self.ranks = [handshake.rank for handshake in handshakes]
         parts = {handshake.part: handshake for handshake in handshakes}
         self.masks = [part_mask(*part) for part in parts]
-        self.readers = [[handshake.rank for handshake in handshakes if handshake.part == part] for part in parts]
-        self.block_bytes = sum(int(handshake.shapes.get("block_size", 0)) for handshake in parts.values())
+        self.readers = [
+            [handshake.rank for handshake in handshakes if handshake.part == part] for part in parts
+        ]
+        self.block_bytes = sum(
+            int(handshake.shapes.get("block_size", 0)) for handshake in parts.values()
+        )
         self.poll()
 
     def begin_generation(self, emptied: bool, *, forget: bool = False) -> None:
         """A new generation: from here on the weights in memory may have been replaced.
 
-        ``emptied``: vLLM emptied its cache, as it is told to when weights are replaced; otherwise it was empty.
-        ``forget``: nothing that was stored before is found in the new generation, nor later in this engine's life.
+        ``emptied``: vLLM emptied its cache, as it is told to when weights are replaced; otherwise
+        it was empty. ``forget``: nothing that was stored before is found in the new generation, nor
+        later in this engine's life.
         """
         if forget:
             self._identity.forget()
         self.generation += 1
         self._emptied = emptied
-        self.weights_confirmed, self._weights_reports, self._check_wanted, self._check_asked_at = False, {}, False, None
-        if self.phase == OFF and self.reason == MissReason.IDENTITY_UNKNOWN:  # it may become known again
+        self.weights_confirmed, self._weights_reports, self._check_wanted, self._check_asked_at = (
+            False,
+            {},
+            False,
+            None,
+        )
+        # it may become known again
+        if self.phase == OFF and self.reason == MissReason.IDENTITY_UNKNOWN:
             self.phase = PENDING
         if self.phase == PENDING:
             self.reason = MissReason.IDENTITY_PENDING
 
     def request_weights_check(self) -> None:
-        """A request is about to be computed: have the ranks look at their weights, if they have not."""
+        """A request is about to be computed: have the ranks look at their weights, if they have
+        not."""
         if not self.weights_confirmed and self._check_asked_at is None:
             self._check_wanted, self._check_asked_at = True, self._clock()
 
@@ -173,7 +195,9 @@ class Readiness:
             return
         self.weights_confirmed = True
         if (
-            self._identity.update([self._weights_reports[rank] for rank in sorted(self._weights_reports)])
+            self._identity.update(
+                [self._weights_reports[rank] for rank in sorted(self._weights_reports)]
+            )
             and self.phase != OFF
         ):
             self.phase, self.reason = PENDING, MissReason.IDENTITY_PENDING
@@ -183,11 +207,17 @@ class Readiness:
         """Move on if something has become known."""
         if self._pending_since is None:
             self._pending_since = self._clock()
-        if self.phase == PENDING and self._handshakes is not None and (self.weights_confirmed or self.generation == 0):
+        if (
+            self.phase == PENDING
+            and self._handshakes is not None
+            and (self.weights_confirmed or self.generation == 0)
+        ):
             try:
                 text = self._identity.text()
             except Exception as error:
-                return self.off(f"the identity cannot be known: {error}", MissReason.IDENTITY_UNKNOWN)
+                return self.off(
+                    f"the identity cannot be known: {error}", MissReason.IDENTITY_UNKNOWN
+                )
             if text is not None:
                 self._open(text, self._handshakes)
         if self.phase == OPENING:
@@ -199,7 +229,8 @@ class Readiness:
                 self._log_open()
 
     def _log_open(self) -> None:
-        """Log once that the cache is open: when every store can be used. Another one logs why not."""
+        """Log once that the cache is open: when every store can be used. Another one logs why
+        not."""
         store = self._selection.store
         if self._open_logged or self._unusable or store is None or why_unavailable(store):
             return
@@ -226,8 +257,8 @@ class Readiness:
         self._selection.begin(text, setup)
 
     def take_setup(self) -> StoreSetup | None:
-        """What the workers open their stores with: once, in the first plan after it is known, and again for every
-        further store that is tried."""
+        """What the workers open their stores with: once, in the first plan after it is known, and
+        again for every further store that is tried."""
         return self._selection.take_setup() if self.phase == OPENING else None
 
     def report(self, rank: RankReport) -> None:
@@ -244,8 +275,9 @@ class Readiness:
             self._log_open()
 
     def worth_waiting(self) -> bool:
-        """Whether the workers' first answer is still to come, the ranks are looking at their weights, or the stores are
-        being opened, and it has not taken too long: requests wait for that, once."""
+        """Whether the workers' first answer is still to come, the ranks are looking at their
+        weights, or the stores are being opened, and it has not taken too long: requests wait for
+        that, once."""
         now = self._clock()
         if self.phase == PENDING and self._handshakes is None:
             return self._pending_since is None or now - self._pending_since < self._allowance
@@ -254,17 +286,23 @@ class Readiness:
         checking = (self.phase == OPEN and not self.weights_confirmed) or (
             self.phase == PENDING and self.generation > 0
         )
-        return checking and self._check_asked_at is not None and now - self._check_asked_at < WEIGHTS_CHECK_S
+        return (
+            checking
+            and self._check_asked_at is not None
+            and now - self._check_asked_at < WEIGHTS_CHECK_S
+        )
 
     def busy(self) -> bool:
-        """Whether an idle engine should go on stepping: workers answer in steps, and stores are being opened."""
+        """Whether an idle engine should go on stepping: workers answer in steps, and stores are
+        being opened."""
         if self.phase == PENDING:
             return self._handshakes is None and self.worth_waiting()
         return self.phase == OPENING and (self.worth_waiting() or self._selection.trying)
 
 
 def _other_sizes(handshakes: Sequence[Handshake]) -> list[dict[str, Any]]:
-    """The sizes of the ranks' blocks other than those of the first, each once, with a part that has them."""
+    """The sizes of the ranks' blocks other than those of the first, each once, with a part that has
+    them."""
     keys = ("tensor_size", "tensor_size_list", "shard_size", "block_size")
     found: list[tuple[dict[str, Any], tuple[int, int, int]]] = []
     for handshake in handshakes:

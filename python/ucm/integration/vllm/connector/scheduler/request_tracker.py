@@ -22,7 +22,8 @@ FAR = 1 << 62
 
 
 class RequestTracker:
-    """A request: its block keys, its lookup, how far its blocks were offered, and what it may not claim again."""
+    """A request: its block keys, its lookup, how far its blocks were offered, and what it may not
+    claim again."""
 
     __slots__ = (
         "asked",
@@ -67,8 +68,11 @@ class RequestTracker:
         self.offered_below: int | None = None
         self.stored = 0  # blocks before it are in the store, on every rank
         self.selectable = True  # it may be selected from without being read
-        self.private_at: int | None = None  # ordinal of the first key that no other request can have
-        #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
+        self.private_at: int | None = (
+            None  # ordinal of the first key that no other request can have
+        )
+        #: So many blocks were computed before that time, and wait for a look at the adapter that
+        #: begins after it.
         self.confirming: tuple[int, float] | None = None
         self.audit_decided = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
@@ -78,19 +82,28 @@ class RequestTracker:
         self.verdict = Verdict.LOAD  # and what became of it
         self.banned_from = FAR  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
-        self.loading = range(0)  # ordinals of a load, between its admission and the last rank's report
-        self.failures: dict[int, MissReason] = {}  # ordinal -> why this load did not bring the block
+        # ordinals of a load, between its admission and the last rank's report
+        self.loading = range(0)
+        # ordinal -> why this load did not bring the block
+        self.failures: dict[int, MissReason] = {}
         self.asked = False  # its blocks were counted since it was new or preempted
-        #: Why all its blocks were missed, None where its lookup says that. Admitted unasked: another connector
-        #: was first.
+        #: Why all its blocks were missed, None where its lookup says that. Admitted unasked:
+        #: another connector was first.
         self.reason: MissReason | None = MissReason.NOT_TAKEN
-        self.unanswered = False  # nothing was claimed before the store had answered: waiting for that did not pay
+        self.unanswered = (
+            False  # nothing was claimed before the store had answered: waiting for that did not pay
+        )
         self.tally = Tally()
         self.preemptions = request.num_preemptions
-        self.ran_from: int | None = None  # tokens it began its first step since it was admitted with; None before
-        self.wrong_from = FAR  # ordinal of the first block that must not be stored: not filled, or of other weights
+        self.ran_from: int | None = (
+            None  # tokens it began its first step since it was admitted with; None before
+        )
+        # ordinal of the first block that must not be stored: not filled, or of other weights
+        self.wrong_from = FAR
         self.touched_at = NEVER  # when the store was last told that its blocks are in use
-        self.waits_since: float | None = None  # when it was asked for while a rank's health was not known
+        self.waits_since: float | None = (
+            None  # when it was asked for while a rank's health was not known
+        )
 
     def may_wait(self, now: float, allowance: float) -> bool:
         """Whether less than ``allowance`` seconds have passed since this was first asked."""
@@ -99,7 +112,8 @@ class RequestTracker:
         return now - self.waits_since < allowance
 
     def restart(self) -> None:
-        """Preempted: its blocks are gone, it will be asked for again, perhaps with output tokens."""
+        """Preempted: its blocks are gone, it will be asked for again, perhaps with output
+        tokens."""
         self.preemptions = self.request.num_preemptions
         self.lookup = self.waits_since = None
         self.asked, self.reason = False, MissReason.NOT_TAKEN
@@ -127,7 +141,8 @@ class RequestTracker:
             self.wrong_from = 0  # until it is admitted again
 
     def adopt(self, block_tracker: BlockTracker) -> bool:
-        """Take over what the lookup has computed and found; whether the store's answer was taken over now."""
+        """Take over what the lookup has computed and found; whether the store's answer was taken
+        over now."""
         lookup = self.lookup
         if lookup is None or lookup.keys is None:
             return False
@@ -141,16 +156,24 @@ class RequestTracker:
                 return True
         return False
 
-    def grow(self, upto: int, maker: KeyMaker, block_tracker: BlockTracker, private_from: int | None = None) -> int:
-        """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them).
+    def grow(
+        self,
+        upto: int,
+        maker: KeyMaker,
+        block_tracker: BlockTracker,
+        private_from: int | None = None,
+    ) -> int:
+        """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread
+        hashes them).
 
-        ``private_from``: from this block on, keys that no other request can have, because the KV is not that of the
-        tokens alone.
+        ``private_from``: from this block on, keys that no other request can have, because the KV is
+        not that of the tokens alone.
         """
         self.adopt(block_tracker)
         if private_from is not None and self.private_at is None:
-            # What was offered until now was exact. Keys of the tokens may be known beyond it: a lookup hashed them, or
-            # fewer blocks are exact since it is known from which length on choosing pays.
+            # What was offered until now was exact. Keys of the tokens may be known beyond it: a
+            # lookup hashed them, or fewer blocks are exact since it is known from which length on
+            # choosing pays.
             private_from = max(private_from, self.cursor)
             del self.keys[private_from:]
             self.stored = min(self.stored, private_from)
@@ -159,7 +182,11 @@ class RequestTracker:
                 return len(self.keys)
             try:
                 self.keys.extend(maker.more(self.request, self._parents(private_from)))
-                if private_from is not None and self.private_at is None and len(self.keys) > private_from:
+                if (
+                    private_from is not None
+                    and self.private_at is None
+                    and len(self.keys) > private_from
+                ):
                     return self.grow(upto, maker, block_tracker, private_from)
             except UnkeyableError as error:
                 self.keyable = error.pending
@@ -167,7 +194,8 @@ class RequestTracker:
         return min(upto, len(self.keys))
 
     def _parents(self, private_from: int | None) -> list[bytes]:
-        """The keys that further ones are chained to; where these begin to be private, the last is drawn by lot."""
+        """The keys that further ones are chained to; where these begin to be private, the last is
+        drawn by lot."""
         if self.private_at is not None:
             private_from = self.private_at
         if private_from is None or len(self.keys) != private_from or not self.keys:
@@ -175,9 +203,11 @@ class RequestTracker:
         self.private_at = private_from
         return [*self.keys[:-1], os.urandom(len(self.keys[-1]))]
 
-    def stored_keys(self, block_tracker: BlockTracker, private_from: int | None = None) -> Sequence[bytes]:
-        """Keys of its first blocks that every rank has stored. Beyond ``private_from`` the keys of the tokens are not
-        those of what the blocks hold, though the store may have them too."""
+    def stored_keys(
+        self, block_tracker: BlockTracker, private_from: int | None = None
+    ) -> Sequence[bytes]:
+        """Keys of its first blocks that every rank has stored. Beyond ``private_from`` the keys of
+        the tokens are not those of what the blocks hold, though the store may have them too."""
         while self.stored < len(self.keys) and block_tracker.is_stored(self.keys[self.stored]):
             self.stored += 1
         if private_from is None or self.private_at is not None:
@@ -190,10 +220,11 @@ class RequestTracker:
         self.stored = next(first, self.stored)
 
     def confirmed(self, upto: int, settled: int, maker: KeyMaker, now: float) -> int:
-        """How many of the first ``upto`` blocks may be offered; ``settled`` of them were computed in steps that ended.
+        """How many of the first ``upto`` blocks may be offered; ``settled`` of them were computed
+        in steps that ended.
 
-        An adapter may be replaced and loaded anew before any step, so what a step computes with one is named only once
-        the step has ended and the adapter's files were looked at after that.
+        An adapter may be replaced and loaded anew before any step, so what a step computes with one
+        is named only once the step has ended and the adapter's files were looked at after that.
         """
         if self.request.lora_request is None:
             settled = upto
@@ -214,7 +245,8 @@ class RequestTracker:
     def most_claimable(self, block_tokens: int) -> int:
         """Blocks that could be claimed if the store had all.
 
-        Never all tokens: vLLM computes at least the last one, in a block of its own, as with its own prefix cache.
+        Never all tokens: vLLM computes at least the last one, in a block of its own, as with its
+        own prefix cache.
         """
         tokens: int = self.request.num_tokens
         return (tokens - 1) // block_tokens
@@ -223,7 +255,9 @@ class RequestTracker:
         """Blocks of the prefix that may be claimed from the store now."""
         return self.claimable_and_why(block_tracker, block_tokens)[0]
 
-    def claimable_and_why(self, block_tracker: BlockTracker, block_tokens: int) -> tuple[int, MissReason]:
+    def claimable_and_why(
+        self, block_tracker: BlockTracker, block_tokens: int
+    ) -> tuple[int, MissReason]:
         """The same, and why no more of what the store has."""
         if self.lookup is None or self.lookup.keys is None:
             return 0, MissReason.INTERNAL
@@ -241,7 +275,8 @@ class RequestTracker:
         self.confirming = None  # they are computed again
 
     def failed_because(self, first: int, reasons: Iterable[MissReason]) -> None:
-        """Why a rank's load did not bring the blocks from ``first`` on. A block's own fault goes first."""
+        """Why a rank's load did not bring the blocks from ``first`` on. A block's own fault goes
+        first."""
         self.failures.setdefault(first, MissReason.LOAD_FAILED)
         for ordinal, reason in enumerate(reasons, first):
             if self.failures.get(ordinal, MissReason.LOAD_FAILED) == MissReason.LOAD_FAILED:

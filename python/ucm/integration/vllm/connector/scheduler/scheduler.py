@@ -1,8 +1,9 @@
-"""The scheduler side: which blocks a request may load, which of its blocks are offered to the store, and when.
+"""The scheduler side: which blocks a request may load, which of its blocks are offered to the
+store, and when.
 
-It owns hashing, lookups, admission and the metadata of each step, under vLLM's own method names. vLLM calls it from one
-thread; work that may take long runs on :class:`~..background.Background`. A step costs time in proportion to what
-changed in it.
+It owns hashing, lookups, admission and the metadata of each step, under vLLM's own method names.
+vLLM calls it from one thread; work that may take long runs on :class:`~..background.Background`. A
+step costs time in proportion to what changed in it.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ if TYPE_CHECKING:
 #: Sent in every step with nothing to do.
 NOTHING = UCMConnectorMetadata()
 
-#: A step that computes nothing waits for an answer, a load or a dump. It sleeps for so many seconds, so that the
-#: threads at that work get the processor and the interpreter: vLLM would step again at once, thousands of times.
+#: A step that computes nothing waits for an answer, a load or a dump. It sleeps for so many
+#: seconds, so that the threads at that work get the processor and the interpreter: vLLM would step
+#: again at once, thousands of times.
 YIELD_S = 0.0005
 #: A live request tells the store that its blocks are in use at most so often, in seconds.
 TOUCH_S = 60.0
@@ -95,14 +97,15 @@ class UCMConnectorScheduler:
         pause: Callable[[float], None] = time.sleep,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
-        ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM hands out only blocks that no step
-        under way still writes; ``audit_one_in``: one hit in so many is computed and compared, 0 for none;
-        ``forget_on_reset``: what was stored before vLLM resets this connector is never a hit again here;
-        ``items_used``: told which requests a step begins with, and how many tokens of each were computed before;
-        ``exact_tokens``: how many of a request's first tokens have exact KV, all where it is None; ``offload``: which
-        blocks leave the device, once they are stored; ``tenants``: what tells in a record's header whose it is, without
-        a key where it is None; ``chance`` draws numbers from [0, 1)."""
+        """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's
+        first question; ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM
+        hands out only blocks that no step under way still writes; ``audit_one_in``: one hit in so
+        many is computed and compared, 0 for none; ``forget_on_reset``: what was stored before vLLM
+        resets this connector is never a hit again here; ``items_used``: told which requests a step
+        begins with, and how many tokens of each were computed before; ``exact_tokens``: how many of
+        a request's first tokens have exact KV, all where it is None; ``offload``: which blocks
+        leave the device, once they are stored; ``tenants``: what tells in a record's header whose
+        it is, without a key where it is None; ``chance`` draws numbers from [0, 1)."""
         self.readiness = readiness
         self.failures = Failures("scheduler side", self._abandon)
         self._make_keys = make_keys
@@ -135,20 +138,25 @@ class UCMConnectorScheduler:
         self._deferred = DeferredDumps(self.dumps)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
-        self._device_cache: object = None  # vLLM's table of cached blocks, a new one whenever it was emptied
+        self._device_cache: object = (
+            None  # vLLM's table of cached blocks, a new one whenever it was emptied
+        )
         self._keys: KeyMaker | None = None
         self._lookups: Lookups | None = None
         self._opened: object = None  # the store and the identity that these are for
         self._live: dict[str, RequestTracker] = {}
-        self._due: dict[str, int] = {}  # request -> computed tokens at which its next block can be offered
+        # request -> computed tokens at which its next block can be offered
+        self._due: dict[str, int] = {}
         self._loads: list[Load] = []
         self.put_off = 0  # steps that requests lost by waiting for an answer
-        self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
+        # planned when their request ended, sent with the next step
+        self._late_dumps: list[Dump] = []
         self.miss_stats = MissStats(block_tokens, clock(), admission.rates)
         self._tiers = TierCounts(clock, "scheduler")
         self._rank_hints = RankHints(self._relocate, block_tokens, clock)
 
-    # What vLLM binds ----------------------------------------------------------------------------------------
+    # What vLLM binds
+    # ----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """The block tables of the requests."""
@@ -159,16 +167,22 @@ class UCMConnectorScheduler:
         self.dumps.bind(pool)
         self._pool, self._device_cache = pool, getattr(pool, "cached_block_hash_to_block", None)
         if self._device_cache is None:
-            self.readiness.off("this vLLM does not tell when its prefix cache is emptied", MissReason.UNSUPPORTED)
+            self.readiness.off(
+                "this vLLM does not tell when its prefix cache is emptied", MissReason.UNSUPPORTED
+            )
 
-    # Requests -----------------------------------------------------------------------------------------------
+    # Requests
+    # ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Hash and look up, or begin to: the answer is usually there when vLLM asks."""
         self.readiness.recheck()
         self._notice_reset()
-        if self.readiness.phase == OFF or request.resumable:  # a streaming session rewrites its own tokens: not cached
-            reason = self.readiness.reason if self.readiness.phase == OFF else MissReason.UNSUPPORTED
+        # a streaming session rewrites its own tokens: not cached
+        if self.readiness.phase == OFF or request.resumable:
+            reason = (
+                self.readiness.reason if self.readiness.phase == OFF else MissReason.UNSUPPORTED
+            )
             return self.miss_stats.bypassed(request, reason)
         tracker = self._live[request.request_id] = RequestTracker(request)
         self._due[request.request_id] = self._block_tokens
@@ -176,8 +190,11 @@ class UCMConnectorScheduler:
         if self._open() and self.readiness.weights_confirmed:
             self._start_lookup(tracker)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those found on the device; vLLM asks again at every step."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those found on the device; vLLM asks again at every
+        step."""
         tracker = self._live.get(request.request_id)
         if self._offload is not None:
             self._offload.forget(request.request_id)
@@ -187,7 +204,11 @@ class UCMConnectorScheduler:
             tracker.restart()
             self._due[request.request_id] = self._block_tokens
         tracker.local = num_computed_tokens
-        tracker.reason, tracker.unanswered = MissReason.INTERNAL, False  # unless this gets to its end
+        # unless this gets to its end
+        tracker.reason, tracker.unanswered = (
+            MissReason.INTERNAL,
+            False,
+        )
         self._notice_reset()
         self.readiness.request_weights_check()
         is_open = self._open()
@@ -215,11 +236,17 @@ class UCMConnectorScheduler:
             return self._postpone(tracker)
         if tracker.adopt(self._block_tracker):
             self.miss_stats.looked_up(tracker.lookup.seconds)
-        tokens = tracker.claimable(self._block_tracker, self._block_tokens) * self._block_tokens - num_computed_tokens
+        tokens = (
+            tracker.claimable(self._block_tracker, self._block_tokens) * self._block_tokens
+            - num_computed_tokens
+        )
         if tokens < max(self._min_hit_tokens, 1):
             tracker.reason = None
             return 0, False
-        first, end = num_computed_tokens // self._block_tokens, (num_computed_tokens + tokens) // self._block_tokens
+        first, end = (
+            num_computed_tokens // self._block_tokens,
+            (num_computed_tokens + tokens) // self._block_tokens,
+        )
         end, tracker.reason = self._hit_policy.taken(tracker, first, end)
         if self._offload is not None and end > first:
             if tracker.selectable:
@@ -229,13 +256,18 @@ class UCMConnectorScheduler:
                 return 0, False
         return ((end - first) * self._block_tokens, end > first)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Blocks were allocated; ``num_external_tokens`` of them are to be loaded."""
         tracker = self._live.get(request.request_id)
         if tracker is None:
             return
         self._rank_hints.gone(request.request_id)
-        first, count = tracker.local // self._block_tokens, num_external_tokens // self._block_tokens
+        first, count = (
+            tracker.local // self._block_tokens,
+            num_external_tokens // self._block_tokens,
+        )
         if num_external_tokens > 0:
             table = blocks.blocks[0]
             unread = range(0) if self._offload is None else self._offload.admitted(request)
@@ -259,8 +291,9 @@ class UCMConnectorScheduler:
         self._touch(tracker, max((tracker.local + num_external_tokens) // self._block_tokens, used))
 
     def _fits_twice(self, request: Request) -> bool:
-        """Whether a request whose load has failed may load again: until it runs, vLLM goes on reserving the blocks of
-        the load that failed, and grants a further load only what is left."""
+        """Whether a request whose load has failed may load again: until it runs, vLLM goes on
+        reserving the blocks of the load that failed, and grants a further load only what is
+        left."""
         blocks = -(-request.num_tokens // self._block_tokens)
         spared = getattr(self._manager, "watermark_blocks", 0)
         return self._pool is not None and 2 * blocks + spared < self._pool.num_gpu_blocks
@@ -272,7 +305,8 @@ class UCMConnectorScheduler:
         return None, False
 
     def _worth_waiting(self, tracker: RequestTracker) -> bool:
-        """Whether all that the store could have for a request is worth the step that it loses by waiting for that."""
+        """Whether all that the store could have for a request is worth the step that it loses by
+        waiting for that."""
         request = tracker.request
         tokens = tracker.most_claimable(self._block_tokens) * self._block_tokens - tracker.local
         if tokens < max(self._min_hit_tokens, 1):
@@ -281,25 +315,30 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _load_timeout(self, tracker: RequestTracker, tokens: int) -> float | None:
-        """Seconds a load may take. vLLM waits for it by now: whatever goes wrong here, it is sent."""
+        """Seconds a load may take. vLLM waits for it by now: whatever goes wrong here, it is
+        sent."""
         return self._hit_policy.begin_load(tracker, tokens)
 
     @harmless(None)
     def _count_asked(self, tracker: RequestTracker, hit: int) -> None:
-        """A request is admitted: count its blocks, once. It may be again: when its load has ended, or has failed."""
+        """A request is admitted: count its blocks, once. It may be again: when its load has ended,
+        or has failed."""
         missed: dict[MissReason, int] = {}
         if not tracker.asked:
-            missed = misses(tracker, hit, self._block_tracker, self._block_tokens, self._min_hit_tokens)
+            missed = misses(
+                tracker, hit, self._block_tracker, self._block_tokens, self._min_hit_tokens
+            )
         tracker.asked = True
         if hit or missed:
             self.miss_stats.asked(tracker.tally, hit, missed)
             self.miss_stats.declined(missed.get(MissReason.DECLINED, 0))
 
     def request_finished(self, request: Request) -> None:
-        """The request ends; what it holds and was not offered yet is offered now, and sent with the next step.
+        """The request ends; what it holds and was not offered yet is offered now, and sent with the
+        next step.
 
-        A load of it that is under way goes on: vLLM keeps the blocks until every rank reported it, and does not use
-        their content before.
+        A load of it that is under way goes on: vLLM keeps the blocks until every rank reported it,
+        and does not use their content before.
         """
         tracker = self._live.pop(request.request_id, None)
         self._rank_hints.gone(request.request_id)
@@ -315,7 +354,9 @@ class UCMConnectorScheduler:
         try:
             if not tracker.loading and self._open() and self.readiness.weights_confirmed:
                 computed = self._others.computed(tracker)
-                self._late_dumps += self._offer(tracker, computed, computed, self.dumps.room(), lives=False)
+                self._late_dumps += self._offer(
+                    tracker, computed, computed, self.dumps.room(), lives=False
+                )
                 self._defer(tracker, computed)
         finally:
             self.miss_stats.log_request(request, tracker.tally)
@@ -323,11 +364,12 @@ class UCMConnectorScheduler:
                 # vLLM's cache is empty, so other weights need no reset of it.
                 self.readiness.begin_generation(emptied=False)
 
-    # Steps --------------------------------------------------------------------------------------------------
+    # Steps
+    # ----------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> UCMConnectorMetadata:
-        """What the workers do in this step. Whatever goes wrong in here: the loads that vLLM waits for are sent, and
-        what others are about to overwrite is read before."""
+        """What the workers do in this step. Whatever goes wrong in here: the loads that vLLM waits
+        for are sent, and what others are about to overwrite is read before."""
         to_flush = self.dumps.jobs_to_flush(self._live)
         try:
             plan = self._plan(output)
@@ -342,8 +384,8 @@ class UCMConnectorScheduler:
         return plan
 
     def drop_unsent(self) -> None:
-        """A step goes to the workers without what was to be stored. It may write the blocks of ended requests, so none
-        of these is stored any more."""
+        """A step goes to the workers without what was to be stored. It may write the blocks of
+        ended requests, so none of these is stored any more."""
         unsent, self._late_dumps = self._late_dumps, []
         self._deferred.drop()
         self.dumps.drop(unsent)
@@ -353,13 +395,16 @@ class UCMConnectorScheduler:
         is_open = self._open()
         self._others.planned(output, self._live)
         now = self._clock()
-        self.admission.compute_rate.planned(output.num_scheduled_tokens, output.total_num_scheduled_tokens, now)
+        self.admission.compute_rate.planned(
+            output.num_scheduled_tokens, output.total_num_scheduled_tokens, now
+        )
         if now >= self.miss_stats.next_summary:
             self.miss_stats.summary(now, self.readiness.block_bytes)
         if self._rates is not None and now >= self._rates.due:
             self._rates.keep(now)
         setup = self.readiness.take_setup()
-        dumps = self._late_dumps  # with all that this step adds: dropped together where something raises
+        # with all that this step adds: dropped together where something raises
+        dumps = self._late_dumps
         self._note_items(output)
         if self._deferred:
             self._plan_deferred(is_open, dumps, now)
@@ -377,17 +422,24 @@ class UCMConnectorScheduler:
             return NOTHING
         self._loads, self._late_dumps = [], []
         return UCMConnectorMetadata(
-            setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch, check_weights=check_weights
+            setup=setup,
+            loads=loads,
+            dumps=dumps,
+            touched=touched,
+            prefetch=prefetch,
+            check_weights=check_weights,
         )
 
     @harmless(None)
     def _note_items(self, output: SchedulerOutput) -> None:
-        """Tell of every request that begins, cached or not: vLLM keeps the encoder's output of each."""
+        """Tell of every request that begins, cached or not: vLLM keeps the encoder's output of
+        each."""
         for new in output.scheduled_new_reqs:
             if not new.mm_features or self._items_used is None:
                 continue
             if tracker := self._live.get(new.req_id):
-                self._items_used(tracker.request, 0)  # vLLM tells the ranks only of the data that they need
+                # vLLM tells the ranks only of the data that they need
+                self._items_used(tracker.request, 0)
             else:
                 self._items_used(new, new.num_computed_tokens)
 
@@ -399,8 +451,14 @@ class UCMConnectorScheduler:
         scheduled, due, live = output.num_scheduled_tokens, self._due, self._live
         cached = output.scheduled_cached_reqs
         if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
-            known = ((name, self._others.computed(live[name])) for name in cached.req_ids if name in live)
-            ready = [(name, computed, computed) for name, computed in known if computed >= due.get(name, FAR)]
+            known = (
+                (name, self._others.computed(live[name])) for name in cached.req_ids if name in live
+            )
+            ready = [
+                (name, computed, computed)
+                for name, computed in known
+                if computed >= due.get(name, FAR)
+            ]
         else:
             ready = [
                 (name, computed + scheduled[name], computed)
@@ -409,7 +467,12 @@ class UCMConnectorScheduler:
             ]
             news = (new for new in output.scheduled_new_reqs if new.req_id in live)
             ready += [
-                (new.req_id, new.num_computed_tokens + scheduled[new.req_id], new.num_computed_tokens) for new in news
+                (
+                    new.req_id,
+                    new.num_computed_tokens + scheduled[new.req_id],
+                    new.num_computed_tokens,
+                )
+                for new in news
             ]
         room = self.dumps.room() if ready else 0
         if room == 0:
@@ -434,8 +497,9 @@ class UCMConnectorScheduler:
         return limit if self._exact_tokens is None else min(limit, self._exact_tokens(request))
 
     def _private_from(self, request: Request) -> int | None:
-        """Ordinal of the first block that is stored for its own request alone, None where none is: blocks with KV that
-        was computed under a selection may leave the device too, under keys that no other request can have."""
+        """Ordinal of the first block that is stored for its own request alone, None where none is:
+        blocks with KV that was computed under a selection may leave the device too, under keys that
+        no other request can have."""
         if self._offload is None or self._exact_tokens is None:
             return None
         exact = self._exact_tokens(request) // self._block_tokens
@@ -444,13 +508,18 @@ class UCMConnectorScheduler:
     def _stored_keys(self, request: Request) -> Sequence[bytes]:
         """Keys of the first blocks of a request that every rank has stored."""
         tracker = self._live.get(request.request_id)
-        return () if tracker is None else tracker.stored_keys(self._block_tracker, self._private_from(request))
+        return (
+            ()
+            if tracker is None
+            else tracker.stored_keys(self._block_tracker, self._private_from(request))
+        )
 
     def _offer(
         self, tracker: RequestTracker, computed: int, settled: int, room: int, *, lives: bool = True
     ) -> list[Dump]:
-        """Offer the full blocks of the first ``computed`` tokens, at most ``room``; steps that have ended computed
-        ``settled`` of them. ``lives``: it goes on, so what is stored for it alone is of use."""
+        """Offer the full blocks of the first ``computed`` tokens, at most ``room``; steps that have
+        ended computed ``settled`` of them. ``lives``: it goes on, so what is stored for it alone is
+        of use."""
         request, size = tracker.request, self._block_tokens
         private_from = self._private_from(request) if lives else None
         limit = self._limit(request) if private_from is None else request.num_tokens
@@ -469,7 +538,9 @@ class UCMConnectorScheduler:
             self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
             self._touch(tracker, tracker.cursor)
         if request.request_id in self._due:
-            ended = private_from is None and not self._dump_output and tracker.cursor >= limit // size
+            ended = (
+                private_from is None and not self._dump_output and tracker.cursor >= limit // size
+            )
             ended = ended or tracker.cursor >= tracker.wrong_from
             self._due[request.request_id] = FAR if ended else (tracker.cursor + 1) * size
         return plans
@@ -478,13 +549,20 @@ class UCMConnectorScheduler:
         """The request ends: keep what is to be checked, or found no room."""
         request = tracker.request
         upto = min(min(computed, self._limit(request)) // self._block_tokens, tracker.wrong_from)
-        if self._manager is None or self._keys is None or not tracker.keyable or upto <= tracker.cursor:
+        if (
+            self._manager is None
+            or self._keys is None
+            or not tracker.keyable
+            or upto <= tracker.cursor
+        ):
             return
         now = self._clock()
         if self._keys.current(request, now) is False:
             return
         upto = tracker.grow(upto, self._keys, self._block_tracker)
-        self._deferred.add(tracker, upto, self._manager.get_blocks(request.request_id).blocks[0], now)
+        self._deferred.add(
+            tracker, upto, self._manager.get_blocks(request.request_id).blocks[0], now
+        )
 
     def _plan_deferred(self, is_open: bool, dumps: list[Dump], now: float) -> None:
         if not is_open or self._keys is None:
@@ -501,7 +579,8 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _touch(self, tracker: RequestTracker, blocks: int) -> None:
-        """Tell the store that a prefix is in use: ancestors of what is dumped count as used later than that."""
+        """Tell the store that a prefix is in use: ancestors of what is dumped count as used later
+        than that."""
         now = self._clock()
         if blocks and self._lookups is not None and now - tracker.touched_at >= TOUCH_S:
             tracker.touched_at = now
@@ -532,7 +611,9 @@ class UCMConnectorScheduler:
             self.readiness.handshake(handshakes)
         except Exception as error:
             self.readiness.off(f"the handshake with the workers failed: {error!r}")
-        if why := next((handshake.only_stores for handshake in handshakes if handshake.only_stores), ""):
+        if why := next(
+            (handshake.only_stores for handshake in handshakes if handshake.only_stores), ""
+        ):
             self._may_load = False
             logger.warning("blocks are stored, and none are loaded: %s", why)
 
@@ -562,12 +643,16 @@ class UCMConnectorScheduler:
                     reasons = (named(name, MissReason.INTERNAL) for name in failure.reasons)
                     tracker.failed_because(failure.first, reasons)
                     self._rewound(tracker)
-                throttle.warning("load failed", "request %s: a load failed, computing instead", failure.request)
+                throttle.warning(
+                    "load failed", "request %s: a load failed, computing instead", failure.request
+                )
             self.dumps.report(rank, [*self._live.values(), *self._deferred.trackers])
             if any(result.failed for result in rank.done):
                 for tracker in self._live.values():
                     self._rewound(tracker)
-        self.miss_stats.dumped(self.dumps.published_blocks - published, self.dumps.failed_blocks - failed)
+        self.miss_stats.dumped(
+            self.dumps.published_blocks - published, self.dumps.failed_blocks - failed
+        )
         self.miss_stats.unstored(BUSY, self.dumps.busy_blocks - busy)
 
     def _on_room(self, rank: RankReport) -> None:
@@ -577,7 +662,8 @@ class UCMConnectorScheduler:
             self._turnover.limited(limit_of(self._rooms.values(), len(self.readiness.masks)))
 
     def _refuse(self, keys: Sequence[bytes]) -> None:
-        """The records of these blocks are bad or gone: they are no hits, and no reason to leave the device."""
+        """The records of these blocks are bad or gone: they are no hits, and no reason to leave the
+        device."""
         for key in keys:
             self._block_tracker.refuse(key)
         if keys and self._offload is not None:
@@ -594,7 +680,8 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _load_ended(self, tracker: RequestTracker) -> None:
-        """Every rank reported the load: what lies before the first failed block arrived everywhere."""
+        """Every rank reported the load: what lies before the first failed block arrived
+        everywhere."""
         load, failures, tally = tracker.loading, tracker.failures, tracker.tally
         tracker.loading, tracker.failures = range(0), {}
         end = max(min(failures, default=load.stop), load.start)
@@ -608,9 +695,11 @@ class UCMConnectorScheduler:
         self._due[name] = min(self._due.get(name, FAR), (tracker.cursor + 1) * self._block_tokens)
 
     def reset_cache(self) -> bool:
-        """vLLM resets its caches together with this one, as after a change of the weights in memory.
+        """vLLM resets its caches together with this one, as after a change of the weights in
+        memory.
 
-        False where what is stored should be forgotten and was not: vLLM then reports the reset as failed.
+        False where what is stored should be forgotten and was not: vLLM then reports the reset as
+        failed.
         """
         self._device_cache = getattr(self._pool, "cached_block_hash_to_block", None)
         try:
@@ -619,21 +708,34 @@ class UCMConnectorScheduler:
             self.failures.note("a reset of the cache", error, vital=True)
             return not self._forget_on_reset
         if self._forget_on_reset:
-            logger.info("vLLM reset the cache: what this engine stored is forgotten, until it is started again")
+            logger.info(
+                "vLLM reset the cache: what this engine stored is forgotten, until it is started"
+                " again"
+            )
         else:
-            logger.info("vLLM reset the cache: stored blocks stay; the weights are checked before they are used again")
+            logger.info(
+                "vLLM reset the cache: stored blocks stay; the weights are checked before they are"
+                " used again"
+            )
         return True
 
     def _notice_reset(self) -> None:
-        """vLLM does not tell connectors when it empties its prefix cache, unless asked to; but then its pool has a new
-        table."""
-        if self._pool is not None and self._pool.cached_block_hash_to_block is not self._device_cache:
+        """vLLM does not tell connectors when it empties its prefix cache, unless asked to; but then
+        its pool has a new table."""
+        if (
+            self._pool is not None
+            and self._pool.cached_block_hash_to_block is not self._device_cache
+        ):
             self._device_cache = self._pool.cached_block_hash_to_block
             self._begin_generation()
-            logger.info("vLLM emptied its prefix cache: the weights in memory are checked before it is used again")
+            logger.info(
+                "vLLM emptied its prefix cache: the weights in memory are checked before it is used"
+                " again"
+            )
 
     def _begin_generation(self, *, forget: bool = False) -> None:
-        """The weights in memory may be others from here on. What was computed before is not offered any more."""
+        """The weights in memory may be others from here on. What was computed before is not offered
+        any more."""
         self.readiness.begin_generation(emptied=True, forget=forget)
         late, self._late_dumps = self._late_dumps, []
         self.dumps.drop(late)
@@ -647,7 +749,8 @@ class UCMConnectorScheduler:
 
     @property
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine should take a step: stores are being opened, or something is still to be sent."""
+        """Whether an idle engine should take a step: stores are being opened, or something is still
+        to be sent."""
         return self.readiness.busy() or bool(self._late_dumps) or bool(self._deferred)
 
     def _abandon(self, why: str) -> None:
@@ -659,7 +762,8 @@ class UCMConnectorScheduler:
         self._deferred.drop()
 
     def take_tiers(self) -> dict[str, Any]:
-        """What the tiers of this half's store did since they were last told of, about once a second."""
+        """What the tiers of this half's store did since they were last told of, about once a
+        second."""
         return self._tiers.take(self.readiness.store)
 
     def stats(self) -> Mapping[str, Any]:
@@ -686,7 +790,8 @@ class UCMConnectorScheduler:
         for close in self._closers:
             close()
 
-    # Inside -------------------------------------------------------------------------------------------------
+    # Inside
+    # ----------------------------------------------------------------------------------------------
 
     def _open(self) -> bool:
         if self.readiness.phase != OPEN:
@@ -700,7 +805,9 @@ class UCMConnectorScheduler:
                 tracker.rekey()
             self._keys = self._make_keys(self.readiness.identity_text)
             self._locally_visible.open(self.readiness.readers)
-            self._lookups = self._make_lookups(self.readiness.store, self.readiness.masks, self._locally_visible)
+            self._lookups = self._make_lookups(
+                self.readiness.store, self.readiness.masks, self._locally_visible
+            )
             self.dumps.open(self.readiness.ranks)
             if self._rates is not None:
                 self._rates.open(self.readiness.identity_text, self.readiness.store_label)
@@ -710,4 +817,6 @@ class UCMConnectorScheduler:
         assert self._lookups is not None and self._keys is not None  # the phase is open
         maker, request = self._keys, tracker.request
         at_once = maker.at_once(request, AT_ONCE_TOKENS)
-        tracker.lookup = self._lookups.start(lambda: maker.first(request), self._clock, at_once=at_once)
+        tracker.lookup = self._lookups.start(
+            lambda: maker.first(request), self._clock, at_once=at_once
+        )

@@ -1,5 +1,5 @@
-"""Sparse attention in the scheduler side: the hooks of the method's scheduler side, which tokens are exact, and what
-the workers are told of each step."""
+"""Sparse attention in the scheduler side: the hooks of the method's scheduler side, which tokens
+are exact, and what the workers are told of each step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 
 class BreakEven:
-    """From which length on choosing blocks pays in this engine: what its slowest rank measured, remembered with the
-    speeds of this machine. Until it is known every request is dense, and where ``min_tokens`` is configured that is the
-    answer. vLLM caches blocks as exact before the workers are told of the step that computes them, so what is learnt
-    holds from the next step on (:meth:`take_effect`)."""
+    """From which length on choosing blocks pays in this engine: what its slowest rank measured,
+    remembered with the speeds of this machine. Until it is known every request is dense, and where
+    ``min_tokens`` is configured that is the answer. vLLM caches blocks as exact before the workers
+    are told of the step that computes them, so what is learnt holds from the next step on
+    (:meth:`take_effect`)."""
 
     def __init__(self, method: UcmSparseBase, world: int) -> None:
         self._method = method if isinstance(method, BlockSparse) else None
@@ -80,7 +81,10 @@ class BreakEven:
         if isinstance(tokens, int) and 0 <= tokens <= NEVER:
             self._known, self.asked = True, False
             self._next = tokens
-            logger.info("sparse attention pays from %s tokens on: remembered of this machine", length_text(tokens))
+            logger.info(
+                "sparse attention pays from %s tokens on: remembered of this machine",
+                length_text(tokens),
+            )
 
     def _named(self) -> str:
         assert self._method is not None
@@ -96,9 +100,16 @@ class SparseScheduler:
     """One engine's method, on the scheduler's side."""
 
     def __init__(
-        self, method: UcmSparseBase, block_tokens: int, world: int = 1, num_blocks: int = 0, *, latent: bool = False
+        self,
+        method: UcmSparseBase,
+        block_tokens: int,
+        world: int = 1,
+        num_blocks: int = 0,
+        *,
+        latent: bool = False,
     ) -> None:
-        """``world`` is the number of ranks, ``num_blocks`` of device blocks; ``latent``: attention is."""
+        """``world`` is the number of ranks, ``num_blocks`` of device blocks; ``latent``: attention
+        is."""
         self.method = method
         self.break_even = BreakEven(method, world)
         self._block_tokens = block_tokens
@@ -107,20 +118,26 @@ class SparseScheduler:
         self._found: dict[str, int] = {}  # tokens on the device of requests that may be admitted
         self._given: list[int] = []  # device blocks that requests were given since the last plan
         self._manager: KVCacheManager | None = None
-        #: Tokens of a request whose KV is exact: the dump planner and vLLM's prefix cache stop there.
+        #: Tokens of a request whose KV is exact: the dump planner and vLLM's prefix cache stop
+        #: there.
         self.exact_tokens = ExactTokens(method)
         #: Which blocks leave the device; None where all stay.
         self.offload: OffloadPlanner | None = None
         if not isinstance(method, BlockSparse) and method.overrides("estimate_num_slots_sparsed"):
             logger.warning(
-                "sparse attention: estimate_num_slots_sparsed of %s is not asked: blocks leave the device only with a "
-                "subclass of BlockSparse and `offload`",
+                "sparse attention: estimate_num_slots_sparsed of %s is not asked: blocks leave the"
+                " device only with a subclass of BlockSparse and `offload`",
                 type(method).__name__,
             )
         if isinstance(method, BlockSparse) and method.settings.offload:
             spare = spare_rows(num_blocks)
             self.offload = OffloadPlanner(
-                method, self._requests, self.exact_tokens, block_tokens, spare, several_queries=not latent
+                method,
+                self._requests,
+                self.exact_tokens,
+                block_tokens,
+                spare,
+                several_queries=not latent,
             )
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -141,8 +158,9 @@ class SparseScheduler:
         self._found[request.request_id] = tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """It was given blocks. Another connector may load into them, of which the workers see no keys: they are told
-        which these are, so that no representation is taken for that of what lies there now."""
+        """It was given blocks. Another connector may load into them, of which the workers see no
+        keys: they are told which these are, so that no representation is taken for that of what
+        lies there now."""
         if (found := self._found.pop(request.request_id, None)) is not None:
             table = blocks.blocks[0][found // self._block_tokens :]
             self._given += [block.block_id for block in table if not block.is_null]
@@ -169,8 +187,9 @@ class SparseScheduler:
             self.break_even.report(tokens)
 
     def plan(self, output: SchedulerOutput, settled: bool) -> SparsePlan:
-        """What the workers are told of a step. They ask the method before the model runs, so the connector is called
-        then, as if it had something to load in the step. ``settled``: what is remembered of other runs is known."""
+        """What the workers are told of a step. They ask the method before the model runs, so the
+        connector is called then, as if it had something to load in the step. ``settled``: what is
+        remembered of other runs is known."""
         output.has_sync_kv_loads = True
         plan = SparsePlan(block_tokens=self._block_tokens, break_even=self.break_even.tokens)
         plan.metadata = self._hook("build_sparse_meta", output, self._requests)
@@ -178,13 +197,15 @@ class SparseScheduler:
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._add(plan, name, computed, output.num_scheduled_tokens[name])
         for new in output.scheduled_new_reqs:
-            self._add(plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
+            self._add(
+                plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]
+            )
         plan.finished, self._finished = self._finished, []
         plan.given, self._given = np.array(self._given, dtype=np.int64), []
         if self.offload is not None:  # last: what is taken here must arrive
             plan.offloaded, plan.given_back = self.offload.take()
-        # Only with a step that vLLM computes: the ranks measure after it, by the kernels that it ran. They are asked
-        # once, so behind all that may fail.
+        # Only with a step that vLLM computes: the ranks measure after it, by the kernels that it
+        # ran. They are asked once, so behind all that may fail.
         plan.measure = settled and bool(plan.rows) and self.break_even.ask()
         self.break_even.take_effect()
         return plan
@@ -210,7 +231,9 @@ class SparseScheduler:
         try:
             return getattr(self.method, name)(*args)
         except Exception as error:
-            throttle.warning(f"hook {name}", "%s of %s failed: %r", name, type(self.method).__name__, error)
+            throttle.warning(
+                f"hook {name}", "%s of %s failed: %r", name, type(self.method).__name__, error
+            )
             return None
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
-"""Chooses one of several configured stores: the first that all processes of the engine can open and that answers.
+"""Chooses one of several configured stores: the first that all processes of the engine can open and
+that answers.
 
-The scheduler side decides. It opens a store for itself, then has every rank open the same one, and takes the next when
-any of them cannot; so all use one store or none. A single store is used without a trial: it retries by itself when it
-does not answer, and answers with misses meanwhile. When none of several is available they are tried again, every
-:data:`RETRY_S`, as long as there are requests.
+The scheduler side decides. It opens a store for itself, then has every rank open the same one, and
+takes the next when any of them cannot; so all use one store or none. A single store is used without
+a trial: it retries by itself when it does not answer, and answers with misses meanwhile. When none
+of several is available they are tried again, every :data:`RETRY_S`, as long as there are requests.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class StoreSelection:
         allowance: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``allowance``: seconds in which a store is opened, here and again on the ranks (twice that is waited for)."""
+        """``allowance``: seconds in which a store is opened, here and again on the ranks (twice
+        that is waited for)."""
         self._stores = list(stores)
         self._world = world
         self._background = background
@@ -52,7 +54,9 @@ class StoreSelection:
         self._setup: StoreSetup | None = None
         self._ready: set[int] = set()
         self.store: UcmKVStoreBaseV1 | None = None  # the scheduler side's own, for lookups
-        self.failed = ""  # why there will never be a store: there is but one, and it cannot be opened
+        self.failed = (
+            ""  # why there will never be a store: there is but one, and it cannot be opened
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,18 +75,24 @@ class StoreSelection:
 
     @property
     def label(self) -> str:
-        """What the chosen store is, in words that are the same after a restart; the configured path is not in it."""
+        """What the chosen store is, in words that are the same after a restart; the configured path
+        is not in it."""
         tiers = self.store.tier_names if self.store is not None else ()
         return " ".join([f"{self._choice}: {self._stores[self._choice].name}", *tiers])
 
     @property
     def trying(self) -> bool:
         """Whether an answer is on its way for which an idle engine should go on stepping."""
-        return self.several and self._choice >= 0 and not self.chosen and self._clock() - self._since <= self._limit
+        return (
+            self.several
+            and self._choice >= 0
+            and not self.chosen
+            and self._clock() - self._since <= self._limit
+        )
 
     def begin(self, identity: str, shapes: Mapping[str, Any]) -> None:
-        """Start with the first, also anew for another identity. ``shapes``: what this half's store is told beside its
-        configuration."""
+        """Start with the first, also anew for another identity. ``shapes``: what this half's store
+        is told beside its configuration."""
         self._close(self.store)
         self._identity, self._shapes, self.failed = identity, dict(shapes), ""
         self._try(0)
@@ -148,7 +158,9 @@ class StoreSelection:
                 self._offer()
         elif self.several and not self.chosen and self._clock() - self._since > self._limit:
             missing = sorted(set(range(self._world)) - self._ready)
-            who = "the scheduler side" if self.store is None else f"of {self._world} ranks {missing}"
+            who = (
+                "the scheduler side" if self.store is None else f"of {self._world} ranks {missing}"
+            )
             self._reject(f"{who} did not open it within {self._limit:g} s", self.store)
 
     def report(self, rank: RankReport) -> None:
@@ -160,7 +172,9 @@ class StoreSelection:
         if rank.ready and rank.rank not in self._ready:
             self._ready.add(rank.rank)
             if self.several and self.chosen:
-                before = "; ".join(f"not {self._stores[at].where}: {self._why[at]}" for at in range(self._choice))
+                before = "; ".join(
+                    f"not {self._stores[at].where}: {self._why[at]}" for at in range(self._choice)
+                )
                 where = self._stores[self._choice].where
                 logger.info(
                     "of %d stores the first available is used: %s%s",
@@ -185,4 +199,6 @@ class StoreSelection:
     def _none(self) -> None:
         self._retry_at = self._clock() + RETRY_S
         whys = "; ".join(f"{each.where}: {self._why[at]}" for at, each in enumerate(self._stores))
-        throttle.warning("no store", "no store is available, requests are computed; tried again soon: %s", whys)
+        throttle.warning(
+            "no store", "no store is available, requests are computed; tried again soon: %s", whys
+        )

@@ -1,7 +1,9 @@
-"""Tells the ranks which blocks are in use: the scheduler side's own touch does not reach their memory and segments.
+"""Tells the ranks which blocks are in use: the scheduler side's own touch does not reach their
+memory and segments.
 
-A request touches its whole prefix, including what it found on the device. A step carries a bounded number of keys; the
-rest goes with the next steps, and what exceeds that limit is dropped: the request touches again later.
+A request touches its whole prefix, including what it found on the device. A step carries a bounded
+number of keys; the rest goes with the next steps, and what exceeds that limit is dropped: the
+request touches again later.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class TouchQueue:
             self._waiting += len(chain)
 
     def take(self) -> list[tuple[int, bytes]]:
-        """What the ranks are told in this step: pieces of chains, with the ordinals at which they begin."""
+        """What the ranks are told in this step: pieces of chains, with the ordinals at which they
+        begin."""
         told: list[tuple[int, bytes]] = []
         room = STEP
         while self._chains and room > 0:

@@ -43,8 +43,8 @@ class StoreLimit:
 
 
 def limit_of(rooms: Collection[StoreRoom], parts: int) -> StoreLimit | None:
-    """The limit for blocks of ``parts`` parts. Each rank that writes one reports its room; None until
-    all have reported. Memory holds the parts of its rank, any other tier those of all."""
+    """The limit for blocks of ``parts`` parts. Each rank that writes one reports its room; None
+    until all have reported. Memory holds the parts of its rank, any other tier those of all."""
     if len(rooms) < max(parts, 1):
         return None
     least = min(rooms, key=lambda room: room.capacity // room.record)
@@ -76,9 +76,11 @@ class Turnover:
         self._judge()
 
     def asked_again(self, hits: int, evicted: int) -> None:
-        """A request asked for blocks that were stored before: ``hits`` are there, ``evicted`` are absent.
+        """A request asked for blocks that were stored before: ``hits`` are there, ``evicted`` are
+        absent.
 
-        Absent blocks of a store with room were removed for another reason, and count for nothing."""
+        Absent blocks of a store with room were removed for another reason, and count for
+        nothing."""
         if self._limit is None:
             return
         for blocks, absent in ((hits, False), (evicted if self._limit.full else 0, True)):
@@ -109,10 +111,10 @@ class Turnover:
 
     def _warn(self, limit: StoreLimit) -> None:
         logger.warning(
-            "the working set is larger than the store: of the last %d blocks that were stored before "
-            "and asked for again, %d had been evicted. Tier %s holds %d blocks of %d bytes each. "
-            "While that is so, an evicted prompt is stored again in one of %d cases, and at most %d "
-            "blocks of it; raise %s to store all",
+            "the working set is larger than the store: of the last %d blocks that were stored"
+            " before and asked for again, %d had been evicted. Tier %s holds %d blocks of %d bytes"
+            " each. While that is so, an evicted prompt is stored again in one of %d cases, and at"
+            " most %d blocks of it; raise %s to store all",
             self._total,
             self._evicted,
             limit.tier,

@@ -1,8 +1,8 @@
 """The loads that vLLM waits for on one rank: each is reported exactly once, also when methods fail.
 
-vLLM frees no block of a load and computes no token of its request before every rank has reported it.
-So this record is kept outside of the code that may fail: a load enters it with the step's metadata,
-before anything else reads them, and leaves it with its report.
+vLLM frees no block of a load and computes no token of its request before every rank has reported
+it. So this record is kept outside of the code that may fail: a load enters it with the step's
+metadata, before anything else reads them, and leaves it with its report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class PendingLoads:
         self._loads: dict[str, Load] = {}
         self._lost: set[str] = set()  # of these, failed without an answer of the store
         self.reported: list[Load] = []  # by the last report
-        self.unfilled: list[Load] = []  # of these, the lost ones: none of their blocks counts as filled
+        # of these, the lost ones: none of their blocks counts as filled
+        self.unfilled: list[Load] = []
 
     def sent(self, loads: Iterable[Load]) -> None:
         """A step's metadata have arrived."""

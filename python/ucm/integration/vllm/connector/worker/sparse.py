@@ -1,5 +1,5 @@
-"""Sparse attention in the worker side: makes the method of this rank, its host, and the representations of what is
-loaded, and passes the step's plan on."""
+"""Sparse attention in the worker side: makes the method of this rank, its host, and the
+representations of what is loaded, and passes the step's plan on."""
 
 from __future__ import annotations
 
@@ -36,15 +36,19 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-#: Backends whose pages can be read with a block table for each KV head: a page is one head after the other.
+#: Backends whose pages can be read with a block table for each KV head: a page is one head after
+#: the other.
 _PER_HEAD = ("CPU_ATTN",)
 
 
 class SparseWorker:
     """One rank's method and what it needs."""
 
-    def __init__(self, config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """Makes the method; raises :class:`~ucm.errors.ConfigError` for what is wrong in its configuration."""
+    def __init__(
+        self, config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Makes the method; raises :class:`~ucm.errors.ConfigError` for what is wrong in its
+        configuration."""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self.method = make_method(config, vllm_config, UcmSparseRole.WORKER)
@@ -55,8 +59,12 @@ class SparseWorker:
         self._mask = b""
         self._writer = _writes(kv_cache_config)
         self._eager: EagerHooks | None = None
-        self._learn_pages: Callable[[Mapping[str, Any]], None] | None = None  # once vLLM has run a step
-        self._step: Mapping[str, Any] | None = None  # attention metadata of the step that runs, by layer
+        self._learn_pages: Callable[[Mapping[str, Any]], None] | None = (
+            None  # once vLLM has run a step
+        )
+        self._step: Mapping[str, Any] | None = (
+            None  # attention metadata of the step that runs, by layer
+        )
         self._measures = False  # after the step that runs
         self._measured: int | None = None
         self._num_blocks = 0
@@ -67,13 +75,14 @@ class SparseWorker:
         self._store, self._mask = store, mask
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Where the KV lies: get ready. Raises :class:`~ucm.errors.ConfigError` where this engine cannot be served."""
+        """Where the KV lies: get ready. Raises :class:`~ucm.errors.ConfigError` where this engine
+        cannot be served."""
         group = self._kv_cache_config.kv_cache_groups[0]
         layers = served_layers(self._vllm_config, group.layer_names)
         if not layers:
             raise ConfigError(
-                "sparse attention: no layer of this model attends to all of its context by a block table alone; set "
-                "ENABLE_SPARSE=false"
+                "sparse attention: no layer of this model attends to all of its context by a block"
+                " table alone; set ENABLE_SPARSE=false"
             )
         backend = _backend_of(layers)
         spec = layer_specs(group.kv_cache_spec)[0]
@@ -88,11 +97,14 @@ class SparseWorker:
                 self._vllm_config,
                 self._num_blocks,
                 device=cache.device,
-                per_head=backend in _PER_HEAD and all(layer.impl.sinks is None for layer in layers.values()),
+                per_head=backend in _PER_HEAD
+                and all(layer.impl.sinks is None for layer in layers.values()),
                 reduce=_reduce_over_ranks(),
                 spare_blocks=spare_rows(self._num_blocks) if self.method.settings.offload else 0,
             )
-            self._prepare_representations(self.method, layers, backend, caches, int(spec.block_size))
+            self._prepare_representations(
+                self.method, layers, backend, caches, int(spec.block_size)
+            )
             if self.method.settings.offload:
                 self.offload = self._make_offload(self.method, group.layer_names, caches)
                 if self.representations is not None:
@@ -100,13 +112,20 @@ class SparseWorker:
         self.method.register_kv_caches(caches)
         self.host = SparseHost(self.method, layers)
         self.host.offload = self.offload
-        self._eager = EagerHooks(self.method, eager=bool(self._vllm_config.model_config.enforce_eager))
+        self._eager = EagerHooks(
+            self.method, eager=bool(self._vllm_config.model_config.enforce_eager)
+        )
         set_ucm_sparse(self.method)
         set_active_host(self.host)
         self._say(self.host, layers, backend, cache, len(caches))
 
     def _prepare_representations(
-        self, method: BlockSparse, layers: dict[str, Any], backend: str, caches: Mapping[str, Any], tokens: int
+        self,
+        method: BlockSparse,
+        layers: dict[str, Any],
+        backend: str,
+        caches: Mapping[str, Any],
+        tokens: int,
     ) -> None:
         first = next(iter(layers))
         made = self.representations = Representations(
@@ -125,7 +144,9 @@ class SparseWorker:
                 ask_for_tiles()
                 read = key_reader(layers[first], backend, caches[first], tokens)
             except Exception as error:
-                logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
+                logger.warning(
+                    "sparse attention: prompts that are loaded from the store stay dense: %s", error
+                )
                 read = None
             made.read_by(read)
 
@@ -134,36 +155,60 @@ class SparseWorker:
         else:
             learn({})
 
-    def _make_offload(self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> Offload:
-        """Raises :class:`~ucm.errors.ConfigError` where a layer could want a block that has left."""
+    def _make_offload(
+        self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]
+    ) -> Offload:
+        """Raises :class:`~ucm.errors.ConfigError` where a layer could want a block that has
+        left."""
         dense = [name for name in names if not method.selects(name)]
         if dense:
             raise ConfigError(
-                f"offload: {len(dense)} layers attend to all blocks ({dense[0]}, ...), so none can leave the device; "
-                "write `dense_layers: []`, or leave `offload` out"
+                f"offload: {len(dense)} layers attend to all blocks ({dense[0]}, ...), so none can"
+                " leave the device; write `dense_layers: []`, or leave `offload` out"
             )
-        if method.policy.heads == "kv" or method.policy.min_concurrency > 1 or method.settings.measure_recall:
-            raise ConfigError("offload needs `heads: shared`, `min_concurrency: 1` and `measure_recall: false`")
+        if (
+            method.policy.heads == "kv"
+            or method.policy.min_concurrency > 1
+            or method.settings.measure_recall
+        ):
+            raise ConfigError(
+                "offload needs `heads: shared`, `min_concurrency: 1` and `measure_recall: false`"
+            )
         if not type(method).attention_begin.__module__.startswith("ucm.sparse."):
             raise ConfigError(
-                f"offload: {type(method).__name__} has an attention_begin of its own, which would be given blocks that "
-                "have left the device; leave `offload` out"
+                f"offload: {type(method).__name__} has an attention_begin of its own, which would"
+                " be given blocks that have left the device; leave `offload` out"
             )
         layout = KVLayout(caches, names)
         layer_bytes(layout)
         places = {method.layer_number(name): place for place, name in enumerate(layout.names)}
         assert len(places) == len(layout.names), "each attention has a number of its own"
-        return Offload(method, places, lambda: self._store(), lambda keys: record_ids(keys, self._mask))
+        return Offload(
+            method, places, lambda: self._store(), lambda keys: record_ids(keys, self._mask)
+        )
 
-    def _say(self, host: SparseHost, layers: dict[str, Any], backend: str, cache: torch.Tensor, count: int) -> None:
+    def _say(
+        self,
+        host: SparseHost,
+        layers: dict[str, Any],
+        backend: str,
+        cache: torch.Tensor,
+        count: int,
+    ) -> None:
         method = self.method
         if not isinstance(method, BlockSparse):
-            logger.info("sparse attention: %s over %s, %d layers", type(method).__name__, backend, len(layers))
+            logger.info(
+                "sparse attention: %s over %s, %d layers",
+                type(method).__name__,
+                backend,
+                len(layers),
+            )
             return
         kv = cache.numel() * cache.element_size() * count
         logger.info(
-            "sparse attention: %s over %s, attention over chosen blocks by %s kernel; %d of %d layers choose blocks; "
-            "their representations take %.1f MiB beside %.1f MiB of KV (%.1f %%)",
+            "sparse attention: %s over %s, attention over chosen blocks by %s kernel; %d of %d"
+            " layers choose blocks; their representations take %.1f MiB beside %.1f MiB of KV"
+            " (%.1f %%)",
             method.settings.algorithm,
             backend,
             "ucm's" if host.uses_own_kernel else "vLLM's",
@@ -174,10 +219,12 @@ class SparseWorker:
             100 * method.store.share(kv),
         )
 
-    # Steps --------------------------------------------------------------------------------------------------
+    # Steps
+    # ----------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: SparsePlan, context: Any) -> None:
-        """Before the model runs. Nothing is measured or tried out here: vLLM may not have run a step yet."""
+        """Before the model runs. Nothing is measured or tried out here: vLLM may not have run a
+        step yet."""
         if self.host is None:
             return
         if self._measures:  # the step of that plan had no end
@@ -190,7 +237,8 @@ class SparseWorker:
         self.host.begin_step(plan, context)
 
     def _after_first_steps(self, host: SparseHost, step: Mapping[str, Any]) -> None:
-        """What is tried out or measured by kernels of vLLM's, after a step in which vLLM ran them."""
+        """What is tried out or measured by kernels of vLLM's, after a step in which vLLM ran
+        them."""
         learn, self._learn_pages = self._learn_pages, None
         if learn is not None:
             learn(step)
@@ -213,12 +261,16 @@ class SparseWorker:
         except Exception as error:
             return self._not_measured(repr(error))
         took = time.perf_counter() - began
-        logger.info("sparse attention pays from %s tokens on (measured in %.1f s)", length_text(found), took)
+        logger.info(
+            "sparse attention pays from %s tokens on (measured in %.1f s)", length_text(found), took
+        )
         return found
 
     @staticmethod
     def _not_measured(why: str) -> int:
-        logger.warning("sparse attention: what it gains could not be measured, so requests stay dense: %s", why)
+        logger.warning(
+            "sparse attention: what it gains could not be measured, so requests stay dense: %s", why
+        )
         return FAILED
 
     def take_measured(self) -> int | None:
@@ -227,7 +279,8 @@ class SparseWorker:
         return measured
 
     def take_lost(self) -> list[tuple[str, int]]:
-        """Blocks that are neither on the device nor in the store, noticed since the last call: request and ordinal."""
+        """Blocks that are neither on the device nor in the store, noticed since the last call:
+        request and ordinal."""
         return [] if self.offload is None else self.offload.take_lost()
 
     def take_counts(self) -> dict[str, float]:
@@ -256,28 +309,32 @@ class SparseWorker:
             self.offload.close()
         if self.host is not None:
             self.host.close()
-            if has_ucm_sparse() and get_ucm_sparse() is self.method:  # another engine of this process may have its own
+            # another engine of this process may have its own
+            if has_ucm_sparse() and get_ucm_sparse() is self.method:
                 set_ucm_sparse(None)
 
 
 def _writes(kv_cache_config: Any) -> bool:
-    """Whether this rank is the one that stores its part: of ranks that hold the same KV, the first."""
+    """Whether this rank is the one that stores its part: of ranks that hold the same KV, the
+    first."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    return bool(get_tp_group().rank_in_group % max(1, getattr(kv_cache_config, "kv_tp_replicas", 1)) == 0)
+    return bool(
+        get_tp_group().rank_in_group % max(1, getattr(kv_cache_config, "kv_tp_replicas", 1)) == 0
+    )
 
 
 def _backend_of(layers: Mapping[str, Any]) -> str:
-    """Name of the attention backend of these layers, which is one of ours; :class:`~ucm.errors.ConfigError` where it is
-    not."""
+    """Name of the attention backend of these layers, which is one of ours;
+    :class:`~ucm.errors.ConfigError` where it is not."""
     for layer in layers.values():
         backend = layer.get_attn_backend()
         if vars(backend).get("ucm_packs_like") is None:
             raise ConfigError(
-                f"sparse attention: this engine runs the attention backend {backend.get_name()} "
-                f"({backend.__module__}.{backend.__qualname__}), which ucm does not select for. Choose one of "
-                f"{', '.join(OVERRIDDEN)} (--attention-backend), and let vLLM load the plug-in ucm (VLLM_PLUGINS), or "
-                "set ENABLE_SPARSE=false"
+                f"sparse attention: this engine runs the attention backend {backend.get_name()}"
+                f" ({backend.__module__}.{backend.__qualname__}), which ucm does not select for."
+                f" Choose one of {', '.join(OVERRIDDEN)} (--attention-backend), and let vLLM load"
+                " the plug-in ucm (VLLM_PLUGINS), or set ENABLE_SPARSE=false"
             )
     return str(next(iter(layers.values())).get_attn_backend().get_name())
 
@@ -287,8 +344,8 @@ def _check_kernel_blocks(layer: Any, spec: Any) -> None:
     size = common_block_size(spec.block_size, layer.get_attn_backend(), spec)
     if size != spec.block_size:
         raise ConfigError(
-            f"sparse attention: this backend computes with blocks of {size} tokens and vLLM keeps blocks of "
-            f"{spec.block_size}; write --block-size {size}"
+            f"sparse attention: this backend computes with blocks of {size} tokens and vLLM keeps"
+            f" blocks of {spec.block_size}; write --block-size {size}"
         )
 
 
@@ -301,7 +358,9 @@ def _reduce_over_ranks() -> Callable[..., torch.Tensor] | None:
         return None
 
     def reduce(scores: torch.Tensor, combine: str) -> torch.Tensor:
-        operation = torch.distributed.ReduceOp.MAX if combine == "max" else torch.distributed.ReduceOp.SUM
+        operation = (
+            torch.distributed.ReduceOp.MAX if combine == "max" else torch.distributed.ReduceOp.SUM
+        )
         scores = scores.contiguous()
         torch.distributed.all_reduce(scores, operation, group=group.device_group)
         return scores

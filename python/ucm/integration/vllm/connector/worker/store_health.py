@@ -1,4 +1,5 @@
-"""Whether a rank's store is healthy: checked on the rank, sent with its report (see :mod:`..scheduler.rank_health`)."""
+"""Whether a rank's store is healthy: checked on the rank, sent with its report (see
+:mod:`..scheduler.rank_health`)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Callable
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
-#: Between two looks at a store that is unhealthy, in seconds. The store's breaker decides how soon it is tried.
+#: Between two looks at a store that is unhealthy, in seconds. The store's breaker decides how soon
+#: it is tried.
 LOOK_S = 0.5
 #: Asked for to see whether a store answers; no block has this id.
 _NO_BLOCK = bytes(16)
@@ -19,13 +21,16 @@ def _thread(work: Callable[[], None]) -> None:
 
 
 class StoreHealth:
-    """One rank's store. Asked when something failed; while it is unhealthy a thread looks again and again.
+    """One rank's store. Asked when something failed; while it is unhealthy a thread looks again and
+    again.
 
-    Only a request to the store can close its breaker, and no others arrive: no loads are planned for this rank, and an
-    idle engine does nothing at all.
+    Only a request to the store can close its breaker, and no others arrive: no loads are planned
+    for this rank, and an idle engine does nothing at all.
     """
 
-    def __init__(self, pause: float = LOOK_S, spawn: Callable[[Callable[[], None]], None] = _thread) -> None:
+    def __init__(
+        self, pause: float = LOOK_S, spawn: Callable[[Callable[[], None]], None] = _thread
+    ) -> None:
         """``pause``: seconds between two looks; ``spawn`` runs a function that takes long."""
         self._pause, self._spawn = pause, spawn
         self._stop = threading.Event()
@@ -33,7 +38,8 @@ class StoreHealth:
         self.healthy = True
 
     def check(self, store: UcmKVStoreBaseV1) -> None:
-        """Something failed, or it was unhealthy before: ask the store, without waiting. Never raises."""
+        """Something failed, or it was unhealthy before: ask the store, without waiting. Never
+        raises."""
         if self._watching or self._stop.is_set():
             return
         self.healthy = _says(store)
@@ -47,7 +53,8 @@ class StoreHealth:
             throttle.warning("health", "an unhealthy store cannot be watched: %r", error)
 
     def look(self, store: UcmKVStoreBaseV1) -> bool:
-        """Ask the store for something, as its breaker wants it, and whether it is healthy now. May wait."""
+        """Ask the store for something, as its breaker wants it, and whether it is healthy now. May
+        wait."""
         try:
             store.lookup([_NO_BLOCK])
         except Exception as error:
@@ -70,6 +77,8 @@ class StoreHealth:
 def _says(store: UcmKVStoreBaseV1) -> bool:
     try:
         return bool(store.healthy())
-    except Exception as error:  # closed, or a bug of the store: its loads fail with reasons of their own
+    except (
+        Exception
+    ) as error:  # closed, or a bug of the store: its loads fail with reasons of their own
         throttle.warning("health", "the store's healthy() failed: %r", error)
         return True

@@ -1,8 +1,10 @@
-"""Calls to a rank's store that must not fail a step: the hints it is sent, and what it says about itself.
+"""Calls to a rank's store that must not fail a step: the hints it is sent, and what it says about
+itself.
 
-Each call notes something down in the store and returns; an exception is logged and the hint is dropped. Of ranks that
-hold the same bytes, the one that writes them is told what is used and brings up what will be: the others read its
-memory. What they hold in memory of their own they are told too.
+Each call notes something down in the store and returns; an exception is logged and the hint is
+dropped. Of ranks that hold the same bytes, the one that writes them is told what is used and brings
+up what will be: the others read its memory. What they hold in memory of their own they are told
+too.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ def prefetch_room(store: UcmKVStoreBaseV1) -> int:
 
 
 def store_room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
-    """How much this rank's store holds, for blocks with ``block_bytes`` of KV; None where it reports no
-    limit. A store for lookups alone does not know it, so the scheduler side cannot ask its own."""
+    """How much this rank's store holds, for blocks with ``block_bytes`` of KV; None where it
+    reports no limit. A store for lookups alone does not know it, so the scheduler side cannot ask
+    its own."""
     try:
         tiers = store.stats().get("tiers")
         if not isinstance(tiers, list) or not tiers or not tiers[-1]["capacity_bytes"]:
@@ -47,7 +50,9 @@ def store_room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
         return None
 
 
-def pass_hints(plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes, writer: bool) -> None:
+def pass_hints(
+    plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes, writer: bool
+) -> None:
     """Tell the store of this rank, whose part has this mask."""
     try:
         for first, keys in plan.touched if writer or store.has_own_memory else ():
@@ -63,10 +68,13 @@ def pass_hints(plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes,
 
 
 def take_locally_visible(store: UcmKVStoreBaseV1) -> tuple[bytes, bytes]:
-    """What a rank's store gained and lost since it was last asked, joined for the report. Never raises."""
+    """What a rank's store gained and lost since it was last asked, joined for the report. Never
+    raises."""
     try:
         gained, lost = store.early()
-    except Exception as error:  # closed, or a bug of the store: those blocks are hits once they are published
+    except (
+        Exception
+    ) as error:  # closed, or a bug of the store: those blocks are hits once they are published
         throttle.warning("early", "the store's early() failed: %r", error)
         return b"", b""
     return join_keys(gained), join_keys(lost)

@@ -1,8 +1,9 @@
-"""Loads and dumps under way on one rank: started, polled once per step, reported exactly once. Never waits.
+"""Loads and dumps under way on one rank: started, polled once per step, reported exactly once.
+Never waits.
 
-The store enforces deadlines: it ends a late load as failed. This module only asks ``store.check`` and, once that says
-finished, ``store.wait`` for the outcome. Any exception of a store ends the transfer as failed, so that no request waits
-for ever.
+The store enforces deadlines: it ends a late load as failed. This module only asks ``store.check``
+and, once that says finished, ``store.wait`` for the outcome. Any exception of a store ends the
+transfer as failed, so that no request waits for ever.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
 
 @cache
 def _takes_tenant(store: type[UcmKVStoreBaseV1]) -> bool:
-    """Whether the hint of a store can say whose blocks are dumped: one of a user's may be from before."""
+    """Whether the hint of a store can say whose blocks are dumped: one of a user's may be from
+    before."""
     parameters = inspect.signature(store.describe).parameters.values()
     return any(one.name == "tenant" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
-    """Whether a task ended (or, with ``staged``, whether device memory is free again). Never raises."""
+    """Whether a task ended (or, with ``staged``, whether device memory is free again). Never
+    raises."""
     try:
         if staged and store.has_staged_level:
             return bool(store.check(task, until="staged"))
@@ -67,7 +70,8 @@ def failed_rows(store: UcmKVStoreBaseV1, task: Any, rows: int) -> dict[int, Base
 
 
 def _named_rows(error: TaskError, rows: int) -> dict[int, BaseException]:
-    """The failures a task names; none if some of that is not as it should be, then all its rows failed."""
+    """The failures a task names; none if some of that is not as it should be, then all its rows
+    failed."""
     named: object = error.failures
     if not isinstance(named, Mapping) or any(
         row not in range(rows) or not isinstance(why, BaseException) for row, why in named.items()
@@ -77,7 +81,8 @@ def _named_rows(error: TaskError, rows: int) -> dict[int, BaseException]:
 
 
 def served_tiers(store: UcmKVStoreBaseV1, task: Any) -> tuple[int, ...]:
-    """Blocks of a load by the tier they came from; none where a store has one tier or does not know. Never raises."""
+    """Blocks of a load by the tier they came from; none where a store has one tier or does not
+    know. Never raises."""
     if len(store.tier_names) < 2:
         return ()
     try:
@@ -120,13 +125,15 @@ class Loads:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.times = _Times(clock)
         self._running: list[_Running] = []
-        self._selecting: dict[str, Load] = {}  # loads whose blocks are there, and their representations perhaps not
+        # loads whose blocks are there, and their representations perhaps not
+        self._selecting: dict[str, Load] = {}
         self._ended: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
         self._served: list[LoadServed] = []
         self.blocks = 0  # brought so far
-        #: Where blocks are selected from: makes what a loaded block needs for that, before its load is told to be over.
+        #: Where blocks are selected from: makes what a loaded block needs for that, before its load
+        #: is told to be over.
         self.representations: Representations | None = None
 
     def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
@@ -136,7 +143,9 @@ class Loads:
         ids = record_ids(load.keys, mask)
         if self.representations is not None:
             unread = record_ids(load.unread, mask)
-            self.representations.begin_load(load.request, ids, load.blocks, store, load.timeout, unread)
+            self.representations.begin_load(
+                load.request, ids, load.blocks, store, load.timeout, unread
+            )
         try:
             task = store.load_blocks(ids, load.blocks, load.timeout)
         except Exception as error:
@@ -159,13 +168,24 @@ class Loads:
             if failures:
                 first = 0 if load.unread else min(failures)
                 throttle.warning(
-                    "load failed", "request %s: block %d: %s", load.request, first, failures[min(failures)]
+                    "load failed",
+                    "request %s: block %d: %s",
+                    load.request,
+                    first,
+                    failures[min(failures)],
                 )
                 keys = split_keys(load.keys)
                 newer = [row for row, why in failures.items() if reason_of(why) in LEFT_ALONE]
-                bad = [keys[row] for row, why in failures.items() if not is_transient(why) and row not in newer]
+                bad = [
+                    keys[row]
+                    for row, why in failures.items()
+                    if not is_transient(why) and row not in newer
+                ]
                 behind = range(first, len(load.blocks))
-                why = [reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED for row in behind]
+                why = [
+                    reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED
+                    for row in behind
+                ]
                 self._fail(load, first, bad, why, [keys[row] for row in newer])
             else:
                 self._arrived(load)
@@ -183,10 +203,15 @@ class Loads:
             self._over(load.request)
 
     def _over(self, request: str) -> None:
-        """Nothing more comes of a load whose blocks are there. Without the representations of what was not read, its
-        request cannot go on: vLLM is to admit it again, and to load all of it."""
+        """Nothing more comes of a load whose blocks are there. Without the representations of what
+        was not read, its request cannot go on: vLLM is to admit it again, and to load all of it."""
         load = self._selecting.pop(request, None)
-        if load is None or not load.unread or self.representations is None or self.representations.selectable(request):
+        if (
+            load is None
+            or not load.unread
+            or self.representations is None
+            or self.representations.selectable(request)
+        ):
             self._ended.add(request)
             return
         self._fail(load, 0, [], [MissReason.LOAD_FAILED] * len(load.blocks), unselectable=True)
@@ -208,19 +233,22 @@ class Loads:
             self.representations.failed(load.request)
         self._bad_blocks.update(load.blocks[row:].tolist())
         reasons = tuple(str(reason) for reason in why)
-        failure = LoadFailure(load.request, load.first + row, join_keys(bad), reasons, join_keys(newer), unselectable)
+        failure = LoadFailure(
+            load.request, load.first + row, join_keys(bad), reasons, join_keys(newer), unselectable
+        )
         self._failures.append(failure)
         self._ended.add(load.request)
 
     def under_way(self, *, look: bool) -> set[str]:
-        """Requests of whose loads something may still write to device blocks; ``look``: the store is asked, because
-        :meth:`poll` failed."""
+        """Requests of whose loads something may still write to device blocks; ``look``: the store
+        is asked, because :meth:`poll` failed."""
         running = [one for one in self._running if not look or not finished(one.store, one.task)]
         return {one.work.request for one in running} | ({} if look else self._selecting).keys()
 
     def forget(self, load: Load) -> None:
-        """This load was reported as failed, without what is kept of it here, which may be of other loads of its request
-        later. The scheduler side learns it, and claims the same hit no more."""
+        """This load was reported as failed, without what is kept of it here, which may be of other
+        loads of its request later. The scheduler side learns it, and claims the same hit no
+        more."""
         self._running = [one for one in self._running if one.work is not load]
         self._selecting.pop(load.request, None)
         self._ended.discard(load.request)
@@ -268,8 +296,8 @@ class Dumps:
         self.blocks = 0  # published so far
 
     def skip(self, dump: Dump, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
-        """Nothing to do on this rank: another one holds the same bytes and writes them. What it replaces, this one may
-        have refused."""
+        """Nothing to do on this rank: another one holds the same bytes and writes them. What it
+        replaces, this one may have refused."""
         self.last_job = max(self.last_job, dump.job)
         if dump.refused and store is not None:
             try:
@@ -287,8 +315,8 @@ class Dumps:
         block_tokens: int,
         representations: Representations | None = None,
     ) -> None:
-        """Begin; a refused one ends the rest of its request's chain for this step. ``event``: handle and its owner;
-        ``representations``: what is stored beside the KV."""
+        """Begin; a refused one ends the rest of its request's chain for this step. ``event``:
+        handle and its owner; ``representations``: what is stored beside the KV."""
         refused: set[str] = set()
         for dump in dumps:
             self.last_job = max(self.last_job, dump.job)
@@ -303,13 +331,19 @@ class Dumps:
                     parents=[parent, *ids[:-1]],
                     ordinals=list(range(dump.first, dump.first + len(ids))),
                     tokens=[block_tokens] * len(ids),
-                    **({"tenant": dump.tenant} if dump.tenant and _takes_tenant(type(store)) else {}),
+                    **(
+                        {"tenant": dump.tenant}
+                        if dump.tenant and _takes_tenant(type(store))
+                        else {}
+                    ),
                 )
                 if dump.audit:
                     store.audit(ids)
                 if dump.refused:
                     store.distrust([ids[row] for row in dump.refused])
-                sides = None if representations is None else representations.beside(dump.blocks, store)
+                sides = (
+                    None if representations is None else representations.beside(dump.blocks, store)
+                )
                 with_sides = {} if sides is None else {"sides": sides}
                 task = store.dump_blocks(ids, dump.blocks, event[0], **with_sides)
             except BusyError:
@@ -320,17 +354,19 @@ class Dumps:
                 refused.add(dump.request)
                 self._refuse(dump, busy=False)
             else:
-                self._running.append(_Running(dump, task, store, keep=event[1], began=self.times.clock()))
+                self._running.append(
+                    _Running(dump, task, store, keep=event[1], began=self.times.clock())
+                )
 
     def _refuse(self, dump: Dump, busy: bool) -> None:
         self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
 
     def flush(self, jobs: Collection[int] | None) -> None:
-        """Return when the source blocks of these jobs (None: of all) were read, or never will be: they are about to be
-        overwritten.
+        """Return when the source blocks of these jobs (None: of all) were read, or never will be:
+        they are about to be overwritten.
 
-        Reading is a copy in memory, begun a step ago or earlier, so there is rarely anything to wait for; what hangs
-        is ended by the store's deadline of a dump.
+        Reading is a copy in memory, begun a step ago or earlier, so there is rarely anything to
+        wait for; what hangs is ended by the store's deadline of a dump.
         """
         for running in self._running:
             if (jobs is None or running.work.job in jobs) and not running.staged:
@@ -363,7 +399,9 @@ class Dumps:
             if failed:
                 throttle.warning("dump failed", "a dump failed: %s", failed[min(failed)])
             busy = bool(failed) and all(isinstance(why, BusyError) for why in failed.values())
-            self._done.append(DumpResult(dump.job, tuple(sorted(failed)), busy, tuple(sorted(left_alone))))
+            self._done.append(
+                DumpResult(dump.job, tuple(sorted(failed)), busy, tuple(sorted(left_alone)))
+            )
         self._running = still
 
     def take(self) -> tuple[list[int], list[DumpResult]]:
@@ -380,7 +418,8 @@ class Dumps:
 
     @property
     def failed(self) -> bool:
-        """Whether some dump ended without being stored, and not for want of room, since the last :meth:`take`."""
+        """Whether some dump ended without being stored, and not for want of room, since the last
+        :meth:`take`."""
         return any(result.failed and not result.busy for result in self._done)
 
     def __len__(self) -> int:

@@ -1,7 +1,9 @@
-"""The worker side: the KV tensors of one rank, its store, and the transfers between the two. No request logic.
+"""The worker side: the KV tensors of one rank, its store, and the transfers between the two. No
+request logic.
 
-vLLM calls it from the model's thread, every step: loads start, the model runs, dumps start, and what ended is reported.
-Nothing here waits: the store is opened on a thread of its own, and transfers are polled.
+vLLM calls it from the model's thread, every step: loads start, the model runs, dumps start, and
+what ended is reported. Nothing here waits: the store is opened on a thread of its own, and
+transfers are polled.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
+from ucm.integration.vllm.connector.metrics import (
+    DUMP_SECONDS,
+    LOAD_SECONDS,
+    LOADED_BYTES,
+    PUBLISHED_BYTES,
+)
 from ucm.integration.vllm.connector.platforms import Platform
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.worker.layered_store import LayeredStore, layer_bytes
@@ -79,10 +86,11 @@ class UCMConnectorWorker:
         health: StoreHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
-        weights; ``memory``: the weights in memory, None where they cannot be reached; ``only_stores`` says why nothing
-        may be loaded, if so; ``prefix_caching``: vLLM's flag in this process; ``sparse``: sparse attention on this
-        rank; ``shutdown_allowance`` is in seconds."""
+        """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this
+        rank's identity without weights; ``memory``: the weights in memory, None where they cannot
+        be reached; ``only_stores`` says why nothing may be loaded, if so; ``prefix_caching``:
+        vLLM's flag in this process; ``sparse``: sparse attention on this rank;
+        ``shutdown_allowance`` is in seconds."""
         self.rank = rank
         self.failures = Failures(f"rank {rank}", lambda _why: self.drop_step())
         self._memory = memory
@@ -124,7 +132,8 @@ class UCMConnectorWorker:
         self.health = health or StoreHealth()
         self._tiers = TierCounts(clock, str(rank))
 
-    # Start --------------------------------------------------------------------------------------------------
+    # Start
+    # ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where the KV lies, and how the weights look that were just loaded.
@@ -140,13 +149,16 @@ class UCMConnectorWorker:
             self._problem = f"this KV layout cannot be addressed: {error}"
             return
         if (there := self._layout.device_type) != self._platform.device:
-            self._problem = f"the KV lies on {there}, not on {self._platform.device} as for {self._platform.word}"
+            self._problem = (
+                f"the KV lies on {there}, not on {self._platform.device} as for"
+                f" {self._platform.word}"
+            )
             return
         wanted, size = self._wanted_block_size, self._layout.block_bytes
         if wanted not in (None, self._block_tokens, size):
             raise ConfigError(
-                f"block_size is {wanted}, but a block of this engine has {self._block_tokens} tokens and {size} bytes "
-                "per rank; remove the key, or write one of the two"
+                f"block_size is {wanted}, but a block of this engine has {self._block_tokens}"
+                f" tokens and {size} bytes per rank; remove the key, or write one of the two"
             )
 
     def handshake(self) -> Handshake:
@@ -178,7 +190,14 @@ class UCMConnectorWorker:
             self._broken = self._problem
             return
         device = layout.device
-        config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
+        config = (
+            setup.config
+            | self.handshake().shapes
+            | {
+                "identity": setup.identity,
+                "part": self._part,
+            }
+        )
         config["device_id"] = getattr(device, "index", None) or 0
         if self._sparse is not None and self._sparse.representations is not None:
             self.loads.representations = self._sparse.representations
@@ -187,8 +206,8 @@ class UCMConnectorWorker:
         if by_layer:
             config["shard_size"] = layer_bytes(layout)
         attempt, make = setup.attempt, self._stores[setup.choice].make
-        # Another store was tried before this one, perhaps opened since the last step, or served until the weights were
-        # replaced: what is under way on that one ends with it.
+        # Another store was tried before this one, perhaps opened since the last step, or served
+        # until the weights were replaced: what is under way on that one ends with it.
         self._take_opened()
         before, self._store, self._attempt = self._store, None, attempt
         self._told_ready = False
@@ -205,7 +224,9 @@ class UCMConnectorWorker:
                 except BaseException:
                     store.close()
                     raise
-            except BaseException as error:  # told to the scheduler side, which switches off or takes the next
+            except (
+                BaseException
+            ) as error:  # told to the scheduler side, which switches off or takes the next
                 if setup.trial:
                     self._unavailable = (attempt, f"it cannot be opened: {error}")
                 else:
@@ -228,11 +249,13 @@ class UCMConnectorWorker:
             self._store = opened[1]
             self._prefetch_room = prefetch_room(opened[1])
 
-    # Steps --------------------------------------------------------------------------------------------------
+    # Steps
+    # ----------------------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, plan: UCMConnectorMetadata) -> None:
-        """The plan of the step that begins. What is left of the one before, begins first: with speculative decoding
-        vLLM does not ask every pipeline rank to save, and a dump that no rank answers for is never over."""
+        """The plan of the step that begins. What is left of the one before, begins first: with
+        speculative decoding vLLM does not ask every pipeline rank to save, and a dump that no rank
+        answers for is never over."""
         self.start_load_kv()
         self.start_dumps()
         if plan.flush_all:
@@ -260,8 +283,8 @@ class UCMConnectorWorker:
         self.dumps.flush(plan.jobs_to_flush)
 
     def drop_step(self) -> None:
-        """Begin nothing more of the steps so far, and have the blocks of all dumps under way read: after an error it is
-        not known which of them this step writes."""
+        """Begin nothing more of the steps so far, and have the blocks of all dumps under way read:
+        after an error it is not known which of them this step writes."""
         self._plan = None
         self.dumps.flush(None)
 
@@ -325,8 +348,15 @@ class UCMConnectorWorker:
             self.health.check(self._store)
         healthy = self.health.healthy
         gained, lost = (b"", b"") if self._store is None else take_locally_visible(self._store)
-        # While it is not, every step says so: the scheduler side goes by the age of the last report.
-        changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
+        # While it is not, every step says so: the scheduler side goes by the age of the last
+        # report.
+        changed = (
+            gained
+            or lost
+            or slots_changed
+            or ready != self._told_ready
+            or not (healthy and self._told_healthy)
+        )
         weights, self._weights = self._weights, None
         handshake = None if self._told_handshake else self.handshake()
         news = failures or served or self.dumps.news or changed or weights
@@ -373,21 +403,27 @@ class UCMConnectorWorker:
         return store_room(self._store, self._layout.block_bytes)
 
     def take_bytes(self) -> dict[str, int] | None:
-        """Bytes of KV loaded and published on this rank since the last call, None when there were none."""
+        """Bytes of KV loaded and published on this rank since the last call, None when there were
+        none."""
         now = (self.loads.blocks, self.dumps.blocks)
         if now == self._told_blocks or self._layout is None:
             return None
         (loaded, published), self._told_blocks = self._told_blocks, now
         size = self._layout.block_bytes
-        return {LOADED_BYTES: (now[0] - loaded) * size, PUBLISHED_BYTES: (now[1] - published) * size}
+        return {
+            LOADED_BYTES: (now[0] - loaded) * size,
+            PUBLISHED_BYTES: (now[1] - published) * size,
+        }
 
     def take_seconds(self) -> dict[str, list[float]]:
-        """How long the loads and dumps took that ended on this rank since the last call; no names without any."""
+        """How long the loads and dumps took that ended on this rank since the last call; no names
+        without any."""
         taken = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
         return {name: seconds for name, seconds in taken.items() if seconds}
 
     def take_tiers(self) -> dict[str, Any]:
-        """What the tiers of this rank's store did since they were last told of, about once a second."""
+        """What the tiers of this rank's store did since they were last told of, about once a
+        second."""
         return self._tiers.take(self._store)
 
     def stats(self) -> dict[str, Any]:
@@ -408,7 +444,8 @@ class UCMConnectorWorker:
             free = None
         return free != told, free
 
-    # End ----------------------------------------------------------------------------------------------------
+    # End
+    # ----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Let dumps publish, then close the store; returns after the allowance, whatever hangs."""
@@ -432,6 +469,12 @@ class UCMConnectorWorker:
         thread.start()
         thread.join(max(0.0, deadline - self._clock()))
         if thread.is_alive():
-            logger.warning("%d dumps were not finished within %.1f s", len(self.dumps), self._shutdown_allowance)
+            logger.warning(
+                "%d dumps were not finished within %.1f s",
+                len(self.dumps),
+                self._shutdown_allowance,
+            )
         else:
-            logger.info("rank %d: the store is closed, after %.1f s", self.rank, self._clock() - began)
+            logger.info(
+                "rank %d: the store is closed, after %.1f s", self.rank, self._clock() - began
+            )
