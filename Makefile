@@ -288,16 +288,13 @@ bench-chat: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## the chat of many tur
 	@PYTHONPATH=python $(PEERS)/bin/python benches/python/chat.py --variant $(CHAT_OVER) $(CHAT_ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(RUN_ENV) ## copies, blocks of a store and choosing on a GPU beside its limits and torch's ways (GPU_ARGS=--quick)
+bench-gpu: $(RUN_ENV) ## copies and blocks of a store on a GPU beside its limits and torch's ways (GPU_ARGS=--quick)
 	@$(RUN_BIN)/python benches/python/gpu.py $(GPU_ARGS)
-	@$(RUN_BIN)/python benches/python/gpu_sparse.py
 
 .PHONY: bench-sparse
-bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse: tables and docs/sparse-speed.svg (SPARSE_ARGS=)
+bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse (SPARSE_ARGS=)
 	@$(RUN_BIN)/python benches/python/retrieval.py --json build/bench-sparse/layer.json
 	@$(RUN_BIN)/python benches/python/sparse.py --json build/bench-sparse/steps.json $(SPARSE_ARGS)
-	@$(RUN_BIN)/python benches/python/plot_sparse.py build/bench-sparse/layer.json build/bench-sparse/steps.json \
-		docs/sparse-speed.svg
 
 .PHONY: bench-quality
 bench-quality: $(RUN_ENV) ## answers of the recall model under every selector, into docs/sparse.md (QUALITY_ARGS=--quick)

@@ -1,5 +1,4 @@
-"""A chat of many turns over a real server: ``python benches/python/chat.py --json chat.json --svg
-chat.svg``.
+"""A chat of many turns over a real server: ``python benches/python/chat.py --json chat.json``.
 
 Some clients talk to a server of vLLM at the same time; every turn sends the whole history and adds
 to it. vLLM's own cache is too small for all of them, so that without ucm a turn computes most of
@@ -25,7 +24,6 @@ from variants import BLOCK, VARIANTS, why  # isort: split
 from chat_server import SPECIAL, Answer, Server, serve, write_tokenizer
 from harness import EngineError
 from peer_connectors import UnavailableError
-from plot_chat import draw
 
 import model as demo_model
 
@@ -122,7 +120,6 @@ def main() -> None:
     arguments.add_argument("--words", type=int, default=96, help="a client says in a turn")
     arguments.add_argument("--answer", type=int, default=32, help="words of an answer")
     arguments.add_argument("--json", type=Path)
-    arguments.add_argument("--svg", type=Path)
     chosen = arguments.parse_args()
     history = chosen.turns * (chosen.words + chosen.answer)
     # A word is up to six characters with its space; vLLM refuses text of more than five for each
@@ -162,8 +159,6 @@ def main() -> None:
     }
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
-    if chosen.svg:
-        chosen.svg.write_text(draw(figures))
     print("\n".join(report(run) for run in runs))
 
 

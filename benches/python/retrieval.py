@@ -8,7 +8,7 @@ in. ``dense`` is vLLM's kernel over all tokens, the yardstick; ``vLLM`` and ``ou
 of one choice (4096 tokens, 3584 with 32 K, everything with 4 K); ``choose`` are the codes of the
 queries, the scores of all blocks and the choice; ``step`` is choosing and our attention together.
 Fastest of the rounds, taken in turns; the last columns are dense's time over that of the step, and
-vLLM's over ours. ``--json`` keeps the figures, which ``plot_sparse.py`` draws.
+vLLM's over ours. ``--json`` keeps the figures.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ for their KV; else one is started after the other in each round.
 
 *selection* is the share of a whole decode step that goes to choosing: the representations of new
 keys, the codes of the queries, scores and choice of every layer, by the clock of the engine. The
-goal is 15 %. Prints tables; ``--json`` keeps the figures, which ``plot_sparse.py`` draws.
+goal is 15 %. Prints tables; ``--json`` keeps the figures.
 """
 
 from __future__ import annotations

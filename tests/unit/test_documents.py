@@ -153,9 +153,7 @@ def test_a_command_that_is_gone_is_found() -> None:
     assert _wrong(".venv/bin/python benches/python/idle.py --no-such-option") and _wrong(
         "cargo test -p ucm-gone"
     )
-    assert not _wrong("make test-long") and not _wrong(
-        "UCM_BENCH_FULL=1 cargo bench -p ucm-benches --bench space"
-    )
+    assert not _wrong("make test-long") and not _wrong("cargo bench -p ucm-benches --bench store")
     assert not _wrong(".venv/bin/python benches/python/idle.py --threads") and not _wrong(
         "ucm verify /data/ucm"
     )

@@ -1,8 +1,7 @@
 """Hits through a tier that is too slow are declined, the answers stay right, and a tier that mends
 is found again.
 
-Decisions and counts only: what the speeds are on this machine is for
-``benches/python/admission.py`` to say.
+Decisions and counts only, no speeds.
 """
 
 from __future__ import annotations
