@@ -102,9 +102,15 @@ SUITES := rules first_failure ends transfer audit paranoid verifying trust quara
 COLUMNS := segment,none file,memory
 MORE_COLUMNS := segment,memory file,map
 SKIPPED := build/skipped-tests.txt
+comma := ,
+space := $(subst ,, )
+# Tests of a crate by their files: $(call tests_in,ucm-store,rules model). It selects from the whole workspace, so that
+# cargo finds the build of test-rust and makes none with other features.
+tests_in = $(if $(NEXTEST),$(RUST_TESTS) -E 'package($(1)) & test(/^($(subst $(space),|,$(strip $(2))))::/)',\
+	cargo test --locked --quiet -p $(1) --test all -- $(patsubst %,%::,$(2)))
 over = $(STAGE) "the store over $(1)$(2)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
-	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_TIERS=$(word 2,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
-	--locked -p ucm-store $(or $(3),$(SUITES:%=--test %))
+	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_TIERS=$(word 2,$(subst $(comma), ,$(1))) \
+	$(call tests_in,ucm-store,$(or $(3),$(SUITES)))
 # And over the software driver (tests/softcuda), as CUDA's, where every copy goes through streams, staging and kernels, or as
 # the runtime of another vendor.
 SOFTCUDA := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/libsoftcuda.so
@@ -112,10 +118,9 @@ over_device = cargo build --locked --quiet -p softcuda; \
 	UCM_TEST_DEVICE=$(1) UCM_TEST_DRIVER=$(SOFTCUDA) $(call over,$(2), on $(1),$(3))
 VENDORS := hip musa maca ascend
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
-COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
+COMPRESSED := test(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)::/) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
-comma := ,
 
 RUST_TESTS := $(if $(NEXTEST),cargo nextest run --locked,cargo test --locked --quiet --lib --bins --tests) \
 	--workspace --exclude ucm-py
@@ -123,11 +128,11 @@ test-rust: servers ## unit, property and documentation tests of the crates
 	@$(STAGE) "tests of the crates" $(RUST_TESTS)
 ifneq ($(NEXTEST),)
 	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=zstd UCM_TEST_LAYOUT=segment \
-	    cargo nextest run --locked -p ucm-store -E '$(COMPRESSED)'
+	    $(RUST_TESTS) -E 'package(ucm-store) & ($(COMPRESSED))'
 endif
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS),$(call over,$(column));) $(skipped)
-	@$(foreach device,cuda $(VENDORS),$(call over_device,$(device),segment$(comma)none,--test rules --test transfer);)
+	@$(foreach device,cuda $(VENDORS),$(call over_device,$(device),segment$(comma)none,rules transfer);)
 	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
 
 .PHONY: loom
@@ -188,10 +193,10 @@ test-long-rust: ## of these, the store's suites over all columns and devices, an
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
 	@$(call over_device,cuda,segment$(comma)none); $(call over_device,cuda,file$(comma)memory)
 	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none);)
-	@UCM_TEST_LONG=1 $(STAGE) "copies over the software driver" cargo test --locked --quiet -p ucm-device \
-		--test policy --test properties
-	@UCM_TEST_LONG=1 $(STAGE) "the store over objects" cargo test --locked --quiet -p ucm-store \
-		--test object --test rules --test model
+	@UCM_TEST_LONG=1 $(STAGE) "copies over the software driver" \
+		$(call tests_in,ucm-device,policy properties)
+	@UCM_TEST_LONG=1 $(STAGE) "the store over objects" \
+		$(call tests_in,ucm-store,object rules model)
 
 .PHONY: test-long-stores
 test-long-stores: $(RUN_ENV) ## of these, the trust matrix and the remote stores from Python, without engines
@@ -231,6 +236,10 @@ ROOT ?=
 .PHONY: test-nfs
 test-nfs: $(RUN_ENV) ## stores over NFS, two hosts on one export (ROOT=<mount point>[:<another of the same export>])
 	@UCM_NFS_ROOT=$(ROOT) UCM_TEST_LONG=1 $(STAGE) "pytest nfs" $(RUN_BIN)/python -m pytest --quiet -rs tests/trust/test_nfs.py
+
+.PHONY: mutants
+mutants: $(RUN_ENV) servers ## break each promise on purpose, in a copy: the tests have to notice (not part of test)
+	@$(BIN)/python tests/mutants.py
 
 # On a machine with a GPU; where there is none they say so. Without make: the same lines, with any Python that has torch and the
 # wheel.

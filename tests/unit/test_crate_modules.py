@@ -95,3 +95,18 @@ def test_no_struct_is_a_heap() -> None:
     ]
     assert len(fields) > 200
     assert {name for name, count in fields if count > MOST_FIELDS} == PLAIN
+
+
+@pytest.mark.parametrize(
+    "crate", sorted(path.parents[1].name for path in CRATES.glob("*/tests/main.rs"))
+)
+def test_every_test_file_is_built(crate: str) -> None:
+    """With ``autotests = false`` cargo ignores a file that no program names."""
+    directory = CRATES / crate / "tests"
+    manifest = (CRATES / crate / "Cargo.toml").read_text()
+    programs = {Path(path) for path in re.findall(r'path = "tests/(.*)"', manifest)}
+    built = set(programs)
+    for program in programs:
+        text = (directory / program).read_text()
+        built |= {Path(f"{name}.rs") for name in re.findall(r"^mod (\w+);", text, re.MULTILINE)}
+    assert {path.relative_to(directory) for path in directory.glob("*.rs")} <= built

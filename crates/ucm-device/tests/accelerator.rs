@@ -2,11 +2,9 @@
 //! left behind.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{
+use crate::common::{
     ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, gather, open, slot, wait_late,
 };
 use ucm_core::ErrorKind;

@@ -3,12 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
-mod common;
-
 use std::ffi::{CStr, c_int};
 use std::ptr::null;
 
-use common::{Driver, Memory, Random, copy_on, gather, open_named, slot};
+use crate::common::{Driver, Memory, Random, copy_on, gather, open_named, slot};
 use ucm_device::{Direction, HostSpan, Piece, Transfer};
 use ucm_infra::begin_thread;
 

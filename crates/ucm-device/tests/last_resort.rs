@@ -3,11 +3,9 @@
 //! device.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::ffi::CStr;
 
-use common::{Driver, Random, open};
+use crate::common::{Driver, Random, open};
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{ArenaOptions, Piece, SlotPool, Transfer, open_device};
 use ucm_infra::{SystemClock, log};

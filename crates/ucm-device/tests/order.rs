@@ -3,11 +3,9 @@
 //! waits for.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::mpsc;
 
-use common::{
+use crate::common::{
     Caller, Driver, Memory, REGISTRATIONS, Random, eventually, gather, open, open_named, slot,
     while_held,
 };

@@ -2,12 +2,10 @@
 //! whatever the driver answers, and no wait that has a deadline is longer.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::{
+use crate::common::{
     ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, eventually, gather, open,
     open_named, slot,
 };

@@ -3,9 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
-mod common;
-
-use common::{Driver, REGISTRATIONS, Random, eventually, gather, open, open_named, slot};
+use crate::common::{Driver, REGISTRATIONS, Random, eventually, gather, open, open_named, slot};
 use ucm_core::ErrorKind;
 use ucm_device::{Direction, HostSpan, Piece, Transfer};
 use ucm_infra::log;

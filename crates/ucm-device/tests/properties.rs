@@ -7,13 +7,11 @@
     reason = "a helper of tests may fail the test"
 )]
 
-mod common;
-
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use common::{ALLOCATIONS, Driver, EVENTS, MODULES, Memory, REGISTRATIONS, Random, STREAMS};
+use crate::common::{ALLOCATIONS, Driver, EVENTS, MODULES, Memory, REGISTRATIONS, Random, STREAMS};
 use ucm_core::Result;
 use ucm_device::{ArenaOptions, Device, DeviceSpan, HostBuf, Piece, SlotPool, Stream, Transfer};
 use ucm_infra::SystemClock;

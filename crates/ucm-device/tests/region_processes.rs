@@ -114,7 +114,12 @@ struct Other {
 impl Other {
     fn start(role: &str, dir: &Path) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "other_process", "--ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "region_processes::other_process",
+                "--ignored",
+                "--nocapture",
+            ])
             .env(ROLE, role)
             .env(DIR, dir)
             .stdin(Stdio::piped())

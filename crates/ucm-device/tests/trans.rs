@@ -3,11 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
-mod common;
-
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
-use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, open};
+use crate::common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, open};
 use ucm_core::ErrorKind;
 use ucm_device::trans::{Buffer, Copies, Place, Pools, Sides, pairs};
 use ucm_device::{DeviceSpan, Direction, HostSpan, Transfer};
@@ -114,7 +112,7 @@ fn pieces_in_several_arenas_and_in_none_are_one_transfer() {
             // SAFETY: the vector is not touched while copies go on.
             let raw =
                 unsafe { HostSpan::new(plain.as_mut_ptr().expose_provenance() as u64, 400_000) };
-            let host = Pools::new(common::open(transfer), SystemClock::shared());
+            let host = Pools::new(crate::common::open(transfer), SystemClock::shared());
             // of another device: not pinned for this one
             let other = host.make(Place::Host, 400_000).unwrap();
             let stride = size + 13;

@@ -2,11 +2,9 @@
 //! order, failures, threads.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{
+use crate::common::{
     ALLOCATIONS, Driver, FIRST_STREAMS, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST,
     gather, open_named as open, slot, wait_late,
 };

@@ -1,13 +1,11 @@
 //! The engines on real files.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod common;
-
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Lane, MonotonicTime};
 use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine, Publish, Read, ReadMode};

@@ -2,13 +2,11 @@
 //! once.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use ucm_core::{ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{

@@ -2,12 +2,10 @@
 //! mounts do, by real system calls. Needs root and /dev/fuse.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod common;
-
 use std::time::Duration;
 
-use common::fuse::{Behaviour, Fuse, op};
-use common::*;
+use crate::common::fuse::{Behaviour, Fuse, op};
+use crate::common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{PsyncEngine, ReadMode};

@@ -1,13 +1,11 @@
 //! Reads of one stretch of a file into several buffers, their kept descriptors, and their faults.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{Clock, MonotonicTime};

@@ -3,13 +3,11 @@
 //! names the link.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod common;
-
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_io::{FaultyEngine, Finish, IoEngine, IoJob, PsyncEngine, ReadMode};
 

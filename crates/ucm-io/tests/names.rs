@@ -1,12 +1,10 @@
 //! The engines' operations on names: stat, touch, remove, list, directories, space, probe.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod common;
-
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
-use common::*;
+use crate::common::*;
 use ucm_core::ErrorKind;
 
 #[test]

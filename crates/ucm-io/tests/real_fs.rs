@@ -2,12 +2,10 @@
 //! root.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod common;
-
 use std::path::Path;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, PsyncEngine};

@@ -6,13 +6,11 @@
     reason = "tests, and the controls of a C library"
 )]
 
-mod common;
-
 use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use common::*;
+use crate::common::*;
 use libloading::Library;
 use parking_lot::{Mutex, MutexGuard};
 use ucm_core::ErrorKind;
@@ -75,7 +73,7 @@ impl Soft3fs {
     ) -> ucm_core::Result<Vec<u8>> {
         self.hold(together);
         std::thread::scope(|scope| {
-            let reading = scope.spawn(|| common::read(io, path, 0, len));
+            let reading = scope.spawn(|| crate::common::read(io, path, 0, len));
             while together && self.live()[3] < 4 {
                 std::thread::yield_now();
             }
@@ -258,7 +256,7 @@ fn the_memory_of_rings_is_bounded_and_who_finds_none_makes_plain_calls() {
     std::thread::scope(|scope| {
         let read = || {
             let io = IoJob::alone(Arc::clone(&engine) as Arc<dyn IoEngine>);
-            assert_eq!(common::read(&io, &path, 0, PIECE).unwrap().0, bytes);
+            assert_eq!(crate::common::read(&io, &path, 0, PIECE).unwrap().0, bytes);
         };
         for _ in 0..2 {
             scope.spawn(read);

@@ -1,9 +1,7 @@
 //! Attention over a block table against softmax in double precision, token by token.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-mod common;
-
-use common::{as_bytes, numbers, ways};
+use crate::common::{as_bytes, numbers, ways};
 use proptest::prelude::*;
 use ucm_retrieval::*;
 
@@ -56,7 +54,7 @@ proptest! {
         };
         let most = lengths.iter().map(|len| len.div_ceil(block_size)).max().unwrap_or(0);
         let pool = POOL.min(most * 2 + 2);
-        let (ids, stride) = common::table(&lengths, block_size, pool, false, seed);
+        let (ids, stride) = crate::common::table(&lengths, block_size, pool, false, seed);
         let tokens: Vec<i32> = lengths.iter().map(|&len| len as i32).collect();
         let rows = Rows::new(Ints::I32(&ids), stride, Ints::I32(&tokens), block_size).unwrap();
         let page = 2 * block_size * dim;

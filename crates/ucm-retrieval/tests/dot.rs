@@ -1,8 +1,6 @@
 //! Scores from products against the formula in double precision.
 
-mod common;
-
-use common::{as_bytes, elements, numbers, table, ways};
+use crate::common::{as_bytes, elements, numbers, table, ways};
 use proptest::prelude::*;
 use ucm_retrieval::*;
 

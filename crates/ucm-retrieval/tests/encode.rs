@@ -1,8 +1,6 @@
 //! Hash codes against fused sums in the order of the elements, bit for bit.
 
-mod common;
-
-use common::{as_bytes, elements, numbers, ways};
+use crate::common::{as_bytes, elements, numbers, ways};
 use proptest::prelude::*;
 use ucm_retrieval::*;
 

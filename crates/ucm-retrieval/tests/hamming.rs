@@ -1,8 +1,6 @@
 //! Scores from hash codes against counting bit by bit.
 
-mod common;
-
-use common::{number, table, ways};
+use crate::common::{number, table, ways};
 use proptest::prelude::*;
 use ucm_retrieval::*;
 

@@ -1,8 +1,6 @@
 //! The choice of blocks against sorting everything.
 
-mod common;
-
-use common::{number, table};
+use crate::common::{number, table};
 use proptest::prelude::*;
 use ucm_retrieval::*;
 
@@ -130,7 +128,7 @@ proptest! {
         let ids: Vec<i64> = (0..blocks as i64).rev().collect();
         let tokens = [blocks as i64 * 4];
         let rows = Rows::new(Ints::I64(&ids), blocks, Ints::I64(&tokens), 4).unwrap();
-        let scores = common::numbers(blocks, seed);
+        let scores = crate::common::numbers(blocks, seed);
         let mut before: Vec<i32> = Vec::new();
         for budget in 0..=blocks {
             let mut kept = Kept::new(1, blocks);

@@ -3,11 +3,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use ucm_io::{Fault, OpKind, Rule};
 
-use common::{Device, Medium, Setup, Store, directory, id, ids, media, on, only_over};
+use crate::common::{Device, Medium, Setup, Store, directory, id, ids, media, on, only_over};
 
 /// Blocks of 32-bit floats, all the same in a block.
 fn floats(setup: &Setup, values: &[f32]) -> Device {

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -16,10 +14,10 @@ use ucm_store::breaker::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::spread::{Heat, StoragePolicy};
 
-use common::beside::{Beside, Leaping, Several, roots};
-use common::shared::{RECORD, stored};
-use common::sides::{CODES, MEAN, sided, sides_in};
-use common::{Layout, Setup, directory, eventually, id, ids};
+use crate::common::beside::{Beside, Leaping, Several, roots};
+use crate::common::shared::{RECORD, stored};
+use crate::common::sides::{CODES, MEAN, sided, sides_in};
+use crate::common::{Layout, Setup, directory, eventually, id, ids};
 
 /// Both layouts, whatever the run.
 fn layouts() -> [Layout; 2] {
@@ -268,7 +266,7 @@ fn what_a_root_has_to_remove_it_copies_to_the_next_one() {
 
 /// The name of a model's namespace.
 fn namespace(weights: &str) -> String {
-    common::identity(weights).namespace()
+    crate::common::identity(weights).namespace()
 }
 
 #[test]

@@ -5,8 +5,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind};
@@ -15,8 +13,8 @@ use ucm_record::Algorithm;
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::segment::SegmentConfig;
 
-use common::segments::{Place, await_taken_over, change, die_at_seal, finds};
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::segments::{Place, await_taken_over, change, die_at_seal, finds};
+use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 /// Header and payload of a record as it is used, bytes.
 const RECORD: usize = 4096 + 3 * 8192;

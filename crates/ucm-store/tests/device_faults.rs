@@ -2,11 +2,9 @@
 //! miss, never a wrong byte, and afterwards everything works.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-mod common;
-
 use std::ffi::CStr;
 
-use common::{Device, Setup, SoftCuda, Store, directory, ids};
+use crate::common::{Device, Setup, SoftCuda, Store, directory, ids};
 use ucm_core::BlockId;
 use ucm_device::Transfer;
 use ucm_store::engine::{Row, Task, Until};

@@ -7,11 +7,9 @@
     reason = "tests, and the controls of a C library"
 )]
 
-mod common;
-
 use std::ffi::{CStr, c_char};
 
-use common::{Device, Medium, Store, directory, id, ids, media, on, soft3fs};
+use crate::common::{Device, Medium, Store, directory, id, ids, media, on, soft3fs};
 
 /// How often something was done by the library of this process.
 fn calls(name: &CStr) -> u64 {

@@ -4,18 +4,16 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
-mod common;
-
 use std::path::Path;
 
 use ucm_core::{BlockId, ErrorKind};
 use ucm_record::RecordHeader;
 use ucm_store::tiers::WritePolicy;
 
-use common::device::content;
-use common::segments::finds;
-use common::sides::{columns, dump, dump_alone, has_all, loads, sided};
-use common::{
+use crate::common::device::content;
+use crate::common::segments::finds;
+use crate::common::sides::{columns, dump, dump_alone, has_all, loads, sided};
+use crate::common::{
     Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on,
 };
 

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +11,7 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Task, Until};
 
-use common::{
+use crate::common::{
     Device, Layout, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
 };
 

@@ -4,8 +4,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +12,7 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_io::Gate;
 use ucm_store::engine::{Deadlines, Task, Until};
 
-use common::{
+use crate::common::{
     Device, Medium, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
 };
 

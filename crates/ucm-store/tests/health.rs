@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,8 +11,10 @@ use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::{Deadlines, Until};
 
-use common::only_over;
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids, of_records};
+use crate::common::only_over;
+use crate::common::{
+    Above, Device, Layout, Setup, Store, directory, eventually, id, ids, of_records,
+};
 
 const SECOND: Duration = Duration::from_secs(1);
 

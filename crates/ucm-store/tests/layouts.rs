@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,8 +10,8 @@ use serde_json::{Value, json};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 
-use common::shared::{LONG, in_time};
-use common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::shared::{LONG, in_time};
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
 /// A store whose layout no one named. Where it decides on segments, they are sealed at once.
 fn unnamed() -> Setup {

@@ -4,8 +4,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -14,14 +12,16 @@ use ucm_infra::SystemClock;
 use ucm_io::{Fault, IoJob, PsyncEngine};
 use ucm_store::breaker::BreakerConfig;
 
-use common::mount::copy_all;
-use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records};
+use crate::common::mount::copy_all;
+use crate::common::{
+    Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records,
+};
 
 fn setup(layout: Layout) -> Setup {
     Setup {
         layout,
         codec: None,
-        above: common::Above::Nothing,
+        above: crate::common::Above::Nothing,
         capacity: Some(16 << 20),
         breaker: BreakerConfig::default(),
         ..Setup::default()

@@ -3,13 +3,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::time::Duration;
 
-use common::segments::{self, finds, loads, write};
-use common::shared::on;
-use common::{Above, Device, Setup, Store, directory, eventually, id, ids};
+use crate::common::segments::{self, finds, loads, write};
+use crate::common::shared::on;
+use crate::common::{Above, Device, Setup, Store, directory, eventually, id, ids};
 use ucm_core::ErrorKind;
 use ucm_infra::{LANE_LOAD, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};

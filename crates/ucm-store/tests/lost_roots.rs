@@ -4,8 +4,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::path::Path;
 use std::time::Duration;
 
@@ -15,9 +13,11 @@ use ucm_io::{Fault, IoJob, OpKind, PsyncEngine, Rule};
 use ucm_quota::{Capacity, Rules, in_units};
 use ucm_store::breaker::BreakerConfig;
 
-use common::mount::{Place, copy_all};
-use common::only_over;
-use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records};
+use crate::common::mount::{Place, copy_all};
+use crate::common::only_over;
+use crate::common::{
+    Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records,
+};
 
 /// As configured by default, so that a breaker that opens for the wrong reason shows.
 fn setup() -> Setup {

@@ -2,8 +2,6 @@
 //! sees it.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,8 +12,8 @@ use ucm_quota::Capacity;
 use ucm_tier::backend::{Backend, Listed, LocallyVisible};
 use ucm_tier::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
 
-use common::memory::{keep, record, setup, tier};
-use common::{
+use crate::common::memory::{keep, record, setup, tier};
+use crate::common::{
     Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape,
 };
 
@@ -173,7 +171,7 @@ fn other_namespaces_lengths_and_processes_that_share_nothing_are_not_seen() {
     let dir = directory();
     let ours = tier(dir.path(), 8, |_| ());
     let namespace = tier(dir.path(), 8, |config| {
-        config.identity = common::identity("other")
+        config.identity = crate::common::identity("other")
     });
     let length = tier(dir.path(), 8, |config| {
         config.record = shape(&Setup {

@@ -2,12 +2,10 @@
 //! kept until the copy is over.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-mod common;
-
 use std::sync::Arc;
 
-use common::memory::{keep, setup};
-use common::{Device, Setup, SoftCuda, Store, directory, eventually, id, ids, pages};
+use crate::common::memory::{keep, setup};
+use crate::common::{Device, Setup, SoftCuda, Store, directory, eventually, id, ids, pages};
 use ucm_tier::memory::MemoryBackend;
 
 fn memory(store: &Store) -> &Arc<MemoryBackend> {

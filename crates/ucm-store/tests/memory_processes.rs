@@ -5,8 +5,6 @@
 //! environment.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -14,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use ucm_core::{BlockId, Part};
 use ucm_tier::memory::Policy;
 
-use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
 const DIR: &str = "UCM_TEST_MEMORY_DIR";
 const RANK: &str = "UCM_TEST_MEMORY_RANK";
@@ -67,7 +65,12 @@ impl Other {
     /// Starts it and waits until it has stored every block once.
     fn start(dir: &Path, rank: u32) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "other_process", "--ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "memory_processes::other_process",
+                "--ignored",
+                "--nocapture",
+            ])
             .env(DIR, dir)
             .env(RANK, rank.to_string())
             .stdin(Stdio::null())

@@ -2,8 +2,6 @@
 //! damaged.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -12,8 +10,8 @@ use ucm_infra::MonotonicTime;
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{Inserted, MemoryBackend, Policy, Victim};
 
-use common::memory::{keep, record, setup, tier};
-use common::{Device, Store, directory, id, ids, pages};
+use crate::common::memory::{keep, record, setup, tier};
+use crate::common::{Device, Store, directory, id, ids, pages};
 
 #[test]
 fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,12 +15,12 @@ use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
 use ucm_tier::backend::Flush;
 
-use common::merging::{
+use crate::common::merging::{
     eager, fill, filling, finds, loads, loads_each, many, privates, seal, there,
 };
-use common::segments::{change, places};
-use common::shared::{LONG, in_time, on};
-use common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::segments::{change, places};
+use crate::common::shared::{LONG, in_time, on};
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
 #[test]
 fn small_segments_become_one_from_which_everything_is_read() {
@@ -150,7 +148,9 @@ fn the_limit_holds_while_both_copies_are_there() {
         if store.dump(&device, &[block]).is_ok() {
             published.push(block);
         }
-        most = most.max(stored(&dir.path().join(common::identity("w").namespace())));
+        most = most.max(stored(
+            &dir.path().join(crate::common::identity("w").namespace()),
+        ));
         assert!(most <= LIMIT, "{most} of {LIMIT}");
     }
     eventually("some were merged", || store.stat("segments_merged") > 100);

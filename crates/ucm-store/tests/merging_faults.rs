@@ -3,18 +3,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use ucm_io::{Fault, Gate, OpKind, Rule};
 
-use common::merging::{eager, fill, filling, finds, gone, loads, privates, there};
-use common::segments::{change, places};
-use common::shared::LONG;
-use common::{Device, Setup, Store, directory, eventually, ids};
+use crate::common::merging::{eager, fill, filling, finds, gone, loads, privates, there};
+use crate::common::segments::{change, places};
+use crate::common::shared::LONG;
+use crate::common::{Device, Setup, Store, directory, eventually, ids};
 
 #[test]
 fn a_process_that_dies_at_it_leaves_every_record_and_nothing_else() {

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -17,10 +15,12 @@ use ucm_tier::backend::Backend;
 use ucm_tier::memory::Policy;
 use ucm_tier::segment::Merging;
 
-use common::device::side_content;
-use common::servers::{shared_redis, shared_s3};
-use common::sides::{CODES, MEAN, sided, sides};
-use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages};
+use crate::common::device::side_content;
+use crate::common::servers::{shared_redis, shared_s3};
+use crate::common::sides::{CODES, MEAN, sided, sides};
+use crate::common::{
+    Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages,
+};
 
 /// One thing a test does.
 #[derive(Debug, Clone)]
@@ -358,7 +358,7 @@ fn swap_places(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, a: u8, b: u8
     if let (Some(one), Some(other)) = (find(a), find(b))
         && a != b
     {
-        let bytes = |place: &common::segments::Place| {
+        let bytes = |place: &crate::common::segments::Place| {
             let file = std::fs::read(&place.file).ok()?;
             file.get(place.offset..place.offset + place.len)
                 .map(<[u8]>::to_vec)
@@ -367,7 +367,7 @@ fn swap_places(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, a: u8, b: u8
             return; // gone: a collector is at work
         };
         for (place, bytes) in [(one, of_other), (other, of_one)] {
-            common::segments::change(&place.file, |file| {
+            crate::common::segments::change(&place.file, |file| {
                 let len = place.len.min(bytes.len()); // compressed ones are not equally long
                 file[place.offset..place.offset + len].copy_from_slice(&bytes[..len])
             });
@@ -384,7 +384,7 @@ fn damage(
 ) {
     if store.setup.layout != Layout::File {
         if let Some(file) = damage_segments(store, truth, n).pop_first() {
-            common::segments::change(&file, change);
+            crate::common::segments::change(&file, change);
         }
         return;
     }

@@ -4,8 +4,6 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -22,10 +20,10 @@ use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Task;
 use ucm_tier::backend::Flush;
 
-use common::segments::{begin, change, finds, is_over, loads};
-use common::servers::{S3, s3, s3_at};
-use common::sides::{CUTS, assert_cut, sided};
-use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
+use crate::common::segments::{begin, change, finds, is_over, loads};
+use crate::common::servers::{S3, s3, s3_at};
+use crate::common::sides::{CUTS, assert_cut, sided};
+use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
 /// A server of this test, and what a store is told of it; none where it was not built.
 fn started() -> Option<(TempDir, S3, Setup)> {
@@ -421,7 +419,7 @@ fn keys_that_are_wrong_are_told_to_no_one() {
         return;
     };
     let keys = dir.path().join("wrong");
-    common::servers::write_secret(
+    crate::common::servers::write_secret(
         &keys,
         "[default]\naws_access_key_id=falsch\naws_secret_access_key=geheim\n",
     );

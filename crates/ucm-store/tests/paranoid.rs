@@ -4,15 +4,15 @@
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "device addresses of the tests' own buffers")]
 
-mod common;
-
 use ucm_core::ErrorKind;
 use ucm_device::DeviceSpan;
 use ucm_infra::LANE_DUMP;
 use ucm_io::{Fault, OpKind, Rule, Tail};
 use ucm_store::engine::Pieces;
 
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids, of_records, only_over};
+use crate::common::{
+    Device, Layout, Setup, Store, directory, eventually, id, ids, of_records, only_over,
+};
 
 fn opened(paranoid: bool) -> (tempfile::TempDir, Store, Device) {
     let setup = Setup {

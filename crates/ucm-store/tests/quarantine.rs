@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,9 +10,9 @@ use ucm_core::crc32c;
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::evidence::QuarantineConfig;
 
-use common::bench::Bench;
-use common::only_over;
-use common::{Device, Layout, eventually, id, ids, of_records};
+use crate::common::bench::Bench;
+use crate::common::only_over;
+use crate::common::{Device, Layout, eventually, id, ids, of_records};
 
 const RECORD: u64 = 8192;
 const DAY: Duration = Duration::from_secs(24 * 3600);

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
-mod common;
-
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
@@ -22,9 +20,9 @@ use ucm_io::{IoOptions, IoPool};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
 
-use common::servers::{Server, free_port, has, has_program, redis, redis_at};
-use common::stored::{Reply, ask};
-use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
+use crate::common::servers::{Server, free_port, has, has_program, redis, redis_at};
+use crate::common::stored::{Reply, ask};
+use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
 /// A store on this server alone.
 fn on_server(server: &Server) -> Setup {

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -11,8 +9,8 @@ use ucm_core::BlockId;
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_tier::segment::SegmentConfig;
 
-use common::merging::{eager, fill, filling, finds, loads, many, mtime, privates, seal};
-use common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::merging::{eager, fill, filling, finds, loads, many, mtime, privates, seal};
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
 /// Room for segments of twelve records.
 const LIMIT: u64 = 8 << 20;

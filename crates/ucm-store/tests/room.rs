@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,8 +15,8 @@ use ucm_quota::evidence::evidence_name;
 use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Deadlines, Until};
 
-use common::only_over;
-use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
+use crate::common::only_over;
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 
 const RECORD: u64 = 8192;
 

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +12,7 @@ use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::layout::Modes;
 use ucm_store::engine::{Deadlines, Until};
 
-use common::{Device, Setup, Store, directory, eventually, id, identity, ids, of_records};
+use crate::common::{Device, Setup, Store, directory, eventually, id, identity, ids, of_records};
 
 fn marker(capacity: u64) -> String {
     format!("{{\"format\":1,\"uuid\":\"other\",\"created\":1,\"storage_capacity\":{capacity}}}")

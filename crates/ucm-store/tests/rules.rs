@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +11,7 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
 
-use common::{
+use crate::common::{
     Device, Layout, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
 };
 
@@ -325,7 +323,7 @@ fn a_failed_publish_is_reported_and_is_no_hit() {
         [(0, ErrorKind::NoSpace)]
     );
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
-    common::eventually("the pause after a full medium ends", || {
+    crate::common::eventually("the pause after a full medium ends", || {
         store.dump(&device, &ids(1)).is_ok()
     });
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);

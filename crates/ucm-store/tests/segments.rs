@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,9 +13,9 @@ use ucm_io::{Fault, OpKind, Rule};
 use ucm_tier::backend::Flush;
 use ucm_tier::segment::Merging;
 
-use common::segments::{begin, change, finds, is_over, loads, patient, places, quick};
-use common::shared::{LONG, in_time, keep, on};
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::segments::{begin, change, finds, is_over, loads, patient, places, quick};
+use crate::common::shared::{LONG, in_time, keep, on};
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn what_is_dumped_is_found_by_a_store_that_opens_the_root_and_by_who_had_it_open() {

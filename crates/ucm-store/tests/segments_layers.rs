@@ -3,15 +3,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Task;
 use ucm_store::tiers::WritePolicy;
 
-use common::segments::{change, write};
-use common::{Above, Device, Layout, Setup, Store, content, directory, eventually, id, ids};
+use crate::common::segments::{change, write};
+use crate::common::{Above, Device, Layout, Setup, Store, content, directory, eventually, id, ids};
 
 /// Bytes of a layer, and layers of a block: its header takes a page. The whole is read in four
 /// parts.

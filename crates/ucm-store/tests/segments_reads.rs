@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,9 +12,9 @@ use ucm_io::{Fault, IoEngine, OpKind, Rule};
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::backend::Flush;
 
-use common::segments::{self, change, loads, write};
-use common::shared::{in_time, on};
-use common::{Above, Device, Setup, Store, directory, eventually, ids};
+use crate::common::segments::{self, change, loads, write};
+use crate::common::shared::{in_time, on};
+use crate::common::{Above, Device, Setup, Store, directory, eventually, ids};
 
 /// Bytes of a record of the usual setup.
 const RECORD: usize = 8192;

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::time::Duration;
 
 use ucm_core::ErrorKind;
@@ -14,9 +12,9 @@ use ucm_store::engine::Until;
 use ucm_tier::backend::{Flush, LocallyVisible};
 use ucm_tier::segment::SegmentConfig;
 
-use common::segments::{begin, finds, is_over, loads, patient, quick};
-use common::shared::{LONG, on};
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::segments::{begin, finds, is_over, loads, patient, quick};
+use crate::common::shared::{LONG, on};
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn the_open_segment_is_read_by_its_writer_and_by_no_one_else() {

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -13,10 +11,10 @@ use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::Until;
 
-use common::merging::gone;
-use common::segments::{await_taken_over, change, die_at_seal, finds, loads, quick};
-use common::shared::{LONG, elsewhere, in_time, on};
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::merging::gone;
+use crate::common::segments::{await_taken_over, change, die_at_seal, finds, loads, quick};
+use crate::common::shared::{LONG, elsewhere, in_time, on};
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 /// Leaves the private segment of a writer that died at its seal, with these blocks in it.
 fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,9 +14,9 @@ use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_tier::segment::SegmentConfig;
 
-use common::segments::Place;
-use common::shared::LONG;
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::segments::Place;
+use crate::common::shared::LONG;
+use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, ids};
 
 /// Bytes of a block; with its header a record is a little longer.
 const BLOCK: u64 = 512 << 10;

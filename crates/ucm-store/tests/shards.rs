@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind};
@@ -13,8 +11,8 @@ use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_store::tiers::WritePolicy;
 
-use common::segments::{change, is_over};
-use common::{
+use crate::common::segments::{change, is_over};
+use crate::common::{
     Above, Device, Layout, Setup, SlowDevice, Store, content, directory, eventually, id, ids,
 };
 

@@ -3,20 +3,18 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use ucm_core::ErrorKind;
 use ucm_io::OpKind;
 use ucm_record::Algorithm;
 use ucm_store::engine::{RowSides, SidesTask};
 use ucm_tier::memory::Policy;
 
-use common::device::side_content;
-use common::segments::patient;
-use common::sides::{
+use crate::common::device::side_content;
+use crate::common::segments::patient;
+use crate::common::sides::{
     CODES, MEAN, columns, default, dump, dump_alone, each_way, has_all, loads, plain, sided, sides,
 };
-use common::{
+use crate::common::{
     Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on,
 };
 

@@ -3,21 +3,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::time::Duration;
 
 use ucm_core::ErrorKind;
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
 
-use common::device::side_content;
-use common::segments::quick;
-use common::sides::{
+use crate::common::device::side_content;
+use crate::common::segments::quick;
+use crate::common::sides::{
     CODES, CUTS, MEAN, alone, assert_cut, default, dump, dump_alone, has_all, loads, of_one_root,
     sided, sides,
 };
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn damage_in_a_side_shard_is_a_miss_of_that_one_alone() {
@@ -114,7 +112,7 @@ fn what_is_read_wrong_once_is_read_once_more() {
         },
     );
     for lie in 0..3 {
-        store.fault(common::of_records(OpKind::Read, Fault::FlipRandom(1)).times(1));
+        store.fault(crate::common::of_records(OpKind::Read, Fault::FlipRandom(1)).times(1));
         assert_eq!(sides(&store, &ids(1), CODES), [true], "{lie}");
     }
     assert_eq!(store.stat("sides_refused"), 0);

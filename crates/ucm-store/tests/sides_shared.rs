@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::time::Duration;
 
 use ucm_infra::MonotonicTime;
@@ -13,14 +11,14 @@ use ucm_store::engine::Until;
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::backend::Flush;
 
-use common::device::side_content;
-use common::merging::{eager, filling, gone, seal};
-use common::segments::{await_taken_over, die_at_seal, patient, quick};
-use common::sides::{
+use crate::common::device::side_content;
+use crate::common::merging::{eager, filling, gone, seal};
+use crate::common::segments::{await_taken_over, die_at_seal, patient, quick};
+use crate::common::sides::{
     CODES, MEAN, alone, begin, columns, come, default, dump, dump_alone, has_all, loads, plain,
     sided, sides,
 };
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn a_block_that_was_stored_without_is_never_written_again() {

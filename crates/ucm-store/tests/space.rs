@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,8 +10,10 @@ use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Process, Rule};
 
-use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
-use common::{Device, Setup, Store, directory, eventually, id, ids};
+use crate::common::shared::{
+    LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored,
+};
+use crate::common::{Device, Setup, Store, directory, eventually, id, ids};
 
 /// A process that has ended.
 fn dead() -> Process {

@@ -4,8 +4,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,12 +16,12 @@ use ucm_quota::evidence::evidence_name;
 use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Task, Until};
 
-use common::mount::{Place, copy_all};
-use common::only_over;
-use common::shared::{
+use crate::common::mount::{Place, copy_all};
+use crate::common::only_over;
+use crate::common::shared::{
     LONG, RECORD, attempt, documents, elsewhere, in_time, keep, on, small, stored,
 };
-use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use crate::common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 
 /// All files below a directory.
 fn files(dir: &Path) -> Vec<PathBuf> {

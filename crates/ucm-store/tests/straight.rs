@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,8 +11,8 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_store::engine::{Deadlines, Until};
 use ucm_tier::segment::SegmentConfig;
 
-use common::shared::LONG;
-use common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::shared::LONG;
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
 /// One thread of the tier for writes, and two that copy.
 fn two_that_copy() -> Setup {

@@ -4,8 +4,6 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
 use std::path::Path;
@@ -19,10 +17,10 @@ use ucm_quota::Capacity;
 use ucm_store::engine::Hint;
 use ucm_store::tiers::WritePolicy;
 
-use common::merging::{eager, there};
-use common::segments::{finds, loads};
-use common::shared::in_time;
-use common::{
+use crate::common::merging::{eager, there};
+use crate::common::segments::{finds, loads};
+use crate::common::shared::in_time;
+use crate::common::{
     Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, media, on, shape,
 };
 

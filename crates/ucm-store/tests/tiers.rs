@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,10 +11,10 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind};
 use ucm_store::breaker::BreakerConfig;
 
-use common::segments::change;
-use common::shared::LONG;
-use common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::segments::change;
+use crate::common::shared::LONG;
+use crate::common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
+use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn a_dump_goes_through_to_the_file_and_stays_in_memory() {

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,8 +12,8 @@ use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::tiers::{Priority, WritePolicy};
 use ucm_tier::segment::SegmentConfig;
 
-use common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
+use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {

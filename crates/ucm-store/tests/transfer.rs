@@ -7,8 +7,6 @@
     reason = "device spans over the tests' own buffers; a test may fail"
 )]
 
-mod common;
-
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -18,7 +16,7 @@ use ucm_device::{DeviceSpan, Event};
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_store::engine::{Deadlines, Pieces, Row, Task, Until};
 
-use common::{
+use crate::common::{
     Device, Setup, SlowDevice, SoftCuda, Store, directory, eventually, id, ids, media, on,
 };
 
@@ -90,7 +88,7 @@ fn a_dump_reads_nothing_before_its_event_is_recorded() {
         let (event, waiting) = Watched::of(&store);
         let (mut source, right) = (
             Device::blank(&setup, &ids(1)),
-            common::content(&setup, id(0)),
+            crate::common::content(&setup, id(0)),
         );
         let task = store
             .engine
@@ -163,10 +161,10 @@ fn a_block_is_copied_after_the_events_of_all_its_rows() {
     );
     let store = Store::open(dir.path(), setup.clone());
     let shards = setup.layers as usize;
-    let share = common::content(&setup, id(0)).len() / shards;
+    let share = crate::common::content(&setup, id(0)).len() / shards;
     for last in 0..shards {
         let block = [id(last as u8)];
-        let right = common::content(&setup, block[0]);
+        let right = crate::common::content(&setup, block[0]);
         for loads in [false, true] {
             let mut device = Device::blank(&setup, &block);
             let mut rows = device.rows(&block);
@@ -228,7 +226,7 @@ fn copies_are_behind_all_that_the_callers_streams_do() {
     let streams = [driver.stream(), driver.stream()];
     for round in 0..8 {
         let block = [id(round)];
-        let right = common::content(&setup, block[0]);
+        let right = crate::common::content(&setup, block[0]);
         let share = right.len() / setup.layers as usize;
         let of_shard = |shard: usize| streams[shard % 2];
         driver.jitter(u64::from(round) + 1, 2000);

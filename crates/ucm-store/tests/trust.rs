@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +14,8 @@ use ucm_quota::evidence::QuarantineConfig;
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Pieces;
 
-use common::shared::LONG;
-use common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
+use crate::common::shared::LONG;
+use crate::common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
 
 fn kind(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> ErrorKind {
     ended.unwrap_err()[0].1.kind()

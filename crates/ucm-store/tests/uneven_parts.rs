@@ -3,13 +3,11 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
-mod common;
-
 use std::path::Path;
 
 use ucm_core::{BlockId, Part};
 
-use common::{Device, Layout, Medium, Setup, Store, directory, eventually, id, media, on};
+use crate::common::{Device, Layout, Medium, Setup, Store, directory, eventually, id, media, on};
 
 /// Layers of the blocks of two ranks.
 const LAYERS: [u32; 2] = [3, 1];

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +11,7 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Gate, OpKind};
 use ucm_store::engine::Until;
 
-use common::{
+use crate::common::{
     Device, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
 };
 
@@ -71,7 +69,12 @@ fn what_a_load_would_refuse_is_refused() {
     store.dump(&device, &ids(3)).unwrap();
     // The last byte of the last layer: all of the record is read and verified.
     let content = setup.tensors.iter().sum::<u64>() as usize;
-    let last = common::shape(&setup).1.layer_data(setup.layers - 1).start + content - 1;
+    let last = crate::common::shape(&setup)
+        .1
+        .layer_data(setup.layers - 1)
+        .start
+        + content
+        - 1;
     store.edit(id(1), |bytes| bytes[last] ^= 1);
     let failed = verify(&store, &ids(3)).unwrap_err();
     assert_eq!((failed[0].0, failed[0].1.kind()), (1, ErrorKind::Corrupt));

@@ -1,0 +1,15 @@
+//! The tests of this crate as one program, which is built and linked once. Tests that leave their
+//! process in another state (`broken`, `second_device`) are programs of their own.
+
+mod accelerator;
+mod beside;
+mod common;
+mod last_resort;
+mod order;
+mod over;
+mod pinning;
+mod policy;
+mod properties;
+mod region_processes;
+mod trans;
+mod vendors;
