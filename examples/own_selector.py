@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +46,8 @@ class LastKey(BlockSelector):
         return (reps * mean).sum(dim=-1).T
 
 
-class LastKeySparse(BlockSparse):
-    """The method that vLLM is told of: keys and defaults are those of an algorithm of ucm's."""
-
-    algorithm: ClassVar[str] = "Quest"
-
-
 # in every process of the engine, because each imports this module
-register_selector("Quest", LastKey)
+register_selector("LastKey", LastKey)
 
 PROMPT, ANSWER = 2000, 32
 
@@ -70,8 +64,7 @@ def run(model: Path, root: Path, sparse: bool) -> dict[str, Any]:
     if sparse:
         extra |= {
             "ucm_sparse_module_path": "own_selector",
-            "ucm_sparse_method": "LastKeySparse",
-            "ucm_sparse_config": {"Quest": {"ratio": 0.2, "min_tokens": 500}},
+            "ucm_sparse_config": {"LastKey": {"ratio": 0.2, "min_tokens": 500}},
         }
     llm = LLM(
         model=str(model),

@@ -26,3 +26,19 @@ def _no_method_is_left() -> object:
     from ucm.sparse.state import set_ucm_sparse
 
     set_ucm_sparse(None)
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selectors that a test registers are known to that test alone."""
+    from ucm.config import sparse
+    from ucm.sparse import selector
+
+    for algorithm in sparse.algorithms():
+        sparse.keys_of(algorithm)  # imported now, not in a test
+    for module, name in (
+        (sparse, "_SECTIONS"),
+        (sparse, "_SPELLINGS"),
+        (selector, "_SELECTORS"),
+    ):
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))

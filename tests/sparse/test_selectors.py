@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +12,20 @@ import torch
 from formulas import BLOCK, DIM, GEOMETRY, GROUP, HEADS, keys, query
 from torch import Tensor
 
+from ucm.config import UcmConfig, load
+from ucm.config.fields import Count
+from ucm.config.sparse import AlgorithmConfig, keys_of
 from ucm.errors import ConfigError
 from ucm.sparse.config import settings_of
+from ucm.sparse.factory import UcmSparseFactory
+from ucm.sparse.method import BlockSparse
 from ucm.sparse.selector import BlockSelector, Geometry, Selector, rep_bytes
 from ucm.sparse.selectors import make_selector, register_selector
-from ucm.sparse.selectors.controls import Oracle, Random
 from ucm.sparse.selectors.infllm import InfLLM
 from ucm.sparse.selectors.kvstar import KVStar
 from ucm.sparse.selectors.mean_k import MeanK
-from ucm.sparse.selectors.periodic import Periodic
+from ucm.sparse.selectors.oracle import Oracle
+from ucm.sparse.selectors.periodic import Periodic, Random
 from ucm.sparse.selectors.quest import Quest
 
 ALGORITHMS = [
@@ -426,12 +433,84 @@ class FirstKey(BlockSelector):
         return (reps * self.grouped(query[-1:])[0].mean(dim=1)).sum(dim=-1).T
 
 
-def test_a_new_selector_is_a_small_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ucm.sparse.selectors as known
+class NthKey(FirstKey):
+    """One with a key of its own, and other defaults."""
 
-    monkeypatch.setattr(known, "_SELECTORS", dict(known._SELECTORS))
-    register_selector("Quest", FirstKey)
-    assert isinstance(selector_of("Quest", {}), FirstKey)
+    name = "nth_key"
+
+    class Keys(AlgorithmConfig):
+        stride: Count = 4
+        place: Count = 1
+
+    def __init__(self, geometry: Geometry, *, place: int) -> None:
+        super().__init__(geometry)
+        self.place = place
+
+
+def configured(**extra: Any) -> UcmConfig:
+    return load({"storage_path": "/d", **extra}, {})
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_selector_is_known_to_the_configuration_once_it_is_registered() -> None:
+    with pytest.raises(ConfigError, match=r'unknown key "ucm_sparse_config\.NthKey"'):
+        configured(ucm_sparse_config={"NthKey": {}})
+    register_selector("NthKey", NthKey, aliases=("nth",))
+    config = configured(ucm_sparse_config={"nth": {"place": 3, "topk": 8}})
+    settings = config.sparse.settings
+    assert isinstance(settings, NthKey.Keys)
+    assert (config.sparse.type, settings.place, settings.stride) == ("NthKey", 3, 4)
+    assert settings.budget == ("topk_blocks", 8)
+    selector = make_selector(settings, GEOMETRY)
+    assert isinstance(selector, NthKey) and selector.place == 3
+    method = UcmSparseFactory.create_sparse_method("nth_key", config={"place": 2})
+    assert isinstance(method, BlockSparse) and isinstance(method.settings, NthKey.Keys)
+    assert (method.algorithm, method.settings.place) == ("NthKey", 2)
+    assert configured(sparse_type="NthKey").sparse.settings == keys_of("NthKey")()
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"plac": 3}, 'unknown key "ucm_sparse_config.NthKey.plac".* did you mean "place"'),
+        ({"place": 0}, '"ucm_sparse_config.NthKey.place".* greater than or equal to 1, got 0'),
+        ({"ratio": 2}, '"ucm_sparse_config.NthKey.ratio"'),
+    ],
+)
+def test_a_wrong_key_of_a_registered_selector_is_named(keys: dict[str, Any], sentence: str) -> None:
+    register_selector("NthKey", NthKey)
+    with pytest.raises(ConfigError, match=sentence):
+        configured(ucm_sparse_config={"NthKey": keys})
+
+
+@pytest.mark.usefixtures("registries")
+def test_the_module_that_a_configuration_names_may_register_a_selector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process of an engine reads the configuration before anything else of it."""
+    source = f"from {__name__} import NthKey, register_selector\n"
+    (tmp_path / "ucm_own.py").write_text(source + "register_selector('NthKey', NthKey)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ucm_own", raising=False)
+    section = {"NthKey": {"place": 5}}
+    config = configured(ucm_sparse_module_path="ucm_own", ucm_sparse_config=section)
+    assert isinstance(config.sparse.settings, NthKey.Keys) and config.sparse.settings.place == 5
+    with pytest.raises(ConfigError, match=r"unknown key .*NthKez"):
+        configured(ucm_sparse_module_path="ucm_own", ucm_sparse_config={"NthKez": {}})
+    with pytest.raises(ConfigError, match="ucm_none cannot be imported"):
+        configured(ucm_sparse_module_path="ucm_none", ucm_sparse_config={"Other": {}})
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_selector_may_replace_one_of_ours_and_its_name_means_no_other() -> None:
+    register_selector("ESA", FirstKey)
+    assert isinstance(make_selector(settings_of("ESA", {"pool": "max"}), GEOMETRY), FirstKey)
+    assert settings_of("ESA").stride == 16
+    register_selector("Quest", NthKey)
+    assert isinstance(selector_of("Quest", {"place": 2}), NthKey)
+    with pytest.raises(ConfigError, match='"kvstar" means KVStarMultiStep'):
+        register_selector("Mine", FirstKey, aliases=("kvstar",))
 
 
 # What they find

@@ -7,10 +7,9 @@ import logging
 import pytest
 from formulas import GEOMETRY
 
-from ucm.config.sparse import GsaOnDeviceConfig
+from ucm.config.sparse import Preset, keys_of
 from ucm.errors import ConfigError
-from ucm.sparse.config import method_of, policy_of, resolve_auto, settings_of
-from ucm.sparse.presets import PRESETS, Preset, preset_for
+from ucm.sparse.config import method_of, policy_of, preset_for, resolve_auto, settings_of
 from ucm.sparse.selector import Geometry
 from ucm.sparse.selectors.hash import Hash
 from ucm.sparse.selectors.kvstar import KVStar
@@ -58,7 +57,7 @@ def test_the_clamp_of_the_original_can_be_written() -> None:
     assert [policy.kept(n, n * 128) for n in (20, 100, 120, 300)] == [20, 32, 36, 48]
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+@pytest.mark.parametrize("preset", Hash.Keys.presets, ids=lambda preset: preset.name)
 def test_a_known_model_has_its_settings(preset: Preset) -> None:
     policy = policy_of(
         settings_of("GSAOnDevice"), 128, f"/models/org--{preset.name.upper()}-Instruct", layers=64
@@ -92,7 +91,7 @@ def test_an_unknown_model_gets_the_defaults_and_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="ucm.sparse"):
-        assert preset_for("someone/some-model") is None
+        assert preset_for(Hash.Keys.presets, "someone/some-model") is None
         policy = policy_of(settings_of("GSAOnDevice"), 128, "QwQ-32B", layers=64)
     assert policy.topk == 32 and policy.min_tokens == 0 and policy.dense_layers == frozenset()
     assert '"someone/some-model": defaults are used' in caplog.text
@@ -105,7 +104,7 @@ def test_presets_are_for_the_method_that_they_were_made_for() -> None:
 
 def test_auto_is_the_hash_method_with_what_is_written() -> None:
     settings = resolve_auto(settings_of("auto", {"topk_tokens": 512, "lag": 1}), "m")
-    assert isinstance(settings, GsaOnDeviceConfig)
+    assert isinstance(settings, keys_of("GSAOnDevice"))
     assert (settings.topk_tokens, settings.lag, settings.init_tokens) == (512, 1, 64)
     assert isinstance(method_of(settings_of("auto"), GEOMETRY).selector, Hash)
     assert method_of(settings_of("auto"), WIDE, "Qwen/Qwen3-4B", 36).policy.topk == 16

@@ -8,7 +8,7 @@ import pytest
 from config_cases import FIXTURES, fails, shape
 
 from ucm.config import load, parse
-from ucm.config.sparse import EsaConfig, GsaOnDeviceConfig
+from ucm.config.sparse import AlgorithmConfig, keys_of
 
 
 def test_shape_a_with_three_algorithms() -> None:
@@ -19,9 +19,10 @@ def test_shape_a_with_three_algorithms() -> None:
     assert (config.load_only_first_rank, config.enable_prefix_cache) == (False, True)
     assert config.metrics.config_path == "/etc/ucm/metrics.yaml"
     assert config.sparse.type == "ESA"  # the first of three, and said so
-    assert config.sparse.config.model_fields_set == {"ESA", "GSA", "GSAOnDevice"}
-    assert config.sparse.config.GSA is not None and config.sparse.config.GSA.ratio == 0.3
-    assert isinstance(config.sparse.settings, EsaConfig) and config.sparse.settings.stride == 16
+    assert set(config.sparse.config) == {"ESA", "GSA", "GSAOnDevice"}
+    gsa, esa = config.sparse.config["GSA"], config.sparse.settings
+    assert isinstance(gsa, AlgorithmConfig) and gsa.ratio == 0.3
+    assert isinstance(esa, AlgorithmConfig) and (esa.algorithm, esa.stride) == ("ESA", 16)
     assert (
         sum("ESA is taken because it stands first" in warning for warning in config.warnings) == 1
     )
@@ -59,7 +60,7 @@ def test_shape_c_sections() -> None:
     assert config.kv_connector == "UCMDirectConnector"
     assert config.sparse.type == "GSAOnDevice"
     settings = config.sparse.settings
-    assert isinstance(settings, GsaOnDeviceConfig)
+    assert isinstance(settings, keys_of("GSAOnDevice"))
     assert (settings.topk_tokens, settings.init_tokens, settings.local_tokens) == (4096, 64, 512)
     assert sum("enable_prefix_caching" in warning for warning in config.warnings) == 1
     assert load({"ucm_config_path": path}, {"ENABLE_SPARSE": "0"}).sparse.enabled is False

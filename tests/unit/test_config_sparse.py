@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 from config_cases import fails
 
+import ucm.config.sparse as known
 from ucm.config import load, parse
 from ucm.config.sparse import (
-    ALGORITHMS,
     AlgorithmConfig,
     BlendConfig,
-    EsaConfig,
-    GsaConfig,
-    GsaOnDeviceConfig,
-    KVStarConfig,
+    algorithms,
+    chooses_blocks,
+    keys_of,
 )
 from ucm.config.sparse_keys import ALIASES, MEANINGLESS, NEEDS
-from ucm.config.words import SPARSE_ALGORITHMS
 
 pytest.importorskip("ucm._core")
 
@@ -50,7 +48,7 @@ def chosen(extra: dict[str, Any], environ: dict[str, str] | None = None) -> Algo
 )
 def test_every_place_an_algorithm_may_stand(extra: dict[str, Any], environ: dict[str, str]) -> None:
     settings = chosen(extra, environ)
-    assert isinstance(settings, GsaConfig)
+    assert isinstance(settings, keys_of("GSA"))
     assert settings.budget == ("ratio", 0.2)
 
 
@@ -58,8 +56,7 @@ def test_every_place_an_algorithm_may_stand(extra: dict[str, Any], environ: dict
     "spelled", ["GSAOnDevice", "gsa_on_device", "gsa-on-device", "GsaOnDevice"]
 )
 def test_algorithms_are_found_however_they_are_spelled(spelled: str) -> None:
-    assert isinstance(chosen({"sparse_type": spelled}), GsaOnDeviceConfig)
-    assert set(SPARSE_ALGORITHMS.values()) == set(ALGORITHMS)
+    assert isinstance(chosen({"sparse_type": spelled}), keys_of("GSAOnDevice"))
 
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
@@ -73,8 +70,8 @@ def test_another_spelling_is_the_same_key(alias: str) -> None:
     }
     value = values.get(key, 8)
     found = 0
-    for name, section in ALGORITHMS.items():
-        if key not in section.model_fields or not issubclass(section, AlgorithmConfig):
+    for name in filter(chooses_blocks, algorithms()):
+        if key not in keys_of(name).model_fields:
             continue
         written, meant = chosen({name: {alias: value}}), chosen({name: {key: value}})
         assert getattr(written, key) == getattr(meant, key)
@@ -87,7 +84,7 @@ def test_defaults_of_the_seeds() -> None:
     esa, gsa, kvstar, hashed = (
         chosen({name: {}}) for name in ("ESA", "GSA", "KVStar", "GSAOnDevice")
     )
-    assert isinstance(esa, EsaConfig) and (esa.init_blocks, esa.budget, esa.stride) == (
+    assert isinstance(esa, keys_of("ESA")) and (esa.init_blocks, esa.budget, esa.stride) == (
         1,
         ("ratio", 0.3),
         16,
@@ -98,7 +95,7 @@ def test_defaults_of_the_seeds() -> None:
         4,
         ("ratio", 0.3),
     )
-    assert isinstance(kvstar, KVStarConfig)
+    assert isinstance(kvstar, keys_of("KVStarMultiStep"))
     assert (
         kvstar.init_blocks,
         kvstar.local_blocks,
@@ -112,7 +109,7 @@ def test_defaults_of_the_seeds() -> None:
         0.5,
         4,
     )
-    assert isinstance(hashed, GsaOnDeviceConfig) and hashed.budget == ("topk_tokens", 4096)
+    assert isinstance(hashed, keys_of("GSAOnDevice")) and hashed.budget == ("topk_tokens", 4096)
     assert (hashed.window("init", 16), hashed.window("local", 16)) == (4, 32)
     assert {one.lag for one in (esa, gsa, kvstar, hashed)} == {0}
 
@@ -224,7 +221,7 @@ def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
     file.write_text("storage_path: /d\nGSA: {topk_ratio: 0.2, stride: 3}\nESA: {stride: 9}\n")
     config = load({"ucm_config_path": str(file), "GSA": {"retrieval_stride": 5}}, {})
     settings = config.sparse.settings
-    assert isinstance(settings, GsaConfig) and (settings.ratio, settings.stride) == (0.2, 5)
+    assert isinstance(settings, keys_of("GSA")) and (settings.ratio, settings.stride) == (0.2, 5)
     assert config.origin("sparse.config.GSA.stride") == "kv_connector_extra_config"
     assert config.origin("sparse.config.GSA.ratio") == f"file {file}"
     lines = config.describe()
@@ -249,4 +246,22 @@ def test_blend_has_typed_keys_and_is_not_built() -> None:
 def test_the_switch_of_the_environment_keeps_the_keys_of_a_file_and_switches_off() -> None:
     config = load({"storage_path": "/d", "GSA": {"ratio": 0.2}}, {"ENABLE_SPARSE": "0"})
     assert config.sparse.settings is None
-    assert config.sparse.config.GSA is not None
+    assert "GSA" in config.sparse.config
+
+
+def test_without_pytorch_keys_are_kept_unchecked_and_said_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host that only keeps blocks may read the configuration of an engine."""
+    sections = {name: cls for name, cls in known._SECTIONS.items() if name != "InfLLM"}
+    monkeypatch.setattr(known, "_SECTIONS", sections)
+    monkeypatch.setitem(known._MODULES, "InfLLM", "ucm.sparse.selectors.without_torch")
+
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named 'torch' (for {name})", name="torch")
+
+    monkeypatch.setattr(known.importlib, "import_module", fail)
+    config = load({"storage_path": "/d", "InfLLM": {"rep_tokens": 3, "topk": 5}}, {})
+    assert config.sparse.type == "InfLLM"
+    assert "sparse.config.InfLLM.topk_blocks = 5  (kv_connector_extra_config)" in config.describe()
+    assert any('"InfLLM"' in warning and "PyTorch" in warning for warning in config.warnings)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from config_cases import REPOSITORY
 
-from ucm.config.sparse import ALGORITHMS, AlgorithmConfig, AutoConfig
+from ucm.config.sparse import AlgorithmConfig, algorithms, chooses_blocks, keys_of
 from ucm.config.sparse_keys import ALIASES
 
 pytest.importorskip("ucm._core")
@@ -65,9 +65,9 @@ def test_every_key_and_default_of_one_method() -> None:
         (row[0], row[1].strip("`")): row[2] for row in table("keys of each")
     }
     expected = {}
-    for algorithm, section in ALGORITHMS.items():
-        if not issubclass(section, AlgorithmConfig) or section is AutoConfig:
-            continue
+    for algorithm in filter(chooses_blocks, algorithms()):
+        section = keys_of(algorithm)
+        assert issubclass(section, AlgorithmConfig)
         for name, field in section.model_fields.items():
             value = field.get_default(call_default_factory=True)
             common = AlgorithmConfig.model_fields.get(name)
@@ -92,14 +92,14 @@ def test_every_other_spelling_is_told() -> None:
 def test_presets_are_those_of_the_code() -> None:
     torch = pytest.importorskip("torch")
     assert torch is not None
-    from ucm.config.sparse import QuestConfig
-    from ucm.sparse.presets import PRESETS
 
+    hashed = keys_of("GSAOnDevice")
+    assert issubclass(hashed, AlgorithmConfig)
     found = [
-        (name, int(topk), int(least), QuestConfig(dense_layers=layers).dense_layers)
+        (name, int(topk), int(least), hashed(dense_layers=layers).dense_layers)
         for name, topk, least, layers in table("presets")
     ]
-    assert found == [(p.name, p.topk_tokens, p.min_tokens, p.dense_layers) for p in PRESETS]
+    assert found == [(p.name, p.topk_tokens, p.min_tokens, p.dense_layers) for p in hashed.presets]
 
 
 def test_named_tests_exist() -> None:

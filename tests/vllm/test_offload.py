@@ -20,7 +20,9 @@ from software_driver import IN_USE
 from sparse_reference import Answer, Llama, choosing
 from specs import BLOCK, ROOM, EngineSpec, Result, StoreSpec, prompt
 
-from ucm.config.sparse import QuestConfig
+from ucm.config.sparse import keys_of
+
+QuestConfig = keys_of("Quest")
 
 pytestmark = [
     pytest.mark.one_runner,

@@ -21,7 +21,9 @@ from software_driver import IN_USE
 from sparse_reference import Llama, choosing
 from specs import BLOCK, ON_GPU, EngineSpec, Result, prompt
 
-from ucm.config.sparse import QuestConfig
+from ucm.config.sparse import keys_of
+
+QuestConfig = keys_of("Quest")
 
 pytestmark = pytest.mark.skipif(
     ON_GPU and torch.cuda.device_count() < 2, reason="a GPU for each rank"

@@ -20,7 +20,10 @@ from software_driver import IN_USE
 from sparse_reference import Answer, Keep, Llama, choosing
 from specs import BLOCK, EngineSpec, Result, prompt
 
-from ucm.config.sparse import AlgorithmConfig, GsaOnDeviceConfig, QuestConfig
+from ucm.config.sparse import AlgorithmConfig, keys_of
+
+GsaOnDeviceConfig = keys_of("GSAOnDevice")
+QuestConfig = keys_of("Quest")
 
 pytestmark = pytest.mark.skipif(
     IN_USE, reason="keys are read from memory that only a device may touch"

@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ucm.config.sparse import WindowsConfig
+from ucm.config.sparse import keys_of
 from ucm.integration.vllm.attention.host import SparseHost, set_active_host
 from ucm.integration.vllm.attention.impls import derive_impl
 from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.method import BlockSparse
-from ucm.sparse.methods import Windows
+from ucm.sparse.positional import method_for
 from ucm.sparse.selector import Geometry
+
+Windows = method_for("Windows")
+WindowsConfig = keys_of("Windows")
 
 BLOCK, HEADS, KV_HEADS, SIZE = 32, 4, 2, 32
 NAME = "model.layers.0.self_attn.attn"

@@ -16,7 +16,7 @@ import torch
 from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Packing, Rig, Rows, context_of
 from torch import Tensor
 
-from ucm.config.sparse import QuestConfig, WindowsConfig
+from ucm.config.sparse import keys_of
 from ucm.errors import UnsupportedError
 from ucm.integration.vllm.attention import break_even, rewriting
 from ucm.integration.vllm.attention.break_even import measure
@@ -30,8 +30,13 @@ from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 from ucm.sparse import retrieval
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.method import BlockSparse
-from ucm.sparse.methods import Quest, Windows
+from ucm.sparse.positional import method_for
 from ucm.store.ucmstore_v1 import SidesTask, Task, UcmKVStoreBaseV1
+
+Quest = method_for("Quest")
+Windows = method_for("Windows")
+QuestConfig = keys_of("Quest")
+WindowsConfig = keys_of("Windows")
 
 pytestmark = pytest.mark.timeout(300)
 

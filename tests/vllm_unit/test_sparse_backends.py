@@ -106,9 +106,10 @@ print(sorted(name for name in new if name.partition(".")[0] not in sys.stdlib_mo
 
 def test_the_entry_knows_every_word_of_the_configuration() -> None:
     from ucm.config.sources import FILE_KEYS
-    from ucm.config.words import ENVIRONMENT, SPARSE_ALGORITHMS
+    from ucm.config.sparse import BUILT_IN
+    from ucm.config.words import ENVIRONMENT
 
-    assert set(SPARSE_ALGORITHMS) == registering.ALGORITHMS
+    assert set(BUILT_IN) == registering.ALGORITHMS
     assert set(registering._FILES) == set(FILE_KEYS)
     variables = {name for name, key in ENVIRONMENT.items() if key.startswith("sparse.")}
     assert set(registering._SPARSE_VARIABLES) == variables

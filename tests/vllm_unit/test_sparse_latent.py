@@ -19,7 +19,7 @@ import torch
 from sparse_parts import HEADS, NAME, SIZE, context_of, windows
 from torch import Tensor
 
-from ucm.config.sparse import GsaOnDeviceConfig, WindowsConfig
+from ucm.config.sparse import keys_of
 from ucm.integration.vllm.attention.host import SparseHost, set_active_host
 from ucm.integration.vllm.attention.impls import derive_impl
 from ucm.integration.vllm.attention.pages import key_reader
@@ -27,8 +27,12 @@ from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.gsa_on_device.gsa_on_device import GSAOnDevice
-from ucm.sparse.methods import Windows
+from ucm.sparse.positional import method_for
 from ucm.sparse.selector import Geometry
+
+Windows = method_for("Windows")
+GsaOnDeviceConfig = keys_of("GSAOnDevice")
+WindowsConfig = keys_of("Windows")
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 from sparse_parts import BLOCK, QUEST, SparseEngine
 
-from ucm.config.sparse import QuestConfig, WindowsConfig
+from ucm.config.sparse import keys_of
 from ucm.sparse.base import UcmSparseRole
-from ucm.sparse.methods import Quest, Windows
+from ucm.sparse.positional import method_for
+
+Quest = method_for("Quest")
+Windows = method_for("Windows")
+QuestConfig = keys_of("Quest")
+WindowsConfig = keys_of("Windows")
 
 pytestmark = pytest.mark.timeout(300)
 

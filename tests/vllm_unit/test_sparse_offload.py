@@ -16,7 +16,7 @@ import torch
 from sparse_parts import BLOCK, KV_HEADS, NAMES, SIZE, Rig, Rows
 from torch import Tensor
 
-from ucm.config.sparse import QuestConfig
+from ucm.config.sparse import keys_of
 from ucm.errors import BusyError, DeadlineError, StoreIOError, TaskError, UcmError, UnsupportedError
 from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.host import set_active_host
@@ -33,9 +33,12 @@ from ucm.integration.vllm.connector.worker.layered_store import LayeredStore
 from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 from ucm.reasons import MissReason
 from ucm.sparse.base import UcmSparseRole
-from ucm.sparse.methods import Quest
+from ucm.sparse.positional import method_for
 from ucm.store.kv_layout import KVLayout
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+Quest = method_for("Quest")
+QuestConfig = keys_of("Quest")
 
 pytestmark = pytest.mark.timeout(300)
 

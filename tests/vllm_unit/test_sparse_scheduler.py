@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from ucm.config.sparse import QuestConfig
+from ucm.config.sparse import keys_of
 from ucm.integration.vllm.attention.break_even import NEVER
 from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from ucm.sparse.methods import Quest
+from ucm.sparse.positional import method_for
+
+Quest = method_for("Quest")
+QuestConfig = keys_of("Quest")
 
 BLOCK = 32
 

@@ -19,6 +19,8 @@ import torch
 from sparse_parts import BLOCK, HEADS, KV_HEADS, NAMES, SIZE, Rig, Rows, SparseEngine
 from torch import Tensor
 
+from ucm.config import sparse as sections
+from ucm.errors import ConfigError
 from ucm.integration.vllm.attention import break_even
 from ucm.integration.vllm.attention.host import SparseHost, active_host, set_active_host
 from ucm.integration.vllm.connector import factory
@@ -26,6 +28,7 @@ from ucm.integration.vllm.connector.connector import UCMConnector
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.worker import sparse as worker_sparse
+from ucm.sparse import selector
 from ucm.sparse.base import (
     ALL_TOKENS,
     INVALID_SLOT,
@@ -33,8 +36,12 @@ from ucm.sparse.base import (
     UcmSparseMetadata,
     UcmSparseRole,
 )
-from ucm.sparse.methods import Quest
+from ucm.sparse.method import BlockSparse
+from ucm.sparse.positional import method_for
+from ucm.sparse.selector import BlockSelector, register_selector
 from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
+
+Quest = method_for("Quest")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -589,3 +596,36 @@ def test_a_measurement_that_fails_leaves_requests_dense_and_is_not_remembered(
     assert sparse.break_even.tokens >= break_even.NEVER
     assert sparse.break_even.known() == {}
     assert not engine.connector.has_pending_push_work()
+
+
+# A selector of the user's own
+# --------------------------------------------------------------------------------------------------
+
+
+class LastKeys(BlockSelector):
+    """Registered under the name of its class, in the module that the configuration names."""
+
+    def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return (self.geometry.kv_heads, self.geometry.head_dim), torch.float32
+
+
+def test_a_registered_selector_of_the_configured_module_is_the_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ucm.config import load
+    from ucm.integration.vllm.attention.making import make_method, method_class
+
+    for module, name in (
+        (sections, "_SECTIONS"),
+        (sections, "_SPELLINGS"),
+        (selector, "_SELECTORS"),
+    ):
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+    register_selector("LastKeys", LastKeys)
+    extra = {"storage_path": str(tmp_path), "ucm_sparse_module_path": __name__}
+    config = load(extra | {"ucm_sparse_config": {"LastKeys": {"ratio": 0.2}}}, {})
+    method = make_method(config, None, UcmSparseRole.WORKER)
+    assert isinstance(method, BlockSparse)
+    assert (method.algorithm, method.settings.ratio) == ("LastKeys", 0.2)
+    with pytest.raises(ConfigError, match="has no class FirstKeys"):
+        method_class(load(extra | {"ucm_sparse_method": "FirstKeys"}, {}))

@@ -3,6 +3,7 @@ judged."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,11 @@ from pydantic import ValidationError
 
 from ucm.config.built import problems_of
 from ucm.config.effective import show
-from ucm.config.layer import Entry, Layer, algorithm_name
+from ucm.config.layer import Entry, Layer, algorithm_name, unknown_section
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.pipelines import word_of
 from ucm.config.sizes import Capacity, scheme_of
+from ucm.config.sparse import algorithm_of
 from ucm.config.sparse_keys import NEEDS, WHY, read_algorithm
 from ucm.config.stores import (
     DEFAULT_STORE,
@@ -88,8 +90,15 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
     """Which algorithm is meant: the one named, else the first that has keys."""
     first = values.pop("sparse.first", None)
     keys = values.pop("sparse.keys", None)
+    path = values.get("sparse.module_path")
+    own = [key for key in values if key.startswith("sparse.own.")]
+    if path is not None and (own or keys is not None):
+        _import_selectors(str(path.value), path.written)
+    for key in own:
+        _read_own(values, key.removeprefix("sparse.own."), values.pop(key), ignored)
     if first is not None and "sparse.type" not in values:
-        values["sparse.type"] = Entry(first.value[0], first.origin, first.written)
+        name = algorithm_of(first.value[0])
+        values["sparse.type"] = Entry(name, first.origin, first.written)
         if len(first.value) > 1:
             warnings.append(
                 f'"{first.written}" holds {", ".join(map(json.dumps, first.value))};'
@@ -97,18 +106,12 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
             )
     kind = values.get("sparse.type")
     # else it is the class of a user's method
-    if kind is not None and "sparse.module_path" not in values:
+    if kind is not None and path is None:
         kind = values["sparse.type"] = replace(kind, value=algorithm_name(kind.value, kind.written))
     if kind is not None and "sparse.enabled" not in values:
         values["sparse.enabled"] = Entry(True, kind.origin, kind.written)
     if keys is not None and kind is not None:
-        section = Layer(keys.origin)
-        read_algorithm(section, kind.value, keys.value, keys.written)
-        for key, entry in section.values.items():
-            values.setdefault(key, entry)
-        for instead, written in section.meaningless.items():
-            for key in written:
-                ignored.ignore(instead, key)
+        _read_section(values, algorithm_name(kind.value, kind.written), keys, ignored)
     elif keys is not None:
         ignored.ignore("`sparse.type` beside it, which names the algorithm", keys.written)
     if kind is not None:
@@ -119,6 +122,33 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
         ignored.ignore(
             "UCM_SPARSE_TYPE or `ucm_sparse_config`, which name an algorithm", BUILD_FLAG
         )
+
+
+def _read_section(values: Values, algorithm: str, keys: Entry, ignored: Layer) -> None:
+    """The keys of an algorithm, as far as they are not written elsewhere."""
+    section = Layer(keys.origin)
+    read_algorithm(section, algorithm, keys.value, keys.written)
+    for key, entry in section.values.items():
+        values.setdefault(key, entry)
+    for instead, written in section.meaningless.items():
+        for key in written:
+            ignored.ignore(instead, key)
+
+
+def _read_own(values: Values, name: str, keys: Entry, ignored: Layer) -> None:
+    """The keys of a selector that was registered after the configuration was read."""
+    algorithm = algorithm_of(name)
+    if algorithm is None:
+        raise unknown_section(name, keys.written, keys.origin)
+    _read_section(values, algorithm, keys, ignored)
+
+
+def _import_selectors(path: str, written: str) -> None:
+    """Import a user's module, which may register selectors."""
+    try:
+        importlib.import_module(path)
+    except ImportError as error:
+        raise ConfigError(f"{written}: {path} cannot be imported: {error}") from error
 
 
 def _choose_by_address(values: Values) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
 from ucm.config.pipelines import codec_problems, pipeline_problems, place_problems, root_problems
+from ucm.config.sparse import algorithms
 from ucm.config.stores import BUILT_STORES, instead_of, needs_directory, schemes_of, why_not_alone
-from ucm.config.words import SPARSE_ALGORITHMS
 
 
 def problems_of(config: UcmConfig) -> list[str]:
@@ -84,7 +84,7 @@ def _connector_problems(config: UcmConfig) -> Iterator[str]:
 
 def _sparse_problems(config: UcmConfig) -> Iterator[str]:
     if config.sparse.type is None:
-        known = ", ".join(dict.fromkeys(SPARSE_ALGORITHMS.values()))
+        known = ", ".join(algorithms())
         yield f"sparse.enabled: true names no algorithm; write sparse.type: one of {known}"
     elif config.sparse.type in ("Blend", "ReRoPE"):
         yield (

@@ -18,8 +18,8 @@ SIZES: frozenset[str] = TIER_SIZES | {"staging_capacity"}
 #: Keys whose numbers are permission bits.
 MODES: frozenset[str] = TIER_MODES
 
-#: Where the sections of sparse algorithms stand, of which nothing is shown that was not written and
-#: has no default.
+#: Where the sections of sparse algorithms stand, by name, of which nothing is shown that was not
+#: written and has no default.
 SPARSE_SECTIONS = "sparse.config."
 
 #: What a default of "nothing given" means, for keys where that says more than `null`.
@@ -76,6 +76,9 @@ def flatten(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
         value = getattr(model, key)
         if isinstance(value, BaseModel):
             yield from flatten(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}." == SPARSE_SECTIONS:
+            for name, section in value.items():
+                yield from flatten(section, f"{SPARSE_SECTIONS}{name}.")
         elif value is not None or not prefix.startswith(SPARSE_SECTIONS):
             yield f"{prefix}{key}", value
 

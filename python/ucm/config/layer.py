@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ucm.config.sparse import algorithm_of, algorithms
 from ucm.config.stores import BACKEND_WORDS, FOREIGN_STAGES, KNOWN_STORES
-from ucm.config.words import SPARSE_ALGORITHMS, hint, store_hint
+from ucm.config.words import hint, store_hint
 from ucm.errors import ConfigError
 
 
@@ -86,17 +87,20 @@ def gibibytes(value: Any, written: str, source: str) -> int:
     return size
 
 
-def algorithm_of(name: str) -> str | None:
-    """The algorithm of that name, however it is spelled; None when there is none."""
-    return SPARSE_ALGORITHMS.get(name.lower().replace("-", "").replace("_", ""))
-
-
 def algorithm_name(value: Any, written: str) -> str:
-    """As :func:`algorithm_of`, but an unknown name is an error that shows the nearest."""
+    """As :func:`~ucm.config.sparse.algorithm_of`, but an unknown name is an error that shows the
+    nearest."""
     algorithm = algorithm_of(str(value))
     if algorithm is None:
         raise ConfigError(
             f'"{written}" names the sparse algorithm "{value}", which ucm does not know'
-            f"{hint(str(value), SPARSE_ALGORITHMS.values())}"
+            f"{hint(str(value), algorithms())}"
         )
     return algorithm
+
+
+def unknown_section(name: str, written: str, source: str) -> ConfigError:
+    """The error for keys of an algorithm that is not registered."""
+    return ConfigError(
+        f'unknown key "{written}" in {source}{hint(name, ("sparse_type", *algorithms()))}'
+    )

@@ -32,7 +32,7 @@ from ucm.config.fields import (
 )
 from ucm.config.secret import concealed, revealed
 from ucm.config.sizes import Capacity, parse_capacity, scheme_of
-from ucm.config.sparse import ALGORITHMS, AlgorithmSections
+from ucm.config.sparse import BUILT_IN, Sections, algorithm_of, folded, keys_of
 from ucm.config.stores import COMMON, DEFAULT_STORE, KNOWN_STORES
 from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
@@ -135,16 +135,22 @@ class SparseConfig(Section):
     enabled: Flag = False
     type: str | None = None
     module_path: str | None = None
-    config: AlgorithmSections = AlgorithmSections()
+    config: Sections = Field(default_factory=dict)
 
     @property
     def settings(self) -> Section | None:
         """The keys of the algorithm that is wanted, its defaults where none are written; None where
         none is, and for a method of a user's own."""
-        if not self.enabled or self.type is None or self.module_path is not None:
+        if not self.enabled or self.type is None:
             return None
-        written: Section | None = getattr(self.config, self.type)
-        return ALGORITHMS[self.type]() if written is None else written
+        if self.module_path is not None and folded(self.type) in BUILT_IN:
+            return None  # a class of that name
+        algorithm = algorithm_of(self.type)
+        return None if algorithm is None else self.section(algorithm)
+
+    def section(self, algorithm: str) -> Section:
+        """The keys of an algorithm, its defaults where none are written."""
+        return self.config[algorithm] if algorithm in self.config else keys_of(algorithm)()
 
 
 class ReropeConfig(Section):

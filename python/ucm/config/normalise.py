@@ -13,9 +13,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ucm.config.layer import Entry, Layer, algorithm_of, gibibytes, is_zero, store_of_word
+from ucm.config.layer import (
+    Entry,
+    Layer,
+    gibibytes,
+    is_zero,
+    store_of_word,
+    unknown_section,
+)
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import check_local
+from ucm.config.sparse import BUILT_IN, algorithm_of, folded
 from ucm.config.sparse_keys import read_algorithm
 from ucm.config.stores import BACKEND_WORDS, DEFAULT_STORE, KNOWN_STORES, OPTION_OWNER, PIPELINE
 from ucm.config.words import (
@@ -23,7 +31,6 @@ from ucm.config.words import (
     GIBIBYTES,
     MEANINGLESS,
     PLATFORMS,
-    SPARSE_ALGORITHMS,
     hint,
     key_hint,
 )
@@ -78,7 +85,7 @@ def _read(layer: Layer, mapping: Mapping[str, Any], above: str) -> None:
         if not isinstance(key, str):
             raise ConfigError(f'the key "{written}" in {layer.source} is not a text')
         if value is None and (
-            key in known_keys() or key.lower() in BACKEND_WORDS or algorithm_of(key) is not None
+            key in known_keys() or key.lower() in BACKEND_WORDS or folded(key) in BUILT_IN
         ):
             continue  # `key:` with nothing behind it says nothing
         _read_key(layer, key, value, written)
@@ -102,8 +109,8 @@ def _read_key(layer: Layer, key: str, value: Any, written: str) -> None:
         _read_section(layer, head, {rest: value}, head)
     elif key.lower() in BACKEND_WORDS and isinstance(value, Mapping):
         layer.sections[key.lower()] = {"written": written, "keys": value}
-    elif (algorithm := algorithm_of(key)) is not None and isinstance(value, Mapping):
-        _choose(layer, algorithm, value, written, layer.source)
+    elif folded(key) in BUILT_IN and isinstance(value, Mapping):
+        _choose(layer, str(algorithm_of(key)), value, written, layer.source)
     else:
         raise ConfigError(
             f'unknown key "{written}" in {layer.source}{key_hint(key, known_keys())}',
@@ -344,11 +351,12 @@ def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
             layer.put("sparse.type", item, inner)
         elif algorithm is not None and (item is None or isinstance(item, Mapping)):
             _choose(layer, algorithm, item or {}, inner, written)
+        elif item is None or isinstance(item, Mapping):
+            # A selector of the user's own, which the module that the configuration names registers.
+            layer.put(f"sparse.own.{key}", dict(item or {}), inner)
+            _first(layer, written).append(str(key))
         else:
-            raise ConfigError(
-                f'unknown key "{inner}" in'
-                f" {layer.source}{hint(str(key), ('sparse_type', *SPARSE_ALGORITHMS.values()))}"
-            )
+            raise unknown_section(str(key), inner, layer.source)
 
 
 def _choose(
@@ -357,9 +365,15 @@ def _choose(
     """Keys of an algorithm say that it is wanted, unless another is named; of several the first
     that stands there."""
     read_algorithm(layer, algorithm, keys, written)
-    chosen = layer.values.setdefault("sparse.first", Entry([], layer.source, where)).value
+    chosen = _first(layer, where)
     if algorithm not in chosen:
         chosen.append(algorithm)
+
+
+def _first(layer: Layer, where: str) -> list[str]:
+    """The algorithms that have keys, in the order in which they stand in the section ``where``."""
+    found: list[str] = layer.values.setdefault("sparse.first", Entry([], layer.source, where)).value
+    return found
 
 
 def _read_sparse_keys(layer: Layer, value: Any, written: str) -> None:

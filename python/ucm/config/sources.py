@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ucm.config.layer import Layer, algorithm_name, store_of_word
+from ucm.config.layer import Layer, store_of_word
 from ucm.config.normalise import normalise
 from ucm.config.sizes import parse_flag
 from ucm.config.stores import TIER_FLAGS
@@ -163,8 +163,6 @@ def _read_variable(layer: Layer, name: str, value: str) -> None:
             )
         else:
             layer.put(key, platform, name, origin)
-    elif key == "sparse.type":
-        layer.put(key, algorithm_name(value, origin), name, origin)
     elif key.endswith(".enabled") or key == "debug" or key.removeprefix("options.") in TIER_FLAGS:
         try:
             layer.put(key, parse_flag(value), name, origin)

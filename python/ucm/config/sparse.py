@@ -1,20 +1,32 @@
-"""Keys of the algorithms of sparse attention: one typed section each, and the spellings of the
-original and of the seeds.
+"""Keys of the algorithms of sparse attention: those that all of them have, and the registry of the
+sections.
 
-What a key means is said once, in ``docs/sparse.md``; defaults differ by algorithm and stand here.
-Sizes of windows may be written in tokens, and become blocks (rounded up) where the block size is
-known: in :mod:`ucm.sparse.config`.
+A selector's own keys and defaults stand in its class, which registers them
+(:func:`ucm.sparse.selector.register_selector`). Of ucm's own selectors this module knows the names
+and the modules; a module is imported when its algorithm is first named. ``docs/sparse.md`` says
+what each key means. Sizes of windows may be written in tokens, and become blocks (rounded up) where
+the block size is known: in :mod:`ucm.sparse.config`.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    create_model,
+    model_validator,
+)
 
 from ucm.config.fields import Count, Flag, Milliseconds, Number, Section, no_flag, word
+from ucm.errors import ConfigError
 
 #: Most layers that a list of layers may name.
 MAX_LAYERS = 1024
@@ -74,10 +86,22 @@ Layers = Annotated[tuple[int, ...], BeforeValidator(_layers)]
 Sources = Annotated[dict[int, int], BeforeValidator(_sources)]
 
 
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What is known for models whose name holds :attr:`name`."""
+
+    name: str
+    topk_tokens: int
+    #: Requests with fewer tokens are dense.
+    min_tokens: int
+    #: Layers without selection.
+    dense_layers: tuple[int, ...]
+
+
 class AlgorithmConfig(Section):
     """Keys that every algorithm of block selection has."""
 
-    #: Words for the log; the class of the algorithm is found by it.
+    #: Its name: for the log, and by which its selector is found.
     algorithm: ClassVar[str] = ""
 
     init_blocks: Number = 1
@@ -115,6 +139,11 @@ class AlgorithmConfig(Section):
 
     #: Budget of this algorithm where none is written: a key of those above, and its value.
     default_budget: ClassVar[tuple[str, Any]] = ("ratio", 0.3)
+    #: Settings known for some models, from the most to the least special name.
+    presets: ClassVar[tuple[Preset, ...]] = ()
+    #: Whether ``min_blocks`` is the least budget, and not the length from which on blocks are
+    #: chosen.
+    min_blocks_is_budget: ClassVar[bool] = False
 
     @property
     def budget(self) -> tuple[str, Any]:
@@ -164,109 +193,17 @@ class AlgorithmConfig(Section):
         return self
 
 
-class EsaConfig(AlgorithmConfig):
-    """Means of keys, a new choice every 16 steps."""
-
-    algorithm: ClassVar[str] = "ESA"
-
-    stride: Count = 16
-    min_blocks: Number = 4
-    pool: Annotated[Literal["mean", "max", "norm"], BeforeValidator(word)] = "mean"
-    score: Annotated[Literal["dot_mean", "dot_max", "key_max", "l2"], BeforeValidator(word)] = (
-        "dot_mean"
-    )
-    rep_dtype: Annotated[Literal["bf16", "fp16", "int8"], BeforeValidator(word)] = "bf16"
-
-
-class GsaConfig(EsaConfig):
-    """Means of keys with larger windows, a new choice in every step."""
-
-    algorithm: ClassVar[str] = "GSA"
-
-    init_blocks: Number = 4
-    local_blocks: Count = 8
-    stride: Count = 1
-    min_blocks: Number = 4
-
-
-class GsaOnDeviceConfig(AlgorithmConfig):
-    """Sign codes of keys, compared by their Hamming distance."""
-
-    algorithm: ClassVar[str] = "GSAOnDevice"
-    default_budget: ClassVar[tuple[str, Any]] = ("topk_tokens", 4096)
-
-    init_tokens: Number | None = 64
-    local_tokens: Count | None = 512
-    windows_inside: Flag = True
-    hash_bits: Annotated[Count, Field(le=4096, multiple_of=8)] | None = None
-    hash_seed: Annotated[Number, Field(le=2**63 - 1)] = 0
-    hash_weights_file: str | None = None
-    reduction_heads: Annotated[Count, Field(le=128)] = 1
-
-
-class KVStarConfig(AlgorithmConfig):
-    """Merged and pruned keys, scored by the attention that they would get."""
-
-    algorithm: ClassVar[str] = "KVStarMultiStep"
-
-    init_blocks: Number = 2
-    local_blocks: Count = 4
-    stride: Count = 8
-    prune_ratio: Share = 0.5
-    merge: Annotated[Count, Field(le=4096)] = 4
-    group: Annotated[Count, Field(le=64)] = 1
-    average_heads: Flag = False
-    score_scale: (
-        Annotated[float, BeforeValidator(no_flag), Field(gt=0, allow_inf_nan=False)] | None
-    ) = None
-
-
-class QuestConfig(AlgorithmConfig):
-    """Bounds of keys, by channel."""
-
-    algorithm: ClassVar[str] = "Quest"
-
-
-class InfLLMConfig(AlgorithmConfig):
-    """A few representative keys of each block."""
-
-    algorithm: ClassVar[str] = "InfLLM"
-
-    rep_tokens: Annotated[Count, Field(le=256)] = 4
-
-
-class PeriodicConfig(AlgorithmConfig):
-    """Blocks at equal distances, whatever the query is."""
-
-    algorithm: ClassVar[str] = "Periodic"
-
-
-class RandomConfig(AlgorithmConfig):
-    """Control: blocks drawn by lot."""
-
-    algorithm: ClassVar[str] = "Random"
-
-    seed: Annotated[Number, Field(le=2**63 - 1)] = 0
-
-
-class WindowsConfig(AlgorithmConfig):
-    """Control: the windows and nothing else."""
-
-    algorithm: ClassVar[str] = "Windows"
-    default_budget: ClassVar[tuple[str, Any]] = ("topk_blocks", 0)
-
-
-class OracleConfig(AlgorithmConfig):
-    """Control: the true attention mass of each block, from all keys."""
-
-    algorithm: ClassVar[str] = "Oracle"
-
-
 class AutoConfig(AlgorithmConfig):
     """The algorithm that is known to be best for the model and the device; only keys that all
     have."""
 
     algorithm: ClassVar[str] = "Auto"
+
+
+class UncheckedConfig(AlgorithmConfig):
+    """Keys of an algorithm whose class cannot be read here, because PyTorch is missing."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class BlendLayer(Section):
@@ -298,40 +235,110 @@ class ReropeAlgorithmConfig(Section):
     algorithm: ClassVar[str] = "ReRoPE"
 
 
-class AlgorithmSections(Section):
-    """The sections that were written, by algorithm."""
+# The registry
+# --------------------------------------------------------------------------------------------------
 
-    ESA: EsaConfig | None = None
-    GSA: GsaConfig | None = None
-    GSAOnDevice: GsaOnDeviceConfig | None = None
-    KVStarMultiStep: KVStarConfig | None = None
-    Quest: QuestConfig | None = None
-    InfLLM: InfLLMConfig | None = None
-    Periodic: PeriodicConfig | None = None
-    Random: RandomConfig | None = None
-    Windows: WindowsConfig | None = None
-    Oracle: OracleConfig | None = None
-    Auto: AutoConfig | None = None
-    Blend: BlendConfig | None = None
-    ReRoPE: ReropeAlgorithmConfig | None = None
-
-
-#: Class of each algorithm's keys.
-ALGORITHMS: dict[str, type[Section]] = {
-    cls.algorithm: cls
-    for cls in (
-        EsaConfig,
-        GsaConfig,
-        GsaOnDeviceConfig,
-        KVStarConfig,
-        QuestConfig,
-        InfLLMConfig,
-        PeriodicConfig,
-        RandomConfig,
-        WindowsConfig,
-        OracleConfig,
-        AutoConfig,
-        BlendConfig,
-        ReropeAlgorithmConfig,
-    )
+#: Algorithm of ucm's own -> the module that registers it.
+_MODULES: dict[str, str] = {
+    "ESA": "ucm.sparse.selectors.mean_k",
+    "GSA": "ucm.sparse.selectors.mean_k",
+    "GSAOnDevice": "ucm.sparse.selectors.hash",
+    "KVStarMultiStep": "ucm.sparse.selectors.kvstar",
+    "Quest": "ucm.sparse.selectors.quest",
+    "InfLLM": "ucm.sparse.selectors.infllm",
+    "Periodic": "ucm.sparse.selectors.periodic",
+    "Random": "ucm.sparse.selectors.periodic",
+    "Windows": "ucm.sparse.selectors.periodic",
+    "Oracle": "ucm.sparse.selectors.oracle",
 }
+
+#: Algorithm -> class of its keys, as far as it was named or registered.
+_SECTIONS: dict[str, type[Section]] = {
+    cls.algorithm: cls for cls in (AutoConfig, BlendConfig, ReropeAlgorithmConfig)
+}
+
+#: Spelling in lower case without punctuation -> algorithm.
+_SPELLINGS: dict[str, str] = {
+    name.lower(): name for name in (*_MODULES, "Auto", "Blend", "ReRoPE")
+} | {"kvstar": "KVStarMultiStep"}
+
+#: The spellings that also name a section at the top of a configuration: those of ucm's own.
+BUILT_IN: frozenset[str] = frozenset(_SPELLINGS)
+
+
+def algorithms() -> tuple[str, ...]:
+    """The names of all algorithms, ucm's own first."""
+    return tuple(dict.fromkeys(_SPELLINGS.values()))
+
+
+def folded(name: str) -> str:
+    """A name in the form in which spellings are compared."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def algorithm_of(name: str) -> str | None:
+    """The algorithm of that name, however it is spelled; None when there is none."""
+    return _SPELLINGS.get(folded(name))
+
+
+def chooses_blocks(algorithm: str) -> bool:
+    """Whether an algorithm is one of block selection: Blend and ReRoPE are not."""
+    return algorithm not in (BlendConfig.algorithm, ReropeAlgorithmConfig.algorithm)
+
+
+def keys_of(algorithm: str) -> type[Section]:
+    """Class of the keys of an algorithm, one of :func:`algorithms`. Where PyTorch is missing, which
+    selectors need, keys are taken as they are (:class:`UncheckedConfig`)."""
+    if algorithm not in _SECTIONS:
+        try:
+            importlib.import_module(_MODULES[algorithm])
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            return _named(UncheckedConfig, algorithm)
+    return _SECTIONS[algorithm]
+
+
+def register_keys(
+    algorithm: str, keys: type[AlgorithmConfig] | None = None, aliases: Sequence[str] = ()
+) -> type[AlgorithmConfig]:
+    """Make the section of a selector known to the configuration, under its name and ``aliases``;
+    the class that it has from here on. ``keys``: class of its keys; None: those that all have, or
+    those of the selector of that name that it replaces.
+
+    Raises :class:`~ucm.errors.ConfigError` for a name that means another algorithm.
+    """
+    for name in (algorithm, *aliases):
+        if algorithm_of(name) not in (None, algorithm):
+            raise ConfigError(
+                f'the sparse algorithm "{algorithm}" cannot be registered: "{name}" means'
+                f" {algorithm_of(name)}"
+            )
+    if algorithm in _MODULES:  # what is replaced must not register itself later
+        importlib.import_module(_MODULES[algorithm])
+    replaced = cast("type[AlgorithmConfig]", _SECTIONS.get(algorithm, AlgorithmConfig))
+    section = _named(replaced if keys is None else keys, algorithm)
+    _SECTIONS[algorithm] = section
+    _SPELLINGS.update({folded(name): algorithm for name in (algorithm, *aliases)})
+    return section
+
+
+def _named(keys: type[AlgorithmConfig], algorithm: str) -> type[AlgorithmConfig]:
+    """The class, or one derived from it, by whose name the algorithm is found."""
+    if keys.algorithm == algorithm:
+        return keys
+    section = create_model(f"{algorithm}Config", __base__=keys, __doc__=keys.__doc__)
+    section.algorithm = algorithm
+    return section
+
+
+def _sections(value: Any) -> Any:
+    """Keys by algorithm, as the section of each."""
+    if not isinstance(value, Mapping):
+        return value
+    fields: dict[str, Any] = {name: (keys_of(name), ...) for name in value}
+    return dict(create_model("Sections", __base__=Section, **fields)(**value))
+
+
+#: The sections that were written, by algorithm.
+Sections = Annotated[dict[str, SerializeAsAny[Section]], BeforeValidator(_sections)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ucm.config.layer import Layer
-from ucm.config.sparse import ALGORITHMS
+from ucm.config.sparse import UncheckedConfig, keys_of
 from ucm.config.words import hint
 from ucm.errors import ConfigError
 
@@ -93,11 +93,16 @@ def read_algorithm(layer: Layer, algorithm: str, keys: Mapping[Any, Any], writte
     Raises :class:`~ucm.errors.ConfigError` for a key that the algorithm has not got, with the
     nearest one it has.
     """
-    known = ALGORITHMS[algorithm].model_fields
+    section = keys_of(algorithm)
+    known, unchecked = section.model_fields, issubclass(section, UncheckedConfig)
+    if unchecked and keys:
+        layer.warnings.append(
+            f'the keys of "{written}" in {layer.source} are not checked: PyTorch is not installed'
+        )
     for key, value in keys.items():
         inner = f"{written}.{key}"
         name = ALIASES.get(str(key), str(key))
-        if name in known:
+        if name in known or unchecked:
             if value is not None:  # `key:` with nothing behind it says nothing
                 layer.put(f"sparse.config.{algorithm}.{name}", value, inner)
         elif key in MEANINGLESS:

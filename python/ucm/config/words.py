@@ -170,25 +170,6 @@ MEANT_KEYS: dict[str, str] = {
     "chunk_size": "block_size",
 }
 
-#: Sparse algorithms, in the spelling of the model; the key is their name in lower case without
-#: punctuation.
-SPARSE_ALGORITHMS: dict[str, str] = {
-    "esa": "ESA",
-    "gsa": "GSA",
-    "gsaondevice": "GSAOnDevice",
-    "kvstarmultistep": "KVStarMultiStep",
-    "kvstar": "KVStarMultiStep",
-    "blend": "Blend",
-    "rerope": "ReRoPE",
-    "quest": "Quest",
-    "infllm": "InfLLM",
-    "periodic": "Periodic",
-    "random": "Random",
-    "windows": "Windows",
-    "oracle": "Oracle",
-    "auto": "Auto",
-}
-
 #: Environment name -> key of the model.
 ENVIRONMENT: dict[str, str] = {
     **TIER_ENVIRONMENT,

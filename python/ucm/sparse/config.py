@@ -6,18 +6,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 from ucm.config.assemble import assemble
 from ucm.config.layer import algorithm_name
 from ucm.config.loading import warn_once
 from ucm.config.normalise import normalise
-from ucm.config.sparse import ALGORITHMS, AlgorithmConfig, AutoConfig, GsaOnDeviceConfig
+from ucm.config.sparse import AlgorithmConfig, AutoConfig, Preset, chooses_blocks, keys_of
 from ucm.errors import ConfigError
 from ucm.sparse.policy import Policy
-from ucm.sparse.presets import preset_for
-from ucm.sparse.selector import Geometry, Selector
-from ucm.sparse.selectors import make_selector
+from ucm.sparse.selector import Geometry, Selector, make_selector
 
 _log = logging.getLogger("ucm.sparse")
 
@@ -42,7 +41,7 @@ def settings_of(
     if isinstance(keys, AlgorithmConfig):
         return keys
     name = algorithm_name(algorithm, "algorithm")
-    if not issubclass(ALGORITHMS[name], AlgorithmConfig):
+    if not chooses_blocks(name):
         raise ConfigError(f"{name} chooses no blocks, so it has no selector")
     found = assemble([normalise({"ucm_sparse_config": {name: dict(keys or {})}}, "the given keys")])
     for warning in found.warnings:
@@ -62,9 +61,22 @@ def resolve_auto(settings: AlgorithmConfig, model: str) -> AlgorithmConfig:
     if not isinstance(settings, AutoConfig):
         return settings
     written = {key: getattr(settings, key) for key in settings.model_fields_set}
-    chosen = GsaOnDeviceConfig(**written)
+    chosen = cast("AlgorithmConfig", keys_of("GSAOnDevice")(**written))
     _log.info("sparse attention: auto is %s for %s", chosen.algorithm, model or "the model")
     return chosen
+
+
+@cache
+def preset_for(presets: tuple[Preset, ...], model: str) -> Preset | None:
+    """The preset of the model of this name or path; None, and a line in the log, once, where there
+    is none."""
+    for preset in presets:
+        if preset.name.lower() in model.lower():
+            return preset
+    _log.info(
+        'no settings of sparse attention are known for the model "%s": defaults are used', model
+    )
+    return None
 
 
 def policy_of(
@@ -73,7 +85,7 @@ def policy_of(
     """The policy of these settings for blocks of ``block_size`` tokens. ``model`` is the name or
     path of the model, for what is known of it; ``layers`` how many layers it has, beyond which
     settings for layers mean nothing."""
-    preset = preset_for(model) if isinstance(settings, GsaOnDeviceConfig) and model else None
+    preset = preset_for(settings.presets, model) if settings.presets and model else None
     name, value = settings.budget
     if (
         preset is not None
@@ -97,16 +109,16 @@ def policy_of(
     dense = settings.dense_layers
     if dense is None:
         dense = preset.dense_layers if preset is not None else ()
-    gsa = settings.algorithm == "GSA"  # here the key means the least budget, as document 002 has it
+    least = settings.min_blocks if settings.min_blocks_is_budget else 0
     known = range(layers) if layers is not None else None
     return Policy(
         init=settings.window("init", block_size),
         local=settings.window("local", block_size),
         **budget,
-        k_min=max(settings.k_min, settings.min_blocks) if gsa else settings.k_min,
+        k_min=max(settings.k_min, least),
         k_max=settings.k_max,
         windows_inside=settings.windows_inside,
-        min_blocks=0 if gsa else settings.min_blocks,
+        min_blocks=settings.min_blocks - least,
         min_tokens=min_tokens,
         min_concurrency=settings.min_concurrency,
         stride=settings.stride,

@@ -7,25 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ucm.config import UcmConfig, load
-from ucm.config.layer import algorithm_of
-from ucm.config.sparse import AlgorithmConfig
+from ucm.config.sparse import AlgorithmConfig, algorithm_of, algorithms, chooses_blocks
 from ucm.config.words import hint
 from ucm.errors import ConfigError, UnknownConnectorError
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 
-#: Name -> module and class of the method.
+#: Name -> module and class of the method, of those that are more than an algorithm.
 _METHODS: dict[str, tuple[str, str]] = {
     "ESA": ("ucm.sparse.esa.esa", "ESA"),
     "GSA": ("ucm.sparse.gsa.gsa", "GSA"),
     "GSAOnDevice": ("ucm.sparse.gsa_on_device.gsa_on_device", "GSAOnDevice"),
     "KVStarMultiStep": ("ucm.sparse.kvstar.multistep", "KVStarMultiStep"),
-    "Quest": ("ucm.sparse.methods", "Quest"),
-    "InfLLM": ("ucm.sparse.methods", "InfLLM"),
-    "Periodic": ("ucm.sparse.methods", "Periodic"),
-    "Random": ("ucm.sparse.methods", "Random"),
-    "Windows": ("ucm.sparse.methods", "Windows"),
-    "Oracle": ("ucm.sparse.methods", "Oracle"),
-    "Auto": ("ucm.sparse.methods", "Auto"),
 }
 
 
@@ -38,9 +30,15 @@ class UcmSparseFactory:
         module ``module_path``, imported when it is first made. Raises
         :class:`~ucm.errors.ConfigError` for a name that is taken.
         """
-        if name in _METHODS and _METHODS[name] != (module_path, class_name):
+        taken = (
+            name in algorithms()
+            if name not in _METHODS
+            else (_METHODS[name] != (module_path, class_name))
+        )
+        if taken:
             raise ConfigError(
-                f'a sparse method "{name}" is registered already: {".".join(_METHODS[name])}'
+                f'a sparse method "{name}" is registered already:'
+                f" {'.'.join(_METHODS.get(name, ('a selector',)))}"
             )
         _METHODS[name] = (module_path, class_name)
 
@@ -49,11 +47,15 @@ class UcmSparseFactory:
         """The class of that name, however it is spelled. Raises
         :class:`~ucm.errors.UnknownConnectorError`."""
         known = name if name in _METHODS else algorithm_of(name)
-        if known not in _METHODS:
+        if known is None or not (known in _METHODS or chooses_blocks(known)):
+            names = dict.fromkeys((*filter(chooses_blocks, algorithms()), *_METHODS))
             raise UnknownConnectorError(
-                f'no sparse method is named "{name}"{hint(name, _METHODS)} (known:'
-                f" {', '.join(_METHODS)})"
+                f'no sparse method is named "{name}"{hint(name, names)} (known: {", ".join(names)})'
             )
+        if known not in _METHODS:  # an algorithm and nothing else
+            from ucm.sparse.positional import method_for  # it needs torch
+
+            return method_for(known)
         module, wanted = _METHODS[known]
         found = getattr(importlib.import_module(module), wanted, None)
         if not (isinstance(found, type) and issubclass(found, UcmSparseBase)):

@@ -16,7 +16,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,9 @@ class BlockSparse(UcmSparseBase):
         ):
             settings = vllm_config
         if settings is None and vllm_config is not None:
-            settings = getattr(config_of(vllm_config).sparse.config, self.algorithm)
+            settings = cast(
+                "AlgorithmConfig", config_of(vllm_config).sparse.section(self.algorithm)
+            )
         self.model = str(getattr(getattr(vllm_config, "model_config", None), "model", "") or "")
         self.settings = resolve_auto(settings_of(self.algorithm, settings), self.model)
         self.stats = SparseStats()

@@ -10,6 +10,7 @@ it, else its place in the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,3 +133,14 @@ class PositionalMethod(BlockSparse):
         if new:
             self.store.mark_ready(new)
         known.update(new)
+
+
+@cache
+def method_for(algorithm: str) -> type[PositionalMethod]:
+    """The method that is an algorithm and nothing else: the host, under its name."""
+    given = {
+        "algorithm": algorithm,
+        "__module__": __name__,
+        "__doc__": f"Blocks chosen by {algorithm}.",
+    }
+    return type(algorithm, (PositionalMethod,), given)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ucm.sparse.open_blocks import WritePlan
 from ucm.sparse.selector import Geometry
-from ucm.sparse.selectors.controls import Oracle
+from ucm.sparse.selectors.oracle import Oracle
 
 
 class RecallProbe:

@@ -13,13 +13,14 @@ queries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ucm.config.sparse import AlgorithmConfig, keys_of, register_keys
 from ucm.errors import ConfigError
 from ucm.sparse.kernels import kernels_for
 from ucm.sparse.retrieval import Kept
@@ -173,7 +174,8 @@ class Selector(Protocol):
 
 class BlockSelector:
     """Defaults of a selector. A subclass sets :attr:`name` and defines ``rep_shape``, ``encode``
-    and ``score``."""
+    and ``score``. Keys of its own stand in a class ``Keys`` in it, which derives from
+    :class:`~ucm.config.sparse.AlgorithmConfig`; :func:`register_selector` makes all of it known."""
 
     name: str = ""
     queries: int = 1
@@ -274,3 +276,49 @@ def rep_bytes(selector: Selector) -> int:
     for length in shape:
         size *= length
     return size
+
+
+# The registry
+# --------------------------------------------------------------------------------------------------
+
+#: Algorithm -> what makes its selector, and the key of the configuration that each option takes its
+#: value from.
+_SELECTORS: dict[str, tuple[Callable[..., Selector], Mapping[str, str]]] = {}
+
+
+def register_selector(
+    algorithm: str,
+    make: Callable[..., Selector],
+    options: Mapping[str, str] | None = None,
+    *,
+    keys: type[AlgorithmConfig] | None = None,
+    aliases: Sequence[str] = (),
+) -> None:
+    """Make a selector known by name: to the configuration, which then has a section of that name,
+    and to whatever makes methods.
+
+    ``make(geometry, **options)`` makes one. ``keys`` is the class of its section, which adds keys
+    and defaults to those of :class:`~ucm.config.sparse.AlgorithmConfig`; None: ``make.Keys``, and
+    where there is none the keys that the name has already, or those that all have. The options are
+    the keys that ``keys`` adds; ``options`` maps options to other keys. ``aliases`` are further
+    spellings of the name. The name of one of ucm's own selectors replaces it.
+
+    Raises :class:`~ucm.errors.ConfigError` for a name that means another algorithm.
+    """
+    own: type[AlgorithmConfig] | None = getattr(make, "Keys", None) if keys is None else keys
+    register_keys(algorithm, own, aliases)
+    if options is None:
+        added = () if own is None else own.model_fields.keys() - AlgorithmConfig.model_fields.keys()
+        options = {key: key for key in added}
+    _SELECTORS[algorithm] = (make, options)
+
+
+def make_selector(settings: AlgorithmConfig, geometry: Geometry) -> Selector:
+    """The selector of an algorithm. Raises :class:`~ucm.errors.ConfigError` where settings and
+    shape do not fit."""
+    keys_of(settings.algorithm)  # it registers itself where it has not been named yet
+    if settings.algorithm not in _SELECTORS:
+        raise ConfigError(f"no selector is known for the sparse algorithm {settings.algorithm}")
+    make, options = _SELECTORS[settings.algorithm]
+    given: dict[str, Any] = {option: getattr(settings, key) for option, key in options.items()}
+    return make(geometry, **given)

@@ -15,17 +15,20 @@ on the head size here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from ucm.config.fields import Count, Flag, Number
+from ucm.config.sparse import AlgorithmConfig, Preset
 from ucm.errors import ConfigError
 from ucm.sparse import retrieval
 from ucm.sparse.kernels import kernels_for
 from ucm.sparse.retrieval import Kept
-from ucm.sparse.selector import BlockSelector, Candidates, Combine, Geometry
+from ucm.sparse.selector import BlockSelector, Candidates, Combine, Geometry, register_selector
 from ucm.sparse.selectors.codes import distance, made_code
 from ucm.sparse.selectors.haar import directions, load_directions
 
@@ -37,6 +40,29 @@ class Hash(BlockSelector):
     """Sign codes of single keys."""
 
     name = "hash"
+
+    class Keys(AlgorithmConfig):
+        """Windows and budget in tokens, the code, and the models whose settings are known: those
+        that the original ships. Its least number of concurrent requests is not among them: with it
+        the answer to a request would depend on its neighbours."""
+
+        default_budget: ClassVar[tuple[str, Any]] = ("topk_tokens", 4096)
+        presets: ClassVar[tuple[Preset, ...]] = (
+            Preset("DeepSeek-V2-Lite", 2048, 2048, (0, 1, 2, 3, 4, 5)),
+            Preset("DeepSeek-R1", 4096, 16384, (0, 1, 2, 3, 4, 5)),
+            Preset("Qwen3-Coder-30B-A3B", 8192, 32768, (0, 1, 2)),
+            Preset("Qwen3-32B", 8192, 32768, (0, 1, 2, 3, 4, 5, 6, 61, 62, 63)),
+            Preset("Qwen3-4B", 2048, 2048, (0, 1, 2, 3, 4, 5, 6)),
+        )
+
+        init_tokens: Number | None = 64
+        local_tokens: Count | None = 512
+        windows_inside: Flag = True
+        hash_bits: Annotated[Count, Field(le=4096, multiple_of=8)] | None = None
+        hash_seed: Annotated[Number, Field(le=2**63 - 1)] = 0
+        hash_weights_file: str | None = None
+        reduction_heads: Annotated[Count, Field(le=128)] = 1
+
     combine: Combine = "max"
     exact = True
     token_wise = True
@@ -226,3 +252,15 @@ class Hash(BlockSelector):
         bits = sum(bits for _, bits in self.parts)
         angle = torch.pi * (-scores.double()).clamp(0, bits) / bits
         return torch.softmax(2 * self.geometry.head_dim**0.5 * torch.cos(angle), dim=-1)
+
+
+register_selector(
+    "GSAOnDevice",
+    Hash,
+    {
+        "bits": "hash_bits",
+        "seed": "hash_seed",
+        "weights_file": "hash_weights_file",
+        "reduction_heads": "reduction_heads",
+    },
+)

@@ -9,19 +9,27 @@ Source: InfLLM (Xiao et al., NeurIPS 2024).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from ucm.config.fields import Count
+from ucm.config.sparse import AlgorithmConfig
 from ucm.sparse.kernels import kernels_for
-from ucm.sparse.selector import BlockSelector, Geometry
+from ucm.sparse.selector import BlockSelector, Geometry, register_selector
 
 
 class InfLLM(BlockSelector):
     """Representative keys."""
 
     name = "infllm"
+
+    class Keys(AlgorithmConfig):
+        """How many keys stand for a block."""
+
+        rep_tokens: Annotated[Count, Field(le=256)] = 4
 
     def __init__(self, geometry: Geometry, *, rep_tokens: int = 4) -> None:
         """``rep_tokens`` keys stand for a block, all where it has fewer."""
@@ -83,3 +91,6 @@ class InfLLM(BlockSelector):
     def weights(self, scores: Tensor) -> Tensor:
         """Softmax of the mean dot product at attention's scale."""
         return super().weights(scores * (self.geometry.softmax_scale / self.rep_tokens))
+
+
+register_selector("InfLLM", InfLLM)

@@ -17,13 +17,16 @@ Source: the original's KVStar MultiStep; book 11.1 to 11.3.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
+from ucm.config.fields import Count, Flag, Number, no_flag
+from ucm.config.sparse import AlgorithmConfig, Share
 from ucm.errors import ConfigError
-from ucm.sparse.selector import BlockSelector, Geometry
+from ucm.sparse.selector import BlockSelector, Geometry, register_selector
 
 #: From this share of the channels on all are kept.
 ALL = 0.98
@@ -34,6 +37,20 @@ class KVStar(BlockSelector):
 
     name = "kvstar"
 
+    class Keys(AlgorithmConfig):
+        """How keys are pruned, merged and scored."""
+
+        init_blocks: Number = 2
+        local_blocks: Count = 4
+        stride: Count = 8
+        prune_ratio: Share = 0.5
+        merge: Annotated[Count, Field(le=4096)] = 4
+        group: Annotated[Count, Field(le=64)] = 1
+        average_heads: Flag = False
+        score_scale: (
+            Annotated[float, BeforeValidator(no_flag), Field(gt=0, allow_inf_nan=False)] | None
+        ) = None
+
     def __init__(
         self,
         geometry: Geometry,
@@ -41,7 +58,7 @@ class KVStar(BlockSelector):
         prune_ratio: float = 0.5,
         merge: int = 4,
         group: int = 1,
-        scale: float | None = None,
+        score_scale: float | None = None,
         average_heads: bool = False,
     ) -> None:
         """``prune_ratio`` of the channels are kept, ``merge`` tokens become one, ``group`` queries
@@ -56,7 +73,7 @@ class KVStar(BlockSelector):
         self.channels = geometry.head_dim
         if prune_ratio < ALL:
             self.channels = max(1, round(geometry.head_dim * prune_ratio))
-        self.scale = self.channels**-0.5 if scale is None else scale
+        self.scale = self.channels**-0.5 if score_scale is None else score_scale
 
     def settings(self) -> dict[str, Any]:
         """Channels and tokens that are kept."""
@@ -105,3 +122,6 @@ class KVStar(BlockSelector):
     def weights(self, scores: Tensor) -> Tensor:
         """Scores are attention mass."""
         return scores.double()
+
+
+register_selector("KVStarMultiStep", KVStar)

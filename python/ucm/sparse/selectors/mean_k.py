@@ -11,13 +11,16 @@ Source: the original's ESA and GSA; book 8.1.2, 9.2.1, 7.3.3.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor
 
+from ucm.config.fields import Count, Number, word
+from ucm.config.sparse import AlgorithmConfig
 from ucm.sparse.kernels import kernels_for
-from ucm.sparse.selector import BlockSelector, Combine, Geometry
+from ucm.sparse.selector import BlockSelector, Combine, Geometry, register_selector
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 #: Bytes of the scale behind a vector of int8.
@@ -28,6 +31,17 @@ class MeanK(BlockSelector):
     """Pooled keys against the query."""
 
     name = "mean_k"
+
+    class Keys(AlgorithmConfig):
+        """ESA: a new choice every 16 steps."""
+
+        stride: Count = 16
+        min_blocks: Number = 4
+        pool: Annotated[Literal["mean", "max", "norm"], BeforeValidator(word)] = "mean"
+        score: Annotated[Literal["dot_mean", "dot_max", "key_max", "l2"], BeforeValidator(word)] = (
+            "dot_mean"
+        )
+        rep_dtype: Annotated[Literal["bf16", "fp16", "int8"], BeforeValidator(word)] = "bf16"
 
     def __init__(
         self,
@@ -144,3 +158,17 @@ class MeanK(BlockSelector):
         if scales.dtype == torch.int8:
             scales = scales.contiguous().view(torch.float32)
         return reps[..., :split].unflatten(-1, (g.kv_heads, g.head_dim)), scales
+
+
+class GsaKeys(MeanK.Keys):
+    """GSA: larger windows, a new choice in every step."""
+
+    min_blocks_is_budget = True  # as document 002 has it
+
+    init_blocks: Number = 4
+    local_blocks: Count = 8
+    stride: Count = 1
+
+
+register_selector("ESA", MeanK)
+register_selector("GSA", MeanK, keys=GsaKeys)

@@ -1,18 +1,24 @@
-"""Periodic sampling: blocks at equal distances, whatever is asked. A static pattern, and a control
-for the others.
+"""Periodic sampling, and the controls that do not read keys either: blocks by lot, and the windows
+alone.
 
-Blocks come in the order of their bit-reversed number (0, 16, 8, 24, 4, ... of 32), so any budget
-takes a sample that is as even as it can be, and a larger one holds the smaller.
+Periodic blocks lie at equal distances, whatever the query is. They are ordered by their
+bit-reversed number (0, 16, 8, 24, 4, ... of 32), so any budget takes a sample that is as even as it
+can be, and a larger one contains the smaller.
 
 Source: book 7.3.2.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Any, ClassVar
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from ucm.sparse.selector import BlockSelector, Combine
+from ucm.config.fields import Number
+from ucm.config.sparse import AlgorithmConfig
+from ucm.sparse.selector import BlockSelector, Combine, Geometry, register_selector
 
 _BITS = 24
 
@@ -42,3 +48,51 @@ class Periodic(BlockSelector):
         for bit in range(_BITS):
             reverse |= ((number >> bit) & 1) << (_BITS - 1 - bit)
         return -reverse.to(torch.int32).expand(self.geometry.kv_heads, -1)
+
+
+class Windows(Periodic):
+    """No block but the windows: it has no budget, so scores do not matter."""
+
+    name = "windows"
+
+    class Keys(AlgorithmConfig):
+        """No budget."""
+
+        default_budget: ClassVar[tuple[str, Any]] = ("topk_blocks", 0)
+
+
+class Random(Periodic):
+    """Blocks by lot, drawn anew for each query: the same for the same query, layer and seed."""
+
+    name = "random"
+    exact = False
+    combine: Combine = "sum"
+
+    class Keys(AlgorithmConfig):
+        """What they are drawn by."""
+
+        seed: Annotated[Number, Field(le=2**63 - 1)] = 0
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        super().__init__(geometry)
+        self.seed = seed
+
+    def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
+        """Uniform numbers."""
+        bits = query[-1].float().contiguous().view(torch.int32).long()
+        mixed = int(
+            (bits * torch.arange(1, bits.numel() + 1, device=bits.device).view(bits.shape)).sum()
+        )
+        generator = torch.Generator().manual_seed(
+            (mixed * 1_000_003 + layer * 8191 + self.seed) % 2**63
+        )
+        return (
+            torch.rand(1, reps.shape[0], generator=generator)
+            .to(reps.device)
+            .expand(self.geometry.kv_heads, -1)
+        )
+
+
+register_selector("Periodic", Periodic)
+register_selector("Windows", Windows)
+register_selector("Random", Random)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ucm.sparse.kernels import kernels_for
-from ucm.sparse.selector import BlockSelector
+from ucm.sparse.selector import BlockSelector, register_selector
 
 
 class Quest(BlockSelector):
@@ -79,3 +79,6 @@ def _outwards(values: Tensor, towards: float) -> Tensor:
     narrow = values.to(torch.bfloat16)
     inside = narrow.float() > values if towards < 0 else narrow.float() < values
     return torch.where(inside, torch.nextafter(narrow, torch.full_like(narrow, towards)), narrow)
+
+
+register_selector("Quest", Quest)

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from ucm.config import UcmConfig
-from ucm.config.sparse import ALGORITHMS, AlgorithmConfig
+from ucm.config.sparse import AlgorithmConfig, algorithm_of
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.offload import SPARE
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
@@ -19,7 +19,8 @@ from ucm.sparse.selector import Geometry
 
 
 def method_class(config: UcmConfig) -> type[UcmSparseBase]:
-    """The class that the configuration names: an algorithm of ours, or a user's.
+    """The class that the configuration names: of an algorithm, or in a user's module, which may
+    register selectors as well.
 
     Raises :class:`~ucm.errors.ConfigError` where there is none of that name.
     """
@@ -31,12 +32,14 @@ def method_class(config: UcmConfig) -> type[UcmSparseBase]:
     except ImportError as error:
         raise ConfigError(f"ucm_sparse_module_path: {path} cannot be imported: {error}") from error
     found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, UcmSparseBase)):
+    if isinstance(found, type) and issubclass(found, UcmSparseBase):
+        return found
+    if algorithm_of(name) is None:
         raise ConfigError(
             f"ucm_sparse_method: {path} has no class {name} derived from"
-            " ucm.sparse.base.UcmSparseBase"
+            " ucm.sparse.base.UcmSparseBase, and registers no selector of that name"
         )
-    return found
+    return UcmSparseFactory.method_class(name)
 
 
 def make_method(config: UcmConfig, vllm_config: Any, role: UcmSparseRole) -> UcmSparseBase:
@@ -49,8 +52,7 @@ def make_method(config: UcmConfig, vllm_config: Any, role: UcmSparseRole) -> Ucm
 
 def settings_for(kind: type[BlockSparse], config: UcmConfig) -> AlgorithmConfig:
     """The keys of the algorithm of a method, its defaults where none are written."""
-    written = getattr(config.sparse.config, kind.algorithm)
-    found = ALGORITHMS[kind.algorithm]() if written is None else written
+    found = config.sparse.section(kind.algorithm)
     assert isinstance(found, AlgorithmConfig)
     return found
 

@@ -1,47 +1,11 @@
-"""What other methods are held against: blocks by lot, the windows alone, and the true attention
-mass of each block."""
+"""The true attention mass of each block: what other methods are held against."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ucm.sparse.selector import BlockSelector, Combine, Geometry
-from ucm.sparse.selectors.periodic import Periodic
-
-
-class Windows(Periodic):
-    """No block but the windows: the policy that comes with it has no budget, so scores do not
-    matter."""
-
-    name = "windows"
-
-
-class Random(Periodic):
-    """Blocks by lot, drawn anew for each query: the same for the same query, layer and seed."""
-
-    name = "random"
-    exact = False
-    combine: Combine = "sum"
-
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry)
-        self.seed = seed
-
-    def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
-        """Uniform numbers."""
-        bits = query[-1].float().contiguous().view(torch.int32).long()
-        mixed = int(
-            (bits * torch.arange(1, bits.numel() + 1, device=bits.device).view(bits.shape)).sum()
-        )
-        generator = torch.Generator().manual_seed(
-            (mixed * 1_000_003 + layer * 8191 + self.seed) % 2**63
-        )
-        return (
-            torch.rand(1, reps.shape[0], generator=generator)
-            .to(reps.device)
-            .expand(self.geometry.kv_heads, -1)
-        )
+from ucm.sparse.selector import BlockSelector, register_selector
 
 
 class Oracle(BlockSelector):
@@ -81,3 +45,6 @@ class Oracle(BlockSelector):
     def weights(self, scores: Tensor) -> Tensor:
         """Scores are attention mass."""
         return scores.double()
+
+
+register_selector("Oracle", Oracle)
