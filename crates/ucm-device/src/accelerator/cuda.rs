@@ -1,5 +1,17 @@
 //! CUDA's driver, found at run time. The primary context is torch's own, so streams and events of
 //! both may be mixed.
+//!
+//! The functions stand in a table of ours, whose types are compared with those of
+//! [`cudarc::driver::sys`] at compile time. They are not called through cudarc (0.19), for three
+//! reasons:
+//!
+//! 1. cudarc searches for the library by itself, `libcuda.so` before `libcuda.so.1`. The first
+//!    name can be a stub that programs are linked with. The library of tests cannot be passed to
+//!    it.
+//! 2. A library or a function that is missing is a panic there. Here it is an error, and the
+//!    process goes on without the device.
+//! 3. Every function of it returns the enum [`CUresult`]. A newer driver can return a number that
+//!    the enum does not have, which is undefined behaviour. Here a result is a number.
 #![allow(unsafe_code, reason = "calls into the driver's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
