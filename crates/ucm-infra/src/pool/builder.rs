@@ -1,15 +1,17 @@
 //! Describing and starting a pool.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{Error, ErrorKind, Result};
 
-use super::state::State;
+use super::inbox::Inbox;
+use super::state::{Phase, State};
 use super::stats::Lane;
 use super::{ExitHook, Shared, StartHook, WorkerPool};
-use crate::clock::{Clock, SystemClock};
+use crate::clock::{Clock, MonotonicTime, SystemClock};
 use crate::notify::Notify;
 
 /// Most lanes of a pool.
@@ -126,8 +128,13 @@ impl WorkerPoolBuilder {
         self.check()
             .map_err(|error| error.with("pool", &self.name))?;
         let clock = self.clock.take().unwrap_or_else(SystemClock::shared);
+        let inboxes: Vec<Arc<Inbox>> = self
+            .lanes
+            .iter()
+            .map(|&lane| Arc::new(Inbox::new(lane)))
+            .collect();
         let state =
-            State::new(self.size, self.max_replacements, &self.lanes).on_demand(self.on_demand);
+            State::new(self.size, self.max_replacements, &inboxes).on_demand(self.on_demand);
         let start_by = clock.now().after(self.start_within);
         let pool = Arc::new(WorkerPool {
             shared: Arc::new(Shared {
@@ -136,6 +143,12 @@ impl WorkerPoolBuilder {
                 start_within: self.start_within,
                 on_start: self.on_start,
                 on_exit: self.on_exit,
+                inboxes,
+                phase: AtomicU8::new(Phase::Open as u8),
+                monitored: AtomicBool::new(false),
+                growing: AtomicBool::new(state.is_growing()),
+                sleepers: AtomicUsize::new(0),
+                monitor_wakes: AtomicU64::new(MonotonicTime::NEVER.0),
                 state: Mutex::new(state),
                 work: Condvar::new(),
                 alarm: Notify::new(),

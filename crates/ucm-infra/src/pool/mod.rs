@@ -10,19 +10,20 @@
 //! Every accepted job is reported exactly once, through its `done`.
 
 mod builder;
+mod inbox;
 mod job;
-mod monitor;
 mod state;
 mod stats;
 #[cfg(test)]
 mod tests;
-mod worker;
+mod threads;
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use ucm_core::{Error, ErrorKind, Result};
 
 pub use builder::{MAX_LANES, MAX_QUEUE, MAX_WORKERS, WorkerPoolBuilder};
@@ -30,8 +31,9 @@ pub use stats::{Lane, LaneStats, PoolStats};
 
 use crate::clock::{Clock, MonotonicTime};
 use crate::notify::Notify;
+use inbox::{Inbox, Queued};
 use job::{JobCell, Verdict};
-use state::{Phase, Queued, State};
+use state::{Phase, State};
 
 /// The pool. Dropping it is [`shutdown`](Self::shutdown) without draining.
 pub struct WorkerPool {
@@ -106,61 +108,41 @@ impl WorkerPool {
         D: FnOnce(Result<T>) + Send + 'static,
     {
         let shared = &self.shared;
-        let mut state = shared.state.lock();
-        let refusal = match state.lanes.get(lane) {
-            None => Some(Error::invalid("the pool has no such lane").with("lane", lane)),
-            Some(_) if state.phase != Phase::Open => {
-                Some(Error::new(ErrorKind::Closed, "the pool is shut down"))
+        let inbox = match shared.place_for_job(lane) {
+            Ok(inbox) => inbox,
+            Err(error) => {
+                let error = error.with("pool", &shared.name);
+                return Err(Refused { error, work, done });
             }
-            Some(full) if full.queue.len() >= full.spec.capacity => {
-                full.counters.refused();
-                Some(
-                    Error::new(ErrorKind::Busy, "the lane's queue is full")
-                        .with("lane", full.spec.name),
-                )
-            }
-            Some(_) if !state.monitored => shared.start_monitor(&mut state).err(),
-            Some(_) => None,
         };
-        if let Some(error) = refusal {
-            drop(state);
-            let error = error.with("pool", &shared.name);
-            return Err(Refused { error, work, done });
+        inbox.counters.submitted();
+        let job = Arc::new(JobCell::new(work, done, Arc::clone(&inbox.counters)));
+        if let Err(queued) = inbox.push(Queued { job, deadline }) {
+            inbox.release(1);
+            let error = Error::internal("a job with a place found none; please report");
+            shared.tell(|| queued.job.fail(Verdict::Closed, error));
+            return Ok(());
         }
-        let Some(open) = state.lanes.get_mut(lane) else {
-            let error = Error::internal("a lane vanished");
-            return Err(Refused { error, work, done });
-        };
-        open.counters.submitted();
-        let job = Arc::new(JobCell::new(work, done, Arc::clone(&open.counters)));
-        open.queue.push_back(Queued { job, deadline });
-        // The monitor sleeps until the earliest deadline it knew; only an earlier one has to wake
-        // it.
-        let wake_monitor = deadline < state.monitor_wakes;
-        if wake_monitor {
-            state.monitor_wakes = deadline;
-        }
-        // A job whose lane is at its limit is taken by the worker that makes room: it looks again
-        // before it sleeps.
-        let runnable = state.has_work();
-        let claimed = if state.grow() {
-            let now = shared.clock.now();
-            let start_by = now.after(shared.start_within);
-            state.monitor_wakes = state.monitor_wakes.min(start_by);
-            state.claim_missing(now, start_by, false)
-        } else {
-            Vec::new()
-        };
-        let wake_monitor = wake_monitor || !claimed.is_empty();
-        drop(state);
-        for slot in claimed {
-            shared.start_worker(slot);
-        }
-        if runnable {
-            shared.work.notify_one();
-        }
-        if wake_monitor {
+        fence(Ordering::SeqCst); // see `inbox`
+        // The monitor sleeps until the earliest deadline that it knows; only an earlier one has to
+        // wake it.
+        let known = shared.monitor_wakes.fetch_min(deadline.0, Ordering::AcqRel);
+        if deadline.0 < known {
             shared.alarm.notify();
+        }
+        if shared.growing.load(Ordering::Acquire) {
+            shared.grow();
+        }
+        if shared.sleepers.load(Ordering::Relaxed) > 0 {
+            // A job whose lane is at its limit is taken by the worker that makes room: it checks
+            // its lanes before it sleeps.
+            let runnable = shared.collected().has_work();
+            if runnable {
+                shared.work.notify_one();
+            }
+        }
+        if shared.phase() == Phase::Stopped {
+            shared.close_left(); // the shutdown may not have seen it
         }
         Ok(())
     }
@@ -172,7 +154,7 @@ impl WorkerPool {
 
     /// What the pool looks like right now, and what it has counted.
     pub fn stats(&self) -> PoolStats {
-        self.shared.state.lock().stats()
+        self.shared.collected().stats()
     }
 
     /// Refuses new jobs, gives those accepted up to `drain` to end, then reports the rest as
@@ -187,27 +169,15 @@ impl WorkerPool {
         {
             let mut state = shared.state.lock();
             if state.phase == Phase::Open {
-                state.phase = Phase::Draining;
+                shared.set_phase(&mut state, Phase::Draining);
             }
         }
         shared.work.notify_all();
         shared.wait_until(until, |state| state.queued() == 0 && state.active() == 0);
-        let left = {
-            let mut state = shared.state.lock();
-            state.phase = Phase::Stopped;
-            state.abandon()
-        };
+        shared.set_phase(&mut shared.state.lock(), Phase::Stopped);
+        let closed = shared.close_left();
         shared.work.notify_all();
         shared.alarm.notify();
-        let mut closed = 0;
-        for job in left {
-            let error = Error::new(
-                ErrorKind::Closed,
-                "the pool was shut down before the job ended",
-            )
-            .with("pool", &shared.name);
-            closed += usize::from(shared.tell(|| job.fail(Verdict::Closed, error)) == Some(true));
-        }
         // The monitor may be in the middle of telling someone.
         shared.wait_until(until, |state| !state.monitored);
         closed
@@ -240,7 +210,19 @@ struct Shared {
     start_within: Duration,
     on_start: Option<StartHook>,
     on_exit: Option<ExitHook>,
+    /// One for each lane, in their order.
+    inboxes: Vec<Arc<Inbox>>,
     state: Mutex<State>,
+    /// [`State::phase`], to be read without the lock.
+    phase: AtomicU8,
+    /// Whether the monitor thread exists; a pool on demand starts it with the first job.
+    monitored: AtomicBool,
+    /// Whether more workers are started as more jobs wait.
+    growing: AtomicBool,
+    /// Workers that sleep, or are about to.
+    sleepers: AtomicUsize,
+    /// When the monitor wakes by itself, as of [`MonotonicTime`].
+    monitor_wakes: AtomicU64,
     /// Workers wait here for jobs.
     work: Condvar,
     /// Wakes the monitor.
@@ -250,11 +232,85 @@ struct Shared {
 }
 
 impl Shared {
+    /// The state, with every job that was handed over in its lane.
+    fn collected(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        state.collect();
+        state
+    }
+
+    fn phase(&self) -> Phase {
+        match self.phase.load(Ordering::SeqCst) {
+            open if open == Phase::Open as u8 => Phase::Open,
+            draining if draining == Phase::Draining as u8 => Phase::Draining,
+            _ => Phase::Stopped,
+        }
+    }
+
+    fn set_phase(&self, state: &mut State, phase: Phase) {
+        state.phase = phase;
+        self.phase.store(phase as u8, Ordering::SeqCst);
+        fence(Ordering::SeqCst); // see `inbox`: what is collected from here on is complete
+    }
+
+    /// The inbox of a lane that has a place for one more job.
+    fn place_for_job(self: &Arc<Self>, lane: usize) -> Result<&Inbox> {
+        let Some(inbox) = self.inboxes.get(lane) else {
+            return Err(Error::invalid("the pool has no such lane").with("lane", lane));
+        };
+        if self.phase() != Phase::Open {
+            return Err(Error::new(ErrorKind::Closed, "the pool is shut down"));
+        }
+        if !inbox.reserve() {
+            inbox.counters.refused();
+            let full = Error::new(ErrorKind::Busy, "the lane's queue is full");
+            return Err(full.with("lane", inbox.spec.name));
+        }
+        if !self.monitored.load(Ordering::Acquire)
+            && let Err(error) = self.start_monitor(&mut self.state.lock())
+        {
+            inbox.release(1);
+            return Err(error);
+        }
+        Ok(inbox)
+    }
+
+    /// Starts another worker if jobs may run that no worker waits for.
+    fn grow(self: &Arc<Self>) {
+        let claimed = {
+            let mut state = self.collected();
+            if !state.grow() {
+                return;
+            }
+            self.growing.store(state.is_growing(), Ordering::Release);
+            let now = self.clock.now();
+            let start_by = now.after(self.start_within);
+            self.monitor_wakes.fetch_min(start_by.0, Ordering::AcqRel);
+            state.claim_missing(now, start_by, false)
+        };
+        for slot in claimed {
+            self.start_worker(slot);
+        }
+        self.alarm.notify();
+    }
+
+    /// Reports every job that is left as `Closed`; how many there were.
+    fn close_left(&self) -> usize {
+        let left = self.collected().abandon();
+        let mut closed = 0;
+        for job in left {
+            let text = "the pool was shut down before the job ended";
+            let error = Error::new(ErrorKind::Closed, text).with("pool", &self.name);
+            closed += usize::from(self.tell(|| job.fail(Verdict::Closed, error)) == Some(true));
+        }
+        closed
+    }
+
     /// Waits until `enough` holds; `false` if it did not by `until`.
     fn wait_until(&self, until: MonotonicTime, enough: impl Fn(&State) -> bool) -> bool {
         loop {
             let seen = self.roll_call.seen();
-            if enough(&self.state.lock()) {
+            if enough(&self.collected()) {
                 return true;
             }
             if self.clock.now() >= until {

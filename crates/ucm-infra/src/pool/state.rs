@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use ucm_core::Error;
 
+use super::inbox::{Inbox, Queued};
 use super::job::Job;
-use super::stats::{Lane, LaneCounters, PoolStats};
+use super::stats::{Lane, PoolStats};
 use crate::clock::MonotonicTime;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
 pub(super) enum Phase {
     /// Takes jobs.
     Open,
@@ -19,17 +21,13 @@ pub(super) enum Phase {
     Stopped,
 }
 
-pub(super) struct Queued {
-    pub(super) job: Arc<dyn Job>,
-    pub(super) deadline: MonotonicTime,
-}
-
-pub(super) struct LaneState {
-    pub(super) spec: Lane,
-    pub(super) queue: VecDeque<Queued>,
+struct LaneState {
+    spec: Lane,
+    inbox: Arc<Inbox>,
+    /// The jobs that wait, as far as they were collected.
+    queue: VecDeque<Queued>,
     /// Its jobs on live workers.
-    pub(super) running: usize,
-    pub(super) counters: Arc<LaneCounters>,
+    running: usize,
 }
 
 /// The place of one thread. There are as many as threads may ever exist at once.
@@ -69,13 +67,11 @@ pub(super) struct Overdue {
 
 pub(super) struct State {
     pub(super) phase: Phase,
-    pub(super) lanes: Vec<LaneState>,
+    lanes: Vec<LaneState>,
     slots: Vec<Slot>,
     size: usize,
     /// Workers there should be by now: all, or as many as were ever needed at once.
     wanted: usize,
-    /// When the monitor looks again by itself.
-    pub(super) monitor_wakes: MonotonicTime,
     /// Whether the monitor thread exists.
     pub(super) monitored: bool,
     /// No thread is started before this: the last attempt failed.
@@ -88,20 +84,19 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(size: usize, max_replacements: usize, lanes: &[Lane]) -> Self {
-        let lane = |&spec: &Lane| LaneState {
-            spec,
+    pub(super) fn new(size: usize, max_replacements: usize, inboxes: &[Arc<Inbox>]) -> Self {
+        let lane = |inbox: &Arc<Inbox>| LaneState {
+            spec: inbox.spec,
+            inbox: Arc::clone(inbox),
             queue: VecDeque::new(),
             running: 0,
-            counters: Arc::default(),
         };
         Self {
             phase: Phase::Open,
-            lanes: lanes.iter().map(lane).collect(),
+            lanes: inboxes.iter().map(lane).collect(),
             slots: (0..size + max_replacements).map(|_| Slot::Free).collect(),
             size,
             wanted: size,
-            monitor_wakes: MonotonicTime::NEVER,
             monitored: false,
             start_not_before: MonotonicTime::default(),
             start_error: None,
@@ -115,6 +110,20 @@ impl State {
     pub(super) fn on_demand(mut self, on_demand: bool) -> Self {
         self.wanted = if on_demand { 0 } else { self.size };
         self
+    }
+
+    /// Moves the jobs that were handed over into their lanes.
+    pub(super) fn collect(&mut self) {
+        for lane in &mut self.lanes {
+            while let Some(queued) = lane.inbox.pop() {
+                lane.queue.push_back(queued);
+            }
+        }
+    }
+
+    /// Whether more workers are started as more jobs wait.
+    pub(super) fn is_growing(&self) -> bool {
+        self.wanted < self.size
     }
 
     fn count(&self, which: impl Fn(&Slot) -> bool) -> usize {
@@ -180,7 +189,7 @@ impl State {
     /// Wants another worker where jobs may run that no worker waits for; whether it does.
     pub(super) fn grow(&mut self) -> bool {
         let coming = self.count(|slot| matches!(slot, Slot::Idle | Slot::Starting { .. }));
-        let grows = self.wanted < self.size && coming < self.queued() && self.has_work();
+        let grows = self.is_growing() && coming < self.queued() && self.has_work();
         self.wanted += usize::from(grows);
         grows
     }
@@ -193,9 +202,13 @@ impl State {
         now: MonotonicTime,
         late: &mut Vec<Overdue>,
     ) -> Option<Arc<dyn Job>> {
+        if self.phase == Phase::Stopped {
+            return None;
+        }
         while let Some(lane) = self.next_lane() {
             let state = self.lanes.get_mut(lane)?;
             let Queued { job, deadline } = state.queue.pop_front()?;
+            state.inbox.release(1);
             if deadline <= now {
                 late.push(Overdue {
                     job,
@@ -285,6 +298,7 @@ impl State {
                     .partition(|queued| queued.deadline <= now);
                 lane.queue = still;
                 let late: VecDeque<Queued> = late;
+                lane.inbox.release(late.len());
                 overdue.extend(late.into_iter().map(|queued| Overdue {
                     job: queued.job,
                     lane: lane.spec.name,
@@ -361,6 +375,7 @@ impl State {
             }
         }
         for lane in &mut self.lanes {
+            lane.inbox.release(lane.queue.len());
             left.extend(lane.queue.drain(..).map(|queued| queued.job));
         }
         left
@@ -379,7 +394,8 @@ impl State {
                 .lanes
                 .iter()
                 .map(|lane| {
-                    lane.counters
+                    lane.inbox
+                        .counters
                         .stats(lane.spec, lane.queue.len(), lane.running)
                 })
                 .collect(),

@@ -33,16 +33,16 @@ pub struct SpscRing<T>(PhantomData<T>);
 /// The end that gives items. Dropping it closes the ring.
 pub struct RingProducer<T> {
     tail: Tail<T>,
-    shared: Arc<Shared>,
+    shared: Arc<RingState>,
 }
 
 /// The end that takes items. Dropping it closes the ring and drops the items in it.
 pub struct RingConsumer<T> {
     head: Head<T>,
-    shared: Arc<Shared>,
+    shared: Arc<RingState>,
 }
 
-struct Shared {
+struct RingState {
     closed: AtomicBool,
     /// Where the consumer sleeps while the ring is empty.
     consumer: Parking,
@@ -50,7 +50,7 @@ struct Shared {
     producer: Parking,
 }
 
-impl Shared {
+impl RingState {
     fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.consumer.wake();
@@ -98,7 +98,7 @@ impl<T> SpscRing<T> {
             .with("got", capacity));
         }
         let (tail, head) = queue(capacity);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(RingState {
             closed: AtomicBool::new(false),
             consumer: Parking::new(),
             producer: Parking::new(),

@@ -1,6 +1,7 @@
 //! The pool under a clock that stands still: nothing here waits for time to pass.
 
 mod demand;
+mod handover;
 mod jobs;
 mod life;
 mod model;

@@ -1,13 +1,16 @@
-//! The life of a worker thread.
+//! The threads of a pool: workers, and the monitor that reports what is overdue and replaces the
+//! workers that hang.
 
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::Shared;
 use super::job::{Job, Verdict, panic_text};
-use super::state::{Next, Overdue, Phase};
+use super::state::{Next, Overdue, Phase, State};
+use crate::clock::MonotonicTime;
 use crate::threads::begin_thread;
 
 /// How long the pool waits after a thread could not be started.
@@ -76,6 +79,7 @@ impl Shared {
     fn next_job(&self, slot: usize) -> Option<Arc<dyn Job>> {
         let mut state = self.state.lock();
         loop {
+            state.collect();
             let mut late = Vec::new();
             let job = state.take(slot, self.clock.now(), &mut late);
             if job.is_some() || !late.is_empty() {
@@ -100,7 +104,12 @@ impl Shared {
             if leave {
                 return None;
             }
-            self.work.wait(&mut state);
+            self.sleepers.fetch_add(1, Ordering::Relaxed);
+            fence(Ordering::SeqCst); // see `inbox`
+            if self.inboxes.iter().all(|inbox| inbox.is_empty()) {
+                self.work.wait(&mut state);
+            }
+            self.sleepers.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
@@ -115,6 +124,63 @@ impl Shared {
             .with("lane", lane)
             .with("was", was);
             self.tell(|| job.fail(Verdict::TimedOut, error));
+        }
+    }
+
+    /// Starts the monitor thread, unless there is one.
+    pub(super) fn start_monitor(self: &Arc<Self>, state: &mut State) -> Result<()> {
+        if state.monitored {
+            return Ok(());
+        }
+        let shared = Arc::clone(self);
+        let started = begin_thread(format!("{}-watch", self.name), move || {
+            shared.monitor();
+            shared.state.lock().monitored = false;
+            shared.roll_call.notify();
+        });
+        state.monitored = started.is_ok();
+        self.monitored.store(state.monitored, Ordering::Release);
+        started.map(drop).map_err(|error| {
+            Error::from_io(error, "cannot start the monitor thread").with("pool", &self.name)
+        })
+    }
+
+    fn monitor(self: &Arc<Self>) {
+        loop {
+            let seen = self.alarm.seen();
+            let now = self.clock.now();
+            let (overdue, missing, wake) = {
+                let mut state = self.collected();
+                if state.phase == Phase::Stopped {
+                    return;
+                }
+                let overdue = state.overdue(now);
+                let missing = state.claim_missing(now, now.after(self.start_within), true);
+                let wake = state.next_event(now);
+                self.monitor_wakes.store(wake.0, Ordering::Release);
+                (overdue, missing, wake)
+            };
+            fence(Ordering::SeqCst); // see `inbox`
+            let missed = !self.inboxes.iter().all(|inbox| inbox.is_empty());
+            if !overdue.is_empty() {
+                // Shutdown looks again: it does not wait for a worker that is written off. And the
+                // workers: a place in a lane may be free, or the last queued job gone.
+                self.roll_call.notify();
+                self.work.notify_all();
+            }
+            self.report_overdue(overdue);
+            for slot in missing {
+                self.start_worker(slot);
+            }
+            if missed {
+                continue; // it was pushed before `monitor_wakes` was known
+            }
+            // News since `seen` makes this return at once.
+            self.clock.sleep(
+                &self.alarm,
+                seen,
+                (wake != MonotonicTime::NEVER).then_some(wake),
+            );
         }
     }
 }

@@ -1,0 +1,68 @@
+//! Where jobs are handed over: a bounded queue without a lock for each lane.
+//!
+//! A submitter takes a place and pushes. Whoever holds the pool's state (a worker that wants a job,
+//! the monitor, a shutdown) first moves what was pushed into the lane, so that all decisions are
+//! made under the lock. A submitter takes the lock only to wake a sleeping worker.
+//!
+//! Nothing is missed, because each side writes, passes a full fence and then reads: a submitter
+//! pushes and then reads whether someone sleeps; a worker or the monitor announces its sleep and
+//! then reads whether something was pushed. One of the two sees the other.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crossbeam_queue::ArrayQueue;
+
+use super::job::Job;
+use super::stats::{Lane, LaneCounters};
+use crate::clock::MonotonicTime;
+
+pub(super) struct Queued {
+    pub(super) job: Arc<dyn Job>,
+    pub(super) deadline: MonotonicTime,
+}
+
+pub(super) struct Inbox {
+    pub(super) spec: Lane,
+    pub(super) counters: Arc<LaneCounters>,
+    pushed: ArrayQueue<Queued>,
+    /// Jobs that wait, here or in the lane: at most the lane's capacity.
+    waiting: AtomicUsize,
+}
+
+impl Inbox {
+    pub(super) fn new(spec: Lane) -> Self {
+        Self {
+            spec,
+            counters: Arc::default(),
+            pushed: ArrayQueue::new(spec.capacity),
+            waiting: AtomicUsize::new(0),
+        }
+    }
+
+    /// Takes a place for one job; false if the lane is full.
+    pub(super) fn reserve(&self) -> bool {
+        let more = |waiting| (waiting < self.spec.capacity).then_some(waiting + 1);
+        self.waiting
+            .fetch_update(Ordering::AcqRel, Ordering::Relaxed, more)
+            .is_ok()
+    }
+
+    /// Gives back the places of `jobs` that wait no longer.
+    pub(super) fn release(&self, jobs: usize) {
+        self.waiting.fetch_sub(jobs, Ordering::AcqRel);
+    }
+
+    /// Hands over a job that has a place; the job itself if there is none, which is a bug.
+    pub(super) fn push(&self, queued: Queued) -> Result<(), Queued> {
+        self.pushed.push(queued)
+    }
+
+    pub(super) fn pop(&self) -> Option<Queued> {
+        self.pushed.pop()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.pushed.is_empty()
+    }
+}
