@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ucm.config.sparse import keys_of
+from ucm.integration.vllm.attention.backends import derive_impl
 from ucm.integration.vllm.attention.host import SparseHost, set_active_host
-from ucm.integration.vllm.attention.impls import derive_impl
-from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.attention.plan import SparsePlan
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.method import BlockSparse

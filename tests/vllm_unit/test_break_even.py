@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-break_even = pytest.importorskip("ucm.integration.vllm.attention.break_even")
+setup = pytest.importorskip("ucm.integration.vllm.attention.setup")
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ break_even = pytest.importorskip("ucm.integration.vllm.attention.break_even")
         (4097, 65536, 6144),
         (6145, 65536, 8192),
         (8192, 8192, 8192),
-        (8193, 8192, break_even.NEVER),
-        (700, 700, break_even.NEVER),  # no length that is tried pays within reach
+        (8193, 8192, setup.NEVER),
+        (700, 700, setup.NEVER),  # no length that is tried pays within reach
     ],
 )
 def test_the_first_length_that_pays(shortest: int, limit: int, found: int) -> None:
@@ -28,11 +28,11 @@ def test_the_first_length_that_pays(shortest: int, limit: int, found: int) -> No
         tried.append(tokens)
         return tokens >= shortest
 
-    assert break_even._first_that_pays(pays, limit) == found
+    assert setup._first_that_pays(pays, limit) == found
     assert all(tokens <= limit for tokens in tried)
 
 
-class Timed(break_even._Bench):
+class Timed(setup._Bench):
     """A layer whose times are given."""
 
     def __init__(self, dense: float, sparse: float, **fields: Any) -> None:

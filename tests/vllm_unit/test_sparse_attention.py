@@ -18,14 +18,11 @@ from torch import Tensor
 
 from ucm.config.sparse import keys_of
 from ucm.errors import UnsupportedError
-from ucm.integration.vllm.attention import break_even, rewriting
-from ucm.integration.vllm.attention.break_even import measure
-from ucm.integration.vllm.attention.eager_hooks import EagerHooks
-from ucm.integration.vllm.attention.host import active_host, set_active_host
-from ucm.integration.vllm.attention.pages import key_reader
-from ucm.integration.vllm.attention.representations import Representations
-from ucm.integration.vllm.attention.rows import SparsePlan, in_order
-from ucm.integration.vllm.attention.tiles import ask_for_tiles
+from ucm.integration.vllm.attention import setup, tables
+from ucm.integration.vllm.attention.host import EagerHooks, active_host, set_active_host
+from ucm.integration.vllm.attention.plan import SparsePlan, in_order
+from ucm.integration.vllm.attention.representations import Representations, key_reader
+from ucm.integration.vllm.attention.setup import ask_for_tiles, measure
 from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 from ucm.sparse import retrieval
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
@@ -427,15 +424,15 @@ def test_what_is_measured_is_first_run_as_vllm_ran_it(
             return _forward(*args, **kwargs)
 
         monkeypatch.setattr(layer.impl, "forward", computed)
-    monkeypatch.setattr(break_even, "ask_for_tiles", lambda: calls.append("tiles"))
+    monkeypatch.setattr(setup, "ask_for_tiles", lambda: calls.append("tiles"))
     chosen: list[str] = []
-    plan = rewriting.cpu_plan
+    plan = tables.cpu_plan
 
     def planned(impl: Any, layer: Any, *args: Any) -> Any:
         chosen.append(layer.isa)
         return plan(impl, layer, *args)
 
-    monkeypatch.setattr(rewriting, "cpu_plan", planned)
+    monkeypatch.setattr(tables, "cpu_plan", planned)
     before = vars(rig.metadata).copy()
     measured(rig)
     assert calls[:2] == ["tiles", rig.metadata]
@@ -460,7 +457,7 @@ def test_tiles_that_the_system_refuses_are_an_error(monkeypatch: pytest.MonkeyPa
             ask_for_tiles()
 
 
-def measured_layers(config: Any, lag: int) -> tuple[BlockSparse, break_even._Bench]:
+def measured_layers(config: Any, lag: int) -> tuple[BlockSparse, setup._Bench]:
     """A method, and what is measured of its layers."""
     rows = Rows.of([1200], [1])
     method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, lag=lag))
@@ -468,7 +465,7 @@ def measured_layers(config: Any, lag: int) -> tuple[BlockSparse, break_even._Ben
     assert rig.host is not None
     layers = {"layers": 2, "selecting": 2, "block_tokens": BLOCK, "blocks": rows.blocks}
     layer = rig.layers[NAMES[0]]
-    return method, break_even._Bench(rig.host, method, NAMES[0], layer, rig.metadata, **layers)
+    return method, setup._Bench(rig.host, method, NAMES[0], layer, rig.metadata, **layers)
 
 
 def test_measuring_counts_what_choosing_takes_beside_the_model(
@@ -478,7 +475,7 @@ def test_measuring_counts_what_choosing_takes_beside_the_model(
     choosing nothing."""
     method, bench = measured_layers(config, lag=1)
     seconds = itertools.cycle([1.0, 5.0, 1.0])
-    monkeypatch.setattr(break_even, "_timed", lambda work, device: next(seconds))
+    monkeypatch.setattr(setup, "_timed", lambda work, device: next(seconds))
     dense, sparse = bench._times(600)
     assert dense == bench.layers * 1.0
     assert sparse >= 5.0
@@ -501,8 +498,8 @@ def test_what_else_runs_for_a_while_does_not_say_that_choosing_does_not_pay(
         now += took
         return took
 
-    monkeypatch.setattr(break_even, "_timed", timed)
-    monkeypatch.setattr(break_even, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(setup, "_timed", timed)
+    monkeypatch.setattr(setup, "time", SimpleNamespace(perf_counter=lambda: now))
     assert bench.pays(600)
     method.close()
 

@@ -36,10 +36,10 @@ from torch import Tensor
 
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention import registering
-from ucm.integration.vllm.attention.configured import refuse_unsupported, sparse_config
+from ucm.integration.vllm.attention.backends import derive_impl
 from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
-from ucm.integration.vllm.attention.impls import derive_impl
-from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.attention.plan import SparsePlan
+from ucm.integration.vllm.attention.setup import refuse_unsupported, sparse_config
 from ucm.integration.vllm.connector.identity.engine_identity import engine_identity, identity_text
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.selector import Geometry

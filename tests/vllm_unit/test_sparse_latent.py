@@ -20,10 +20,10 @@ from sparse_parts import HEADS, NAME, SIZE, context_of, windows
 from torch import Tensor
 
 from ucm.config.sparse import keys_of
+from ucm.integration.vllm.attention.backends import derive_impl
 from ucm.integration.vllm.attention.host import SparseHost, set_active_host
-from ucm.integration.vllm.attention.impls import derive_impl
-from ucm.integration.vllm.attention.pages import key_reader
-from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.attention.plan import SparsePlan
+from ucm.integration.vllm.attention.representations import key_reader
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.gsa_on_device.gsa_on_device import GSAOnDevice

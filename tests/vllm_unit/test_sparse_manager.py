@@ -47,7 +47,7 @@ class Managed(SparseEngine):
 def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_path: Path) -> None:
     """A request of 100 tokens of prompt whose first decode step selects: its output is no prefix
     for anybody."""
-    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.attention.spec import ExactTokens
 
     managed = Managed(engines, tiny, tmp_path, **QUEST)
     manager, request = managed.manager, managed.request
@@ -83,7 +83,7 @@ def test_the_manager_keeps_blocks_that_others_hold_too(
 ) -> None:
     """Two requests with one prompt: neither's blocks leave, which would free none; those of the
     last one do."""
-    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.attention.spec import ExactTokens
     from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 
     managed = Managed(engines, tiny, tmp_path, **QUEST)
@@ -117,7 +117,7 @@ def test_the_manager_has_no_room_for_a_request_that_is_to_begin_anew(
     engines: Any, tiny: Path, tmp_path: Path
 ) -> None:
     """vLLM preempts it; admitted again, it is given all of its blocks."""
-    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.attention.spec import ExactTokens
     from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 
     managed = Managed(engines, tiny, tmp_path, **QUEST)
@@ -155,7 +155,7 @@ def test_vllms_scheduler_computes_a_request_anew_that_has_lost_a_block(
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.attention.spec import ExactTokens
     from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 
     managed = Managed(engines, tiny, tmp_path, **QUEST)

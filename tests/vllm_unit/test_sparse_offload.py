@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ucm.config.sparse import keys_of
 from ucm.errors import BusyError, DeadlineError, StoreIOError, TaskError, UcmError, UnsupportedError
-from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.host import set_active_host
 from ucm.integration.vllm.attention.offload import Offload
-from ucm.integration.vllm.attention.rows import OffloadChange, SparsePlan
+from ucm.integration.vllm.attention.plan import OffloadChange, SparsePlan
+from ucm.integration.vllm.attention.spec import ExactTokens
 from ucm.integration.vllm.connector.connector import UCMConnector
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.metadata import UCMConnectorWorkerMetadata

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ucm.config.sparse import keys_of
-from ucm.integration.vllm.attention.break_even import NEVER
+from ucm.integration.vllm.attention.setup import NEVER
 from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.positional import method_for

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ucm.config import sparse as sections
 from ucm.errors import ConfigError
-from ucm.integration.vllm.attention import break_even
+from ucm.integration.vllm.attention import setup
 from ucm.integration.vllm.attention.host import SparseHost, active_host, set_active_host
 from ucm.integration.vllm.connector import factory
 from ucm.integration.vllm.connector.connector import UCMConnector
@@ -593,7 +593,7 @@ def test_a_measurement_that_fails_leaves_requests_dense_and_is_not_remembered(
     assert caplog.text.count("so requests stay dense: ZeroDivisionError") == 1
     sparse = engine.connector._sparse_scheduler
     assert sparse is not None
-    assert sparse.break_even.tokens >= break_even.NEVER
+    assert sparse.break_even.tokens >= setup.NEVER
     assert sparse.break_even.known() == {}
     assert not engine.connector.has_pending_push_work()
 
@@ -613,7 +613,7 @@ def test_a_registered_selector_of_the_configured_module_is_the_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ucm.config import load
-    from ucm.integration.vllm.attention.making import make_method, method_class
+    from ucm.integration.vllm.attention.setup import make_method, method_class
 
     for module, name in (
         (sections, "_SECTIONS"),

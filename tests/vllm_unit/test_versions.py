@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sparse_parts import QUEST, sparse_engine
 
-from ucm.integration.vllm.attention import configured, registering
+from ucm.integration.vllm.attention import registering, setup
 from ucm.integration.vllm.compat import versions
 from ucm.integration.vllm.compat.block_size import common_block_size
 from ucm.integration.vllm.connector import UCMConnector
@@ -77,7 +77,7 @@ def test_below_the_table_the_cache_is_off_with_one_sentence(
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     monkeypatch.setattr(vllm, "__version__", "0.28.0")
-    monkeypatch.setattr(configured, "_last", (None, None))
+    monkeypatch.setattr(setup, "_last", (None, None))
     config = sparse_engine(engines, tiny, tmp_path, **(QUEST if sparse else {}))
     with set_current_vllm_config(config):
         assert registering.CPU_ATTN is CPUAttentionBackend

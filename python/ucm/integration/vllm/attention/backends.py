@@ -4,17 +4,26 @@
 attention, and else a class derived from it with another implementation, metadata builder and KV
 cache spec. It keeps the name, packs the same bytes, and passes through where nothing is selected.
 :mod:`.registering` is the only caller.
-"""
+
+The implementations call the host of this process before and after they compute a layer. vLLM's own
+kernels do the computing, but for rows that choose on a CPU. Without a host, in a profiling run, in
+a layer that the host does not serve, they are vLLM's own code and nothing else."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.attention.configured import sparse_config
+import torch
+from torch import Tensor
+
+from ucm.integration.vllm.attention.host import LayerCall, SparseHost, active_host
+from ucm.integration.vllm.attention.setup import sparse_config
+from ucm.integration.vllm.attention.tables import HeadRows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
+
 
 #: Made so far, by the name of the backend; for the engine whose configuration stands beside it.
 _made: dict[str, tuple[VllmConfig, type[AttentionBackend]]] = {}
@@ -36,7 +45,6 @@ def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[Attent
     in an engine with this configuration."""
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    from ucm.integration.vllm.attention.impls import derive_impl
     from ucm.integration.vllm.attention.spec import customize_spec
 
     impl = derive_impl(base.get_impl_cls(), latent=base.is_mla())
@@ -79,3 +87,185 @@ def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[Attent
         },
     )
     return made
+
+
+def derive_impl(base: type, *, latent: bool) -> type:
+    """The implementation over ``base``, of a backend with latent attention or of another one."""
+    return type(
+        f"Sparse{base.__name__}",
+        (_Latent if latent else _Grouped, base),
+        {"__module__": __name__, "__doc__": f"{base.__name__} over selected blocks."},
+    )
+
+
+class _Grouped:
+    """Multi-head and grouped-query attention: one call computes all rows of a layer."""
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Write keys and values to the cache, and show them to the host: a CPU packs its pages, so
+        this is where keys can be read."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping, *args, **kwargs)  # type: ignore[misc]
+        if (host := active_host()) is not None:
+            host.keys_written(layer.layer_name, key, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of a layer, over the blocks that the method kept."""
+        compute = super().forward  # type: ignore[misc]
+        host = active_host()
+        call = None if host is None else host.begin_layer(self, layer.layer_name, attn_metadata)
+        if host is None or call is None:
+            result: Tensor = compute(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+            return result
+        q, k, v, out = host.attention_begin(call, query, key, value, output)
+        if (written := host.to_rewrite(call)) is not None and k is not None and v is not None:
+            slots = written.slots
+            self.do_kv_cache_update(layer, k[: len(slots)], v[: len(slots)], kv_cache, slots)
+
+        def by_vllm(asked: Tensor, metadata: Any, found: Tensor) -> None:
+            compute(layer, asked, k, v, kv_cache, metadata, found, *args, **kwargs)
+
+        if host.attend_by_own_kernel(call, q, out, by_vllm):
+            return output
+        if host.heads_chose_apart(call):
+            rows = HeadRows.of(attn_metadata.query_start_loc, *call.made.block_table.shape[:2])
+            metadata = host.metadata_of_heads(self, call, rows)
+            parts, pages = torch.empty_like(rows.split(q)), kv_cache.flatten(0, 1)[:, None]
+            compute(layer, rows.split(q), k, v, pages, metadata, parts, *args, **kwargs)
+            rows.join(parts, out)
+        else:
+            host.compute(self, call, lambda metadata: by_vllm(q, metadata, out))
+        host.attention_finished(call, q, k, v, out)
+        if out is not output:
+            output.copy_(out)
+        return output
+
+
+class _Latent:
+    """Multi-head latent attention: prompts and single tokens are computed by two calls, over one
+    latent key."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Write latent keys to the cache, and show them to the host."""
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)  # type: ignore[misc]
+        host = active_host()
+        if host is not None and (name := host.name_of(self)) is not None:
+            host.latent_keys_written(name, kv_c_normed, k_pe, slot_mapping)
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> Any:
+        """Rows of one token, over the blocks that the method kept."""
+        compute = super().forward_mqa  # type: ignore[misc]
+        host = active_host()
+        call = (
+            None
+            if host is None
+            else host.begin_layer(self, layer.layer_name, attn_metadata, phase="decode")
+        )
+        if host is None or call is None:
+            return compute(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        asked, key, value, out = host.latent_attention_begin(call, q)
+        self._rewrite(host, call, 0, (key, value), kv_c_and_k_pe_cache, layer._k_scale)
+        found, lse = host.compute(
+            self, call, lambda metadata: compute(asked, kv_c_and_k_pe_cache, metadata, layer)
+        )
+        if out is not None:  # the kernel makes its output by itself
+            found = out.copy_(found.reshape(out.shape)).reshape(found.shape)
+        host.attention_finished(call, asked, key, value, found)
+        return found, lse
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Rows of a prompt."""
+        compute = super().forward_mha  # type: ignore[misc]
+        host = active_host()
+        name = None if host is None else host.name_of(self)
+        call: LayerCall | None = None
+        if host is not None and name is not None and host.hooked:
+            call = host.begin_layer(self, name, attn_metadata, phase="prefill")
+        if host is None or call is None:
+            compute(
+                q,
+                kv_c_normed,
+                k_pe,
+                kv_c_and_k_pe_cache,
+                attn_metadata,
+                k_scale,
+                output,
+                *args,
+                **kwargs,
+            )
+            return
+        asked, key, value, out = host.latent_prompt_begin(call, q, kv_c_normed, k_pe, output)
+        self._rewrite(
+            host, call, attn_metadata.num_decode_tokens, (key, value), kv_c_and_k_pe_cache, k_scale
+        )
+        host.compute(
+            self,
+            call,
+            lambda metadata: compute(
+                asked, key, value, kv_c_and_k_pe_cache, metadata, k_scale, out, *args, **kwargs
+            ),
+        )
+        host.attention_finished(call, asked, key, value, out)
+        if out is not output:
+            output.copy_(out)
+
+    def _rewrite(
+        self,
+        host: SparseHost,
+        call: LayerCall,
+        begin: int,
+        changed: tuple[Any, Any],
+        cache: Tensor,
+        scale: Tensor,
+    ) -> None:
+        """Write the latent keys of the step again, where a hook may have changed those from token
+        ``begin`` on."""
+        if (written := host.to_rewrite(call)) is None:
+            return
+        latent, rope = (
+            torch.cat([whole[:begin], part, whole[begin + len(part) :]])
+            for whole, part in zip(written.keys, changed, strict=True)
+        )
+        self.do_kv_cache_update(latent, rope, cache, written.slots, self.kv_cache_dtype, scale)  # type: ignore[attr-defined]

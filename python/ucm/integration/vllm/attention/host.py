@@ -1,14 +1,17 @@
-"""The method of sparse attention inside a worker: who calls its hooks, and with what.
+"""The method of sparse attention inside a worker: which hooks are called, where, and with what.
 
-The connector's worker side makes one host per process, tells it of every step before the model runs
-(:meth:`SparseHost.begin_step`) and after it (:meth:`SparseHost.end_step`); the implementations of
-:mod:`.impls` call it in each layer. Between the two the method may change what attention reads: the
-query, keys, values, where the output goes, and its copy of the metadata. A hook that raises changes
-nothing, and is logged: the layer is computed as without it.
-"""
+The connector's worker side makes one host per process, and passes it every step before the model
+runs (:meth:`SparseHost.begin_step`) and after it (:meth:`SparseHost.end_step`); the implementations
+of :mod:`.backends` call it in each layer. Between the two the method may change what attention
+reads: the query, keys, values, where the output goes, and its copy of the metadata. A hook that
+raises changes nothing, and is logged: the layer is computed as without it.
+
+Hooks around decoder layers and their feed-forward part are torch's own hooks of modules
+(:class:`EagerHooks`), in eager mode only."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,15 +19,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from ucm.integration.vllm.attention import own_kernel
-from ucm.integration.vllm.attention.hook_results import fits
 from ucm.integration.vllm.attention.offload import Offload
-from ucm.integration.vllm.attention.per_head import HeadRows, metadata_of
-from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of, cpu_plan
-from ucm.integration.vllm.attention.rows import SparsePlan, by_last_block, in_order
+from ucm.integration.vllm.attention.plan import SparsePlan, by_last_block, in_order
+from ucm.integration.vllm.attention.tables import (
+    HeadRows,
+    Rewriter,
+    attend,
+    copy_of,
+    cpu_plan,
+    metadata_of,
+    reads_pages_of,
+)
 from ucm.integration.vllm.connector.guard import logger, throttle
-from ucm.sparse.base import UcmSparseBase
+from ucm.sparse.base import EAGER_HOOKS, UcmSparseBase
 from ucm.sparse.batch import SparseBatch, SparseRow
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.selection import Selection, compact, compact_rows
@@ -103,13 +112,13 @@ class SparseHost:
         self._observes = _own(method, "attention_finished")
         #: Whether either is.
         self.hooked = self.changes or self._observes
-        #: Whether rows that choose are computed by ucm's kernel; see :mod:`.own_kernel`. A hook
-        #: that looks on after attention is shown the metadata that vLLM's kernel computed with.
+        #: Whether rows that choose are computed by ucm's kernel (:func:`~.tables.attend`). A hook
+        #: after attention that only reads is shown the metadata that vLLM's kernel computed with.
         self.uses_own_kernel = (
             self.blocks is not None
             and self.blocks.settings.attention_kernel == "auto"
             and not self.hooked
-            and own_kernel.reads_pages_of(self._layers)
+            and reads_pages_of(self._layers)
         )
 
     # A step
@@ -278,9 +287,7 @@ class SparseHost:
                 )
             else:
                 tables = compact(selection, made.block_table, made.seq_lens, size)
-            own_kernel.attend(
-                call.layer, selection.rows, tables, made, query, output, compute, self._rewriter
-            )
+            attend(call.layer, selection.rows, tables, made, query, output, compute, self._rewriter)
         except Exception as error:
             logger.warning(
                 "sparse attention: ucm's kernel failed, so vLLM's computes from here on: %r", error
@@ -488,3 +495,139 @@ def served_layers(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def _attends_backwards(impl: Any) -> bool:
     return str(getattr(impl, "attn_type", "decoder")).rsplit(".", 1)[-1].lower() == "decoder"
+
+
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
+#: What a decoder layer calls the norm before its feed-forward part, which takes and gives hidden
+#: states and residual.
+_BEFORE_FFN = ("post_attention_layernorm", "pre_feedforward_layernorm", "ln_2")
+
+
+class EagerHooks:
+    """The hooks of one method in one model."""
+
+    def __init__(self, method: UcmSparseBase, *, eager: bool) -> None:
+        """``eager``: whether the model is run by Python, layer by layer."""
+        self._method = method
+        self._handles: list[RemovableHandle] = []
+        wanted = [hook for hook in EAGER_HOOKS if method.overrides(hook)]
+        if not wanted:
+            return
+        if not eager:
+            logger.warning(
+                "sparse attention: %s of %s are called in eager mode only, and this engine compiles"
+                " its model: none is called (--enforce-eager has them called)",
+                ", ".join(wanted),
+                type(method).__name__,
+            )
+            return
+        logger.info(
+            "sparse attention: %s of %s are called: eager mode",
+            ", ".join(wanted),
+            type(method).__name__,
+        )
+        self._first = torch.nn.modules.module.register_module_forward_pre_hook(self._found)
+        self._handles.append(self._first)
+
+    def remove(self) -> None:
+        """Take all hooks away again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _found(self, model: torch.nn.Module, _args: Any) -> None:
+        """The first module of a step: the model itself."""
+        self._first.remove()
+        self._handles.remove(self._first)
+        layers = [module for name, module in model.named_modules() if _LAYER.search(name)]
+        for layer in layers:
+            self._hang(layer)
+        if not layers:
+            logger.warning(
+                "sparse attention: %s has no decoder layers that can be hooked",
+                type(model).__name__,
+            )
+
+    def _hang(self, layer: torch.nn.Module) -> None:
+        method = self._method
+        if method.overrides("layer_begin"):
+            self._handles.append(
+                layer.register_forward_pre_hook(self._layer_begin, with_kwargs=True)
+            )
+        if method.overrides("ffn_finished") or method.overrides("layer_finished"):
+            self._handles.append(
+                layer.register_forward_hook(self._layer_finished, with_kwargs=True)
+            )
+        norm = next((getattr(layer, name) for name in _BEFORE_FFN if hasattr(layer, name)), None)
+        if method.overrides("ffn_begin") and norm is not None:
+            self._handles.append(norm.register_forward_hook(self._ffn_begin))
+
+    def _layer_begin(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("positions", "hidden_states", "residual")
+        given = dict(zip(names, args, strict=False)) | {
+            name: kwargs[name] for name in names if name in kwargs
+        }
+        if len(given) != len(names):
+            return None
+        found = dict(zip(names, self._call("layer_begin", *given.values()), strict=True))
+        rest = {name: value for name, value in kwargs.items() if name not in names}
+        placed = tuple(found.pop(name) for name in names[: len(args)])
+        return placed + args[len(names) :], rest | found
+
+    def _layer_finished(
+        self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        if not (isinstance(output, tuple) and len(output) == 2):
+            return None
+        positions = args[0] if args else kwargs.get("positions")
+        # The feed-forward part is the last of a layer: what the layer gives is what that part gave.
+        hidden, residual = self._call("ffn_finished", *output)
+        _, hidden, residual = self._call("layer_finished", positions, hidden, residual)
+        return hidden, residual
+
+    def _ffn_begin(self, _norm: Any, _args: Any, output: Any) -> Any:
+        return (
+            self._call("ffn_begin", *output)
+            if isinstance(output, tuple) and len(output) == 2
+            else None
+        )
+
+    def _call(self, hook: str, *given: Any) -> tuple[Any, ...]:
+        """What a hook returns; what it was given where it raises, or returns something else than as
+        much."""
+        method = type(self._method).__name__
+        try:
+            found = getattr(self._method, hook)(*given)
+        except Exception as error:
+            throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, method, error)
+            return given
+        if not fits(found, given):
+            throttle.warning(
+                f"result {hook}",
+                "%s of %s did not return %d tensors as it was given; its result is not used",
+                hook,
+                method,
+                len(given),
+            )
+            return given
+        return tuple(found)
+
+
+def fits(found: Any, given: Sequence[Any]) -> bool:
+    """Whether a hook returned as many values as it was given, and tensors of the same shape and
+    kind for tensors. Anything else fails in code that is not the hook's."""
+    return (
+        isinstance(found, tuple | list)
+        and len(found) == len(given)
+        and all(map(_alike, found, given))
+    )
+
+
+def _alike(found: Any, given: Any) -> bool:
+    if found is given:
+        return True
+    if not isinstance(given, Tensor):
+        return found is None or isinstance(found, Tensor)
+    if not isinstance(found, Tensor):
+        return False
+    return (found.shape, found.dtype, found.device) == (given.shape, given.dtype, given.device)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ucm.errors import BusyError, DeadlineError, TaskError
-from ucm.integration.vllm.attention.rows import OffloadChange
+from ucm.integration.vllm.attention.plan import OffloadChange
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.reasons import is_transient
 from ucm.sparse.batch import SparseRow

@@ -1,32 +1,105 @@
-"""A KV cache spec with vLLM's own pages, whose manager keeps approximate KV out of vLLM's prefix
-cache.
+"""Which KV of a request is exact, and what keeps the rest out of vLLM's prefix cache: a KV cache
+spec with vLLM's own pages and a manager of ours.
+
+What is computed under a selection is approximate, and so is all that is computed from it later. It
+must not be stored under the dense identity, nor stay in vLLM's prefix cache: a later prompt would
+go on from it densely, and its blocks would be taken for exact ones. One number per request says
+where that begins (:class:`ExactTokens`); the dump planner and the manager of vLLM's prefix cache
+both stop there. It is known before a step runs: tokens computed before the first decode step are
+dense, and from then on the method says up to which length it selects nothing.
 
 The bytes of representations lie beside the KV, so they are no part of the page; they count in
-``max_memory_usage_bytes``, by which vLLM decides whether the longest request fits.
-"""
+``max_memory_usage_bytes``, by which vLLM decides whether the longest request fits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from weakref import WeakKeyDictionary
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from ucm.integration.vllm.attention.configured import sparse_config
-from ucm.integration.vllm.attention.making import bytes_beside
+from ucm.integration.vllm.attention.setup import bytes_beside, sparse_config
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.sparse.base import UcmSparseBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+
+class ExactTokens:
+    """The scheduler's side of one engine."""
+
+    def __init__(self, method: UcmSparseBase) -> None:
+        self._method = method
+        #: Tokens that each request had when it was admitted last, and how often it had been
+        #: preempted then.
+        self._admitted: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
+        #: Dense tokens of those that were admitted with the rest of their prompt to be computed
+        #: under a selection.
+        self._selecting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def selects_from(self, request: Request, tokens: int | None) -> None:
+        """What follows the first ``tokens`` of a request that is admitted is computed under a
+        selection, be it of its prompt; None: it has given back its blocks, and is admitted as
+        others are."""
+        if tokens is None:
+            self._selecting.pop(request, None)
+        else:
+            self._selecting[request] = tokens
+
+    def prefill_tokens(self, request: Request) -> int:
+        """Tokens of a request that are computed densely before its first decode step: the prompt,
+        and after a preemption also the output that is computed again; of a prompt that is selected
+        from in the store, what is stored."""
+        if request in self._selecting:
+            return self._selecting[request]
+        preemptions, tokens = self._admitted.get(request, (-1, 0))
+        if preemptions != request.num_preemptions:
+            # Asked for by both sides while the request is admitted, before anything is appended to
+            # it.
+            tokens = request.num_tokens
+            self._admitted[request] = request.num_preemptions, tokens
+        return tokens
+
+    def __call__(self, request: Request) -> int:
+        """How many of its first tokens have exact KV, now or once they are computed."""
+        return self.after_prefill(self.prefill_tokens(request))
+
+    def after_prefill(self, tokens: int) -> int:
+        """The same of a request of which so many tokens are computed before its first decode step.
+        None is exact where the method fails to say: it may be a user's."""
+        try:
+            return int(self._method.exact_tokens(tokens))
+        except Exception as error:
+            throttle.warning(
+                "exact_tokens", "exact_tokens of %s failed: %r", type(self._method).__name__, error
+            )
+            return 0
+
 
 #: More tokens than a request can have.
 ALL = 1 << 62
+
+
+class _LeavingBlocks(Protocol):
+    """Which blocks of a request leave the device. The connector's planner of offload has these
+    methods, and says what they mean."""
+
+    def leaving(
+        self, request_id: str, computed: int, blocks: int, freed_by: Callable[[range], int], /
+    ) -> range: ...
+    def left(self, request_id: str, leaving: range, blocks: list[int], /) -> None: ...
+    def begins_anew(self, request_id: str, /) -> bool: ...
+    def unread(self, request_id: str, /) -> range: ...
+    def hot(self, request_id: str, tokens: int, /) -> int: ...
+    def given(self, request_id: str, hot: list[int], /) -> None: ...
+    def gave_back(self, request_id: str, /) -> None: ...
 
 
 class _Beside:
@@ -97,7 +170,7 @@ class SparseManager(FullAttentionManager):
         #: manager, before there are requests; without one nothing is selected, and all are exact.
         self.exact_tokens: Callable[[Request], int] = lambda _request: ALL
         #: Which blocks leave the device; None: none does.
-        self.offload: OffloadPlanner | None = None
+        self.offload: _LeavingBlocks | None = None
         self._hot: dict[str, list[KVCacheBlock]] = {}
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
-from ucm.integration.vllm.attention.configured import refuse_unsupported
 from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
 from ucm.integration.vllm.connector.configured_stores import refuse_model_directory
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
@@ -133,6 +132,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """The half of sparse attention for this role; it needs torch and a model, so it is imported
         here."""
+        from ucm.integration.vllm.attention.setup import refuse_unsupported
+
         refuse_unsupported(vllm_config, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             from ucm.integration.vllm.connector.worker.sparse import SparseWorker

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.attention.plan import SparsePlan
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 

@@ -22,8 +22,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ucm.integration.vllm.attention.exactness import ExactTokens
-from ucm.integration.vllm.attention.rows import OffloadChange
+from ucm.integration.vllm.attention.plan import OffloadChange
+from ucm.integration.vllm.attention.spec import ExactTokens
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import join_keys
 from ucm.sparse.base import INVALID_SLOT

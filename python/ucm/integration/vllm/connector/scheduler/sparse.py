@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucm.config import UcmConfig
-from ucm.integration.vllm.attention.break_even import NEVER, length_text
-from ucm.integration.vllm.attention.exactness import ExactTokens
-from ucm.integration.vllm.attention.making import make_method
 from ucm.integration.vllm.attention.offload import spare_rows
-from ucm.integration.vllm.attention.rows import SparsePlan
-from ucm.integration.vllm.attention.spec import SparseManager, SparseMLAAttentionSpec
+from ucm.integration.vllm.attention.plan import SparsePlan
+from ucm.integration.vllm.attention.setup import NEVER, length_text, make_method
+from ucm.integration.vllm.attention.spec import ExactTokens, SparseManager, SparseMLAAttentionSpec
 from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner

@@ -11,16 +11,29 @@ import torch
 
 from ucm.config import UcmConfig
 from ucm.errors import ConfigError
-from ucm.integration.vllm.attention.break_even import FAILED, length_text, measure
-from ucm.integration.vllm.attention.eager_hooks import EagerHooks
-from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
-from ucm.integration.vllm.attention.making import make_method, set_up
+from ucm.integration.vllm.attention.host import (
+    EagerHooks,
+    SparseHost,
+    served_layers,
+    set_active_host,
+)
 from ucm.integration.vllm.attention.offload import Offload, spare_rows
-from ucm.integration.vllm.attention.pages import is_packed, key_reader
+from ucm.integration.vllm.attention.plan import SparsePlan, written_blocks
 from ucm.integration.vllm.attention.registering import OVERRIDDEN
-from ucm.integration.vllm.attention.representations import Representations, caches_by_layer
-from ucm.integration.vllm.attention.rows import SparsePlan, written_blocks
-from ucm.integration.vllm.attention.tiles import ask_for_tiles
+from ucm.integration.vllm.attention.representations import (
+    Representations,
+    caches_by_layer,
+    is_packed,
+    key_reader,
+)
+from ucm.integration.vllm.attention.setup import (
+    FAILED,
+    ask_for_tiles,
+    length_text,
+    make_method,
+    measure,
+    set_up,
+)
 from ucm.integration.vllm.compat.block_size import common_block_size
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.packing import layer_specs

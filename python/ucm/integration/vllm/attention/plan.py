@@ -1,9 +1,10 @@
-"""What the scheduler side tells the workers of a step, and which row of the batch is which request.
+"""What the scheduler side reports of a step to the workers, and the request of each row of the
+batch.
 
-The scheduler side knows the requests of a step, a worker the rows; vLLM's model runners order them
-as they like, and tell no one how. But no two requests write to one device block, so the block that
-the last token of a row goes to names the request.
-"""
+The scheduler side knows the requests of a step, a worker the rows, in the order of vLLM's model
+runner, which names no requests. But no two requests write to one device block, so the block that
+the last token of a row is written to names the request. This file imports nothing of the other
+files of the package: the connector's metadata imports it alone."""
 
 from __future__ import annotations
 

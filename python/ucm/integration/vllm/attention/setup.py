@@ -1,19 +1,19 @@
-"""From which length on choosing blocks pays: measured on this machine, with the engine's own
-kernels and KV cache.
+"""Sparse attention before the first step: whether an engine is configured for it, the method with
+the shape of the engine's keys, and from which length on choosing pays.
 
-Below it a request is dense, so that sparse attention is never slower. One layer's decode attention
-is timed dense and sparse at growing lengths, with random queries over whatever the blocks hold, and
-nothing is written. A step costs its layers and what choosing costs once a step; with a stride only
-every so many steps choose.
+Below the break-even length a request is dense, so that sparse attention is never slower
+(:func:`measure`). One layer's decode attention is timed dense and sparse at growing lengths, with
+random queries over whatever the blocks hold, and nothing is written. A step costs its layers and
+what choosing costs once a step; with a stride only every so many steps choose.
 
 A kernel that is run where it cannot run ends the process. So nothing is run here before vLLM has
 computed a step: the layer is computed first with the metadata of that step itself, then with copies
-of it in which the rows alone differ.
-"""
+of it in which the rows alone differ."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,13 +21,184 @@ from typing import Any
 
 import torch
 
-from ucm.errors import UnsupportedError
+from ucm.config import UcmConfig, load
+from ucm.config.sparse import AlgorithmConfig, algorithm_of
+from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.attention.host import SparseHost
-from ucm.integration.vllm.attention.rewriting import Rewriter
-from ucm.integration.vllm.attention.rows import SparsePlan
-from ucm.integration.vllm.attention.tiles import ask_for_tiles
+from ucm.integration.vllm.attention.offload import SPARE
+from ucm.integration.vllm.attention.plan import SparsePlan
+from ucm.integration.vllm.attention.registering import extra_config
+from ucm.integration.vllm.attention.tables import Rewriter
+from ucm.integration.vllm.compat.versions import installed, why_unserved
+from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.batch import SparseRow
+from ucm.sparse.config import method_of
+from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse
+from ucm.sparse.rep_store import bytes_per_block
+from ucm.sparse.selector import Geometry
+
+#: What was found for the configuration that was asked about last; every layer of a model asks about
+#: the same one.
+_last: tuple[Any, UcmConfig | None] = (None, None)
+
+
+def sparse_config(vllm_config: Any) -> UcmConfig | None:
+    """Our configuration where it asks for sparse attention and this version of vLLM is served, else
+    None. Raises :class:`~ucm.errors.ConfigError` where it is wrong."""
+    global _last
+    found = extra_config(vllm_config)
+    if found is None:
+        return None
+    if _last[0] is not found:
+        config = load(found)
+        wanted = config.enabled and config.sparse.enabled and not why_unserved(installed())
+        _last = found, config if wanted else None
+    return _last[1]
+
+
+def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises :class:`~ucm.errors.ConfigError`, which says what to change, where sparse attention
+    cannot be right."""
+    parallel = vllm_config.parallel_config
+    groups = [
+        group
+        for group in kv_cache_config.kv_cache_groups
+        if getattr(group, "enable_kv_transfer", True)
+    ]
+    problem = ""
+    if vllm_config.speculative_config is not None:
+        problem = (
+            "speculative decoding computes several tokens a step, of which some are taken back"
+        )
+    elif getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        problem = "decode context parallelism splits a block's tokens over ranks"
+    elif getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        problem = "prefill context parallelism splits a request's tokens over ranks"
+    elif getattr(parallel, "enable_dbo", False) or (getattr(parallel, "num_ubatches", 1) or 1) > 1:
+        problem = "microbatches (enable_dbo) split the rows of a step"
+    elif len(groups) != 1:
+        problem = f"this model has {len(groups)} KV cache groups, and blocks are chosen in one"
+    elif any(getattr(spec, "kv_quant_mode", 0) for spec in _specs(groups[0].kv_cache_spec)):
+        problem = (
+            f'the KV cache is quantised (kv_cache_dtype "{vllm_config.cache_config.cache_dtype}")'
+        )
+    if problem:
+        raise ConfigError(
+            f"sparse attention: {problem}: not supported; change that, or set ENABLE_SPARSE=false"
+        )
+
+
+def _specs(spec: Any) -> list[Any]:
+    inner = getattr(spec, "kv_cache_specs", None)
+    return list(inner.values()) if isinstance(inner, dict) else [spec]
+
+
+def method_class(config: UcmConfig) -> type[UcmSparseBase]:
+    """The class that the configuration names: of an algorithm, or in a user's module, which may
+    register selectors as well.
+
+    Raises :class:`~ucm.errors.ConfigError` where there is none of that name.
+    """
+    name, path = config.sparse.type or "", config.sparse.module_path
+    if path is None:
+        return UcmSparseFactory.method_class(name)
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise ConfigError(f"ucm_sparse_module_path: {path} cannot be imported: {error}") from error
+    found = getattr(module, name, None)
+    if isinstance(found, type) and issubclass(found, UcmSparseBase):
+        return found
+    if algorithm_of(name) is None:
+        raise ConfigError(
+            f"ucm_sparse_method: {path} has no class {name} derived from"
+            " ucm.sparse.base.UcmSparseBase, and registers no selector of that name"
+        )
+    return UcmSparseFactory.method_class(name)
+
+
+def make_method(config: UcmConfig, vllm_config: Any, role: UcmSparseRole) -> UcmSparseBase:
+    """The method of one side of an engine."""
+    kind = method_class(config)
+    if issubclass(kind, BlockSparse):
+        return kind(vllm_config, role, settings_for(kind, config))
+    return kind(vllm_config, role)
+
+
+def settings_for(kind: type[BlockSparse], config: UcmConfig) -> AlgorithmConfig:
+    """The keys of the algorithm of a method, its defaults where none are written."""
+    found = config.sparse.section(kind.algorithm)
+    assert isinstance(found, AlgorithmConfig)
+    return found
+
+
+def geometry_of(spec: Any, vllm_config: Any, scale: float | None = None) -> Geometry:
+    """The shape of the keys of a KV cache spec, on this rank."""
+    rope = 0
+    if type(spec).__name__.endswith("MLAAttentionSpec"):
+        rope = int(getattr(vllm_config.model_config.hf_text_config, "qk_rope_head_dim", 0))
+    return Geometry(
+        block_size=int(spec.block_size),
+        kv_heads=int(spec.num_kv_heads),
+        head_dim=int(spec.head_size),
+        rope_dim=rope,
+        scale=scale,
+    )
+
+
+def bytes_beside(config: UcmConfig, spec: Any, vllm_config: Any) -> int:
+    """Bytes that one block of the device costs in one layer that selects, beside its KV: its
+    representation, and with offload those of the blocks that have left."""
+    kind = method_class(config)
+    if not issubclass(kind, BlockSparse):
+        return 0
+    settings = settings_for(kind, config)
+    method = method_of(
+        settings, geometry_of(spec, vllm_config), str(vllm_config.model_config.model)
+    )
+    return bytes_per_block(method.selector, 1) * (1 + SPARE if settings.offload else 1)
+
+
+def set_up(
+    method: BlockSparse,
+    layers: dict[str, Any],
+    spec: Any,
+    vllm_config: Any,
+    num_blocks: int,
+    *,
+    device: Any,
+    per_head: bool,
+    reduce: Any,
+    spare_blocks: int = 0,
+) -> None:
+    """Get a worker's method ready for the KV cache of its rank. Raises
+    :class:`~ucm.errors.ConfigError` where settings and engine do not fit."""
+    first = next(iter(layers.values()))
+    method.setup(
+        geometry_of(spec, vllm_config, float(first.impl.scale)),
+        list(layers),
+        num_blocks,
+        device=device,
+        max_sequences=vllm_config.scheduler_config.max_num_seqs,
+        key_dtype=first.dtype if hasattr(first, "dtype") else vllm_config.model_config.dtype,
+        per_head=per_head,
+        spare_blocks=spare_blocks,
+        reduce=reduce,
+    )
+
+
+def ask_for_tiles() -> None:
+    """Ask for the tiles, for all threads of this process; nothing on a processor without AMX.
+
+    Raises :class:`~ucm.errors.UnsupportedError` where the system refuses them.
+    """
+    cpu = torch.cpu
+    if cpu._is_amx_tile_supported() and not cpu._init_amx():
+        raise UnsupportedError(
+            "the system refuses this process the tiles of AMX, which this processor has"
+        )
+
 
 #: A request that no length makes sparse.
 NEVER = 1 << 40

@@ -1,23 +1,28 @@
-"""Copies of attention metadata that may be changed for one layer, and what has to follow from a
-change.
+"""Attention metadata for one layer: copies that may be changed, what has to follow from a change,
+and the rows that ucm's own kernel computes.
 
 vLLM makes one metadata object for a step, which all layers of a group share; nothing in it is ever
 written to here. A method gets a copy and gives other block tables and lengths to it; what a backend
 computed ahead from the old ones is made anew (:class:`Rewriter`). A copy that was not changed is
 thrown away: the layer computes with vLLM's own object.
-"""
+
+Two things are computed in another way than by one call of vLLM's kernel with one table. Where each
+KV head has a table of its own, every row becomes one row for each head (:class:`HeadRows`). Rows
+that chose on a CPU are computed by ucm's kernel (:func:`attend`)."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
+from ucm.sparse import retrieval
 
 #: What a method may change, where the rows of one call are.
 CHANGED = ("block_table", "seq_lens")
@@ -200,3 +205,147 @@ def _flashmla_plan(heads: int, lens: Tensor) -> Any:
     from vllm.v1.attention.ops.flashmla import get_mla_metadata
 
     return get_mla_metadata(lens, heads, 1, is_fp8_kvcache=False)[0]
+
+
+@dataclass(slots=True)
+class HeadRows:
+    """The rows of a step, one for each KV head."""
+
+    #: ``[tokens * heads]``: which token and head is where, the tokens of a row and head one after
+    #: the other.
+    order: Tensor
+    starts: Tensor
+    tokens: int
+    heads: int
+
+    @classmethod
+    def of(cls, query_start_loc: Tensor, rows: int, heads: int) -> HeadRows:
+        """From where the queries of each row begin ``[rows + 1]``."""
+        starts = query_start_loc[: rows + 1].long()
+        lengths = (starts[1:] - starts[:-1]).repeat_interleave(heads)
+        order = [
+            (torch.arange(begin, end)[None] * heads + torch.arange(heads)[:, None]).flatten()
+            for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        ]
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(query_start_loc.dtype)
+        return cls(torch.cat(order), ends, int(starts[-1]), heads)
+
+    def split(self, query: Tensor) -> Tensor:
+        """Queries ``[tokens, query heads, d]`` as ``[tokens * heads, query heads / heads, d]``."""
+        shape = (self.tokens * self.heads, query.shape[1] // self.heads, query.shape[2])
+        return query[: self.tokens].reshape(shape).index_select(0, self.order)
+
+    def join(self, parts: Tensor, output: Tensor) -> None:
+        """The opposite, into ``output``."""
+        joined = torch.empty_like(parts)
+        joined[self.order] = parts
+        output[: self.tokens] = joined.view(self.tokens, output.shape[1], output.shape[2])
+
+
+def metadata_of(made: Any, rows: HeadRows, plan: Callable[[Any], Any]) -> Any:
+    """The metadata of these rows, from a copy whose block table is ``[rows, heads, blocks]`` and
+    whose lengths are ``[rows, heads]``; ``plan`` makes what the kernel wants computed ahead."""
+    found = copy.copy(made)
+    heads = torch.arange(rows.heads, dtype=made.block_table.dtype)[None, :, None]
+    found.block_table = (made.block_table * rows.heads + heads).flatten(0, 1).contiguous()
+    found.seq_lens = made.seq_lens.flatten().contiguous()
+    found.query_start_loc = rows.starts
+    found.num_actual_tokens = rows.tokens * rows.heads
+    found.scheduler_metadata = plan(found)
+    return found
+
+
+def reads_pages_of(layers: Mapping[str, Any]) -> bool:
+    """Whether the kernel can compute these layers (of vLLM, all of one KV cache group): an
+    instruction set that it is written for, pages of a packing and type that it reads, and nothing
+    that vLLM adds to a logit."""
+    return retrieval.instruction_sets() != ("scalar",) and all(
+        _reads(layer) for layer in layers.values()
+    )
+
+
+def _reads(layer: Any) -> bool:
+    packed_for = getattr(layer, "isa", None)  # of the CPU backend alone
+    if packed_for is None:
+        return False
+    impl, cache = layer.impl, layer.kv_cache
+    plain = (
+        impl.sinks is None
+        and impl.alibi_slopes is None
+        and not impl.logits_soft_cap
+        and impl.sliding_window == -1
+    )
+    return (
+        plain
+        and impl.kv_cache_dtype == "auto"
+        and cache.is_cpu
+        and retrieval.can_attend(packed_for, cache.dtype, impl.head_size, int(cache.shape[2]))
+    )
+
+
+def attend(
+    layer: Any,
+    rows: Tensor,
+    tables: tuple[Tensor, Tensor],
+    metadata: Any,
+    query: Tensor,
+    output: Tensor,
+    compute: Callable[[Tensor, Any, Tensor], Any],
+    rewriter: Rewriter,
+) -> None:
+    """Attention of rows that chose by ucm's kernel (:func:`ucm.sparse.retrieval.paged_attention`),
+    which takes about half the time of vLLM's for rows of one query (``docs/performance.md``) and
+    reads pages where they lie. Rows that keep every block are computed by vLLM's kernel as in a
+    dense engine, so which kernel computes a row does not depend on its neighbours.
+
+    Computes a layer of a step into ``output [tokens, heads, d]``, for the queries ``query
+    [tokens, heads, d]``.
+
+    ``tables`` are the blocks and tokens of ``rows [s]``, which have one query each, ``[s, N]`` and
+    ``[s]``, or one for each KV head, ``[s, heads, N]`` and ``[s, heads]``. All other rows are
+    computed by vLLM's kernel, ``compute(query, metadata, output)``, with what ``metadata``, that of
+    all rows of the step, says of them.
+    """
+    scale, count = float(layer.impl.scale), metadata.query_start_loc.shape[0] - 1
+    if len(rows) == count:  # each has one query, so these are all queries
+        retrieval.paged_attention(query[:count], layer.kv_cache, *tables, scale, output[:count])
+        return
+    places = metadata.query_start_loc[1:].index_select(0, rows).long() - 1
+    output.index_copy_(
+        0,
+        places,
+        retrieval.paged_attention(query.index_select(0, places), layer.kv_cache, *tables, scale),
+    )
+    others = _all_but(rows, count)
+    tokens = _all_but(places, int(metadata.query_start_loc[-1]))
+    asked = query.index_select(0, tokens)
+    found = torch.empty_like(asked)
+    compute(asked, _metadata_of_some(layer, metadata, others, rewriter), found)
+    output.index_copy_(0, tokens, found)
+
+
+def _all_but(some: Tensor, count: int) -> Tensor:
+    """The numbers below ``count`` that are not among these."""
+    left = torch.ones(count, dtype=torch.bool)
+    left[some.long()] = False
+    return left.nonzero()[:, 0]
+
+
+def _metadata_of_some(layer: Any, original: Any, rows: Tensor, rewriter: Rewriter) -> Any:
+    """The metadata of some rows of a step, of any number of queries."""
+    impl, found = layer.impl, copy.copy(original)
+    lengths = original.query_start_loc.diff().index_select(0, rows)
+    found.query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(
+        original.query_start_loc.dtype
+    )
+    found.num_actual_tokens = int(found.query_start_loc[-1])
+    found.max_query_len = int(lengths.max())
+    found.block_table = original.block_table.index_select(0, rows)
+    found.seq_lens = original.seq_lens.index_select(0, rows)
+    found.max_seq_len = int(found.seq_lens.max())
+    found.scheduler_metadata = rewriter.planned(
+        ("cpu", "some", impl.num_heads, impl.num_kv_heads, tuple(found.query_start_loc.tolist())),
+        found.seq_lens,
+        lambda lens: cpu_plan(impl, layer, found, lens, impl.num_heads, impl.num_kv_heads),
+    )
+    return found
