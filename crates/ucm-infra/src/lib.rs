@@ -24,9 +24,10 @@
 //! What is written by hand here is checked by loom, which runs every interleaving of a small model.
 //! The locks and atomics of [`Notify`], [`ManualClock`], [`Completion`], [`LoadState`], [`seqlock`]
 //! and the ends of the ring come from one shim module, which `--cfg loom` switches to loom's; the
-//! ring's queue itself (rtrb) is a stand-in of the same memory order there. The worker pool, which
-//! has locks only, is not part of that build: a property test runs random histories of it under a
-//! [`ManualClock`].
+//! ring's queue itself (rtrb) is a stand-in of the same memory order there. The worker pool is not
+//! part of that build: its jobs go through crossbeam's queue, and everything else of it is under
+//! one lock. A property test runs random histories of it under a [`ManualClock`], and another test
+//! submits from many threads, also while the pool is shut down.
 //!
 //! The models run for some 15 seconds. They want a target directory of their own, or every switch
 //! builds anew:
