@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ucm.config.fields import Schema, choices, json_type
-from ucm.config.sizes import show_size
-from ucm.config.stores import COMMON, KINDS, PIPELINE, STORES, Kind, own_keys
+from ucm.config.fields import Schema, choices, json_type, show_size
+from ucm.config.words import COMMON, KINDS, PIPELINE, STORES, Kind, own_keys
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 TABLE = re.compile(

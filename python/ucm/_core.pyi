@@ -32,6 +32,7 @@ __all__ = [
     "hash_select",
     "paged_attention",
     "part_mask",
+    "platforms",
     "record_ids",
     "retrieval_isas",
     "retrieval_openmp",
@@ -92,6 +93,10 @@ def part_mask(group: int, pipeline_rank: int, tensor_rank: int) -> bytes:
 def record_ids(keys: Sequence[bytes] | bytes, mask: bytes) -> list[bytes]:
     """Record ids of block keys (or the other way round) under a part's mask. The keys may lie end
     to end in one ``bytes``."""
+
+def platforms() -> list[tuple[str, list[str], list[str], str]]:
+    """Every platform: its name, its other spellings, what vLLM calls it, and the type of its
+    devices in torch."""
 
 def tier_kinds() -> str:
     """Every kind of tier as a JSON text: names, role, the schema of its options and their defaults

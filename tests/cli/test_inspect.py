@@ -15,7 +15,7 @@ from cli_roots import RECORD, Written
 from click.testing import Result
 
 from ucm.cli.manifest import Manifest, differences
-from ucm.store.posix.settings import EngineSettings
+from ucm.store.engine import EngineSettings
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]

@@ -30,9 +30,9 @@ from ucm.integration.vllm.connector.metadata import Handshake, RankReport, Store
 from ucm.integration.vllm.connector.scheduler import store_selection as module  # noqa: E402
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENING  # noqa: E402
 from ucm.integration.vllm.connector.scheduler.store_selection import RETRY_S  # noqa: E402
+from ucm.store.engine import read_settings, settings_of  # noqa: E402
 from ucm.store.factory_v1 import why_unavailable  # noqa: E402
 from ucm.store.posix import UcmPosixStore  # noqa: E402
-from ucm.store.posix.settings import read_settings, settings_of  # noqa: E402
 
 
 class Sick(Memory):

@@ -22,7 +22,7 @@ from blocks import BLOCK, PATIENT, PIECES, Memory, await_room, ids
 from config_cases import fails
 
 from ucm.config import load
-from ucm.config.stores import STORES
+from ucm.config.words import STORES
 from ucm.errors import ConfigError
 from ucm.store import UcmConnectorFactoryV1
 from ucm.store.posix import UcmPosixStore

@@ -22,7 +22,7 @@ from ucm.errors import (
 from ucm.store import UcmConnectorFactory, UcmConnectorFactoryV1
 from ucm.store.empty import UcmEmptyStore
 from ucm.store.fake import UcmFakeStore
-from ucm.store.instant import InstantStore
+from ucm.store.presets import InstantStore
 
 FAKE = {"allow_wrong_tokens": True, "buffer_number": 4}
 SIZES = {"tensor_size": 8, "shard_size": 8, "block_size": 16}

@@ -30,9 +30,9 @@ from ucm.errors import (
 )
 from ucm.reasons import MissReason, reason_of
 from ucm.store import BlockHasher, UcmConnectorFactoryV1
+from ucm.store.engine import read_settings, settings_of
 from ucm.store.pipeline import UcmPipelineStore
 from ucm.store.posix import UcmPosixStore
-from ucm.store.posix.settings import read_settings, settings_of
 from ucm.store.record import Expect, Part, verify, verify_file
 
 Open = Callable[..., UcmPosixStore]
@@ -516,7 +516,7 @@ def test_a_platform_names_a_device_of_the_core(
 
 def test_a_platform_that_is_not_built_is_refused_with_those_that_are(opened: Open) -> None:
     with pytest.raises(
-        ConfigError, match=r"abacus.*known=host, simu, cuda, hip, musa, maca, ascend"
+        ConfigError, match=r"abacus.*known=host, simu, cpu, cuda, hip, musa, maca, ascend"
     ):
         opened(platform="abacus")
     for same in ("host", "simu", "CPU"):

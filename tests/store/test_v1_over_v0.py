@@ -354,7 +354,7 @@ def test_what_a_v0_store_raises_ends_the_dump(method: str, made: Callable[..., V
 def test_blocks_given_up_half_way_do_not_pile_up(
     made: Callable[..., V1OverV0], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ucm.store.v1_over_v0.INCOMPLETE", 2)
+    monkeypatch.setattr("ucm.store.v0.INCOMPLETE", 2)
     v0 = UsersV0({})
     store, source = made(v0, LAYERWISE), Memory(3, 0)
     store.wait(store.dump_data(ids(3)[:2], [0, 0], source.layers[:2]))

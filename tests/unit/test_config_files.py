@@ -9,7 +9,7 @@ import pytest
 from config_cases import REPOSITORY, fails
 
 from ucm.config import UcmConfig, load
-from ucm.config.effective import flatten
+from ucm.config.model import flatten
 from ucm.config.words import ENVIRONMENT, MEANINGLESS
 
 
@@ -95,8 +95,7 @@ def test_the_documentation_lists_every_key_and_variable() -> None:
         | {"UCM_CONFIG_FILE", "UCM_DISABLE"}
         | set(ENVIRONMENT)
     )
-    from ucm.config.stores import KNOWN_STORES, OPTION_OWNER
-    from ucm.config.words import ALIASES, MEANINGLESS_ENVIRONMENT
+    from ucm.config.words import ALIASES, KNOWN_STORES, MEANINGLESS_ENVIRONMENT, OPTION_OWNER
 
     keys |= (
         set(OPTION_OWNER)

@@ -11,10 +11,11 @@ import pytest
 from config_cases import fails
 
 from ucm.config import Capacity, UcmConfig, load, parse
-from ucm.config.normalise import known_keys
-from ucm.config.stores import BACKEND_WORDS, KNOWN_STORES
+from ucm.config.loading import known_keys
 from ucm.config.words import (
+    BACKEND_WORDS,
     ENVIRONMENT,
+    KNOWN_STORES,
     MEANINGLESS,
     MEANT_KEYS,
     MEANT_STORES,

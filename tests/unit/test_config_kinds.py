@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ucm.config import Capacity, UcmConfig
 from ucm.config.fields import plain, section_of
-from ucm.config.stores import (
+from ucm.config.words import (
     BUILT_STORES,
     COMMON,
     KINDS,

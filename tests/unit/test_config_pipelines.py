@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from config_cases import fails
 
-from ucm.config import load, pipelines
-from ucm.config.sizes import Capacity
-from ucm.store.pipeline.settings import read_pipeline_settings
+from ucm.config import load, rules
+from ucm.config.fields import Capacity
+from ucm.store.engine import read_pipeline_settings
 
 Extra = dict[str, Any]
 
@@ -63,7 +63,7 @@ def test_forms(extra: Extra, expected: list[tuple[str, tuple[str, ...], str]] | 
 
 
 def test_directories_beside_a_pipeline_go_to_its_files_in_order() -> None:
-    from ucm.config.pipelines import with_roots
+    from ucm.config.rules import with_roots
 
     config = load({"store_pipeline": "Cache|Posix|Posix", "storage_backends": "/fast:/far"}, {})
     resolved = with_roots(config.store_pipeline, config.storage_backends)
@@ -327,7 +327,7 @@ def test_compress_has_no_keys_and_those_of_the_original_mean_nothing() -> None:
 
 
 def test_the_same_directory_by_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "ANSWER_S", 60)
+    monkeypatch.setattr(rules, "ANSWER_S", 60)
     (tmp_path / "one").mkdir()
     (tmp_path / "other").symlink_to(tmp_path / "one")
     both = f"{tmp_path / 'one'}:{tmp_path / 'other'}"
@@ -343,7 +343,7 @@ def test_directories_of_a_file_system_that_does_not_answer_are_not_waited_for(
         assert answers.wait(100)
         return path
 
-    monkeypatch.setattr(pipelines, "ANSWER_S", 0.01)
+    monkeypatch.setattr(rules, "ANSWER_S", 0.01)
     monkeypatch.setattr("os.path.realpath", hang)
     try:
         load({"store_pipeline": "Compress|Pc", "path": "/d"}, {})

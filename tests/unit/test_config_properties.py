@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ucm.config import UcmConfig, parse, parse_size
-from ucm.config.sizes import show_size
+from ucm.config.fields import show_size
 from ucm.config.words import ENVIRONMENT, MEANINGLESS
 from ucm.errors import ConfigError
 

@@ -9,8 +9,8 @@ import pytest
 from config_cases import fails
 
 from ucm.config import load, parse
-from ucm.config.sizes import parse_heats
-from ucm.store.pipeline.settings import read_pipeline_settings
+from ucm.config.fields import parse_heats
+from ucm.store.engine import read_pipeline_settings
 
 SIZES = {"tensor_size": 8, "shard_size": 8, "block_size": 8}
 

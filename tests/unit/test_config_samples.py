@@ -20,8 +20,8 @@ import yaml
 from config_cases import FIXTURES, REPOSITORY, shape
 
 from ucm.config import UcmConfig, parse
-from ucm.config.effective import flatten
-from ucm.config.layer import algorithm_of
+from ucm.config.loading import algorithm_of
+from ucm.config.model import flatten
 from ucm.config.sparse import AlgorithmConfig
 from ucm.errors import ConfigError, UcmError
 

@@ -18,7 +18,9 @@ from ucm.config.sparse import (
     chooses_blocks,
     keys_of,
 )
-from ucm.config.sparse_keys import ALIASES, MEANINGLESS, NEEDS
+from ucm.config.words import SPARSE_ALIASES as ALIASES
+from ucm.config.words import SPARSE_MEANINGLESS as MEANINGLESS
+from ucm.config.words import SPARSE_NEEDS as NEEDS
 
 pytest.importorskip("ucm._core")
 

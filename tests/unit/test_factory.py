@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ucm._core", reason="the core is not compiled here")
 
-from ucm.config.stores import BUILT_STORES
+from ucm.config.words import BUILT_STORES
 from ucm.errors import BusyError, ConfigError, UnknownConnectorError
 from ucm.store.factory_v1 import UcmConnectorFactoryV1 as Factory
 
@@ -44,7 +44,7 @@ def test_registering_and_importing_the_factory_imports_no_store() -> None:
     code = (
         "import sys\nfrom ucm.store.factory_v1 import UcmConnectorFactoryV1 as"
         " F\nF.register_connector('Mine', 'no.such.module', 'Mine')\nassert not [m for m in"
-        " sys.modules if m.startswith(('ucm.store.posix', 'ucm.store.fake', 'torch',"
+        " sys.modules if m.startswith(('ucm.store.engine', 'ucm.store.presets', 'torch',"
         " 'vllm'))]\nprint(F.registered())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

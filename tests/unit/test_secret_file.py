@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ucm.config.fields import read_secret
 from ucm.errors import ConfigError
-from ucm.store.secret_file import read_secret
 
 
 @pytest.fixture

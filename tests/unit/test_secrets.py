@@ -16,10 +16,9 @@ import pytest
 from pydantic import SecretStr
 
 from ucm.config import load
-from ucm.config.secret import concealed, for_core, revealed
-from ucm.config.sizes import Address, without_login
+from ucm.config.fields import Address, concealed, for_core, revealed, without_login
 from ucm.errors import UcmError
-from ucm.store.posix.settings import read_settings, settings_of
+from ucm.store.engine import read_settings, settings_of
 
 MARK = "qf7-marked-secret"
 LOGIN = f"redis://user:{MARK}@127.0.0.1:1"

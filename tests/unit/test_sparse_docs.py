@@ -9,7 +9,7 @@ import pytest
 from config_cases import REPOSITORY
 
 from ucm.config.sparse import AlgorithmConfig, algorithms, chooses_blocks, keys_of
-from ucm.config.sparse_keys import ALIASES
+from ucm.config.words import SPARSE_ALIASES as ALIASES
 
 pytest.importorskip("ucm._core")
 

@@ -105,7 +105,7 @@ print(sorted(name for name in new if name.partition(".")[0] not in sys.stdlib_mo
 
 
 def test_the_entry_knows_every_word_of_the_configuration() -> None:
-    from ucm.config.sources import FILE_KEYS
+    from ucm.config.loading import FILE_KEYS
     from ucm.config.sparse import BUILT_IN
     from ucm.config.words import ENVIRONMENT
 

@@ -1,11 +1,14 @@
-//! The devices of this build, by the names that configurations give them.
+//! The platforms of this build: the one table of what differs between them by name.
+//!
+//! [`open_device`] makes a device by the name that a configuration gives it. Python takes names,
+//! spellings and what vLLM and torch call a platform from [`PLATFORMS`] (`ucm._core.platforms`).
 
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Clock;
 
-use crate::accelerator::{Accelerator, HIP, MACA, MUSA};
+use crate::accelerator::{Accelerator, Places, Vendor};
 use crate::device::Device;
 use crate::host::HostDevice;
 use crate::queued::QueueOptions;
@@ -14,27 +17,146 @@ use crate::transfer::Transfer;
 /// The device of a store whose description names none.
 pub const DEFAULT_DEVICE: &str = "host";
 
-/// Makes device number so and so of a kind, whose waits are measured on this clock.
-type Open = fn(u32, Transfer, Arc<dyn Clock>) -> Result<Arc<dyn Device>>;
+/// A platform: one kind of device.
+pub struct Platform {
+    /// `platform` of a configuration, and what the name of a device begins with.
+    pub name: &'static str,
+    /// Other names that mean the same.
+    pub spellings: &'static [&'static str],
+    /// What vLLM calls it: `device_name` of its platform.
+    pub in_vllm: &'static [&'static str],
+    /// The type of its devices in torch.
+    pub in_torch: &'static str,
+    runtime: DeviceRuntime,
+}
 
-/// Every kind of device: its name, and what makes one.
-const DEVICES: &[(&str, Open)] = &[
-    (DEFAULT_DEVICE, host),
-    ("simu", host),
-    ("cuda", Accelerator::cuda),
-    ("hip", |at, how, on| Accelerator::vendor(&HIP, at, how, on)),
-    ("musa", |at, how, on| {
-        Accelerator::vendor(&MUSA, at, how, on)
-    }),
-    ("maca", |at, how, on| {
-        Accelerator::vendor(&MACA, at, how, on)
-    }),
-    ("ascend", Accelerator::ascend),
+/// What makes the devices of a platform.
+enum DeviceRuntime {
+    Host,
+    Cuda,
+    /// The calls of CUDA's runtime under another prefix.
+    CudaLike(Vendor),
+    Ascend,
+}
+
+/// Every platform, in the order in which `ucm.trans` tries them. torch for HIP and for MACA calls
+/// its devices those of CUDA. The names that vLLM has for MUSA and MACA are unverified.
+pub static PLATFORMS: &[Platform] = &[
+    Platform {
+        name: DEFAULT_DEVICE,
+        spellings: &["simu", "cpu"],
+        in_vllm: &["cpu"],
+        in_torch: "cpu",
+        runtime: DeviceRuntime::Host,
+    },
+    Platform {
+        name: "cuda",
+        spellings: &[],
+        in_vllm: &["cuda"],
+        in_torch: "cuda",
+        runtime: DeviceRuntime::Cuda,
+    },
+    // AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in
+    // Debian's `libamdhip64-dev` 5.2.3. The name with `.5` is Debian's; those with other numbers
+    // follow ROCm's releases and are unverified.
+    Platform {
+        name: "hip",
+        spellings: &[],
+        in_vllm: &["rocm"],
+        in_torch: "cuda",
+        runtime: DeviceRuntime::CudaLike(Vendor {
+            prefix: "hip",
+            library: Places {
+                known_by: Some("hipStreamCreateWithPriority"),
+                names: &[
+                    "libamdhip64.so",
+                    "libamdhip64.so.7",
+                    "libamdhip64.so.6",
+                    "libamdhip64.so.5",
+                ],
+                below: None,
+            },
+            kinds: [1, 2, 3],
+            portable: 1,
+            non_blocking: 1,
+            relaxed: 2,
+            not_ready: &[600],
+        }),
+    },
+    // Moore Threads. **Unverified**: no header of MUSA was available. Names and shapes are those
+    // that public callers of it use, and the values are CUDA's. CUDA's own number for "not ready"
+    // was 34 before 10.1, so both are accepted.
+    Platform {
+        name: "musa",
+        spellings: &[],
+        in_vllm: &["musa"],
+        in_torch: "musa",
+        runtime: DeviceRuntime::CudaLike(Vendor {
+            prefix: "musa",
+            library: Places {
+                known_by: Some("musaStreamCreateWithPriority"),
+                names: &["libmusart.so", "libmusart.so.5", "libmusart.so.4"],
+                below: None,
+            },
+            kinds: [1, 2, 3],
+            portable: 1,
+            non_blocking: 1,
+            relaxed: 2,
+            not_ready: &[600, 34],
+        }),
+    },
+    // MetaX. **Unverified**, as MUSA is; public callers open `lib/libmcruntime.so` below
+    // `$MACA_PATH`.
+    Platform {
+        name: "maca",
+        spellings: &[],
+        in_vllm: &["maca", "cuda"],
+        in_torch: "cuda",
+        runtime: DeviceRuntime::CudaLike(Vendor {
+            prefix: "mc",
+            library: Places {
+                known_by: Some("mcStreamCreateWithPriority"),
+                names: &["libmcruntime.so"],
+                below: Some(("MACA_PATH", "lib")),
+            },
+            kinds: [1, 2, 3],
+            portable: 1,
+            non_blocking: 1,
+            relaxed: 2,
+            not_ready: &[600, 34],
+        }),
+    },
+    Platform {
+        name: "ascend",
+        spellings: &[],
+        in_vllm: &["npu"],
+        in_torch: "npu",
+        runtime: DeviceRuntime::Ascend,
+    },
 ];
 
-/// The host's memory is one device, whatever its number.
-fn host(_number: u32, _transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
-    Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?))
+impl Platform {
+    /// Every name of it, its own first.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> {
+        std::iter::once(self.name).chain(self.spellings.iter().copied())
+    }
+
+    /// Opens its device number `ordinal`; the host has one, whatever its number.
+    fn open(
+        &'static self,
+        ordinal: u32,
+        transfer: Transfer,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Arc<dyn Device>> {
+        match &self.runtime {
+            DeviceRuntime::Host => Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?)),
+            DeviceRuntime::Cuda => Accelerator::cuda(ordinal, transfer, clock),
+            DeviceRuntime::CudaLike(vendor) => {
+                Accelerator::vendor(self.name, vendor, ordinal, transfer, clock)
+            }
+            DeviceRuntime::Ascend => Accelerator::ascend(ordinal, transfer, clock),
+        }
+    }
 }
 
 /// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of the caller that uses it:
@@ -51,10 +173,12 @@ pub fn open_device(
         let wrong = "a device is named by its kind and, behind a colon, its number";
         Error::new(ErrorKind::Config, wrong).with("device", name)
     })?;
-    if let Some((_, open)) = DEVICES.iter().find(|(known, _)| *known == kind) {
-        return open(number, transfer, clock);
+    for platform in PLATFORMS {
+        if platform.names().any(|known| known == kind) {
+            return platform.open(number, transfer, clock);
+        }
     }
-    let known: Vec<&str> = DEVICES.iter().map(|(name, _)| *name).collect();
+    let known: Vec<&str> = PLATFORMS.iter().flat_map(Platform::names).collect();
     let unknown = "this build has no such device; name one that it knows";
     let unknown = Error::new(ErrorKind::Config, unknown).with("device", name);
     Err(unknown.with("known", known.join(", ")))
@@ -81,7 +205,7 @@ mod tests {
         let text = unknown.to_string();
         assert!(
             text.contains("device=abacus")
-                && text.contains("known=host, simu, cuda, hip, musa, maca, ascend"),
+                && text.contains("known=host, simu, cpu, cuda, hip, musa, maca, ascend"),
             "{text}"
         );
         assert_eq!(refused("cuda:first").kind(), ErrorKind::Config);

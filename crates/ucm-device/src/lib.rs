@@ -26,7 +26,7 @@ mod transfer;
 pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
 pub use crc::crc32c;
 pub use device::{CopyDone, Device, Event, HostDone, Landed, Stream};
-pub use devices::{DEFAULT_DEVICE, open_device};
+pub use devices::{DEFAULT_DEVICE, PLATFORMS, Platform, open_device};
 pub use fork::OwnFd;
 pub use host::HostDevice;
 pub use kv::{KvLayout, KvPiece};

@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use super::hasher::{BlockHasher, part_mask, record_ids};
     #[pymodule_export]
-    use super::kinds::tier_kinds;
+    use super::kinds::{platforms, tier_kinds};
     #[pymodule_export]
     use super::places::Place;
     #[pymodule_export]

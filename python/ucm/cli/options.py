@@ -164,7 +164,7 @@ def together(command: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _size(text: str, otherwise: str) -> int:
     # with all of the configuration, which other commands do not need
-    from ucm.config.sizes import (
+    from ucm.config.fields import (
         parse_size,
     )
 

@@ -42,7 +42,7 @@ class RemoteRoot:
 
     def __init__(self, url: str, told: Mapping[str, str]) -> None:
         # with all of the configuration, which directories do not need
-        from ucm.config.sizes import (
+        from ucm.config.fields import (
             without_login,
         )
 
@@ -280,9 +280,8 @@ def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
     from pydantic import ValidationError
 
     from ucm._core import Place
-    from ucm.config.fields import Section, section_of
-    from ucm.config.secret import for_core
-    from ucm.config.stores import STORE_OF_SCHEME, STORES
+    from ucm.config.fields import Section, for_core, section_of
+    from ucm.config.words import STORE_OF_SCHEME, STORES
 
     store = STORE_OF_SCHEME.get(scheme_of(url))
     if store is None:

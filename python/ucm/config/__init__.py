@@ -5,8 +5,8 @@ wins.
 is named is built yet. ``docs/configuration.md`` lists every key, with its unit, default, other
 spellings and environment name.
 
-The names are imported when they are first used: :mod:`ucm.config.sizes` needs neither the compiled
-core nor pydantic.
+The names are imported when they are first used: a part of ucm that the configuration reads may use
+:mod:`ucm.config.fields`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ucm.config.fields import Capacity, parse_capacity, parse_flag, parse_paths, parse_size
     from ucm.config.loading import load, parse, warn_once
     from ucm.config.model import (
         DEADLINE_KEYS,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         Stage,
         UcmConfig,
     )
-    from ucm.config.sizes import Capacity, parse_capacity, parse_flag, parse_paths, parse_size
 
 __all__ = [
     "DEADLINE_KEYS",
@@ -51,14 +51,14 @@ __all__ = [
     "warn_once",
 ]
 
-_SIZES = frozenset({"Capacity", "parse_capacity", "parse_flag", "parse_paths", "parse_size"})
+_FIELDS = frozenset({"Capacity", "parse_capacity", "parse_flag", "parse_paths", "parse_size"})
 _LOADING = frozenset({"load", "parse", "warn_once"})
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "sizes" if name in _SIZES else "loading" if name in _LOADING else "model"
+    module = "fields" if name in _FIELDS else "loading" if name in _LOADING else "model"
     found = getattr(importlib.import_module(f"ucm.config.{module}"), name)
     globals()[name] = found  # the next use does not come here
     return found

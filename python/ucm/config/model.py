@@ -1,5 +1,5 @@
 """The configuration itself: what every key is called, its type, its unit, its bounds and its
-default.
+default, and how it is shown.
 
 A field's path here is the key a user writes (``deadlines.lookup_ms``). Values are checked when the
 object is made and never change afterwards. Each value knows where it came from
@@ -8,14 +8,24 @@ object is made and never change afterwards. Each value knows where it came from
 
 from __future__ import annotations
 
+import json
 import logging
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    model_validator,
+)
 
-from ucm.config.effective import describe_lines
 from ucm.config.fields import (
+    HIDDEN,
+    Capacity,
     Count,
     Flag,
     Milliseconds,
@@ -24,17 +34,29 @@ from ucm.config.fields import (
     Seconds,
     Section,
     Size,
+    concealed,
+    is_secret,
     no_flag,
+    parse_capacity,
     plain,
+    revealed,
+    scheme_of,
     section_of,
-    unless_none,
+    show_size,
+    without_login,
     word,
 )
-from ucm.config.secret import concealed, revealed
-from ucm.config.sizes import Capacity, parse_capacity, scheme_of
 from ucm.config.sparse import BUILT_IN, Sections, algorithm_of, folded, keys_of
-from ucm.config.stores import COMMON, DEFAULT_STORE, KNOWN_STORES
-from ucm.config.words import UNUSED
+from ucm.config.words import (
+    COMMON,
+    DEFAULT_STORE,
+    KNOWN_STORES,
+    TIER_MODES,
+    TIER_SIZES,
+    TIER_UNSET,
+    UNUSED,
+    parse_platform,
+)
 from ucm.errors import ConfigError
 
 
@@ -186,9 +208,7 @@ class StoreSettings(_TierKeys):
     transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
     encryption_key_file: str | None = None
-    tenant_quota: Annotated[
-        Capacity | None, BeforeValidator(partial(unless_none, parse_capacity))
-    ] = None
+    tenant_quota: Annotated[Capacity, BeforeValidator(parse_capacity)] | None = None
 
 
 #: Sections of the keys of tiers.
@@ -260,7 +280,7 @@ class UcmConfig(StoreSettings):
     on_reset: Annotated[Literal["keep", "forget"], BeforeValidator(word)] = "keep"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False
-    platform: Literal["host", "cuda", "ascend", "musa", "maca", "hip"] | None = None
+    platform: Annotated[str, BeforeValidator(parse_platform)] | None = None
     debug: Flag = False
     deadlines: Deadlines = Deadlines()
     breaker: BreakerConfig = BreakerConfig()
@@ -396,3 +416,87 @@ class UcmConfig(StoreSettings):
 
     def __str__(self) -> str:
         return "\n".join(self.describe())
+
+
+#: Keys whose numbers are bytes.
+SIZES: frozenset[str] = TIER_SIZES | {"staging_capacity"}
+
+#: Where the sections of sparse algorithms stand, by name, of which nothing is shown that was not
+#: written and has no default.
+SPARSE_SECTIONS = "sparse.config."
+
+#: What a default of "nothing given" means, for keys where that says more than `null`.
+DEFAULT_TEXT: dict[str, str] = {
+    **TIER_UNSET,
+    "block_size": "vLLM's",
+    "staging_capacity": "for two steps of the engine",
+    "platform": "the one vLLM runs on",
+    "ucm_connector_module_path": "none",
+    "sparse.module_path": "none",
+    "store_pipeline": "none",
+    "metrics.port": "none",
+    "metrics.config_path": "none",
+    "profile.output": "none",
+    "sparse.type": "none",
+    "log.file": "none",
+    "tenant_key_file": "none",
+    "encryption_key_file": "none",
+    "tenant_quota": "none",
+    "log.format": "built in",
+}
+
+
+def show(name: str, value: Any) -> str:
+    """A value as text, with what must not be printed replaced by ``<hidden>``."""
+    return json.dumps(_shown(name, value), ensure_ascii=False, default=str)
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, SecretStr) or (value is not None and is_secret(name)):
+        return HIDDEN
+    if isinstance(value, Capacity):
+        return str(value)
+    if name in SIZES and isinstance(value, int):
+        return show_size(value)
+    if name in TIER_MODES and isinstance(value, int):
+        return f"{value:04o}"
+    if isinstance(value, BaseModel):
+        # Inside a list (stages): only what was written, the rest is default.
+        given = [key for key in type(value).model_fields if key in value.model_fields_set]
+        return {key: _shown(key, getattr(value, key)) for key in given}
+    if isinstance(value, Mapping):
+        return {str(key): _shown(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(name, item) for item in value]
+    if isinstance(value, str):
+        return without_login(value)
+    return value
+
+
+def flatten(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf, in the order of the model."""
+    for key in type(model).model_fields:
+        value = getattr(model, key)
+        if isinstance(value, BaseModel):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}." == SPARSE_SECTIONS:
+            for name, section in value.items():
+                yield from flatten(section, f"{SPARSE_SECTIONS}{name}.")
+        elif value is not None or not prefix.startswith(SPARSE_SECTIONS):
+            yield f"{prefix}{key}", value
+
+
+def describe_lines(model: BaseModel, origins: Mapping[str, str]) -> list[str]:
+    """``key = value  (origin)`` for every leaf."""
+    lines = []
+    for key, value in flatten(model):
+        if key in {"options", "ucm_connector_config"} and isinstance(value, Mapping):
+            for name, item in value.items():
+                origin = origins.get(f"{key}.{name}", origins.get(key, "default"))
+                shown = name if key == "options" else f"{key}.{name}"
+                lines.append(f"{shown} = {show(name, item)}  ({origin})")
+            continue
+        unset = value is None or value == ()
+        text = DEFAULT_TEXT[key] if unset and key in DEFAULT_TEXT else show(key, value)
+        lines.append(f"{key} = {text}  ({origins.get(key, 'default')})")
+    return lines

@@ -1,4 +1,10 @@
-"""The words a user may write: other spellings, environment names, and keys that mean nothing here.
+"""The words a user may write: stores and their keys, other spellings, environment names, platforms,
+and keys that mean nothing here.
+
+Stores, tiers and the keys of each come from the registry of the core, platforms from its table. A
+new kind of tier is a file and a line there (``crates/ucm-tier/src/builtin/``), a platform a row
+(``crates/ucm-device/src/devices.rs``); nothing here knows one by name. A pipeline of several tiers
+is no kind and stands here.
 
 Three classes of keys: *meant* (fields of the model and their other spellings), *known but without
 meaning here* (one warning that names what to write instead), *unknown* (an error with the nearest
@@ -8,15 +14,237 @@ known key).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from ucm.config.stores import (
-    BACKEND_WORDS,
-    STORE_OF_SCHEME,
-    TIER_ALIASES,
-    TIER_ENVIRONMENT,
-    TIER_GIBIBYTES,
+from ucm._core import platforms, tier_kinds
+from ucm.config.fields import Schema, Section, json_type, plain, section_of
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tier."""
+
+    #: What the core calls it.
+    word: str
+    #: ``medium`` keeps blocks, ``layer`` is a word before one that does and sets keys of it,
+    #: ``python`` is a store class without the core, ``declared`` is not built yet.
+    role: Literal["medium", "layer", "python", "declared"]
+    #: Whether it is memory that the processes of a host share.
+    memory: bool
+    #: What to use instead, of a kind that is not built yet.
+    instead: str
+    #: Key -> what may be written for it.
+    options: Mapping[str, Schema]
+    #: Key -> what holds where nothing is written; in the order in which they are shown.
+    defaults: Mapping[str, Any]
+    #: Keys that must be given.
+    required: frozenset[str]
+
+    @property
+    def needs_directory(self) -> bool:
+        """Whether it keeps blocks in a directory that has to be named."""
+        return any(self.options[key].get("format") == "directories" for key in self.required)
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """What the addresses begin with at which it keeps blocks; empty where it has none."""
+        return tuple(
+            scheme for schema in self.options.values() for scheme in schema.get("schemes", ())
+        )
+
+    @property
+    def needs_address(self) -> bool:
+        """Whether it keeps blocks at an address that has to be named."""
+        return any("schemes" in self.options[key] for key in self.required)
+
+
+@dataclass(frozen=True)
+class StoreName:
+    """A store as it is configured: a kind of tier by one of its names."""
+
+    #: The word of a backend and of a pipeline's stage.
+    word: str
+    #: Name of the class.
+    store: str
+    #: One line about it, and whether it is built.
+    summary: str
+    #: Keys that always have these values under this name; of a layer those of the stage below that
+    #: says nothing else.
+    fixed: Mapping[str, Any]
+    kind: Kind
+
+    def told(self, value: Callable[[str], Any]) -> dict[str, Any]:
+        """What the core is told of such a tier; ``value`` answers what each key is set to."""
+        return {
+            "kind": self.kind.word,
+            **{key: plain(value(key)) for key in self.kind.defaults},
+            **self.fixed,
+        }
+
+
+def _read() -> Iterator[StoreName]:
+    for found in json.loads(tier_kinds()):
+        options = found["options"]
+        kind = Kind(
+            found["names"][0]["word"],
+            found["role"],
+            found["memory"],
+            found["instead"] or "",
+            options.get("properties", {}),
+            found["defaults"],
+            frozenset(options.get("required", ())),
+        )
+        for name in found["names"]:
+            yield StoreName(name["word"], name["class"], name["summary"], name["fixed"], kind)
+
+
+#: Class name -> the store.
+STORES: dict[str, StoreName] = {found.store: found for found in _read()}
+
+#: Every kind, in order.
+KINDS: tuple[Kind, ...] = tuple({found.kind.word: found.kind for found in STORES.values()}.values())
+
+#: What an address begins with -> the store that keeps blocks there.
+STORE_OF_SCHEME: dict[str, str] = {
+    scheme: store for store, found in reversed(STORES.items()) for scheme in found.kind.schemes
+}
+
+#: The store that is used where none is named. Its keys stand at the top of a configuration and hold
+#: for every stage of a pipeline that has them; those of other kinds are options of their store
+#: alone.
+DEFAULT_STORE: str = next(iter(STORES))
+COMMON: Kind = STORES[DEFAULT_STORE].kind
+
+#: The store that puts several tiers together.
+PIPELINE = "UcmPipelineStore"
+
+#: Word of a backend or of a pipeline stage, in lower case -> class name of the store.
+BACKEND_WORDS: dict[str, str] = {
+    **{found.word: found.store for found in STORES.values()},
+    "pipeline": PIPELINE,
+}
+
+#: Stages of the original that ucm has no store for; they parse so that the answer names them.
+FOREIGN_STAGES: tuple[str, ...] = ("delegator", "dram", "yuanrong", "asu")
+
+KNOWN_STORES: frozenset[str] = frozenset(BACKEND_WORDS.values())
+
+BUILT_STORES: frozenset[str] = frozenset(
+    {PIPELINE, *(name for name, found in STORES.items() if found.kind.role in ("medium", "python"))}
 )
+
+#: Stores that keep their blocks in segments, whatever ``layout`` says.
+IN_SEGMENTS: frozenset[str] = frozenset(
+    name for name, found in STORES.items() if found.fixed.get("layout") == "segment"
+)
+
+
+def why_not_alone(store: str) -> str:
+    """Why this is no store by itself and what to write instead; empty where it is one."""
+    found = STORES.get(store)
+    if found is None or found.kind.role != "layer":
+        return ""
+    word = found.word.capitalize()
+    return (
+        f'{word} keeps nothing itself; write it before the stage it is for: "{word}|Pc", or'
+        f' "Cache|{word}|Pc"'
+    )
+
+
+def instead_of(store: str) -> str:
+    """What to write today instead of a store that is not built yet; empty where nothing is
+    known."""
+    return STORES[store].kind.instead if store in STORES else ""
+
+
+def needs_directory(store: str) -> bool:
+    """Whether this store keeps its blocks in a directory that has to be named."""
+    return store in STORES and STORES[store].kind.needs_directory
+
+
+def schemes_of(store: str) -> tuple[str, ...]:
+    """What the addresses of this store begin with; empty where it has none."""
+    return STORES[store].kind.schemes if store in STORES else ()
+
+
+def needs_address(store: str) -> bool:
+    """Whether this store keeps its blocks at an address that has to be named."""
+    return store in STORES and STORES[store].kind.needs_address
+
+
+def own_keys(kind: Kind) -> dict[str, Any]:
+    """The keys of a kind that do not stand at the top of a configuration, with their defaults."""
+    return {key: default for key, default in kind.defaults.items() if key not in COMMON.defaults}
+
+
+@functools.cache
+def options_of(store: str) -> type[Section]:
+    """The keys that this store has beside the common ones, as a section that reads and checks
+    them."""
+    kind = STORES[store].kind
+    return section_of(f"{store}Options", kind.options, own_keys(kind))
+
+
+#: Key that only some stores have -> the first of them.
+OPTION_OWNER: dict[str, str] = {
+    key: name for name, found in reversed(STORES.items()) for key in own_keys(found.kind)
+}
+
+
+def option_keys(store: str, stages: tuple[str, ...] = ()) -> frozenset[str]:
+    """Keys beside the common ones that ``store``, or one of its pipeline's ``stages``, takes."""
+    return frozenset(
+        key for name in (store, *stages) if name in STORES for key in own_keys(STORES[name].kind)
+    )
+
+
+def _leaves(schemas: Mapping[str, Schema], above: str = "") -> Iterator[tuple[str, Schema]]:
+    for key, schema in schemas.items():
+        if json_type(schema) == "object":
+            yield from _leaves(schema["properties"], f"{above}{key}.")
+        else:
+            yield f"{above}{key}", schema
+
+
+def _all_leaves() -> Iterator[tuple[str, str, Schema]]:
+    """Every key of every kind: as it is written, as the model has it, and its schema."""
+    for kind in KINDS:
+        for key, schema in _leaves(kind.options):
+            yield key, key if key.partition(".")[0] in COMMON.defaults else f"options.{key}", schema
+
+
+#: Other spelling -> key of the model; of those in :data:`TIER_GIBIBYTES` the number counts GiB.
+TIER_ALIASES: dict[str, str] = {
+    other: target
+    for _, target, schema in _all_leaves()
+    for spellings in ("aliases", "aliases_gib")
+    for other in schema.get(spellings, ())
+}
+TIER_GIBIBYTES: frozenset[str] = frozenset(
+    other for _, _, schema in _all_leaves() for other in schema.get("aliases_gib", ())
+)
+
+#: Environment name -> key of the model.
+TIER_ENVIRONMENT: dict[str, str] = {
+    name: target for _, target, schema in _all_leaves() for name in schema.get("env", ())
+}
+
+#: Keys whose values are sizes or permission bits, and what is said of those for which nothing is
+#: given.
+TIER_SIZES: frozenset[str] = frozenset(
+    key for key, _, schema in _all_leaves() if schema.get("format") in ("size", "amount")
+)
+TIER_MODES: frozenset[str] = frozenset(
+    key for key, _, schema in _all_leaves() if schema.get("format") == "mode"
+)
+TIER_UNSET: dict[str, str] = {
+    key: schema["unset"] for key, _, schema in _all_leaves() if "unset" in schema
+}
+
 
 #: Other spelling -> key of the model, those of tiers included. Conversions of units are in
 #: :data:`GIBIBYTES`.
@@ -170,6 +398,81 @@ MEANT_KEYS: dict[str, str] = {
     "chunk_size": "block_size",
 }
 
+#: Sparse attention: other spelling -> key, in the section of any algorithm that has that key.
+SPARSE_ALIASES: dict[str, str] = {
+    "init_window_sz": "init_blocks",
+    "init_window_size": "init_blocks",
+    "init_window": "init_blocks",
+    "sink_token": "init_tokens",
+    "sink_tokens": "init_tokens",
+    "local_window_sz": "local_blocks",
+    "local_window_size": "local_blocks",
+    "local_window": "local_blocks",
+    "recent_token": "local_tokens",
+    "recent_tokens": "local_tokens",
+    "sparse_ratio": "ratio",
+    "topk_ratio": "ratio",
+    "topk": "topk_blocks",
+    "hash_topk_tokens": "topk_tokens",
+    "vllm_hash_attention_topk": "topk_tokens",
+    "retrieval_stride": "stride",
+    "seq_len_threshold": "min_tokens",
+    "gpu_seq_len_threshold": "min_tokens",
+    "concurrency_threshold": "min_concurrency",
+    "gpu_concurrency_threshold": "min_concurrency",
+    "rollback_layers": "dense_layers",
+    "vllm_hash_attention_rollback_layers": "dense_layers",
+    "skip_layers": "reuse_from",
+    "vllm_hash_attention_skip_layers": "reuse_from",
+    "blk_repre_dim_prune_ratio": "prune_ratio",
+    "blk_repre_inner_token_merge": "merge",
+    "hash_reduction_head_num": "reduction_heads",
+    "reduction_head_num": "reduction_heads",
+    "min_blend_threshold": "min_hit_blocks",
+}
+
+_RATE = "`prefetch_ahead`: how many steps ahead blocks are brought"
+
+#: Sparse attention: known key without meaning here -> what to write instead.
+SPARSE_MEANINGLESS: dict[str, str] = {
+    "top_k_ratio_per_layer": (
+        "`ratio` for all layers, and `dense_layers` for those that need every block"
+    ),
+    "chunk_repre_method": "nothing: a block's score is that of its best token",
+    "top_k_index_reuse": "`reuse_from`: the layers that take the choice of an earlier one",
+    "must_select_blocks": (
+        "`init_blocks` and `local_blocks`: the first and last blocks are always kept"
+    ),
+    "chunk_size": "nothing: blocks are vLLM's",
+    "hash_weight": "`hash_weights_file`: learned hash weights",
+    "is_mla": "nothing: the kind of attention is taken from the model",
+    "model_name": "nothing: the model is the one that vLLM runs",
+    "npu_seq_len_threshold": "`min_tokens`: requests below it are dense, on every device",
+    "npu_concurrency_threshold": "`min_concurrency`, on every device",
+    "num_prefetch_blocks": _RATE,
+    "prefetch_blocks": _RATE,
+}
+
+
+#: Key that does nothing without another one -> that one, or several of which one is enough.
+SPARSE_NEEDS: dict[str, tuple[str, ...]] = {
+    "select_stored": ("offload",),
+    "eviction": ("offload",),
+    "prefetch_enabled": ("offload",),
+    "prefetch_ahead": ("offload",),
+    "prefetch_workers": ("offload",),
+    "max_pending_prefetch": ("offload",),
+    "prefetch_cache_size": ("offload",),
+    "retrieval_threads": ("lag",),
+    "retrieval_ms": ("lag", "offload"),
+}
+
+#: Why the other one is needed.
+SPARSE_WHY: dict[str, str] = {
+    "offload": "`offload: true` beside it: without it every block stays on the device",
+    "lag": "`lag` beside it: without it blocks are chosen in the step that uses them",
+}
+
 #: Environment name -> key of the model.
 ENVIRONMENT: dict[str, str] = {
     **TIER_ENVIRONMENT,
@@ -217,17 +520,31 @@ MEANINGLESS_ENVIRONMENT: dict[str, str] = {
     "ENABLE_UCM_PATCH": "nothing: no patch is needed on this vLLM",
 }
 
+
+class PlatformRow(NamedTuple):
+    """A platform as the core knows it (``crates/ucm-device/src/devices.rs``)."""
+
+    name: str
+    spellings: list[str]
+    in_vllm: list[str]
+    in_torch: str
+
+
+#: Every platform, in the order in which ``ucm.trans`` tries them.
+PLATFORM_ROWS: tuple[PlatformRow, ...] = tuple(PlatformRow(*row) for row in platforms())
+
 #: What PLATFORM may say -> platform of the model.
 PLATFORMS: dict[str, str] = {
-    "cuda": "cuda",
-    "ascend": "ascend",
-    "musa": "musa",
-    "maca": "maca",
-    "hip": "hip",
-    "simu": "host",
-    "host": "host",
-    "cpu": "host",
+    word: row.name for row in PLATFORM_ROWS for word in (row.name, *row.spellings)
 }
+
+
+def parse_platform(value: object) -> str:
+    """The platform that a word names."""
+    name = PLATFORMS.get(value.strip().lower()) if isinstance(value, str) else None
+    if name is None:
+        raise ValueError(f'there is no platform "{value}"; known are {", ".join(PLATFORMS)}')
+    return name
 
 
 def without_effect(keys: Sequence[str], instead: str) -> str:

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
-from ucm.config.assemble import assemble
-from ucm.config.layer import algorithm_name
-from ucm.config.loading import warn_once
-from ucm.config.normalise import normalise
+from ucm.config.loading import algorithm_name, assemble, normalise, warn_once
 from ucm.config.sparse import AlgorithmConfig, AutoConfig, Preset, chooses_blocks, keys_of
 from ucm.errors import ConfigError
 from ucm.sparse.policy import Policy

@@ -23,7 +23,7 @@ import numpy as np
 from ucm.config.sparse import AlgorithmConfig
 from ucm.errors import UcmError
 from ucm.sparse.config import settings_of
-from ucm.store.ucmstore import block_id
+from ucm.store.v0 import block_id
 
 _log = logging.getLogger("ucm.sparse")
 

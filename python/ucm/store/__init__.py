@@ -1,8 +1,7 @@
 """Stores: where KV blocks are kept, and how they are named.
 
 ``UcmConnectorFactoryV1`` makes stores by name, ``BlockHasher`` computes block keys, ``record_ids``
-the ids of one part. The names are imported when they are first used: :mod:`ucm.store.record`, and
-with it the command line, need neither the compiled core nor NumPy.
+the ids of one part. The names are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ucm._core import BlockHasher, part_mask, record_ids
-    from ucm.store.block_id import BlockId
-    from ucm.store.factory import UcmConnectorFactory
-    from ucm.store.factory_v1 import UcmConnectorFactoryV1, select_storage
-    from ucm.store.request_hasher import RequestHasher
-    from ucm.store.ucmstore import UcmKVStoreBase
+    from ucm.store.factory import UcmConnectorFactory, UcmConnectorFactoryV1, select_storage
+    from ucm.store.names import BlockId, RequestHasher
     from ucm.store.ucmstore_v1 import SidesTask, Task, UcmKVStoreBaseV1
+    from ucm.store.v0 import UcmKVStoreBase
 
 __all__ = [
     "BlockHasher",
@@ -38,12 +35,12 @@ _WHERE = {
     "BlockHasher": "ucm._core",
     "part_mask": "ucm._core",
     "record_ids": "ucm._core",
-    "BlockId": "ucm.store.block_id",
-    "RequestHasher": "ucm.store.request_hasher",
-    "select_storage": "ucm.store.factory_v1",
+    "BlockId": "ucm.store.names",
+    "RequestHasher": "ucm.store.names",
+    "select_storage": "ucm.store.factory",
     "UcmConnectorFactory": "ucm.store.factory",
-    "UcmConnectorFactoryV1": "ucm.store.factory_v1",
-    "UcmKVStoreBase": "ucm.store.ucmstore",
+    "UcmConnectorFactoryV1": "ucm.store.factory",
+    "UcmKVStoreBase": "ucm.store.v0",
     "SidesTask": "ucm.store.ucmstore_v1",
     "Task": "ucm.store.ucmstore_v1",
     "UcmKVStoreBaseV1": "ucm.store.ucmstore_v1",

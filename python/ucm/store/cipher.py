@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucm.reasons import MissReason
-from ucm.store.secret_file import read_secret
 
 if TYPE_CHECKING:
     from ucm.store.record import Crc, Header
@@ -204,6 +203,8 @@ def read_keys(
     a file that other users may read, and :class:`ValueError` for what is no key.
     """
     if file is not None:
+        from ucm.config.fields import read_secret  # with pydantic, which other commands do not need
+
         return parse_keys(read_secret(file, what, 1 << 16).decode("ascii", "replace"))
     text = environ.get(VARIABLE, "").strip()
     return parse_keys(text) if text else {}

@@ -1,24 +1,218 @@
-"""Stores by name for programs written against the V0 interface of the original.
+"""Stores by name: which class a name stands for, and the first of several that answers.
 
-There is one registry for both interfaces: what is registered here can be created by the V1 factory
-and the other way round, with an adapter in between where the class is of the other kind.
+Nothing is imported before it is needed. There is one registry for the interfaces V1 and V0: what is
+registered with one factory can be created by the other, with an adapter in between where the class
+is of the other kind.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from ucm.config.stores import KNOWN_STORES, OPTION_OWNER, PIPELINE, option_keys
-from ucm.config.words import MEANINGLESS
-from ucm.errors import ConfigError, UcmError
-from ucm.store.factory_v1 import UcmConnectorFactoryV1
-from ucm.store.ucmstore import UcmKVStoreBase
+from ucm.config.words import (
+    BUILT_STORES,
+    KNOWN_STORES,
+    MEANINGLESS,
+    OPTION_OWNER,
+    PIPELINE,
+    hint,
+    instead_of,
+    option_keys,
+    store_hint,
+    why_not_alone,
+)
+from ucm.errors import ConfigError, UcmError, UnknownConnectorError
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
-from ucm.store.v0_over_v1 import V0OverV1
+from ucm.store.v0 import UcmKVStoreBase, V0OverV1, V1OverV0, with_v0_words
 
 logger = logging.getLogger("ucm.store")
+
+#: A store of either interface; :meth:`UcmConnectorFactoryV1.create_connector` puts V1 in front of
+#: V0.
+StoreClass = type[UcmKVStoreBaseV1] | type[UcmKVStoreBase]
+
+
+class UcmConnectorFactoryV1:
+    """Stores by name. Users register their own before the engine starts, or name their module in
+    the configuration."""
+
+    _registry: ClassVar[dict[str, tuple[str, str]]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        """Let ``name`` stand for ``class_name`` of ``module_path``, which is imported when first
+        used.
+
+        The same registration may be repeated. Raises :class:`~ucm.errors.ConfigError` when the name
+        stands for another class already, or is empty.
+        """
+        texts: tuple[tuple[str, object], ...] = (
+            ("name", name),
+            ("module path", module_path),
+            ("class name", class_name),
+        )
+        for what, text in texts:
+            if not isinstance(text, str) or not text.strip():
+                raise ConfigError(
+                    f"the {what} of a store is a text that is not empty, got {text!r}"
+                )
+        with cls._lock:
+            before = cls._registry.setdefault(name, (module_path, class_name))
+        if before != (module_path, class_name):
+            raise ConfigError(
+                f"the store {name} is registered already as {before[1]} of {before[0]}; choose"
+                " another name"
+            )
+
+    @classmethod
+    def registered(cls) -> tuple[str, ...]:
+        """The names that can be created, sorted."""
+        with cls._lock:
+            return tuple(sorted(cls._registry))
+
+    @classmethod
+    def resolve(cls, name: str, module_path: str | None = None) -> StoreClass:
+        """The class a name stands for, imported and checked but not constructed.
+
+        With ``module_path`` the class is ``name`` of that module. Raises
+        :class:`~ucm.errors.UnknownConnectorError` for an unknown name, module or class, and
+        :class:`~ucm.errors.ConfigError` for a class that is no store.
+        """
+        if module_path is not None:
+            module, class_name = module_path, name
+        else:
+            with cls._lock:
+                entry = cls._registry.get(name)
+            if entry is None:
+                raise UnknownConnectorError(cls._unknown(name))
+            module, class_name = entry
+        try:
+            imported = importlib.import_module(module)
+        except ImportError as error:
+            raise UnknownConnectorError(
+                f"the module {module} of the store {name} cannot be imported: {error}; it must be"
+                " on the Python path of every vLLM process"
+            ) from error
+        found = getattr(imported, class_name, None)
+        if found is None:
+            raise UnknownConnectorError(
+                f"the module {module} has no class"
+                f" {class_name}{hint(class_name, _classes(imported))}"
+            )
+        if not (isinstance(found, type) and issubclass(found, UcmKVStoreBaseV1 | UcmKVStoreBase)):
+            raise ConfigError(
+                f"{class_name} of {module} is no store: derive it from"
+                " ucm.store.ucmstore_v1.UcmKVStoreBaseV1"
+            )
+        if missing := sorted(found.__abstractmethods__):
+            raise ConfigError(
+                f"the store {class_name} of {module} does not define {', '.join(missing)}"
+            )
+        return found
+
+    @classmethod
+    def create_connector(
+        cls, connector_name: str, config: Mapping[str, Any], module_path: str | None = None
+    ) -> UcmKVStoreBaseV1:
+        """A store by name, or of the class of that name in ``module_path``. Raises as
+        :meth:`resolve`.
+
+        What its constructor raises is passed on; anything but our own errors gets the store's name.
+        A store of the V0 interface is put behind :class:`~ucm.store.v0.V1OverV0`; it finds
+        its sizes under its own words too.
+        """
+        store_class = cls.resolve(connector_name, module_path)
+        try:
+            if issubclass(store_class, UcmKVStoreBaseV1):
+                return store_class(config)
+            return V1OverV0(store_class(with_v0_words(config)), config)
+        except UcmError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the store {connector_name} could not be made: {type(error).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        if name in KNOWN_STORES - BUILT_STORES:
+            return why_not_alone(name) or f"{name} is not built yet; {instead_of(name)}"
+        names = cls.registered()
+        return (
+            f"no store is registered as {name!r}{store_hint(str(name), names)} (registered:"
+            f" {', '.join(names) or 'none'}; your own: UcmConnectorFactoryV1.register_connector, or"
+            " ucm_connector_module_path in the configuration)"
+        )
+
+
+def _classes(module: Any) -> list[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, type)]
+
+
+def why_unavailable(store: UcmKVStoreBaseV1) -> str:
+    """Why a store that was just opened is of no use, empty when it is."""
+    try:
+        return "" if store.healthy() else store.trouble() or "it says that it is unhealthy"
+    except Exception as error:
+        return f"its healthy() failed: {error}"
+
+
+def select_storage(config: Mapping[str, Any]) -> UcmKVStoreBaseV1:
+    """The first of ``ucm_connectors`` that can be opened and answers; the log says why not those
+    before it.
+
+    ``config`` holds that list (or one entry at its top); every ``ucm_connector_config`` is what the
+    store's constructor takes, its sizes in bytes among it. Where none answers, it is the first one
+    that could be opened: it is retried by itself and answers with misses meanwhile. Raises
+    :class:`~ucm.errors.ConfigError` when none could be. The connector chooses by the same rule, but
+    for all processes of an engine together.
+    """
+    entries = config.get("ucm_connectors") or ([config] if config.get("ucm_connector_name") else [])
+    entries = [entries] if isinstance(entries, Mapping) else list(entries)
+    if not entries:
+        raise ConfigError(
+            "no store is configured: write ucm_connectors, a list of names and configurations"
+        )
+    waiting: UcmKVStoreBaseV1 | None = None
+    whys: list[str] = []
+    for entry in entries:
+        name = entry.get("ucm_connector_name", "")
+        try:
+            store = UcmConnectorFactoryV1.create_connector(
+                name,
+                entry.get("ucm_connector_config") or {},
+                entry.get("ucm_connector_module_path"),
+            )
+        except UcmError as error:
+            whys.append(f"{name} cannot be opened: {error}")
+            continue
+        why = why_unavailable(store)
+        if not why:
+            if whys:
+                logger.warning("of %d stores %s is used; %s", len(entries), name, "; ".join(whys))
+            if waiting is not None:
+                waiting.close()
+            return store
+        whys.append(f"{name} is not available: {why}")
+        if waiting is None:
+            waiting = store
+        else:
+            store.close()
+    if waiting is None:
+        raise ConfigError("; ".join(whys))
+    logger.warning("no store is available, the first is retried: %s", "; ".join(whys))
+    return waiting
+
+
+# Every store of the core; the others of one tier have a class made from their kind.
+for _name in BUILT_STORES:
+    UcmConnectorFactoryV1.register_connector(_name, "ucm.store.presets", _name)
+
 
 #: Keys of the original's V0 stores -> ours.
 _WORDS = {
@@ -37,8 +231,7 @@ class UcmConnectorFactory:
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
-        """As :meth:`ucm.store.factory_v1.UcmConnectorFactoryV1.register_connector`, into the same
-        registry."""
+        """As :meth:`UcmConnectorFactoryV1.register_connector`, into the same registry."""
         UcmConnectorFactoryV1.register_connector(name, module_path, class_name)
 
     @classmethod

@@ -1,10 +1,10 @@
-"""From the KV tensors of a model to the addresses of the pieces of a block. Arithmetic only; torch
-is never imported.
+"""From the KV tensors of a model to the addresses of the pieces of a block, and the sizes of a
+block as a configuration names them. Arithmetic only; torch is never imported.
 
 Every layer is a view ``[block, head, token, element]`` of one buffer in one of several physical
 orders; MLA has one head. Others keep several tensors for a layer: K and V, or the parts of MLA with
-and without a position. A block of a tensor is one or several contiguous runs of bytes: which ones
-is read off the strides.
+and without a position. A block of a tensor is one or several contiguous runs of bytes, given by the
+strides. What has no ``data_ptr()`` is a NumPy array.
 """
 
 from __future__ import annotations
@@ -19,6 +19,84 @@ import numpy as np
 import numpy.typing as npt
 
 from ucm.errors import InvalidInputError
+
+
+def address_of(tensor: Any, **where: int) -> int:
+    """The address of a contiguous tensor; ``where`` (row, column) goes into the error about one
+    that is not."""
+    if hasattr(tensor, "data_ptr"):
+        contiguous, address = tensor.is_contiguous(), tensor.data_ptr()
+    elif isinstance(tensor, np.ndarray):
+        contiguous, address = tensor.flags.c_contiguous, tensor.ctypes.data
+    else:
+        raise InvalidInputError(
+            "a tensor is a torch tensor or a NumPy array",
+            context={**where, "type": type(tensor).__name__},
+        )
+    if not contiguous:
+        raise InvalidInputError("a tensor must be contiguous", context=dict(where))
+    return int(address)
+
+
+def bytes_of(tensor: Any) -> int:
+    """The size of a tensor in bytes."""
+    return int(
+        tensor.nbytes if isinstance(tensor, np.ndarray) else tensor.numel() * tensor.element_size()
+    )
+
+
+def on_host(tensor: Any) -> bool:
+    """Whether a tensor lies in memory that this process can read itself."""
+    device = getattr(tensor, "device", None)
+    return getattr(device, "type", "cpu") == "cpu"
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Sizes in bytes."""
+
+    #: Contiguous pieces of one shard, in the order of a row's addresses.
+    pieces: tuple[int, ...]
+    #: What one row of a load or dump moves.
+    shard: int
+    #: All shards.
+    block: int
+
+    @property
+    def shards(self) -> int:
+        """Shards of a block."""
+        return self.block // self.shard
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> BlockShape:
+        """The shape that the keys ``tensor_size`` or ``tensor_size_list``, ``shard_size`` and
+        ``block_size`` name.
+
+        Raises :class:`~ucm.errors.InvalidInputError` when they are missing, or do not divide each
+        other.
+        """
+        layer = tuple(config.get("tensor_size_list") or ())
+        if not layer and config.get("tensor_size"):
+            layer = (config["tensor_size"],)
+        shard, block = config.get("shard_size"), config.get("block_size")
+        sizes = (*layer, shard, block)
+        if not layer or any(
+            not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes
+        ):
+            raise InvalidInputError(
+                "a store needs its sizes in bytes: tensor_size or tensor_size_list, shard_size,"
+                " block_size",
+                context={"tensors": layer, "shard_size": shard, "block_size": block},
+            )
+        assert isinstance(shard, int)
+        assert isinstance(block, int)
+        if shard % sum(layer) or block % shard:
+            raise InvalidInputError(
+                "sizes divide each other: a shard is a whole number of layers, a block a whole"
+                " number of shards",
+                context={"layer": sum(layer), "shard_size": shard, "block_size": block},
+            )
+        return cls(layer * (shard // sum(layer)), shard, block)
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError, UnsupportedError
-from ucm.store.kv_layout import KVLayout
-from ucm.store.tensors import address_of
+from ucm.store.kv_layout import KVLayout, address_of
 
 #: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be
 #: reused.

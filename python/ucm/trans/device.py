@@ -8,16 +8,16 @@ from typing import Any
 from weakref import WeakSet
 
 from ucm._core import TransDevice, TransMemory
-from ucm.config.words import PLATFORMS
+from ucm.config.words import PLATFORM_ROWS, PLATFORMS, parse_platform
 from ucm.errors import ConfigError, InvalidInputError, UnsupportedError
-from ucm.store.tensors import address_of, bytes_of
+from ucm.store.kv_layout import address_of, bytes_of
 from ucm.trans.buffer import Buffer
 from ucm.trans.stream import Stream
 
 logger = logging.getLogger("ucm.trans")
 
-#: What is looked for where no platform is named, in this order; without any of them it is the host.
-AUTOMATIC = ("cuda", "hip", "musa", "maca", "ascend")
+#: What is tried where no platform is named, in this order; without any of them it is the host.
+AUTOMATIC = tuple(row.name for row in PLATFORM_ROWS if row.in_torch != "cpu")
 
 
 class Device:
@@ -144,9 +144,10 @@ def _name(platform: str, device_id: int) -> str:
 
 def _platform(named: str | None) -> str | None:
     if named is not None:
-        if named.lower() not in PLATFORMS:
-            raise ConfigError(f'there is no platform "{named}"; known are {", ".join(PLATFORMS)}')
-        return PLATFORMS[named.lower()]
+        try:
+            return parse_platform(named)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     word = os.environ.get("PLATFORM", "").strip()
     if word and word.lower() not in PLATFORMS:
         logger.warning(

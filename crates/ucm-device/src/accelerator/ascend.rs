@@ -19,7 +19,6 @@ use crate::fork::Origin;
 const VENDOR: &str = "ascend";
 
 const LIBRARY: Places = Places {
-    vendor: VENDOR,
     known_by: Some("aclrtCreateStreamWithConfig"),
     names: &["libascendcl.so"],
     below: None,
@@ -174,7 +173,7 @@ impl Ascend {
     /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is
     /// none of.
     pub(super) fn open(ordinal: u32) -> Result<Self> {
-        let library = library::find(&LIBRARY)?;
+        let library = library::find(VENDOR, &LIBRARY)?;
         let calls = Calls::load(&library, VENDOR, "acl")?;
         library::check_begun()?;
         let (mut count, mut version) = (0_u32, [0_i32; 3]);

@@ -36,7 +36,6 @@ const VENDOR: &str = "cuda";
 /// The number is the driver's. The name without it may be a library that programs are linked with
 /// and that does nothing.
 const LIBRARY: Places = Places {
-    vendor: VENDOR,
     known_by: None, // a tool that watches calls of the driver may have some of them too
     names: &["libcuda.so.1", "libcuda.so"],
     below: None,
@@ -162,7 +161,7 @@ impl Driver {
     }
 
     fn load() -> Result<Self> {
-        let library = library::find(&LIBRARY)?;
+        let library = library::find(VENDOR, &LIBRARY)?;
         let driver = Self {
             calls: Calls::load(&library, VENDOR, "")?,
             names: Names::load(&library, VENDOR, "")?,

@@ -22,17 +22,15 @@ const MODE: c_int = libc::RTLD_NOW | libc::RTLD_NODELETE;
 pub(super) type Function = unsafe extern "C" fn();
 
 /// Where a vendor's library may be.
-pub(super) struct Places {
-    /// Whose it is, for errors.
-    pub(super) vendor: &'static str,
+pub(crate) struct Places {
     /// A function that only it has: where the process shows that to everybody already, the library
     /// is there.
-    pub(super) known_by: Option<&'static str>,
+    pub(crate) known_by: Option<&'static str>,
     /// Its names, the most likely one first.
-    pub(super) names: &'static [&'static str],
+    pub(crate) names: &'static [&'static str],
     /// An environment variable that names a directory, and a path in that, where to look before the
     /// loader does.
-    pub(super) below: Option<(&'static str, &'static str)>,
+    pub(crate) below: Option<(&'static str, &'static str)>,
 }
 
 /// The library that tests put in the place of every vendor's.
@@ -49,8 +47,8 @@ fn stand_in() -> Result<Option<Library>> {
 }
 
 /// A vendor's library: the one that the process has (torch's), or else the first that can be
-/// loaded. `Unsupported` without.
-pub(super) fn find(places: &Places) -> Result<Library> {
+/// loaded. `Unsupported` without, with the vendor's name.
+pub(super) fn find(vendor: &'static str, places: &Places) -> Result<Library> {
     if let Some(library) = stand_in()? {
         return Ok(library);
     }
@@ -80,7 +78,7 @@ pub(super) fn find(places: &Places) -> Result<Library> {
         .ok_or_else(|| {
             let none =
                 "the runtime of this device is not installed here, or not where the loader looks";
-            let none = Error::new(ErrorKind::Unsupported, none).with("vendor", places.vendor);
+            let none = Error::new(ErrorKind::Unsupported, none).with("vendor", vendor);
             none.with("libraries", places.names.join(", "))
         })
 }
@@ -213,22 +211,24 @@ pub(super) mod tests {
     #[test]
     fn a_library_is_found_in_the_process_below_a_directory_or_not_at_all() {
         let place = |known_by, names, below| Places {
-            vendor: "abacus",
             known_by: Some(known_by),
             names,
             below,
         };
-        let here = find(&place("malloc", &["libabacus.so"], None)).unwrap();
+        let here = find("abacus", &place("malloc", &["libabacus.so"], None)).unwrap();
         assert!(function(&here, "free").is_some());
         let (directory, _library) = stub("abacus", ["Count"].into_iter());
         let path: &'static str = Box::leak(directory.path().to_str().unwrap().into());
-        let below = find(&place("abacusAdd", &["libstub.so"], Some(("PATH", path)))).unwrap();
+        let below = find(
+            "abacus",
+            &place("abacusAdd", &["libstub.so"], Some(("PATH", path))),
+        )
+        .unwrap();
         assert!(function(&below, "abacusCount").is_some());
-        let none = find(&place(
-            "abacusAdd",
-            &["libabacus.so", "libabacus.so.2"],
-            None,
-        ));
+        let none = find(
+            "abacus",
+            &place("abacusAdd", &["libabacus.so", "libabacus.so.2"], None),
+        );
         let none = none.err().unwrap();
         assert_eq!(none.kind(), ErrorKind::Unsupported);
         let text = none.to_string();

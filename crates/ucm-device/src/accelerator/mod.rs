@@ -49,8 +49,9 @@ use lane::{Host, Lane, Lanes, STAGED};
 use pinned::{Owner, Pinned};
 use plan::{Costs, Method, Run};
 use runtime::{RawEvent, Runtime};
-use vendor::Vendor;
-pub(crate) use vendor::{HIP, MACA, MUSA};
+
+pub(crate) use library::Places;
+pub(crate) use vendor::Vendor;
 
 impl Transfer {
     fn method(self) -> Option<Method> {
@@ -100,13 +101,14 @@ impl Accelerator {
 
     /// Device number `ordinal` of a vendor whose runtime is shaped as CUDA's.
     pub(crate) fn vendor(
+        name: &'static str,
         vendor: &'static Vendor,
         ordinal: u32,
         transfer: Transfer,
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<dyn Device>> {
-        let open = move || Ok(Arc::new(vendor::Device::open(vendor, ordinal)?) as _);
-        Self::over(format!("{}:{ordinal}", vendor.name), open, transfer, clock)
+        let open = move || Ok(Arc::new(vendor::Device::open(name, vendor, ordinal)?) as _);
+        Self::over(format!("{name}:{ordinal}"), open, transfer, clock)
     }
 
     /// Device number `ordinal` of Ascend.

@@ -14,85 +14,22 @@ use super::runtime::{Direction, Failed, RawEvent, RawStream, Runtime, ends_conte
 use crate::fork::Origin;
 use crate::numa;
 
-/// What tells a vendor's runtime from another one.
+/// What differs between the runtimes of two vendors; the table is in `devices.rs`.
 pub(crate) struct Vendor {
-    /// Its name here.
-    pub(super) name: &'static str,
-    /// What its functions begin with.
-    prefix: &'static str,
-    library: Places,
+    /// The names of its functions begin with this.
+    pub(crate) prefix: &'static str,
+    pub(crate) library: Places,
     /// The kinds of copies: as [`Direction`], then on the device.
-    kinds: [c_int; 3],
+    pub(crate) kinds: [c_int; 3],
     /// Of memory that is registered: pinned for every device.
-    portable: c_uint,
+    pub(crate) portable: c_uint,
     /// Of streams: they do not wait for the default stream.
-    non_blocking: c_uint,
-    /// Of threads: their calls are no trouble to a graph that a thread captures.
-    relaxed: c_int,
+    pub(crate) non_blocking: c_uint,
+    /// Of threads: their calls do not disturb a graph that a thread captures.
+    pub(crate) relaxed: c_int,
     /// Answers of an event or a stream that is not done.
-    not_ready: &'static [c_int],
+    pub(crate) not_ready: &'static [c_int],
 }
-
-/// AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in
-/// Debian's `libamdhip64-dev` 5.2.3. The name with `.5` is Debian's; those with other numbers
-/// follow ROCm's releases and are unverified.
-pub(crate) const HIP: Vendor = Vendor {
-    name: "hip",
-    prefix: "hip",
-    library: Places {
-        vendor: "hip",
-        known_by: Some("hipStreamCreateWithPriority"),
-        names: &[
-            "libamdhip64.so",
-            "libamdhip64.so.7",
-            "libamdhip64.so.6",
-            "libamdhip64.so.5",
-        ],
-        below: None,
-    },
-    kinds: [1, 2, 3],
-    portable: 1,
-    non_blocking: 1,
-    relaxed: 2,
-    not_ready: &[600],
-};
-
-/// Moore Threads. **Unverified**: no header of MUSA's was at hand; names and shapes are those that
-/// public callers of it use, and the values are CUDA's. CUDA's own number for "not ready" was 34
-/// before 10.1, so both are taken for it.
-pub(crate) const MUSA: Vendor = Vendor {
-    name: "musa",
-    prefix: "musa",
-    library: Places {
-        vendor: "musa",
-        known_by: Some("musaStreamCreateWithPriority"),
-        names: &["libmusart.so", "libmusart.so.5", "libmusart.so.4"],
-        below: None,
-    },
-    kinds: [1, 2, 3],
-    portable: 1,
-    non_blocking: 1,
-    relaxed: 2,
-    not_ready: &[600, 34],
-};
-
-/// MetaX. **Unverified**, as [`MUSA`] is; public callers open `lib/libmcruntime.so` below
-/// `$MACA_PATH`.
-pub(crate) const MACA: Vendor = Vendor {
-    name: "maca",
-    prefix: "mc",
-    library: Places {
-        vendor: "maca",
-        known_by: Some("mcStreamCreateWithPriority"),
-        names: &["libmcruntime.so"],
-        below: Some(("MACA_PATH", "lib")),
-    },
-    kinds: [1, 2, 3],
-    portable: 1,
-    non_blocking: 1,
-    relaxed: 2,
-    not_ready: &[600, 34],
-};
 
 /// Where [`Vendor::kinds`] has that of copies on the device, behind those of both [`Direction`]s.
 const ON_DEVICE: usize = 2;
@@ -176,13 +113,13 @@ pub(super) struct Device {
 impl Device {
     /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is
     /// none of.
-    pub(super) fn open(vendor: &'static Vendor, ordinal: u32) -> Result<Self> {
-        let library = library::find(&vendor.library)?;
+    pub(super) fn open(name: &'static str, vendor: &'static Vendor, ordinal: u32) -> Result<Self> {
+        let library = library::find(name, &vendor.library)?;
         let mut device = Self {
             vendor,
-            calls: Calls::load(&library, vendor.name, vendor.prefix)?,
-            captures: Captures::load(&library, vendor.name, vendor.prefix).ok(),
-            allocated: Allocated::load(&library, vendor.name, vendor.prefix).ok(),
+            calls: Calls::load(&library, name, vendor.prefix)?,
+            captures: Captures::load(&library, name, vendor.prefix).ok(),
+            allocated: Allocated::load(&library, name, vendor.prefix).ok(),
             ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
             description: String::new(),
             node: None,
@@ -197,10 +134,10 @@ impl Device {
         }
         library::begun()?;
         if device.ordinal >= count {
-            return Err(library::no_device(vendor.name, ordinal, count));
+            return Err(library::no_device(name, ordinal, count));
         }
-        device.description = format!("{} device {ordinal}, runtime {version}", vendor.name);
-        device.node = Placed::load(&library, vendor.name, vendor.prefix)
+        device.description = format!("{name} device {ordinal}, runtime {version}");
+        device.node = Placed::load(&library, name, vendor.prefix)
             .ok()
             .and_then(|placed| device.bus_id(&placed))
             .and_then(|pci| numa::node_of(&pci));
@@ -532,24 +469,21 @@ mod tests {
     use crate::accelerator::library::tests::stub;
 
     /// What loading says where this function is missing.
-    fn without(vendor: &Vendor, missing: &str) -> Error {
+    fn without(prefix: &str, missing: &str) -> Error {
         let there = Calls::NAMES.iter().copied().filter(|&name| name != missing);
-        let (_directory, library) = stub(vendor.prefix, there);
-        let loaded = Calls::load(&library, vendor.name, vendor.prefix);
+        let (_directory, library) = stub(prefix, there);
+        let loaded = Calls::load(&library, "abacus", prefix);
         loaded.err().unwrap()
     }
 
     #[test]
     fn a_function_that_is_missing_is_named() {
-        let hip = Calls::NAMES.iter().map(|&name| (&HIP, name));
-        for (vendor, name) in hip.chain([(&MUSA, "Malloc"), (&MACA, "MemcpyAsync")]) {
-            let error = without(vendor, name);
+        let hip = Calls::NAMES.iter().map(|&name| ("hip", name));
+        for (prefix, name) in hip.chain([("musa", "Malloc"), ("mc", "MemcpyAsync")]) {
+            let error = without(prefix, name);
             assert_eq!(error.kind(), ErrorKind::Unsupported);
             let text = error.to_string();
-            assert!(
-                text.contains(&format!("function={}{name}", vendor.prefix)),
-                "{text}"
-            );
+            assert!(text.contains(&format!("function={prefix}{name}")), "{text}");
         }
         let (_directory, whole) = stub("mc", Calls::NAMES.iter().copied());
         assert!(Calls::load(&whole, "maca", "mc").is_ok());

@@ -1,14 +1,5 @@
-"""``UcmDs3fsStore``: the POSIX store on a mount of 3FS, with blocks past FUSE through its rings."""
+"""A name of the original; see :mod:`ucm.store.presets`."""
 
-from __future__ import annotations
+from ucm.store.presets import UcmDs3fsStore
 
-from typing import ClassVar
-
-from ucm.store.posix.connector import UcmPosixStore
-
-
-class UcmDs3fsStore(UcmPosixStore):
-    """:class:`~ucm.store.posix.connector.UcmPosixStore` over USRBIO; beside its keys those of the
-    rings."""
-
-    store_name: ClassVar[str] = "UcmDs3fsStore"
+__all__ = ["UcmDs3fsStore"]

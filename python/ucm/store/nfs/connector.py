@@ -1,14 +1,5 @@
-"""``UcmNfsStore``: what the original calls a store on a network share, here the POSIX store on its
-mount point."""
+"""A name of the original; see :mod:`ucm.store.presets`."""
 
-from __future__ import annotations
+from ucm.store.presets import UcmNfsStore
 
-from typing import ClassVar
-
-from ucm.store.posix.connector import UcmPosixStore
-
-
-class UcmNfsStore(UcmPosixStore):
-    """:class:`~ucm.store.posix.connector.UcmPosixStore` under another name, with the same keys."""
-
-    store_name: ClassVar[str] = "UcmNfsStore"
+__all__ = ["UcmNfsStore"]

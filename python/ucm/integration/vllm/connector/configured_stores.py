@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ucm.config import UcmConfig
-from ucm.config.pipelines import real_path
-from ucm.config.sizes import without_login
+from ucm.config.fields import without_login
+from ucm.config.rules import real_path
 from ucm.errors import ConfigError
-from ucm.store.factory_v1 import StoreClass, UcmConnectorFactoryV1
+from ucm.store.factory import StoreClass, UcmConnectorFactoryV1
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 

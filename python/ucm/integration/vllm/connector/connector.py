@@ -46,7 +46,7 @@ from ucm.integration.vllm.connector.worker.pending_loads import PendingLoads
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.logger import init_logger
 from ucm.reasons import MissReason
-from ucm.store.factory_v1 import UcmConnectorFactoryV1
+from ucm.store.factory import UcmConnectorFactoryV1
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

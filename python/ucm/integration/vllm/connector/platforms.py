@@ -1,9 +1,8 @@
-"""The platforms ucm serves: what vLLM calls each, which device of the core it is, and how its work
-is waited for.
+"""The platforms of the core for vLLM, and how the work of each is waited for.
 
 A dump may read a block once the model has written it. On an accelerator that is later than when the
 call returns, so a rank records an event on the model's stream and passes its handle to the store,
-which waits for it. This table is the only place that tells platforms apart.
+which waits for it.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ucm.config.words import PLATFORM_ROWS, PlatformRow
 
 #: The handle of an event, 0 where there is none, and what keeps it alive.
 Mark = tuple[int, Any]
@@ -51,17 +52,13 @@ def event(handle: str) -> Callable[[torch.device], Mark]:
     return mark
 
 
-#: Those of torch are named after its own: torch for HIP and for MACA calls its device, and its
-#: events, those of CUDA. Unverified are the names that vLLM has for MUSA and MACA, and the name of
-#: the handle in torch for MUSA.
-PLATFORMS: list[Platform] = [
-    Platform("host", ("cpu",), "cpu", nothing),
-    Platform("cuda", ("cuda",), "cuda", event("cuda_event")),
-    Platform("hip", ("rocm",), "cuda", event("cuda_event")),
-    Platform("maca", ("maca", "cuda"), "cuda", event("cuda_event")),
-    Platform("musa", ("musa",), "musa", event("musa_event")),
-    Platform("ascend", ("npu",), "npu", event("npu_event")),
-]
+def _platform(row: PlatformRow) -> Platform:
+    # torch names the handle of an event after its device; for MUSA that is unverified.
+    mark = nothing if row.in_torch == "cpu" else event(f"{row.in_torch}_event")
+    return Platform(row.name, tuple(row.in_vllm), row.in_torch, mark)
+
+
+PLATFORMS: list[Platform] = [_platform(row) for row in PLATFORM_ROWS]
 
 
 def platform_of(wanted: str | None, running: Any) -> Platform | str:

@@ -15,9 +15,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ucm.config.fields import read_secret
 from ucm.config.words import TENANT_KEY_VARIABLE
 from ucm.errors import ConfigError
-from ucm.store.secret_file import read_secret
 
 #: Bytes of a tag.
 TAG = 32

@@ -26,7 +26,7 @@ from ucm.integration.vllm.connector.metadata import Handshake, RankReport, Store
 from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
 from ucm.reasons import MissReason
 from ucm.store import part_mask
-from ucm.store.factory_v1 import why_unavailable
+from ucm.store.factory import why_unavailable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 PENDING, OPENING, OPEN, OFF = "pending", "opening", "open", "off"

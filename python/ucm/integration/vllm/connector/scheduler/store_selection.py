@@ -17,7 +17,7 @@ from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
 from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup
-from ucm.store.factory_v1 import why_unavailable
+from ucm.store.factory import why_unavailable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 #: Between two rounds through all stores when none was available, in seconds.

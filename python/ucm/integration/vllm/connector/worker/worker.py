@@ -48,7 +48,7 @@ from ucm.integration.vllm.connector.worker.store_hints import (
 )
 from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads
 from ucm.store import part_mask
-from ucm.store.factory_v1 import why_unavailable
+from ucm.store.factory import why_unavailable
 from ucm.store.kv_layout import KVLayout
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 

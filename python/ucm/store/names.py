@@ -1,16 +1,49 @@
-"""Block keys of a token list under the names of the original, computed by
-:class:`ucm.store.BlockHasher`.
+"""Names of the original for programs that were written against it: block ids as objects, and the
+block keys of a token list.
 
-For programs that keep blocks of their own in a store. The vLLM connector does not use it: its keys
-stand for a whole identity (weights, layout, adapters), so they are other ones than these.
+Every store takes plain ``bytes``, and the vLLM connector computes keys for a whole identity
+(weights, layout, adapters), which are other ones than these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from ucm._core import BlockHasher
+from ucm.errors import InvalidInputError
+from ucm.store.v0 import block_id
+
+
+class BlockId(bytes):
+    """The 16 bytes that name a block. It is bytes, so it goes wherever an id goes."""
+
+    #: Bytes of an id.
+    SIZE = 16
+
+    def __new__(cls, hash_bytes: bytes) -> Self:
+        """Raises :class:`~ucm.errors.InvalidInputError` for anything but 16 bytes."""
+        given: object = hash_bytes
+        if not isinstance(given, bytes) or len(given) != cls.SIZE:
+            raise InvalidInputError(
+                "a block id is 16 raw bytes (type bytes)", context={"got": repr(given)[:80]}
+            )
+        return super().__new__(cls, hash_bytes)
+
+    @property
+    def bytes(self) -> bytes:
+        """The id without its class."""
+        return self[:]
+
+    def to_hex(self) -> str:
+        """32 hexadecimal digits."""
+        return self.hex()
+
+    @classmethod
+    def from_hex(cls, hex_str: str) -> Self:
+        """The id of 32 hexadecimal digits, in either case; another text is an error."""
+        return cls(block_id(hex_str))
+
 
 #: Tokens of a block where nothing else is said.
 DEFAULT_BLOCK_SIZE = 16

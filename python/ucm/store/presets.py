@@ -1,0 +1,373 @@
+"""Stores by the names of the original: presets of the one engine, and two that keep no bytes.
+
+A store of one tier without code of its own has its class made here on first use, from the kind of
+tier with its name (:func:`__getattr__`): ``UcmNfsStore``, ``UcmDs3fsStore``, ``UcmMooncakeStore``,
+``UcmObjectStore`` and others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from ucm.config.words import STORES, option_keys, options_of
+from ucm.errors import (
+    ClosedError,
+    ConfigError,
+    InvalidInputError,
+    NotFoundError,
+    TaskError,
+    UcmError,
+)
+from ucm.store.engine import (
+    EngineSettings,
+    PosixTask,
+    UcmPosixStore,
+    read_pipeline_settings,
+    read_stages,
+)
+from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
+
+
+def __getattr__(name: str) -> type[UcmPosixStore]:
+    if name not in STORES or STORES[name].kind.role != "medium":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    members = {
+        "__doc__": f"{name}: {STORES[name].summary}.",
+        "__module__": __name__,
+        "store_name": name,
+    }
+    made = type(name, (UcmPosixStore,), members)
+    globals()[name] = made  # the next use does not come here
+    return made
+
+
+class UcmCacheStore(UcmPosixStore):
+    """Blocks in memory that the processes of this host share; all are gone with the last of these.
+
+    With ``backend: {name, config}`` it is the cache above that store, a pipeline of the two.
+    """
+
+    store_name: ClassVar[str] = "UcmCacheStore"
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
+        if config.get("backend"):
+            return read_stages(config, cls.__name__)
+        return super()._read(config)
+
+
+class PrefixTask(PosixTask):
+    """A load of the first :attr:`blocks` blocks of a prefix."""
+
+    #: How many blocks, from the first on, are being loaded; 0: none is stored, and the task is
+    #: finished.
+    blocks: int = 0
+
+
+class UcmPcStore(UcmPosixStore):
+    """Blocks of one root in segments: many in one file that is published whole, looked up in
+    memory."""
+
+    store_name: ClassVar[str] = "UcmPcStore"
+
+    def load_prefix(
+        self,
+        prefix_hashes: Sequence[bytes],
+        dst_addrs: npt.NDArray[np.uint64],
+        timeout: float | None = None,
+    ) -> PrefixTask:
+        """Load whole blocks from the first id on, as many as are stored without a gap.
+
+        ``dst_addrs`` has shape (blocks * shards of a block, pieces per shard), the shards of a
+        block one after the other. ``timeout`` in seconds, the configured deadline if None. The task
+        says in :attr:`~PrefixTask.blocks` how many blocks it loads; memory of the others is not
+        touched.
+        """
+        shards = self.settings.block_size // self.settings.shard_size
+        addrs = np.asarray(dst_addrs)
+        if addrs.shape[:1] != (len(prefix_hashes) * shards,):
+            raise InvalidInputError(
+                "dst_addrs has one row for each shard of each block",
+                context={"shape": addrs.shape, "blocks": len(prefix_hashes), "shards": shards},
+            )
+        blocks = self.lookup_on_prefix(prefix_hashes) + 1
+        ids = [block_id for block_id in prefix_hashes[:blocks] for _ in range(shards)]
+        loading = self.load_data(
+            ids, list(range(shards)) * blocks, addrs[: blocks * shards], timeout
+        )
+        task = PrefixTask(loading.handle, loading.kind)
+        task.blocks = blocks
+        return task
+
+
+class UcmPipelineStore(UcmPosixStore):
+    """The stages that ``store_pipeline`` names, top first; every key of theirs as in
+    ``docs/configuration.md``."""
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
+        return read_pipeline_settings(config)
+
+    @classmethod
+    def _word(cls) -> str:
+        return "pipeline"
+
+
+class InstantTask(Task):
+    """A load or dump that ended at once, with these failures by row."""
+
+    def __init__(self, kind: str, failures: dict[int, UcmError]) -> None:
+        super().__init__()
+        self.kind, self.failures, self.completed = kind, failures, True
+
+
+class InstantStore(UcmKVStoreBaseV1):
+    """Waiting and checking for such tasks, and the checks of arguments."""
+
+    has_staged_level = True
+
+    def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
+        """Never waits. Raises :class:`~ucm.errors.TaskError` for a task that failed."""
+        del timeout, until
+        failed: TaskError | None = None
+        for one in task if isinstance(task, list | tuple) else [task]:
+            failures = _instant(one).failures
+            if failures:
+                first = min(failures)
+                one.error = TaskError(
+                    f"{len(failures)} rows of the {one.kind} failed, the first: {failures[first]}",
+                    failures=failures,
+                    context={"row": first},
+                )
+                failed = failed or one.error
+        if failed is not None:
+            raise failed
+
+    def check(self, task: Any, until: Until = "published") -> bool:
+        """Always."""
+        del until
+        return _instant(task).completed
+
+    def checked(self, block_ids: Sequence[Any]) -> Sequence[bytes]:
+        """The ids, if each is one and the store is open."""
+        if self._closed:
+            raise ClosedError("the store is closed")
+        for block in block_ids:
+            if not isinstance(block, bytes) or len(block) != 16:
+                raise InvalidInputError(
+                    "a block id is 16 raw bytes (type bytes)", context={"got": repr(block)[:80]}
+                )
+        return block_ids
+
+    def rows(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any) -> int:
+        """The number of rows, if it is the same everywhere."""
+        rows = len(self.checked(block_ids))
+        if not rows == len(shard_index) == len(addrs):
+            raise InvalidInputError(
+                "block_ids, shard_index and the rows of addrs must be equally many",
+                context={"block_ids": rows, "shard_index": len(shard_index), "addrs": len(addrs)},
+            )
+        return rows
+
+
+def _instant(task: Any) -> InstantTask:
+    if not isinstance(task, InstantTask):
+        raise InvalidInputError(
+            "this is no task of this store", context={"type": type(task).__name__}
+        )
+    return task
+
+
+class UcmEmptyStore(InstantStore):
+    """Never a hit; a load fails with :class:`~ucm.errors.NotFoundError`, a dump is accepted and
+    dropped.
+
+    Every key of the other stores is accepted and means nothing.
+    """
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        return [False for _ in self.checked(block_ids)]
+
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
+    ) -> InstantTask:
+        rows = self.rows(block_ids, shard_index, addrs)
+        return InstantTask(
+            "load", {row: NotFoundError("the empty store has no block") for row in range(rows)}
+        )
+
+    def dump_data(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        prerequisite_handle: int = 0,
+    ) -> InstantTask:
+        self.rows(block_ids, shard_index, addrs)
+        return InstantTask("dump", {})
+
+    def stats(self) -> dict[str, Any]:
+        return {"healthy": True}
+
+
+class UcmFakeStore(InstantStore):
+    """Ids alone, first in, first out. Keys: ``buffer_number`` (ids kept), ``allow_wrong_tokens``
+    (must be true), ``storage_backends`` (a directory through which several processes share the ids;
+    none: this process alone)."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        given = {key: config[key] for key in option_keys("UcmFakeStore") if key in config}
+        try:
+            options = options_of("UcmFakeStore")(**given).model_dump()
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            raise ConfigError(
+                f"{first['loc'][0]}: {first['msg']}", context={"store": "UcmFakeStore"}
+            ) from None
+        if not options["allow_wrong_tokens"]:
+            raise ConfigError(
+                "UcmFakeStore loads nothing, so an engine that uses it answers with wrong tokens;"
+                " it is for tests: write allow_wrong_tokens: true there, and use UcmPosixStore"
+                " everywhere else"
+            )
+        where = config.get("storage_backends") or ()
+        root = where if isinstance(where, str | os.PathLike) else next(iter(where), None)
+        self._ids = IdRing(
+            options["buffer_number"], None if root is None else Path(root) / "ucm-fake-ids"
+        )
+        self._shards = max(
+            1, int(config.get("block_size", 1)) // int(config.get("shard_size") or 1)
+        )
+        self._incomplete: dict[bytes, set[int]] = {}
+        self._limit = options["buffer_number"]
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        return self._ids.has(self.checked(block_ids))
+
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
+    ) -> InstantTask:
+        self.rows(block_ids, shard_index, addrs)
+        there = self._ids.has(block_ids)
+        missing = NotFoundError("this block was never dumped, or was pushed out by later ones")
+        return InstantTask("load", {row: missing for row, known in enumerate(there) if not known})
+
+    def dump_data(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        prerequisite_handle: int = 0,
+    ) -> InstantTask:
+        self.rows(block_ids, shard_index, addrs)
+        whole = []
+        for block, shard in zip(block_ids, shard_index, strict=True):
+            left = self._incomplete.setdefault(block, set(range(self._shards)))
+            left.discard(int(shard))
+            if not left:
+                del self._incomplete[block]
+                whole.append(block)
+        while len(self._incomplete) > self._limit:
+            del self._incomplete[next(iter(self._incomplete))]
+        self._ids.add(whole)
+        return InstantTask("dump", {})
+
+    def stats(self) -> dict[str, Any]:
+        return {"healthy": True, "wrong_tokens": True}
+
+    def close(self) -> None:
+        super().close()
+        self._ids.close()
+
+
+_COUNT = struct.Struct("<Q")
+_ID = 16
+
+
+class IdRing:
+    """A bounded first-in-first-out set of 16-byte ids. Thread safe, and process safe over one
+    file."""
+
+    def __init__(self, limit: int, path: Path | None = None) -> None:
+        """``limit``: most ids kept; all who share ``path`` give the same."""
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._known: dict[bytes, None] = {}
+        self._seen = 0  # of all ids that ever came
+        size = _COUNT.size + limit * _ID
+        if path is None:
+            self._file = None
+            self._map = mmap.mmap(-1, size)
+        else:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                there = os.fstat(self._file).st_size
+                # to cut it would pull the memory from under those who map it
+                if there not in (
+                    0,
+                    size,
+                ):
+                    raise ConfigError(
+                        "all who share the ids of a UcmFakeStore give the same buffer_number",
+                        context={"path": str(path), "bytes": there, "expected": size},
+                    )
+                os.ftruncate(self._file, size)
+            except BaseException:
+                os.close(self._file)
+                raise
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._map = mmap.mmap(self._file, size)
+
+    def has(self, ids: Sequence[bytes]) -> list[bool]:
+        """Which of them are kept."""
+        with self._lock:
+            self._catch_up()
+            return [block in self._known for block in ids]
+
+    def add(self, ids: Sequence[bytes]) -> None:
+        """Keep them; one that is kept already stays where it is."""
+        with self._lock:
+            if self._file is not None:
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                self._catch_up()
+                for block in ids:
+                    if block not in self._known:
+                        at = _COUNT.size + self._seen % self._limit * _ID
+                        self._map[at : at + _ID] = block
+                        _COUNT.pack_into(self._map, 0, self._seen + 1)
+                        self._catch_up()
+            finally:
+                if self._file is not None:
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _catch_up(self) -> None:
+        count = int(_COUNT.unpack_from(self._map)[0])
+        for number in range(max(self._seen, count - self._limit), count):
+            at = _COUNT.size + number % self._limit * _ID
+            self._known[self._map[at : at + _ID]] = None
+        self._seen = count
+        while len(self._known) > self._limit:
+            del self._known[next(iter(self._known))]
+
+    def close(self) -> None:
+        """Let the file go."""
+        with self._lock:
+            self._known.clear()
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
