@@ -25,8 +25,7 @@ from recall_model import HEADS, KV_HEADS, LAYERS, SIZE, WEIGHTS, Recall
 from recall_task import FIRST, KINDS, LINK, LINKS, ONE_HOP, SECOND, Prompt, chain, recall
 from torch import Tensor
 
-from ucm.sparse.base import UcmSparseRole
-from ucm.sparse.batch import SparseBatch, SparseRow
+from ucm.sparse.base import SparseBatch, SparseRow, UcmSparseRole
 from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.selector import Geometry

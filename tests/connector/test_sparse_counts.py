@@ -15,7 +15,7 @@ from ucm.integration.vllm.connector import UCMConnector
 from ucm.integration.vllm.connector.metrics import UcmStats
 from ucm.integration.vllm.connector.sparse_counts import SparseCounts
 from ucm.integration.vllm.connector.tier_counts import EVERY
-from ucm.sparse.stats import SparseStats
+from ucm.sparse.base import SparseStats
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ucm.sparse.batch import SparseBatch, SparseRow
+from ucm.sparse.base import SparseBatch, SparseRow
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.selector import Geometry
 

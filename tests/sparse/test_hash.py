@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucm.errors import ConfigError
+from ucm.sparse.kernels import code, distance, made_code
 from ucm.sparse.selector import Geometry
-from ucm.sparse.selectors.codes import code, distance, made_code
-from ucm.sparse.selectors.haar import directions
-from ucm.sparse.selectors.hash import Hash
+from ucm.sparse.selectors.hash import Hash, directions
 
 FEW = settings(max_examples=30, deadline=None)
 #: Codes of the two heads of the first token of the keys that the test makes.

@@ -15,12 +15,10 @@ from formulas import BLOCK, DIM, GEOMETRY, GROUP, HEADS, Engine, masked_attentio
 from torch import Tensor
 
 from ucm.errors import ConfigError, InvalidInputError
-from ucm.sparse.base import INVALID_SLOT, UcmSparseRole
-from ucm.sparse.batch import SparseBatch, SparseRow
-from ucm.sparse.chooser import Reduce
+from ucm.sparse.base import INVALID_SLOT, SparseBatch, SparseRow, UcmSparseRole
 from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse
-from ucm.sparse.selection import Selection, compact_rows
+from ucm.sparse.selection import Reduce, Selection, compact_rows
 from ucm.sparse.selector import Combine, Geometry
 
 #: Keys of each algorithm with which a prompt of ten blocks is sparse.

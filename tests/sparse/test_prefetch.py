@@ -12,7 +12,7 @@ import pytest
 from blocks import PATIENT, await_room
 
 from ucm.errors import ConfigError, StoreIOError
-from ucm.sparse.prefetch import PrefetchEngine, PrefetchPriority, store_loader
+from ucm.sparse.residency import PrefetchEngine, PrefetchPriority, store_loader
 
 #: A wait that fails the test instead of hanging it.
 LONG = 60.0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucm.errors import BusyError, ConfigError
-from ucm.sparse.config import settings_of
+from ucm.sparse.policy import settings_of
 from ucm.sparse.rep_store import HUGE_PAGE, RepStore, bytes_per_block
 from ucm.sparse.selector import Selector, rep_bytes
 from ucm.sparse.selectors import make_selector

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucm.errors import ConfigError, InvalidInputError
-from ucm.sparse.eviction import (
+from ucm.sparse.base import SparseStats
+from ucm.sparse.residency import (
     HybridEvictionPolicy,
     LRUEvictionPolicy,
+    Predictor,
+    Residency,
     ScoreBasedEvictionPolicy,
     make_eviction,
+    plan_residency,
 )
-from ucm.sparse.predictor import Predictor
-from ucm.sparse.residency import Residency, plan_residency
-from ucm.sparse.stats import SparseStats
 
 FEW = settings(max_examples=150, deadline=None)
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ucm.sparse.base import SparseStats
 from ucm.sparse.policy import Policy
 from ucm.sparse.retriever import PATIENCE, Choice, Middle, Retriever, Rows, Slot, make_retriever
-from ucm.sparse.stats import SparseStats
 
 FEW = settings(max_examples=30, deadline=None)
 

@@ -16,9 +16,9 @@ from ucm.config import UcmConfig, load
 from ucm.config.fields import Count
 from ucm.config.sparse import AlgorithmConfig, keys_of
 from ucm.errors import ConfigError
-from ucm.sparse.config import settings_of
 from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse
+from ucm.sparse.policy import settings_of
 from ucm.sparse.selector import BlockSelector, Geometry, Selector, rep_bytes
 from ucm.sparse.selectors import make_selector, register_selector
 from ucm.sparse.selectors.infllm import InfLLM

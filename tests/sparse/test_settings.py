@@ -9,7 +9,7 @@ from formulas import GEOMETRY
 
 from ucm.config.sparse import Preset, keys_of
 from ucm.errors import ConfigError
-from ucm.sparse.config import method_of, policy_of, preset_for, resolve_auto, settings_of
+from ucm.sparse.policy import method_of, policy_of, preset_for, resolve_auto, settings_of
 from ucm.sparse.selector import Geometry
 from ucm.sparse.selectors.hash import Hash
 from ucm.sparse.selectors.kvstar import KVStar

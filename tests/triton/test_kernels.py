@@ -12,9 +12,8 @@ pytest.importorskip("triton")
 from torch import Tensor  # noqa: E402
 
 from ucm.errors import InvalidInputError  # noqa: E402
-from ucm.sparse.kernels import gpu, trial  # noqa: E402
+from ucm.sparse.kernels import distance, gpu  # noqa: E402
 from ucm.sparse.retrieval import Kept  # noqa: E402
-from ucm.sparse.selectors.codes import distance  # noqa: E402
 
 LOWEST = -(2**31)
 HIGHEST = 2**31 - 1
@@ -380,9 +379,9 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_the_trial_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed on a GPU before its kernels are used."""
-    trial.run(torch.device("cpu"))
+    gpu.try_all(torch.device("cpu"))
     monkeypatch.setattr(
         gpu, "hamming_scores", lambda *_, **__: torch.zeros(1, 1, 12, dtype=torch.int32)
     )
     with pytest.raises(Exception, match="something else than torch"):
-        trial.run(torch.device("cpu"))
+        gpu.try_all(torch.device("cpu"))

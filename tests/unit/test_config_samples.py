@@ -112,7 +112,7 @@ def judged(sample: Sample) -> Judgement:
 def selected(config: UcmConfig) -> Any:
     """What the host of the selectors makes of the keys of the algorithm, for blocks of 16
     tokens."""
-    from ucm.sparse.config import method_of
+    from ucm.sparse.policy import method_of
     from ucm.sparse.selector import Geometry
 
     settings = config.sparse.settings

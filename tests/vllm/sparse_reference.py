@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ucm.config.sparse import AlgorithmConfig
-from ucm.sparse.config import method_of
+from ucm.sparse.policy import method_of
 from ucm.sparse.selection import choose, with_windows
 from ucm.sparse.selector import Geometry
 

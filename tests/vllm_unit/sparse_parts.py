@@ -15,10 +15,8 @@ from ucm.config.sparse import keys_of
 from ucm.integration.vllm.attention.backends import derive_impl
 from ucm.integration.vllm.attention.host import SparseHost, set_active_host
 from ucm.integration.vllm.attention.plan import SparsePlan
-from ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from ucm.sparse.batch import SparseRow
-from ucm.sparse.method import BlockSparse
-from ucm.sparse.positional import method_for
+from ucm.sparse.base import SparseRow, UcmSparseBase, UcmSparseRole
+from ucm.sparse.method import BlockSparse, method_for
 from ucm.sparse.selector import Geometry
 
 Windows = method_for("Windows")

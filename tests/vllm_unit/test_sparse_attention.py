@@ -26,8 +26,7 @@ from ucm.integration.vllm.attention.setup import ask_for_tiles, measure
 from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 from ucm.sparse import retrieval
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from ucm.sparse.method import BlockSparse
-from ucm.sparse.positional import method_for
+from ucm.sparse.method import BlockSparse, method_for
 from ucm.store.ucmstore_v1 import SidesTask, Task, UcmKVStoreBaseV1
 
 Quest = method_for("Quest")

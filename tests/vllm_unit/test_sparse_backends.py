@@ -41,7 +41,7 @@ from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_a
 from ucm.integration.vllm.attention.plan import SparsePlan
 from ucm.integration.vllm.attention.setup import refuse_unsupported, sparse_config
 from ucm.integration.vllm.connector.identity.engine_identity import engine_identity, identity_text
-from ucm.sparse.batch import SparseRow
+from ucm.sparse.base import SparseRow
 from ucm.sparse.selector import Geometry
 
 pytestmark = pytest.mark.timeout(300)

@@ -24,10 +24,9 @@ from ucm.integration.vllm.attention.backends import derive_impl
 from ucm.integration.vllm.attention.host import SparseHost, set_active_host
 from ucm.integration.vllm.attention.plan import SparsePlan
 from ucm.integration.vllm.attention.representations import key_reader
-from ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from ucm.sparse.batch import SparseRow
+from ucm.sparse.base import SparseRow, UcmSparseBase, UcmSparseRole
 from ucm.sparse.gsa_on_device.gsa_on_device import GSAOnDevice
-from ucm.sparse.positional import method_for
+from ucm.sparse.method import method_for
 from ucm.sparse.selector import Geometry
 
 Windows = method_for("Windows")

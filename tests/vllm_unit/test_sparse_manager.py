@@ -12,7 +12,7 @@ from sparse_parts import BLOCK, QUEST, SparseEngine
 
 from ucm.config.sparse import keys_of
 from ucm.sparse.base import UcmSparseRole
-from ucm.sparse.positional import method_for
+from ucm.sparse.method import method_for
 
 Quest = method_for("Quest")
 Windows = method_for("Windows")

@@ -33,7 +33,7 @@ from ucm.integration.vllm.connector.worker.layered_store import LayeredStore
 from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 from ucm.reasons import MissReason
 from ucm.sparse.base import UcmSparseRole
-from ucm.sparse.positional import method_for
+from ucm.sparse.method import method_for
 from ucm.store.kv_layout import KVLayout
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 

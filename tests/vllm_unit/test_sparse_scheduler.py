@@ -13,7 +13,7 @@ from ucm.config.sparse import keys_of
 from ucm.integration.vllm.attention.setup import NEVER
 from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from ucm.sparse.positional import method_for
+from ucm.sparse.method import method_for
 
 Quest = method_for("Quest")
 QuestConfig = keys_of("Quest")

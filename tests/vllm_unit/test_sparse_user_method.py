@@ -36,8 +36,7 @@ from ucm.sparse.base import (
     UcmSparseMetadata,
     UcmSparseRole,
 )
-from ucm.sparse.method import BlockSparse
-from ucm.sparse.positional import method_for
+from ucm.sparse.method import BlockSparse, method_for
 from ucm.sparse.selector import BlockSelector, register_selector
 from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
 

@@ -5,7 +5,7 @@ A selector's own keys and defaults stand in its class, which registers them
 (:func:`ucm.sparse.selector.register_selector`). Of ucm's own selectors this module knows the names
 and the modules; a module is imported when its algorithm is first named. ``docs/sparse.md`` says
 what each key means. Sizes of windows may be written in tokens, and become blocks (rounded up) where
-the block size is known: in :mod:`ucm.sparse.config`.
+the block size is known: in :mod:`ucm.sparse.policy`.
 """
 
 from __future__ import annotations

@@ -13,11 +13,16 @@ worker      bind_sparse_metadata   execute_begin
             execute_finished   clear_sparse_metadata
 scheduler   request_finished_in_scheduler              worker   request_finished_in_worker
 ```
+
+Here are besides the rows of a batch (:class:`SparseBatch`), which one side of a step passes to the
+other, and the counters of what selection did (:class:`SparseStats`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -237,3 +242,87 @@ class UcmSparseBase:
 
     def close(self) -> None:
         """The engine ends: stop threads, free memory. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRow:
+    """One row of the batch: the tokens of one sequence that are computed in this step."""
+
+    request_id: str
+    #: Tokens whose KV exists once this step has run (vLLM's ``seq_len`` of the row).
+    tokens: int
+    #: Tokens that are computed densely before the first decode step: the prompt, and after a
+    #: preemption also the output that is computed again. Of a prompt that is selected from without
+    #: being read, what is stored of it.
+    prefill_tokens: int
+    #: Tokens of the prompt alone: steps are counted from here, so that a resumed request keeps its
+    #: rhythm.
+    prompt_tokens: int
+    #: Tokens computed in this step.
+    queries: int = 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the row computes nothing but tokens after everything that is computed densely:
+        one, or the last ones of a prompt that is selected from."""
+        return self.tokens - self.queries >= self.prefill_tokens
+
+    @property
+    def step(self) -> int:
+        """Number of the decode step, 1 for the first token after the prompt; 0 or less while the
+        prompt is computed."""
+        return self.tokens - self.prompt_tokens
+
+
+@dataclass(slots=True)
+class SparseBatch(UcmSparseMetadata):
+    """The rows of a step, in the order of the attention metadata, and the requests that have ended
+    since the last one."""
+
+    rows: Sequence[SparseRow] = ()
+    finished: Sequence[str] = field(default=())
+
+
+class SparseStats:
+    """Counters since the start; written by the thread of the step and by those that retrieve."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, float] = {}
+
+    def add(self, **amounts: float) -> None:
+        """Add to counters."""
+        with self._lock:  # several times a layer: a Counter's update takes thrice as long
+            for name, amount in amounts.items():
+                self._sums[name] = self._sums.get(name, 0) + amount
+
+    def clear(self) -> None:
+        """Begin anew."""
+        with self._lock:
+            self._sums.clear()
+
+    def snapshot(self) -> dict[str, float]:
+        """All counters, and the ratios made from them:
+
+        ``density`` blocks kept / blocks there were, of sparse rows; ``turnover`` chosen blocks that
+        were not chosen the time before / blocks chosen; ``lag`` mean decode steps from a query to a
+        use of its choice; ``recall`` attention mass on kept blocks / all of it, where it is
+        measured; ``hit_rate`` blocks that had been predicted / chosen. ``selection_s`` is no ratio:
+        seconds that steps spent on representations of new keys and on choosing.
+        """
+        with self._lock:
+            found = dict(self._sums)
+        for name, part, whole in RATIOS:
+            if found.get(whole):
+                found[name] = found.get(part, 0) / found[whole]
+        return found
+
+
+#: Name of a ratio, and the counters it is made from.
+RATIOS: tuple[tuple[str, str, str], ...] = (
+    ("density", "blocks_kept", "blocks_seen"),
+    ("turnover", "blocks_new", "blocks_chosen"),
+    ("lag", "steps_waited", "choices_used"),
+    ("recall", "mass_kept", "mass_seen"),
+    ("hit_rate", "blocks_predicted", "blocks_asked"),
+)

@@ -14,10 +14,7 @@ from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 
 #: Name -> module and class of the method, of those that are more than an algorithm.
 _METHODS: dict[str, tuple[str, str]] = {
-    "ESA": ("ucm.sparse.esa.esa", "ESA"),
-    "GSA": ("ucm.sparse.gsa.gsa", "GSA"),
-    "GSAOnDevice": ("ucm.sparse.gsa_on_device.gsa_on_device", "GSAOnDevice"),
-    "KVStarMultiStep": ("ucm.sparse.kvstar.multistep", "KVStarMultiStep"),
+    name: ("ucm.sparse.names", name) for name in ("ESA", "GSA", "GSAOnDevice", "KVStarMultiStep")
 }
 
 
@@ -30,16 +27,9 @@ class UcmSparseFactory:
         module ``module_path``, imported when it is first made. Raises
         :class:`~ucm.errors.ConfigError` for a name that is taken.
         """
-        taken = (
-            name in algorithms()
-            if name not in _METHODS
-            else (_METHODS[name] != (module_path, class_name))
-        )
-        if taken:
-            raise ConfigError(
-                f'a sparse method "{name}" is registered already:'
-                f" {'.'.join(_METHODS.get(name, ('a selector',)))}"
-            )
+        known = ".".join(_METHODS[name]) if name in _METHODS else "a selector"
+        if known != f"{module_path}.{class_name}" and (name in _METHODS or name in algorithms()):
+            raise ConfigError(f'a sparse method "{name}" is registered already: {known}')
         _METHODS[name] = (module_path, class_name)
 
     @classmethod
@@ -53,7 +43,7 @@ class UcmSparseFactory:
                 f'no sparse method is named "{name}"{hint(name, names)} (known: {", ".join(names)})'
             )
         if known not in _METHODS:  # an algorithm and nothing else
-            from ucm.sparse.positional import method_for  # it needs torch
+            from ucm.sparse.method import method_for  # it needs torch
 
             return method_for(known)
         module, wanted = _METHODS[known]

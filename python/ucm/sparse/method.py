@@ -2,13 +2,18 @@
 of each layer.
 
 An engine's side calls, for each step: :meth:`BlockSparse.bind_sparse_metadata` with a
-:class:`~ucm.sparse.batch.SparseBatch`; for each layer :meth:`BlockSparse.write_keys` when keys are
+:class:`~ucm.sparse.base.SparseBatch`; for each layer :meth:`BlockSparse.write_keys` when keys are
 written to the cache, then :meth:`BlockSparse.attention_begin`, which replaces block table and
 lengths in the layer's copy of the metadata (or :meth:`BlockSparse.select_rows`, where attention
 reads the kept blocks in a way of its own); and at the end
 :meth:`BlockSparse.clear_sparse_metadata`. Rows that compute a prompt, and requests that the policy
 calls dense, are left alone; where all are, nothing is changed at all.
-"""
+
+:class:`PositionalMethod` also takes the calls of document 002, which knows no layer names and no
+engine: ``attention_begin(layer_idx, q, k, v, metadata)``. A caller of this form registers the KV
+cache once and passes, for each layer, metadata with the block table and the lengths; what else an
+engine would say is found here: the shape of the keys from the cache, the representations from its
+blocks. A row is a request; ``metadata.request_ids`` names it, else its place in the batch."""
 
 from __future__ import annotations
 
@@ -16,6 +21,8 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -26,24 +33,29 @@ from ucm.errors import ConfigError, InvalidInputError
 from ucm.sparse.base import (
     CHANGING_HOOKS,
     INVALID_SLOT,
+    SparseBatch,
+    SparseRow,
+    SparseStats,
     UcmSparseBase,
     UcmSparseMetadata,
     UcmSparseRole,
 )
-from ucm.sparse.batch import SparseBatch
-from ucm.sparse.chooser import Chooser, Reduce
-from ucm.sparse.config import Method, method_of, policy_of, resolve_auto, settings_of
 from ucm.sparse.factory import config_of
 from ucm.sparse.kernels import kernels_for
-from ucm.sparse.open_blocks import WritePlan
-from ucm.sparse.policy import Policy
-from ucm.sparse.recall import RecallProbe
-from ucm.sparse.rep_store import RepStore
+from ucm.sparse.policy import Method, Policy, method_of, policy_of, resolve_auto, settings_of
+from ucm.sparse.rep_store import RepStore, WritePlan
 from ucm.sparse.retriever import Retriever, Rows, make_retriever
-from ucm.sparse.selection import Selection, compact_rows, with_windows
+from ucm.sparse.selection import (
+    SAMPLE_EVERY,
+    Chooser,
+    Reduce,
+    Selection,
+    Step,
+    compact_rows,
+    with_windows,
+)
 from ucm.sparse.selector import Geometry
-from ucm.sparse.stats import SparseStats
-from ucm.sparse.step import SAMPLE_EVERY, Step
+from ucm.sparse.selectors.oracle import Oracle
 
 _log = logging.getLogger("ucm.sparse")
 
@@ -448,8 +460,8 @@ class BlockSparse(UcmSparseBase):
 
     def _sample_turnover(self, layer: int, step: Step, selection: Selection) -> None:
         """How much of a choice is new, for two steps in every
-        :data:`~ucm.sparse.step.SAMPLE_EVERY`; where choices go through the retriever, it counts all
-        of them."""
+        :data:`~ucm.sparse.selection.SAMPLE_EVERY`; where choices go through the retriever, it
+        counts all of them."""
         for number in step.sampled:
             row = step.rows[step.sparse[number]]
             key = (row.request_id, layer)
@@ -484,7 +496,160 @@ class BlockSparse(UcmSparseBase):
             self.stats.add(mass_seen=float(seen.sum()), mass_kept=float(sum(held)))
 
 
+class RecallProbe:
+    """All keys of the layers that select, by physical block."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        layers: Sequence[int],
+        num_blocks: int,
+        device: Any,
+        dtype: torch.dtype,
+    ) -> None:
+        self._oracle = Oracle(geometry)
+        shape = (num_blocks, geometry.block_size, geometry.kv_heads, geometry.head_dim)
+        self._keys = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
+
+    def write(self, layer: int, keys: Tensor, plan: WritePlan) -> None:
+        """Take the keys ``[t, h, d]`` that a step writes."""
+        kept = self._keys[layer]
+        kept[plan.blocks.to(kept.device), plan.places.to(kept.device)] = keys[
+            plan.tokens.to(keys.device)
+        ].to(kept)
+
+    def mass(self, layer: int, query: Tensor, table: Tensor, tokens: int) -> Tensor:
+        """Attention mass ``[h, n]`` of each block of ``table [n]`` for one query ``[heads, d]``
+        over ``tokens`` tokens."""
+        return self._oracle.mass(
+            query[None], self._keys[layer].index_select(0, table.long()), tokens
+        )
+
+
 def layer_index(name: str, place: int) -> int:
     """The number of a layer by its name (``model.layers.12.self_attn.attn``), else its place."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else place
+
+
+class PositionalMethod(BlockSparse):
+    """A host that takes both forms: with a layer's name (an engine's), and with its number."""
+
+    _caches: tuple[Tensor, ...] = ()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Where the KV lies, by layer name in the order of the model: ``[2, blocks, b, h, d]``, or
+        keys alone in ``[blocks, b, h, d]``. Nothing is learned from it once :meth:`setup` was
+        called."""
+        super().register_kv_caches(kv_caches)
+        if self._method is not None or not kv_caches:
+            return
+        keys = [cache[0] if cache.dim() == 5 else cache for cache in kv_caches.values()]
+        if any(cache.dim() != 4 or cache.shape != keys[0].shape for cache in keys):
+            shapes = sorted({tuple(cache.shape) for cache in kv_caches.values()})
+            raise InvalidInputError(
+                "the KV of each layer is [2, blocks, tokens, heads, size] or [blocks, tokens,"
+                " heads, size], the same for all",
+                context={"shapes": shapes},
+            )
+        blocks, size, heads, dim = keys[0].shape
+        self._caches = tuple(keys)
+        self._names = list(kv_caches)
+        self._encoded: list[set[int]] = [set() for _ in keys]
+        geometry = Geometry(block_size=size, kv_heads=heads, head_dim=dim)
+        self.setup(
+            geometry,
+            [f"layers.{place}" for place in range(len(keys))],
+            blocks,
+            device=keys[0].device,
+        )
+
+    def attention_begin(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        layer_name: Any,
+        forward_context: Any,
+        output: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any, Any]:
+        """With a layer's number in the first place: ``(layer_idx, query, key, value, metadata)``.
+        The metadata's block table and lengths are replaced (it is the caller's own copy); returns
+        query, key, value and None."""
+        if not isinstance(query, int):
+            return super().attention_begin(
+                query, key, value, layer_name, forward_context, output, *args, **kwargs
+            )
+        layer, query, key, value, metadata = query, key, value, layer_name, forward_context
+        self._check(layer)
+        lens = [int(length) for length in metadata.seq_lens]
+        names = getattr(metadata, "request_ids", None) or [
+            f"row {place}" for place in range(len(lens))
+        ]
+        if self._sparse_metadata is None or layer == 0:
+            self._begin(names, lens, query)
+        self._encode(layer, metadata.block_table, lens)
+        context = SimpleNamespace(attn_metadata=metadata)
+        return super().attention_begin(query, key, value, f"layers.{layer}", context)
+
+    def attention_finished(self, *args: Any, **kwargs: Any) -> Any:
+        """``attention_finished(layer_idx, output)`` returns the output; the engine's form as in the
+        base class."""
+        if len(args) == 2 and isinstance(args[0], int):
+            return args[1]
+        return super().attention_finished(*args, **kwargs)
+
+    def _check(self, layer: int) -> None:
+        if not self._caches:
+            raise InvalidInputError("call register_kv_caches before attention_begin")
+        if not 0 <= layer < len(self._caches):
+            raise InvalidInputError(f"there are layers 0 to {len(self._caches) - 1}, got {layer}")
+
+    def _begin(self, names: list[str], lens: list[int], query: Tensor) -> None:
+        """A step begins: every row decodes one token, whatever was computed before it."""
+        if query.shape[0] != len(lens):
+            raise InvalidInputError(
+                "this form is for decoding: one query for each row",
+                context={"queries": query.shape[0], "rows": len(lens)},
+            )
+        self._first = getattr(self, "_first", {})
+        for name, length in zip(names, lens, strict=True):
+            # shorter than it was: another request of that name
+            if length <= self._first.get(name, length + 1):
+                self.request_finished_in_worker(name)
+                self._first[name] = length - 1
+        rows = [
+            SparseRow(n, length, self._first[n], self._first[n])
+            for n, length in zip(names, lens, strict=True)
+        ]
+        self.bind_sparse_metadata(SparseBatch(rows))
+
+    def _encode(self, layer: int, block_table: Tensor, lens: list[int]) -> None:
+        """Representations of the full blocks that have none yet. Blocks are taken for unchanged
+        while they are in use."""
+        size, known = self.selector.geometry.block_size, self._encoded[layer]
+        used = {
+            int(block)
+            for row, length in zip(block_table, lens, strict=True)
+            for block in row[: length // size]
+        }
+        known &= used
+        new = sorted(used - known)
+        if new and layer in self.store.layers:
+            self.store.update(layer, self._caches[layer][torch.tensor(new)], new)
+        if new:
+            self.store.mark_ready(new)
+        known.update(new)
+
+
+@cache
+def method_for(algorithm: str) -> type[PositionalMethod]:
+    """The method that is an algorithm and nothing else: the host, under its name."""
+    given = {
+        "algorithm": algorithm,
+        "__module__": __name__,
+        "__doc__": f"Blocks chosen by {algorithm}.",
+    }
+    return type(algorithm, (PositionalMethod,), given)

@@ -9,25 +9,75 @@ of that wait, so ranks, batches and runs agree on every step that is not late; a
 which is exact, and is counted. A request that is late asks nothing more until it is answered, and
 one that is late often is waited for no longer. While the threads hang (steps are late and no choice
 comes at all) nothing is waited for and nothing is given to them, whatever requests come.
-"""
+
+A launch on a device returns before the kernel has run, and every thread has a stream of its own.
+What the stream of one thread makes may be read in that of another only once it has got there
+(:class:`Mark`). On a CPU a call has done its work when it returns, and nothing is waited for."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ucm.sparse.base import SparseStats
 from ucm.sparse.policy import Policy
-from ucm.sparse.stats import SparseStats
-from ucm.sparse.streams import Mark, take_over
+
+_streams = threading.local()
+
+
+class Mark:
+    """All that the calling thread has given to its stream so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: Any = None
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            self._event = module.Event()
+            self._event.record(module.current_stream(device))
+
+    @contextlib.contextmanager
+    def after(self) -> Iterator[None]:
+        """A stream of the calling thread, in which everything runs after the mark; at the end it
+        has run."""
+        if self._event is None:
+            yield
+            return
+        module = torch.get_device_module(self._device)
+        stream = _stream_of(self._device)
+        with module.stream(stream):
+            stream.wait_event(self._event)
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+
+def _stream_of(device: torch.device) -> Any:
+    """The stream of this thread, made when it is first asked for."""
+    made = vars(_streams).setdefault("of", {})
+    if device not in made:
+        made[device] = torch.get_device_module(device).Stream(device=device)
+    return made[device]
+
+
+def take_over(tensor: Tensor) -> None:
+    """The calling thread's stream reads a tensor of another one from here on: its memory is not
+    given to others before that has run."""
+    if not tensor.is_cpu:
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+
 
 _log = logging.getLogger("ucm.sparse")
 

@@ -1,20 +1,30 @@
-"""From scores to the blocks that are kept, and from those to the block table that attention reads.
+"""From the queries of a layer to the block table that attention reads: scores, heads and ranks
+joined, the best blocks taken, and the windows added.
+
+Every choice is a function of its row alone. Kernels do it for all rows at once
+(:meth:`Chooser.now`, and the scores of :meth:`Chooser.find`); torch does it row by row where there
+is none, and is what they are held against. :class:`Step` is what holds for every layer of a step:
+which of its rows choose, and where their representations are.
 
 Only the last block of a request can be partial, and it is always kept, so an ordinary paged kernel
 with the shorter table and length computes exactly ``softmax over the kept tokens of (q·k * scale) ·
 v``. Ids stay ascending: the partial block stays last, and the result does not depend on the order
-in which blocks were chosen.
-"""
+in which blocks were chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ucm.sparse.base import SparseBatch, SparseRow
 from ucm.sparse.policy import Policy
+from ucm.sparse.rep_store import RepStore
+from ucm.sparse.retrieval import Kept
+from ucm.sparse.retriever import Middle, Rows
+from ucm.sparse.selector import Candidates, Combine, Selector
 
 #: Fills rows of a table that are shorter than the longest.
 NO_BLOCK = -1
@@ -170,3 +180,227 @@ def compact_rows(
     wide[selection.rows, ..., : table.shape[-1]] = table
     lengths[selection.rows] = lens
     return wide, lengths
+
+
+#: Of so many steps, two are looked at to see how much a choice changes.
+SAMPLE_EVERY = 32
+
+
+class Step:
+    """The rows of one step that share a block table; made once, read in every layer."""
+
+    def __init__(
+        self,
+        batch: SparseBatch,
+        block_table: Tensor,
+        policy: Policy,
+        store: RepStore,
+        rep_rows: Mapping[str, Tensor],
+        break_even_tokens: int,
+        agree: Callable[[list[bool]], list[bool]] | None = None,
+    ) -> None:
+        """``block_table [rows, N]`` has the physical blocks of the rows; ``rep_rows`` the rows of
+        ``store`` of requests whose representations are not where their blocks are; requests below
+        ``break_even_tokens`` are dense; ``agree`` is told for each long row whether its
+        representations are there, and answers whether they are on every rank that has to choose the
+        same."""
+        size = store.selector.geometry.block_size
+        # With latent attention the table is that of the rows of one token alone, which come first.
+        self.rows: list[SparseRow] = list(batch.rows[: block_table.shape[0]])
+        #: Where the queries of each row end, among those of the step.
+        self.ends: list[int] = []
+        for row in self.rows:
+            self.ends.append(row.queries + (self.ends[-1] if self.ends else 0))
+        blocks = [-(-row.tokens // size) for row in self.rows]
+        long = [
+            i
+            for i, row in enumerate(self.rows)
+            if row.decodes
+            and row.tokens >= break_even_tokens
+            and not policy.is_dense(blocks[i], row.tokens)
+        ]
+        if len(long) < policy.min_concurrency:
+            long = []
+        host = block_table.cpu()
+        reps = {i: _rep_rows(self.rows[i], host[i, : blocks[i]], rep_rows) for i in long}
+        there = [store.ready(reps[i][policy.init : blocks[i] - policy.local].numpy()) for i in long]
+        if agree is not None and long:
+            there = agree(there)
+        #: Places of the rows that choose, and how many there are besides of which representations
+        #: are missing.
+        self.sparse = [i for i, ready in zip(long, there, strict=True) if ready]
+        self.unready = len(long) - len(self.sparse)
+        #: Of those, by their number among them, the ones whose choices are compared with those of
+        #: the step before.
+        self.sampled = [
+            number for number, i in enumerate(self.sparse) if self.rows[i].step % SAMPLE_EVERY <= 1
+        ]
+        #: How many blocks the rows that choose have.
+        self.blocks = [blocks[i] for i in self.sparse]
+        budgets = [policy.budget(n) for n in self.blocks]
+        #: Blocks of all of them, and how many are kept by a budget that is a number.
+        self.seen = sum(self.blocks)
+        self.kept = sum(budgets) + policy.windows * len(self.blocks)
+        device = block_table.device
+        #: The same for kernels: place of each row, place of its last query, and what it chooses
+        #: from.
+        self.places = torch.tensor(self.sparse, dtype=torch.int64, device=device)
+        self.last = torch.tensor(
+            [self.ends[i] - 1 for i in self.sparse], dtype=torch.int64, device=device
+        )
+        most = max(self.blocks, default=0)
+        table = block_table[self.places, :most].int()
+        moved = any(self.rows[i].request_id in rep_rows for i in self.sparse)
+        self.candidates = Candidates(
+            _stacked([reps[i] for i in self.sparse], most).to(device) if moved else table,
+            table,
+            torch.tensor(self.blocks, dtype=torch.int32, device=device),
+            torch.tensor(
+                [self.rows[i].tokens for i in self.sparse], dtype=torch.int32, device=device
+            ),
+            (
+                budgets
+                if device.type == "cpu"
+                else torch.tensor(budgets, dtype=torch.int32, device=device)
+            ),
+        )
+        self._layers = len(store.layers)
+        self._width = Kept.width(most, budgets, policy.init, policy.local)
+        self._rooms: list[Kept] = []
+
+    def room(self, heads: int) -> Kept:
+        """Where a kernel may write the choice of one more layer, in which so many heads choose
+        apart."""
+        if not self._rooms:
+            self._rooms = Kept.rooms(
+                self._layers, len(self.sparse), heads, self._width, self.places.device
+            )
+        return self._rooms.pop()
+
+
+def _rep_rows(row: SparseRow, table: Tensor, rep_rows: Mapping[str, Tensor]) -> Tensor:
+    known = rep_rows.get(row.request_id)
+    if known is None:
+        return table
+    found = table.clone()
+    found[: len(known)] = known[: len(found)]
+    return found
+
+
+def _stacked(rows: list[Tensor], most: int) -> Tensor:
+    """Rows of different lengths as ``[r, most]``, filled with zeros, which are never read."""
+    found = torch.zeros(len(rows), most, dtype=torch.int32)
+    for i, row in enumerate(rows):
+        found[i, : len(row)] = row
+    return found
+
+
+#: Adds up (or takes the greatest of) int64 scores over the tensor ranks; every rank gets the
+#: result.
+Reduce = Callable[[Tensor, Combine], Tensor]
+
+#: What a score is multiplied by before it becomes an integer that ranks add up.
+FIXED_POINT = 1 << 20
+
+
+class Chooser:
+    """Chooses by one selector and policy from one store of representations."""
+
+    def __init__(
+        self, policy: Policy, selector: Selector, store: RepStore, reduce: Reduce | None
+    ) -> None:
+        """``reduce`` joins the scores of tensor ranks, where they share a choice and there are
+        several."""
+        self._policy, self._selector, self._store, self._reduce = policy, selector, store, reduce
+        #: Whether kernels keep the heads apart: each has a choice of its own, or its scores become
+        #: integers first.
+        self._apart = policy.heads == "kv" or (policy.shared_ranks and not selector.exact)
+        #: Whether all of a choice can be made by kernels.
+        self.fixed = policy.mass is None and not policy.shared_ranks and selector.queries == 1
+
+    def now(self, layer: int, step: Step, query: Tensor) -> Selection | None:
+        """The blocks that the choosing rows of a step keep, for their queries ``[s, heads, d]``;
+        None: no kernel does it for these tensors, or for this policy."""
+        if not self.fixed:
+            return None
+        policy, of = self._policy, step.candidates
+        heads = self._selector.geometry.kv_heads if self._apart else 1
+        kept = self._selector.fused_select(
+            layer,
+            query,
+            self._store.all(layer),
+            of,
+            init=policy.init,
+            local=policy.local,
+            apart=self._apart,
+            into=step.room(heads),
+        )
+        if kept is None:
+            return None
+        return Selection(step.places, kept.logical, kept.counts, of.blocks, kept.table, kept.tokens)
+
+    def find(self, layer: int, rows: Rows) -> list[Middle]:
+        """What each row chooses between its windows."""
+        init, local = self._policy.init, self._policy.local
+        fused = None
+        if self._selector.queries == 1:
+            fused = self._fused(
+                layer,
+                rows.query[:, -1],
+                rows.table,
+                torch.tensor(rows.blocks, dtype=torch.int32, device=rows.table.device),
+            )
+        scores = []
+        for i, n in enumerate(rows.blocks):
+            if fused is not None:
+                scores.append(self._joined(fused[i, :, init : n - local]))
+                continue
+            reps = self._store.get(layer, rows.table[i, init : n - local])
+            asked = rows.query[i, rows.query.shape[1] - rows.queries[i] :]
+            scores.append(self._joined(self._selector.score(layer, asked, reps)))
+        if self._policy.shared_ranks and self._reduce is not None:
+            counts = [row.shape[1] for row in scores]
+            scores = list(
+                self._reduce(torch.cat(scores, dim=1), self._selector.combine).split(counts, dim=1)
+            )
+        return [
+            choose(
+                self._policy, row, n, self._weights(row) if self._policy.mass is not None else None
+            )
+            for row, n in zip(scores, rows.blocks, strict=True)
+        ]
+
+    def _fused(self, layer: int, query: Tensor, table: Tensor, blocks: Tensor) -> Tensor | None:
+        policy = self._policy
+        return self._selector.fused_scores(
+            layer,
+            query,
+            self._store.all(layer),
+            table,
+            blocks,
+            init=policy.init,
+            local=policy.local,
+            apart=self._apart,
+        )
+
+    def _joined(self, scores: Tensor) -> Tensor:
+        """One score for all heads ``[1, n]``, unless each has its own; integers where ranks add
+        them up."""
+        if self._policy.shared_ranks and not self._selector.exact:
+            scores = torch.nan_to_num(scores.double() * FIXED_POINT, nan=-(2.0**52)).clamp(
+                -(2.0**52), 2.0**52
+            )
+            scores = scores.round().long()
+        if self._policy.heads == "kv" or scores.shape[0] == 1:
+            return scores.long() if self._policy.shared_ranks else scores
+        if self._selector.combine == "max":
+            found = scores.amax(dim=0, keepdim=True)
+            return found.long() if self._policy.shared_ranks else found
+        wide = scores.double() if scores.is_floating_point() else scores.long()
+        summed = wide.sum(dim=0, keepdim=True)
+        return summed.float() if summed.is_floating_point() else summed
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        """Estimated attention mass of the candidates; that of the windows is not estimated."""
+        scale = FIXED_POINT if self._policy.shared_ranks and not self._selector.exact else 1
+        return self._selector.weights(scores / scale)

@@ -7,9 +7,10 @@ the work: the selectors' own methods are that, and what both sets are held again
 
 Triton is imported when the first tensor of a GPU comes, so this package needs none. Before the
 kernels of a GPU are used they compute a small example, which torch computes as well
-(:mod:`ucm.sparse.kernels.trial`): a machine on which Triton cannot compile, or computes something
-else, uses torch and says so in the log.
-"""
+(:func:`ucm.sparse.kernels.gpu.try_all`): a machine on which Triton cannot compile, or computes
+something else, uses torch and says so in the log.
+
+Codes of sign bits are little-endian: bit ``j`` of byte ``i`` is direction ``8i + j``."""
 
 from __future__ import annotations
 
@@ -68,7 +69,39 @@ def _try(device: torch.device) -> tuple[ModuleType | None, str]:
         return None, "triton is not installed"
     try:
         with torch.cuda.device(device):
-            import_module("ucm.sparse.kernels.trial").run(device)
-        return import_module("ucm.sparse.kernels.gpu"), ""
+            kernels = import_module("ucm.sparse.kernels.gpu")
+            kernels.try_all(device)
+        return kernels, ""
     except Exception as error:  # whatever a compiler or a driver raises
         return None, f"{type(error).__name__}: {error}"
+
+
+def made_code(x: Tensor, weights: Tensor) -> Tensor:
+    """:func:`code` by a kernel, where there is one: the same bits, but where ``x·W`` is as small as
+    its rounding."""
+    kernels = kernels_for(x, weights)
+    if kernels is None or x.dim() < 2 or not x.numel():
+        return code(x, weights)
+    made: Tensor = kernels.hash_encode(x.reshape(-1, *x.shape[-2:]), weights).view(
+        *x.shape[:-1], -1
+    )
+    return made
+
+
+def code(x: Tensor, weights: Tensor) -> Tensor:
+    """Codes ``[..., bits/8]`` of vectors ``x [..., d]`` by directions ``weights [d, bits]``: uint8,
+    packed little-endian."""
+    # On a CPU in float64: rounding depends on how many vectors are encoded together, and must not
+    # turn a bit.
+    wide = torch.float64 if x.device.type == "cpu" else torch.float32
+    bits = (x.to(wide) @ weights.to(wide) > 0).view(*x.shape[:-1], weights.shape[1] // 8, 8)
+    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+    return (bits * powers).sum(dim=-1, dtype=torch.int32).to(torch.uint8)
+
+
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    """Bits in which codes differ, over the last dimension; the others are broadcast. int32."""
+    x = a ^ b
+    x = x - ((x >> 1) & 0x55)
+    x = (x & 0x33) + ((x >> 2) & 0x33)
+    return ((x + (x >> 4)) & 0x0F).sum(dim=-1, dtype=torch.int32)

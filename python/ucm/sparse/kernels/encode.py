@@ -9,8 +9,7 @@ it.
 
 Products are as exact as those of single precision, on any matrix unit that multiplies bf16: a
 number is the sum of up to three of bf16, products of two of these are exact in float32, and the
-least of them are left out.
-"""
+least of them are left out."""
 
 from __future__ import annotations
 
@@ -20,7 +19,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
-from ucm.sparse.kernels.words import as_words, power_of_2
+
+
+def as_words(*codes: Tensor) -> list[Tensor]:
+    """Codes (uint8, without gaps in the last dimension) as int32, four bytes in each, where all of
+    them divide so; else as they are."""
+    for each in codes:
+        steps = (each.shape[-1], each.storage_offset(), each.data_ptr(), *each.stride()[:-1])
+        if any(step % 4 for step in steps):
+            return list(codes)
+    return [each.view(torch.int32) for each in codes]
+
+
+def power_of_2(number: int) -> int:
+    """The least one that is no smaller. Triton's own is a function of its language: some
+    microseconds a call."""
+    return 1 << (number - 1).bit_length()
+
 
 #: Tokens, channels and bits of a tile, where the directions of a head are kept and where they are
 #: too many for that, and the warps of a program. AMD's hold fewer bits. Where a code has more bits

@@ -4,7 +4,9 @@ a GPU.
 They take the same tensors, mean the same and return new tensors on the same GPU, without waiting
 for it. What a table or a length says is not looked at before a launch: ids must lie within the
 representations. Threads and instruction sets of a CPU are no arguments here.
-"""
+
+Before they are used on a GPU they compute a small example, which torch computes as well
+(:func:`try_all`). Its numbers are whole and small, so both are exact and must be equal."""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ucm.sparse.kernels import dot, encode, hamming, select
+from ucm.errors import InternalError
+from ucm.sparse.kernels import code, distance, encode, scoring, select
 from ucm.sparse.retrieval import Kept
 
 _P = ParamSpec("_P")
@@ -38,11 +41,11 @@ def _launched(
     return there
 
 
-dot_scores = _launched(dot.dot_scores)
-hamming_scores = _launched(hamming.hamming_scores)
+dot_scores = _launched(scoring.dot_scores)
+hamming_scores = _launched(scoring.hamming_scores)
 hash_encode = _launched(encode.hash_encode)
 hash_encode_query = _launched(encode.hash_encode_query)
-quest_scores = _launched(dot.quest_scores)
+quest_scores = _launched(scoring.quest_scores)
 scatter_codes = _launched(encode.scatter_codes)
 select_blocks = _launched(select.select_blocks)
 
@@ -64,7 +67,7 @@ def hash_scores(
         encode.hash_encode_query(query, weights, codes.shape[2]),
         blocks * codes.shape[1],
     )
-    return hamming.hamming_scores(
+    return scoring.hamming_scores(
         asked, codes, table, tokens, heads_apart=heads_apart, init=init, local=local
     )
 
@@ -87,9 +90,82 @@ def hash_select(
     """:func:`ucm.sparse.retrieval.hash_select`, by three kernels; ``budgets`` as of
     :func:`select_blocks`."""
     asked = encode.hash_encode_query(query, weights, codes.shape[2])
-    scores = hamming.hamming_scores(
+    scores = scoring.hamming_scores(
         asked, codes, code_table, tokens, heads_apart=heads_apart, init=init, local=local
     )
     return select.select_blocks(
         scores, table, tokens, codes.shape[1], budgets, init=init, local=local, into=into
     )
+
+
+_BLOCKS, _BLOCK, _HEADS, _GROUP, _SIZE, _BITS = 12, 16, 2, 2, 32, 64
+
+
+def try_all(device: torch.device) -> None:
+    """Raises what Triton raises, or :class:`~ucm.errors.InternalError` where a kernel computes
+    something else."""
+    generator = torch.Generator().manual_seed(1)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-7, 8, shape, generator=generator).to(device, torch.bfloat16)
+
+    keys, query, directions = (
+        whole(_BLOCKS, _BLOCK, _HEADS, _SIZE),
+        whole(1, _HEADS * _GROUP, _SIZE),
+        whole(_SIZE, _BITS),
+    )
+    weights = directions.float()
+    table = torch.randperm(_BLOCKS, generator=generator).to(device, torch.int32)[None]
+    blocks = torch.tensor([_BLOCKS], dtype=torch.int32, device=device)
+    mean = query.float().view(1, _HEADS, _GROUP, _SIZE).mean(dim=2)
+
+    codes = torch.zeros((_BLOCKS, _BLOCK, _HEADS, _BITS // 8), dtype=torch.uint8, device=device)
+    slots = torch.arange(_BLOCKS * _BLOCK, device=device)
+    hash_encode(keys.flatten(0, 1), weights, codes, slots)
+    _same("codes", codes, code(keys, weights))
+    copied = torch.zeros_like(codes)
+    scatter_codes(codes.flatten(0, 1), slots, copied)
+    _same("copied codes", copied, codes)
+    asked = hash_encode_query(query, weights, _HEADS)
+    _same("codes of queries", asked, code(mean, weights))
+
+    own = table[0].long()
+    near = distance(asked[0], codes[own]).amin(dim=(1, 2))
+    scores = hamming_scores(asked, codes, table, blocks * _BLOCK)
+    _same("Hamming scores", scores[0, 0], -near)
+    latent = codes.view(_BLOCKS, _BLOCK * _HEADS, 1, _BITS // 8)
+    summed = (distance(asked[0, 0], latent[own]) + distance(asked[0, 1], latent[own])).amin(
+        dim=(1, 2)
+    )
+    _same(
+        "summed Hamming scores",
+        hamming_scores(asked[:, None], latent, table, blocks * _BLOCK * _HEADS)[0, 0],
+        -summed,
+    )
+
+    first = keys[:, 0].contiguous()
+    _same(
+        "products",
+        dot_scores(query, first, table, blocks)[0, 0],
+        (first[own].float() * mean).sum(dim=(1, 2)),
+    )
+    bounds = torch.stack([keys.amin(dim=1), keys.amax(dim=1)], dim=1)
+    low, high = bounds[own].float().unbind(dim=1)
+    _same(
+        "Quest's bounds",
+        quest_scores(query, bounds, table, blocks)[0, 0],
+        torch.maximum(mean * low, mean * high).sum(dim=(1, 2)),
+    )
+
+    kept = select_blocks(scores, table, blocks * _BLOCK - 3, _BLOCK, [4], init=1, local=2)
+    order = torch.sort(-near[1:-2], descending=True, stable=True).indices[:4] + 1
+    ends = torch.tensor([0, _BLOCKS - 2, _BLOCKS - 1], device=device)
+    expected = torch.sort(torch.cat([order, ends])).values
+    _same("kept blocks", kept.logical[0, 0].long(), expected)
+    _same("the block table", kept.table[0, 0], table[0, expected])
+    _same("the length", kept.tokens[0], 7 * _BLOCK - 3 + 0 * kept.tokens[0])
+
+
+def _same(what: str, found: Tensor, expected: Tensor) -> None:
+    if not torch.equal(found, expected.to(found.dtype)):
+        raise InternalError("a kernel computes something else than torch", context={"what": what})

@@ -113,7 +113,8 @@ class _Grouped:
     ) -> None:
         """Write keys and values to the cache, and show them to the host: a CPU packs its pages, so
         this is where keys can be read."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping, *args, **kwargs)  # type: ignore[misc]
+        write = super().do_kv_cache_update  # type: ignore[misc]
+        write(layer, key, value, kv_cache, slot_mapping, *args, **kwargs)
         if (host := active_host()) is not None:
             host.keys_written(layer.layer_name, key, slot_mapping)
 
@@ -176,7 +177,8 @@ class _Latent:
         **kwargs: Any,
     ) -> None:
         """Write latent keys to the cache, and show them to the host."""
-        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)  # type: ignore[misc]
+        write = super().do_kv_cache_update  # type: ignore[misc]
+        write(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
         host = active_host()
         if host is not None and (name := host.name_of(self)) is not None:
             host.latent_keys_written(name, kv_c_normed, k_pe, slot_mapping)
@@ -268,4 +270,5 @@ class _Latent:
             torch.cat([whole[:begin], part, whole[begin + len(part) :]])
             for whole, part in zip(written.keys, changed, strict=True)
         )
-        self.do_kv_cache_update(latent, rope, cache, written.slots, self.kv_cache_dtype, scale)  # type: ignore[attr-defined]
+        kind = self.kv_cache_dtype  # type: ignore[attr-defined]
+        self.do_kv_cache_update(latent, rope, cache, written.slots, kind, scale)

@@ -33,8 +33,7 @@ from ucm.integration.vllm.attention.tables import (
     reads_pages_of,
 )
 from ucm.integration.vllm.connector.guard import logger, throttle
-from ucm.sparse.base import EAGER_HOOKS, UcmSparseBase
-from ucm.sparse.batch import SparseBatch, SparseRow
+from ucm.sparse.base import EAGER_HOOKS, SparseBatch, SparseRow, UcmSparseBase
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.selection import Selection, compact, compact_rows
 

@@ -9,7 +9,7 @@ not there is left out of the step and counted: nothing is ever read that was not
 
 The representations of blocks that leave are kept in rows behind those of the device, so choosing
 reads no KV. What the next steps will likely choose is brought into the store's upper tiers
-meanwhile, by a :class:`~ucm.sparse.prefetch.PrefetchEngine`.
+meanwhile, by a :class:`~ucm.sparse.residency.PrefetchEngine`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from ucm.errors import BusyError, DeadlineError, TaskError
 from ucm.integration.vllm.attention.plan import OffloadChange
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.reasons import is_transient
-from ucm.sparse.batch import SparseRow
+from ucm.sparse.base import SparseRow
 from ucm.sparse.method import BlockSparse
-from ucm.sparse.predictor import Predictor
-from ucm.sparse.prefetch import PrefetchEngine, PrefetchPriority
-from ucm.sparse.residency import Residency
+from ucm.sparse.residency import Predictor, PrefetchEngine, PrefetchPriority, Residency
 from ucm.sparse.selection import Selection
 
 #: Rows for representations of blocks that left, for each block of the device.

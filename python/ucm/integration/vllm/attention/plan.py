@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ucm.sparse.base import UcmSparseMetadata
-from ucm.sparse.batch import SparseRow
+from ucm.sparse.base import SparseRow, UcmSparseMetadata
 
 
 @dataclass(slots=True)

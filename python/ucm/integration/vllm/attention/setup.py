@@ -30,11 +30,10 @@ from ucm.integration.vllm.attention.plan import SparsePlan
 from ucm.integration.vllm.attention.registering import extra_config
 from ucm.integration.vllm.attention.tables import Rewriter
 from ucm.integration.vllm.compat.versions import installed, why_unserved
-from ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from ucm.sparse.batch import SparseRow
-from ucm.sparse.config import method_of
+from ucm.sparse.base import SparseRow, UcmSparseBase, UcmSparseRole
 from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse
+from ucm.sparse.policy import method_of
 from ucm.sparse.rep_store import bytes_per_block
 from ucm.sparse.selector import Geometry
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ucm.integration.vllm.connector.tier_counts import EVERY
-from ucm.sparse.stats import SparseStats
+from ucm.sparse.base import SparseStats
 
 #: Counter of a method -> (name in Prometheus without ``_total``, what it counts).
 SPARSE_COUNTERS = {

@@ -16,8 +16,7 @@ from ucm.integration.vllm.attention.spec import ExactTokens, SparseManager, Spar
 from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
-from ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from ucm.sparse.batch import SparseRow
+from ucm.sparse.base import SparseRow, UcmSparseBase, UcmSparseRole
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
 
