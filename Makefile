@@ -98,7 +98,9 @@ test: servers $(RUN_ENV) .tools/.stamp-mooncake ## everything this machine can t
 .PHONY: test-rust
 # Suites that say of every test what store it needs (crates/ucm-store/tests/common/over.rs), and what they run over:
 # layout, what stands above. The first run below is over file,none; the other columns are for test-long.
-SUITES := rules first_failure ends transfer audit paranoid verifying trust quarantine health lost_roots room model
+# The model has a matrix of its own: it runs once, and over every column in test-long.
+SUITES := rules first_failure ends transfer audit paranoid verifying trust quarantine health lost_roots room
+LONG_SUITES := $(SUITES) model
 COLUMNS := segment,none file,memory
 MORE_COLUMNS := segment,memory file,map
 SKIPPED := build/skipped-tests.txt
@@ -132,7 +134,8 @@ ifneq ($(NEXTEST),)
 endif
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS),$(call over,$(column));) $(skipped)
-	@$(foreach device,cuda $(VENDORS),$(call over_device,$(device),segment$(comma)none,rules transfer);)
+	@$(call over_device,cuda,segment$(comma)none,rules transfer)
+	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none,transfer);)
 	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
 
 .PHONY: loom
@@ -190,9 +193,10 @@ test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake ## every column of the
 .PHONY: test-long-rust
 test-long-rust: ## of these, the store's suites over all columns and devices, and copies
 	@mkdir -p build && rm -f $(SKIPPED)
-	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
-	@$(call over_device,cuda,segment$(comma)none); $(call over_device,cuda,file$(comma)memory)
-	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none);)
+	@export UCM_TEST_LONG=1; \
+	    $(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column),,$(LONG_SUITES));) $(skipped)
+	@$(foreach column,segment$(comma)none file$(comma)memory,$(call over_device,cuda,$(column),$(LONG_SUITES));)
+	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none,$(LONG_SUITES));)
 	@UCM_TEST_LONG=1 $(STAGE) "copies over the software driver" \
 		$(call tests_in,ucm-device,policy properties)
 	@UCM_TEST_LONG=1 $(STAGE) "the store over objects" \
@@ -221,7 +225,8 @@ test-long-engines: $(RUN_ENV) ## of these, what starts engines of vLLM, one at a
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust/test_engine.py tests/vllm
 	@UCM_TEST_LONG=1 UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "what is on one runner every day, on both" \
 		$(RUN_BIN)/python -m pytest -m one_runner tests/vllm
-	@UCM_TEST_LONG=1 $(STAGE) "examples" $(RUN_BIN)/python -m pytest tests/vllm/test_examples.py
+	@UCM_TEST_LONG=1 $(STAGE) "examples" $(RUN_BIN)/python -m pytest tests/vllm/test_examples.py \
+		tests/vllm/test_uneven_ranks.py
 	@UCM_TEST_COMPILED=1 $(STAGE) "sparse attention, compiled" $(RUN_BIN)/python -m pytest tests/vllm/test_sparse.py -k "not v2"
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 

@@ -153,8 +153,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         8,
         "the reason that a store gives for a miss is lost",
-        'named(error.context.get("reason"),',
-        "named(None,",
+        "reason = named(name, MissReason.ABSENT)",
+        "reason = MissReason.ABSENT",
         Python(("tests/connector/test_reasons.py",)),
     ),
 )

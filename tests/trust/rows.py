@@ -481,7 +481,7 @@ def _error(
         (reason,),
         {"error": dict.fromkeys(requests, code)},
         call,
-        engine="short" if what in ("read", "write") else "long",
+        engine="short" if what in ("read", "write") and code == errno.EIO else "long",
     )
 
 

@@ -21,6 +21,8 @@ from lives import Disk, new_disk, store_under_test
 from siblings import LOADING, SIBLING, load_of_sibling, several
 from specs import EngineSpec, Result
 
+pytestmark = pytest.mark.one_runner
+
 #: The connectors of each runner's engine, in order.
 ORDERS = {"v1": ("ours", "example", "sibling"), "v2": ("sibling", "example", "ours")}
 

@@ -78,6 +78,7 @@ def test_one_failed_block(warm: Engine, cold: Life, reference: dict[str, Result]
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
 
 
+@pytest.mark.one_runner
 def test_failed_loads_of_concurrent_requests(
     warm: Engine, cold: Life, reference: dict[str, Result]
 ) -> None:
@@ -179,6 +180,7 @@ def test_abort_of_a_load_that_fails(warm: Engine, cold: Life, reference: dict[st
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
 
 
+@pytest.mark.one_runner
 def test_abort_while_decoding(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
     """Blocks that are being written to the store when the request goes away are not given to
     another one."""
@@ -197,6 +199,7 @@ def test_abort_while_decoding(warm: Engine, cold: Life, reference: dict[str, Res
     assert_same(warm.generate(FRESH["busy"].ask())[0], reference["busy"])
 
 
+@pytest.mark.one_runner
 def test_failed_dump_is_harmless(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
     """Nothing is published, nothing is claimed; the next request with this prompt stores it."""
     warm.wait_idle()  # what the test before dumped is there
@@ -216,6 +219,7 @@ def test_failed_dump_is_harmless(warm: Engine, cold: Life, reference: dict[str, 
     assert_stored(cold.disk, before, output_blocks(case))
 
 
+@pytest.mark.one_runner
 def test_refused_dump_is_offered_again(
     warm: Engine, cold: Life, reference: dict[str, Result]
 ) -> None:
@@ -232,6 +236,7 @@ def test_refused_dump_is_offered_again(
     warm.wait_idle()
 
 
+@pytest.mark.one_runner
 def test_slow_dumps_and_preemption(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
     """Memory that a dump still reads is not given to another request, however short memory is."""
     since = len(cold.disk.faults.events("dump"))
@@ -249,6 +254,7 @@ def test_slow_dumps_and_preemption(warm: Engine, cold: Life, reference: dict[str
     assert_same(warm.generate(FRESH["drained"].ask())[0], reference["drained"])
 
 
+@pytest.mark.one_runner
 @pytest.mark.parametrize("fault", ["hold-lookup", "fail-lookup"])
 def test_lookup_that_does_not_answer(
     warm: Engine, cold: Life, reference: dict[str, Result], fault: str

@@ -28,26 +28,27 @@ def disk(work: Path) -> Disk:
     return new_disk(work, "media")
 
 
-def spec_of(llava: Path, disk: Disk | None, label: str, **args: Any) -> EngineSpec:
-    """An engine of this model; without a disk one without ucm."""
+def spec_of(llava: Path, disk: Disk, label: str, **args: Any) -> EngineSpec:
+    """An engine of this model."""
     settings = {"skip_tokenizer_init": False} | args
-    return EngineSpec(
-        llava, store=disk.store() if disk is not None else None, args=settings, label=label
-    )
+    return EngineSpec(llava, store=disk.store(), args=settings, label=label)
 
 
-def look(engine: Engine, seed: int, name: str | None) -> Result:
+def look(engine: Engine, seed: int, name: str | None, salt: str | None = None) -> Result:
     """The model's answer to a picture under a name."""
-    answer = engine.generate(Ask(TOKENS, picture=(seed, name)))[0]
+    answer = engine.generate(Ask(TOKENS, picture=(seed, name), salt=salt))[0]
     engine.wait_idle()
     return answer
 
 
 @pytest.fixture(scope="module")
-def right(host: EngineHost, llava: Path) -> dict[int, Result]:
-    """What an engine without ucm answers to each picture, each under a name of its own."""
-    engine = host.get(spec_of(llava, None, "media-right"))
-    answers = {seed: look(engine, seed, None) for seed in (CAT, DOG)}
+def right(host: EngineHost, llava: Path, disk: Disk) -> dict[int, Result]:
+    """What an engine computes for each picture, each under a name of its own and with keys that
+    nothing is stored under."""
+    engine = host.get(spec_of(llava, disk, "media-first"))
+    salt = "another key, the same computation"
+    answers = {seed: look(engine, seed, None, salt) for seed in (CAT, DOG)}
+    assert [answer.cached for answer in answers.values()] == [0, 0]
     assert answers[CAT].tokens != answers[DOG].tokens, "the picture does not matter to this model"
     return answers
 

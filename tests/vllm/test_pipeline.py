@@ -1,8 +1,8 @@
 """Memory above a directory, chosen in the connector's configuration, does what the directory alone
 does.
 
-With the first model runner that is a directory of block files, with the second one of compressed
-segments.
+With the first model runner that is a directory of compressed segments, with the second one of block
+files.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from specs import ROOM, EngineSpec, StoreSpec
 from ucm.store.record import parse_header
 from ucm.store.segment import parse_footer
 
+pytestmark = pytest.mark.one_runner
+
 ASKED = ("short", "middle", "shared_a")
 
 
 def spec(model: Path, runner: str, disk: Disk) -> EngineSpec:
     """An engine whose store is a pipeline; its metrics tell what each tier did."""
     options = {"store_pipeline": "Cache|Posix", "cache_size": "64MiB", "layout": "file", **ROOM}
-    if runner == "v2":
+    if runner == "v1":
         options = {"store_pipeline": "Cache|Compress|Pc", "cache_size": "64MiB", **ROOM}
     store = StoreSpec(disk.root, "UcmPipelineStore", options=options)
     return EngineSpec(model, runner, store, label=f"pipeline-{runner}")
@@ -33,7 +35,7 @@ def spec(model: Path, runner: str, disk: Disk) -> EngineSpec:
 
 def stored_in(disk: Disk, runner: str) -> list[str]:
     """The blocks in the directory; those in segments are compressed."""
-    if runner == "v1":
+    if runner == "v2":
         return [path.name for path in disk.files()]
     blocks = []
     for path in disk.root.glob("*/segments/*.seg"):

@@ -159,6 +159,7 @@ def test_preempted_requests(warm: Engine, reference: dict[str, Result]) -> None:
     warm.wait_idle()
 
 
+@pytest.mark.one_runner
 def test_preempted_requests_again_from_the_store(
     warm: Engine, reference: dict[str, Result]
 ) -> None:

@@ -234,6 +234,7 @@ def test_new_prompts(sparse: Engine, answers: Callable[[str], Answer], name: str
     assert_selected(sparse, result, answers(name))
 
 
+@pytest.mark.one_runner
 def test_what_the_device_still_has_is_selected_from_again(
     sparse: Engine, answers: Callable[[str], Answer]
 ) -> None:
@@ -246,6 +247,7 @@ def test_what_the_device_still_has_is_selected_from_again(
     assert_selected(sparse, result, answers("continues"))
 
 
+@pytest.mark.one_runner
 def test_neighbours_change_nothing(sparse: Engine, answers: Callable[[str], Answer]) -> None:
     """Rows of prompts, of short requests and of sparse ones in one step."""
     names = ["brief", "continues", "turns_sparse", "middle"]
@@ -254,6 +256,7 @@ def test_neighbours_change_nothing(sparse: Engine, answers: Callable[[str], Answ
         assert_selected(sparse, result, answers(name))
 
 
+@pytest.mark.one_runner
 def test_several_sequences_of_one_request(
     sparse: Engine, runner: str, answers: Callable[[str], Answer]
 ) -> None:
@@ -263,6 +266,7 @@ def test_several_sequences_of_one_request(
     assert [result.tokens, *result.others] == [answers("alone").tokens] * 3
 
 
+@pytest.mark.one_runner
 def test_preempted_requests(sparse: Engine, answers: Callable[[str], Answer]) -> None:
     """Preempted while they are dense, resumed, and sparse in the end as if nothing had happened."""
     before = sparse.metrics()["vllm:num_preemptions_total"]
@@ -274,6 +278,7 @@ def test_preempted_requests(sparse: Engine, answers: Callable[[str], Answer]) ->
         assert_selected(sparse, result, answers(name))
 
 
+@pytest.mark.one_runner
 def test_output_stays_out_of_the_device_cache(
     sparse: Engine, answers: Callable[[str], Answer]
 ) -> None:
@@ -308,6 +313,7 @@ def test_dense_engine_meets_prompts_and_never_output(
     assert_same(warm.generate(STORED["long"].ask())[0], reference["long"])
 
 
+@pytest.mark.one_runner
 def test_answers_of_the_dense_engine_to_what_the_sparse_one_stored(
     cold: Life, warm: Engine, model: Path
 ) -> None:

@@ -400,13 +400,38 @@ fn policy() -> impl Strategy<Value = Policy> {
     prop::sample::select(Policy::ALL.to_vec())
 }
 
-/// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` asks for more.
+/// Cases of each property: few, as every case opens stores and there are twenty properties.
+/// `UCM_TEST_LONG` runs more, `PROPTEST_CASES` any number.
 fn cases() -> u32 {
+    let default = if std::env::var_os("UCM_TEST_LONG").is_some() {
+        48
+    } else {
+        12
+    };
     let asked = std::env::var("PROPTEST_CASES");
     asked
         .ok()
         .and_then(|cases| cases.parse().ok())
-        .unwrap_or(48)
+        .unwrap_or(default)
+}
+
+/// The layout below other tiers: each one in turn, or that of this run if it names one.
+fn layout() -> impl Strategy<Value = Layout> {
+    let named = std::env::var_os("UCM_TEST_LAYOUT").is_some();
+    let all = if named {
+        vec![Layout::of_this_run()]
+    } else {
+        vec![Layout::of_this_run(), Layout::segments()]
+    };
+    prop::sample::select(all)
+}
+
+/// Records in this layout below something.
+fn below(layout: Layout, layers_per_shard: u32, above: Above) -> Setup {
+    Setup {
+        layout,
+        ..made(layers_per_shard, Medium::Posix, above)
+    }
 }
 
 /// A setup of these rows, this medium, and what stands above it.
@@ -421,10 +446,7 @@ fn made(layers_per_shard: u32, medium: Medium, above: Above) -> Setup {
 
 /// Segments that are sealed at once, alone or below something.
 fn in_segments(layers_per_shard: u32, above: Above) -> Setup {
-    Setup {
-        layout: Layout::segments(),
-        ..made(layers_per_shard, Medium::Posix, above)
-    }
+    below(Layout::segments(), layers_per_shard, above)
 }
 
 /// Segments that are objects, each put at once.
@@ -459,23 +481,23 @@ proptest! {
     }
 
     #[test]
-    fn written_back_from_memory(acts in prop::collection::vec(act(), 1..30)) {
-        run(made(3, Medium::Posix, Above::Map(2, WritePolicy::Back)), &acts);
+    fn written_back_from_memory(layout in layout(), acts in prop::collection::vec(act(), 1..30)) {
+        run(below(layout, 3, Above::Map(2, WritePolicy::Back)), &acts);
     }
 
     #[test]
-    fn below_another_root(acts in prop::collection::vec(act(), 1..30)) {
-        run(made(3, Medium::Posix, Above::File), &acts);
+    fn below_another_root(layout in layout(), acts in prop::collection::vec(act(), 1..30)) {
+        run(below(layout, 3, Above::File), &acts);
     }
 
     #[test]
-    fn below_the_memory_tier(acts in prop::collection::vec(act(), 1..30)) {
-        run(made(3, Medium::Posix, Above::Memory(4, WritePolicy::Through)), &acts);
+    fn below_the_memory_tier(layout in layout(), acts in prop::collection::vec(act(), 1..30)) {
+        run(below(layout, 3, Above::Memory(4, WritePolicy::Through)), &acts);
     }
 
     #[test]
-    fn written_back_from_the_memory_tier(acts in prop::collection::vec(act(), 1..30)) {
-        run(made(1, Medium::Posix, Above::Memory(4, WritePolicy::Back)), &acts);
+    fn written_back_from_the_memory_tier(layout in layout(), acts in prop::collection::vec(act(), 1..30)) {
+        run(below(layout, 1, Above::Memory(4, WritePolicy::Back)), &acts);
     }
 
     #[test]
