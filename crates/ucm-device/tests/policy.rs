@@ -95,10 +95,7 @@ fn apart(memory: &Memory, len: usize, count: usize) -> Vec<DeviceSpan> {
 
 /// Fragments (bytes, count): 32 MiB in all, and fewer bytes. `UCM_TEST_LONG` adds the slow ones.
 fn grid() -> Vec<(usize, usize)> {
-    let (mut whole, mut fewer) = (
-        vec![8 << 10, 64 << 10, 1 << 20],
-        vec![512, 16 << 10],
-    );
+    let (mut whole, mut fewer) = (vec![8 << 10, 64 << 10, 1 << 20], vec![512, 16 << 10]);
     if std::env::var_os("UCM_TEST_LONG").is_some() {
         whole = (8..=22).map(|bit| 1 << bit).collect();
         whole.extend([
