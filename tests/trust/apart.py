@@ -82,7 +82,15 @@ _SHORT = {
     *("swapped", "another identity", "newer version", "removed", "directory", "pipe"),
     *("root read-only", "root emptied", "namespace removed", "unmounted", "full"),
     *("stalled: read", "stalled: write", "EIO: read", "EIO: write", "lie: write"),
-    *("kill -9 of a writer", "two writers", "much damage", "no descriptors", "root missing"),
+    *("much damage", "root missing"),
+}
+#: Rows of processes that some of the columns meet in it, by their names: each layout, each way of
+#: reading and each tier above meets each of these rows at least once.
+_SHORT_OF_PROCESSES = {
+    "kill -9 of a writer": {"segment", "file/direct", "Cache|Posix", "Compress|Pc"},
+    "two writers": {"segment/direct", "Cache|Pc", "Cache|Posix|Posix"},
+    "no descriptors": {"segment/direct", "Cache|Posix"},
+    "power cut": {"segment/direct"},
 }
 #: What only some of them meet in it: rows that are about what is new in these columns.
 _SHORT_OF_SEGMENTS = {
@@ -92,7 +100,7 @@ _SHORT_OF_SEGMENTS = {
     "footer: another place",
 }
 _SHORT_OF_CODECS = {"codec: none", "codec: raw checksum", "codec: frame"}
-_SHORT_PAST_CACHE = {"disk stalled: read", "disk stalled: write", "disk EIO: read", "power cut"}
+_SHORT_PAST_CACHE = {"disk stalled: read", "disk stalled: write", "disk EIO: read"}
 
 #: The columns of live engines: each model runner over block files, and one with memory above
 #: segments.
@@ -137,6 +145,8 @@ def is_run(row: Row, column: Column) -> bool:
         return True
     if column == FILES:
         return not (isinstance(row, FuseRow) and row.disk)
+    if row.line in _SHORT_OF_PROCESSES:
+        return column.name in _SHORT_OF_PROCESSES[row.line]
     more = (_SHORT_OF_SEGMENTS if column.in_segments else set()) | (
         _SHORT_OF_CODECS if column.compressed else set()
     )
