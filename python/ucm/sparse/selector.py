@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -222,8 +223,28 @@ class BlockSelector:
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """No kernel."""
-        del layer, query, reps, table, blocks, init, local, apart
+        """By :meth:`kernel_scores`, where kernels read these tensors."""
+        del layer
+        kernels = kernels_for(query, reps)
+        if kernels is None:
+            return None
+        over_heads = "apart" if apart else "sum"
+        return self.kernel_scores(
+            kernels, query, reps, table, blocks, over_heads=over_heads, init=init, local=local
+        )
+
+    def kernel_scores(
+        self,
+        kernels: ModuleType,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        **how: Any,
+    ) -> Tensor | None:
+        """:meth:`fused_scores` by one of ``kernels``, to which ``how`` is passed on. None: there is
+        no kernel."""
+        del kernels, query, reps, table, blocks, how
         return None
 
     def fused_select(

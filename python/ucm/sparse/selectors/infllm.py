@@ -9,6 +9,7 @@ Source: InfLLM (Xiao et al., NeurIPS 2024).
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from ucm.config.fields import Count
 from ucm.config.sparse import AlgorithmConfig
-from ucm.sparse.kernels import kernels_for
 from ucm.sparse.selector import BlockSelector, Geometry, register_selector
 
 
@@ -59,33 +59,17 @@ class InfLLM(BlockSelector):
         mean = self.grouped(query[-1:])[0].mean(dim=1)  # [h, d]
         return (reps.float().sum(dim=1) * mean).sum(dim=-1).T
 
-    def fused_scores(
+    def kernel_scores(
         self,
-        layer: int,
+        kernels: ModuleType,
         query: Tensor,
         reps: Tensor,
         table: Tensor,
         blocks: Tensor,
-        *,
-        init: int,
-        local: int,
-        apart: bool,
+        **how: Any,
     ) -> Tensor | None:
-        """The kernel."""
-        del layer
-        kernels = kernels_for(query, reps)
-        if kernels is None:
-            return None
-        found: Tensor = kernels.dot_scores(
-            query,
-            reps,
-            table,
-            blocks,
-            over_reps="sum",
-            over_heads="apart" if apart else "sum",
-            init=init,
-            local=local,
-        )
+        """Dot products, added up."""
+        found: Tensor = kernels.dot_scores(query, reps, table, blocks, over_reps="sum", **how)
         return found
 
     def weights(self, scores: Tensor) -> Tensor:

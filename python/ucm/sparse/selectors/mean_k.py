@@ -11,6 +11,7 @@ Source: the original's ESA and GSA; book 8.1.2, 9.2.1, 7.3.3.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from ucm.config.fields import Count, Number, word
 from ucm.config.sparse import AlgorithmConfig
-from ucm.sparse.kernels import kernels_for
 from ucm.sparse.selector import BlockSelector, Combine, Geometry, register_selector
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
@@ -97,37 +97,26 @@ class MeanK(BlockSelector):
         dots = (r * mean).sum(dim=-1)
         return (dots.amax(dim=1) if self.token_wise else dots).T
 
-    def fused_scores(
+    def kernel_scores(
         self,
-        layer: int,
+        kernels: ModuleType,
         query: Tensor,
         reps: Tensor,
         table: Tensor,
         blocks: Tensor,
-        *,
-        init: int,
-        local: int,
-        apart: bool,
+        **how: Any,
     ) -> Tensor | None:
-        """The kernel, for all but ``dot_max``, and int8 keys of single tokens."""
-        del layer
-        scales, kernels = None, kernels_for(query, reps)
-        if self.how == "dot_max" or kernels is None:
+        """Dot products or distances, for all but ``dot_max``, and int8 keys of single tokens."""
+        scales = None
+        if self.how == "dot_max":
             return None
         if self.rep_dtype == "int8":
             if self.token_wise or self.geometry.head_dim % _SCALE:
                 return None
             reps, scales = self._parts(reps)
+        metric = "l2" if self.how == "l2" else "dot"
         found: Tensor = kernels.dot_scores(
-            query,
-            reps,
-            table,
-            blocks,
-            scales=scales,
-            metric="l2" if self.how == "l2" else "dot",
-            over_heads="apart" if apart else "sum",
-            init=init,
-            local=local,
+            query, reps, table, blocks, scales=scales, metric=metric, **how
         )
         return found
 

@@ -10,10 +10,12 @@ Source: Quest (Tang et al., ICML 2024).
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ucm.sparse.kernels import kernels_for
 from ucm.sparse.selector import BlockSelector, register_selector
 
 
@@ -40,32 +42,17 @@ class Quest(BlockSelector):
         r, q = reps.float(), self.grouped(query[-1:])[0].mean(dim=1)  # [n, 2, h, d], [h, d]
         return torch.maximum(q * r[:, 0], q * r[:, 1]).sum(dim=-1).T
 
-    def fused_scores(
+    def kernel_scores(
         self,
-        layer: int,
+        kernels: ModuleType,
         query: Tensor,
         reps: Tensor,
         table: Tensor,
         blocks: Tensor,
-        *,
-        init: int,
-        local: int,
-        apart: bool,
+        **how: Any,
     ) -> Tensor | None:
-        """The kernel."""
-        del layer
-        kernels = kernels_for(query, reps)
-        if kernels is None:
-            return None
-        found: Tensor = kernels.quest_scores(
-            query,
-            reps,
-            table,
-            blocks,
-            over_heads="apart" if apart else "sum",
-            init=init,
-            local=local,
-        )
+        """The bounds."""
+        found: Tensor = kernels.quest_scores(query, reps, table, blocks, **how)
         return found
 
     def weights(self, scores: Tensor) -> Tensor:
