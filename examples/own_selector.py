@@ -1,6 +1,6 @@
 """A selector of your own, run by vLLM on a CPU: ``python examples/own_selector.py``.
 
-It makes a tiny Llama with random weights, asks it one prompt twice, densely and over the blocks
+It makes a tiny Llama with random weights, answers one prompt twice, densely and over the blocks
 that the selector chooses, and prints what was read. Needs ``ucm-kv[vllm]``.
 """
 

@@ -156,8 +156,8 @@ class AlgorithmConfig(Section):
         return [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
 
     def window(self, which: Literal["init", "local"], block_size: int) -> int:
-        """Blocks of a window, for blocks of so many tokens; what is written in tokens is rounded
-        up."""
+        """Blocks of a window, for blocks of ``block_size`` tokens; what is written in tokens is
+        rounded up."""
         blocks, tokens = f"{which}_blocks", f"{which}_tokens"
         size: int | None = getattr(self, tokens)
         if size is None or blocks in self.model_fields_set:

@@ -56,7 +56,7 @@ class UcmSparseRole(Enum):
 
 
 class UcmSparseMetadata:
-    """What the scheduler's side tells the worker's for one step. A method of a user's own
+    """What the scheduler's side passes to the worker's for one step. A method of a user's own
     subclasses it; it must pickle."""
 
 
@@ -155,7 +155,7 @@ class UcmSparseBase:
         """The forward pass is about to begin."""
 
     def execute_finished(self, logits_indices: Any = None) -> Any:
-        """The forward pass has ended. Returns ``logits_indices`` as they came: vLLM offers no way
+        """The forward pass has ended. Returns ``logits_indices`` unchanged: vLLM offers no way
         to change them here."""
         return logits_indices
 

@@ -77,7 +77,7 @@ class UcmSparseFactory:
 
     @classmethod
     def create_configured(cls, vllm_config: Any, role: UcmSparseRole) -> UcmSparseBase | None:
-        """The method that vLLM's configuration asks for; None where it asks for none."""
+        """The method that vLLM's configuration names; None where it names none."""
         config = config_of(vllm_config)
         if not config.enabled or not config.sparse.enabled or config.sparse.type is None:
             return None

@@ -152,8 +152,8 @@ class BlockSparse(UcmSparseBase):
         per_head: bool = False,
         reduce: Reduce | None = None,
     ) -> None:
-        """Get ready for keys of this shape, in these layers (in the order of the model) and so many
-        physical blocks.
+        """Get ready for keys of this shape, in these layers (in the order of the model), and for
+        ``num_blocks`` physical blocks.
 
         ``max_sequences`` bounds how many run at once; ``spare_blocks`` are rows for the
         representations of offloaded blocks; ``per_head``: the attention that reads the selection

@@ -360,9 +360,9 @@ class GSAPrefetchEngineC:
         kvcache: object = None,
         store_ptr: int = 0,
     ) -> None:
-        """Plan the step of these requests, each with so many wanted blocks, at these places of the
-        batch. A request that is seen for the first time has its logical blocks in the order of its
-        block table."""
+        """Plan the step of these requests, each with this number of wanted blocks, at these places
+        of the batch. A request that is seen for the first time has its logical blocks in the order
+        of its block table."""
         del kvcache, store_ptr
         self._loads, self._misses = [], []
         for request, count, place in zip(req_id_list, topk_len_list, bs_index_list, strict=True):

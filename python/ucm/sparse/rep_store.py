@@ -10,9 +10,9 @@ Spare rows behind those of the device hold the representations of blocks that ar
 at all (offload).
 
 A representation is always made from all keys of a block at once, so it is the same whether the
-block came in one chunk of a prefill, in several, or token by token. Keys of a block that is being
-written are held until it is full (:class:`OpenBlocks`), because a cache cannot always be read back:
-on a CPU its pages are packed for the instruction set. Where tokens are encoded one by one
+block was computed in one chunk of a prefill, in several, or token by token. Keys of a block that is
+being written are held until it is full (:class:`OpenBlocks`), because a cache cannot always be read
+back: on a CPU its pages are packed for the instruction set. Where tokens are encoded one by one
 (:class:`FilledBlocks`) no keys are held."""
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ class RepStore:
         return rows
 
     def reserve(self, count: int) -> list[int]:
-        """So many spare rows for representations of blocks that were never on the device. Raises
+        """``count`` spare rows for representations of blocks that were never on the device. Raises
         :class:`~ucm.errors.BusyError` when there are too few."""
         if count > len(self._free):
             raise BusyError(

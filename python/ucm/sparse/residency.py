@@ -193,9 +193,9 @@ def plan_residency(
     leaving = sorted(
         (b for b in resident if b not in stays), key=lambda b: (rank(b) if rank else 0.0, -b)
     )
-    gone = set(leaving[: max(0, len(missing) - len(free))])
-    free += [resident[block] for block in leaving if block in gone]
-    keep = {block: slot for block, slot in resident.items() if block not in gone}
+    evicted = set(leaving[: max(0, len(missing) - len(free))])
+    free += [resident[block] for block in leaving if block in evicted]
+    keep = {block: slot for block, slot in resident.items() if block not in evicted}
     return ResidencyPlan(keep, list(zip(missing, sorted(free), strict=False)), dropped)
 
 
@@ -500,7 +500,7 @@ class PrefetchEngine:
         return True
 
     def _give_up(self, task: PrefetchTask, state: State) -> None:
-        """It does not come. That is remembered of so many requests as may wait."""
+        """It will not be loaded. That is remembered of as many requests as may wait."""
         task.end(state)
         self._given_up[task.request_id] = None
         if len(self._given_up) > self._most_pending:

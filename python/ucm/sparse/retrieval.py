@@ -54,16 +54,16 @@ class Kept(NamedTuple):
 
     @staticmethod
     def width(places: int, budgets: Sequence[int], init: int, local: int) -> int:
-        """Most blocks that rows of so many places keep with these budgets and windows."""
+        """Most blocks that rows of ``places`` places keep with these budgets and windows."""
         return min(places, init + max(local, 1) + max(budgets, default=0))
 
     @classmethod
     def rooms(
         cls, count: int, rows: int, heads: int, width: int, device: torch.device | str | None = None
     ) -> list[Kept]:
-        """Room for ``count`` choices of so many rows and heads, which keep at most ``width`` blocks
-        each. Unfilled; to make it for all layers of a step at once takes a small part of the
-        time."""
+        """Room for ``count`` choices of ``rows`` rows and ``heads`` heads, which keep at most
+        ``width`` blocks each. Unfilled; to make it for all layers of a step at once takes a small
+        part of the time."""
         of_blocks, of_heads = (count, rows, heads, width), (count, rows, heads)
         parts = (
             torch.empty(shape, dtype=torch.int32, device=device)

@@ -6,9 +6,10 @@ is used from step ``s + lag`` on, and until the next one. The first choice of a 
 waited for, so there is never a step without one. With a lag the choice is computed beside the model
 by threads; when its step has come it is waited for. Nothing is taken from the clock but the bound
 of that wait, so ranks, batches and runs agree on every step that is not late; a late one is dense,
-which is exact, and is counted. A request that is late asks nothing more until it is answered, and
-one that is late often is waited for no longer. While the threads hang (steps are late and no choice
-comes at all) nothing is waited for and nothing is given to them, whatever requests come.
+which is exact, and is counted. A request that is late starts no further choice until it is
+answered, and one that is late often is waited for no longer. While the threads hang (steps are late
+and no choice comes at all) nothing is waited for and nothing is given to them, whatever requests
+come.
 
 A launch on a device returns before the kernel has run, and every thread has a stream of its own.
 What the stream of one thread makes may be read in that of another only once it has got there
@@ -81,7 +82,7 @@ def take_over(tensor: Tensor) -> None:
 
 _log = logging.getLogger("ucm.sparse")
 
-#: After so many late steps in a row a choice is taken when it is there, and not waited for.
+#: After this many late steps in a row a choice is taken when it is there, and not waited for.
 PATIENCE = 3
 
 #: Blocks chosen between the windows, one ascending tensor for each head (one where the heads share
@@ -161,7 +162,7 @@ class _Track:
     #: (step of the query, number of blocks then, the slot of its batch, its place in that batch),
     #: the oldest first.
     pending: deque[tuple[int, int, Slot, int]] = field(default_factory=deque)
-    #: Late steps since the last choice came in time.
+    #: Late steps since the last choice that was in time.
     late: int = 0
 
 

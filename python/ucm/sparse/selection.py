@@ -83,7 +83,7 @@ def with_windows(policy: Policy, middle: Tensor, chosen_at: int, blocks: int) ->
     """``middle``, chosen when the request had ``chosen_at`` blocks, and the windows of a request
     that has ``blocks`` now.
 
-    What was in the local window then, and what came since, stays until the next choice: no block is
+    What was in the local window then, and later blocks, stay until the next choice: no block is
     dropped that was never a candidate.
     """
     ids = torch.arange(blocks, device=middle.device)
@@ -144,8 +144,8 @@ def compact(
 
     ``block_table [rows, N]`` has physical ids, ``seq_lens [rows]`` tokens, the current one
     included. Returns ``[s, most]`` and ``[s]`` for the rows of the selection where the heads share
-    a choice, else ``[s, heads, most]`` and ``[s, heads]``, in the types that came in. New tensors:
-    nothing that came in is written to. Beyond a row's count the table repeats its last block, a
+    a choice, else ``[s, heads, most]`` and ``[s, heads]``, in the types of the arguments. New
+    tensors: no argument is written to. Beyond a row's count the table repeats its last block, a
     valid id that no kernel reads.
     """
     if selection.table is not None and selection.tokens is not None:
@@ -167,7 +167,7 @@ def compact_rows(
     selection: Selection, block_table: Tensor, seq_lens: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Block table and lengths of the whole batch with those of the selection's rows in them:
-    :func:`compact`, as wide as what came in, for rows that keep everything are read from it as
+    :func:`compact`, as wide as the arguments, for rows that keep everything are read from it as
     well; ``[rows, heads, N]`` where heads choose apart."""
     table, lens = compact(selection, block_table, seq_lens, block_size)
     if table.dim() == 3:
@@ -182,7 +182,7 @@ def compact_rows(
     return wide, lengths
 
 
-#: Of so many steps, two are looked at to see how much a choice changes.
+#: Of this many steps, two are sampled for how much a choice changes.
 SAMPLE_EVERY = 32
 
 
@@ -201,7 +201,7 @@ class Step:
     ) -> None:
         """``block_table [rows, N]`` has the physical blocks of the rows; ``rep_rows`` the rows of
         ``store`` of requests whose representations are not where their blocks are; requests below
-        ``break_even_tokens`` are dense; ``agree`` is told for each long row whether its
+        ``break_even_tokens`` are dense; ``agree`` gets for each long row whether its
         representations are there, and answers whether they are on every rank that has to choose the
         same."""
         size = store.selector.geometry.block_size
@@ -269,8 +269,8 @@ class Step:
         self._rooms: list[Kept] = []
 
     def room(self, heads: int) -> Kept:
-        """Where a kernel may write the choice of one more layer, in which so many heads choose
-        apart."""
+        """Where a kernel may write the choice of one more layer, in which ``heads`` heads
+        choose apart."""
         if not self._rooms:
             self._rooms = Kept.rooms(
                 self._layers, len(self.sparse), heads, self._width, self.places.device

@@ -39,8 +39,8 @@ def set_ucm_sparse(method: UcmSparseBase | None) -> None:
 def ensure_ucm_sparse_initialized(
     vllm_config: Any, role: UcmSparseRole = UcmSparseRole.WORKER
 ) -> UcmSparseBase | None:
-    """The method that ``vllm_config`` (vLLM's ``VllmConfig``) asks for, made on the first call;
-    None if it asks for none.
+    """The method that ``vllm_config`` (vLLM's ``VllmConfig``) names, made on the first call;
+    None if it names none.
 
     Raises :class:`~ucm.errors.ConfigError` for a configuration that is wrong.
     """

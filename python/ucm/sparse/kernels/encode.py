@@ -4,8 +4,7 @@ slots.
 A program keeps the directions of a head and passes over the tokens, so keys are read once, codes
 are written once, and no product lies in memory between. Directions of more than 128 channels
 (latent attention) do not fit: those are read again for every tile, from the GPU's cache. A tile has
-the same shape however many tokens there are: the code of a vector does not depend on what came with
-it.
+the same shape however many tokens there are: the code of a vector does not depend on the others.
 
 Products are as exact as those of single precision, on any matrix unit that multiplies bf16: a
 number is the sum of up to three of bf16, products of two of these are exact in float32, and the

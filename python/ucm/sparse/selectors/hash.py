@@ -44,8 +44,8 @@ from ucm.sparse.selector import BlockSelector, Candidates, Combine, Geometry, re
 def directions(
     size: int, bits: int, *, seed: int, layer: int, part: int = 0
 ) -> npt.NDArray[np.float64]:
-    """``bits`` directions in ``size`` dimensions, ``[size, bits]``, each of length 1. ``part``
-    tells the matrices of one layer apart."""
+    """``bits`` directions in ``size`` dimensions, ``[size, bits]``, each of length 1. Each
+    ``part`` of a layer has a matrix of its own."""
     blocks = [
         _rotation(size, (seed, (layer << 32) | (part << 16) | block))
         for block in range(-(-bits // size))

@@ -48,7 +48,7 @@ def active_host() -> SparseHost | None:
 
 
 def set_active_host(host: SparseHost | None) -> None:
-    """Make ``host`` the one that attention asks."""
+    """Make ``host`` the one that attention calls."""
     global _active
     _active = host
 
@@ -156,7 +156,7 @@ class SparseHost:
         self._context = self._written = None
 
     def _batch(self, plan: SparsePlan, context: Any) -> Any:
-        """What the method is told of the step: its own metadata, or the rows in the order of the
+        """What the method gets of the step: its own metadata, or the rows in the order of the
         batch."""
         batch = plan.metadata if plan.metadata is not None else SparseBatch()
         if isinstance(batch, SparseBatch):
@@ -175,7 +175,7 @@ class SparseHost:
                     self._rows = by_last_block(plan, first)
                 if rows is None:
                     throttle.warning(
-                        "rows", "the rows of a step could not be told apart: it is dense"
+                        "rows", "the rows of a step could not be assigned to requests: it is dense"
                     )
                 batch.rows = rows or []
         return batch
@@ -184,7 +184,7 @@ class SparseHost:
     # ----------------------------------------------------------------------------------------------
 
     def name_of(self, impl: Any) -> str | None:
-        """Name of the layer of an implementation that is not told it."""
+        """Name of the layer of an implementation that does not know it."""
         return self._names.get(id(impl))
 
     def keys_written(self, name: str, key: Tensor, slot_mapping: Tensor) -> None:
@@ -376,7 +376,7 @@ class SparseHost:
                 impl, call.layer, call.made, call.original, call.phase, deep=self.changes
             )
         except Exception as error:
-            if call.placed:  # the original names blocks that are somebody else's by now
+            if call.placed:  # the original names blocks of other requests by now
                 raise
             throttle.warning(
                 "metadata", "changed metadata could not be used, a layer is dense: %r", error
@@ -459,7 +459,7 @@ def _own(method: UcmSparseBase, hook: str) -> bool:
 
 
 def _summary(plan: SparsePlan) -> Any:
-    """What ``execute_begin`` is told: the part of vLLM's SchedulerOutput that a worker needs, on
+    """What ``execute_begin`` gets: the part of vLLM's SchedulerOutput that a worker needs, on
     both model runners."""
     scheduled = {row.request_id: row.queries for row in plan.rows}
     return SimpleNamespace(

@@ -9,7 +9,7 @@ not there is left out of the step and counted: nothing is ever read that was not
 
 The representations of blocks that leave are kept in rows behind those of the device, so choosing
 reads no KV. What the next steps will likely choose is brought into the store's upper tiers
-meanwhile, by a :class:`~ucm.sparse.residency.PrefetchEngine`.
+besides, by a :class:`~ucm.sparse.residency.PrefetchEngine`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SPARE = 4
 
 
 def spare_rows(num_blocks: int) -> int:
-    """How many blocks may have left a device of so many: the scheduler side and the workers must
-    agree."""
+    """How many blocks may have left a device of ``num_blocks``: the scheduler side and the workers
+    must agree."""
     return SPARE * num_blocks
 
 
@@ -373,8 +373,8 @@ class Offload:
         return int(taken)
 
     def _note_lost(self, residency: Residency, block: int) -> None:
-        """The record of a block is gone or bad: trying again is of no use, and its request is to
-        compute it."""
+        """The record of a block is missing or damaged: trying again is of no use, and its request
+        is to compute it."""
         for name, request in self._requests.items():
             if any(each is residency for each in request.layers.values()):
                 self._lost[name, block] = None

@@ -53,7 +53,7 @@ class SparsePlan:
     offloaded: list[OffloadChange] = field(default_factory=list)
     given_back: list[str] = field(default_factory=list)
     #: Device blocks that requests were given when they were admitted: whichever request fills them,
-    #: what they held is gone.
+    #: what they held is invalid.
     given: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     #: What the method's scheduler side has to say, None where it says nothing.
     metadata: UcmSparseMetadata | None = None

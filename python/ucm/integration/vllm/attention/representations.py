@@ -132,9 +132,9 @@ Ids = npt.NDArray[np.int64]
 PIECE = 64
 #: How long a step works on this at most, in seconds; a piece that has begun is finished.
 STEP_S = 0.05
-#: A store keeps side shards of so many bytes at most.
+#: Most bytes of a side shard that a store keeps.
 LARGEST = 16 << 20
-#: Side shards that are being stored: beyond so many, further ones are made again another time.
+#: Most side shards that are being stored at once; further ones are made again another time.
 MOST_WRITING = 64
 
 
@@ -297,8 +297,8 @@ class Representations:
         return False
 
     def selectable(self, request: str) -> bool:
-        """Whether all the representations came that a request needs for blocks that are not read;
-        asked once, when its load is over."""
+        """Whether all representations were loaded that a request needs for blocks that are not
+        read; asked once, when its load is over."""
         found = request not in self._unselectable
         self._unselectable.discard(request)
         return found

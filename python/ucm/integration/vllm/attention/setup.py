@@ -4,7 +4,7 @@ the shape of the engine's keys, and from which length on choosing pays.
 Below the break-even length a request is dense, so that sparse attention is never slower
 (:func:`measure`). One layer's decode attention is timed dense and sparse at growing lengths, with
 random queries over whatever the blocks hold, and nothing is written. A step costs its layers and
-what choosing costs once a step; with a stride only every so many steps choose.
+what choosing costs once a step; with a stride most steps do not choose.
 
 A kernel that is run where it cannot run ends the process. So nothing is run here before vLLM has
 computed a step: the layer is computed first with the metadata of that step itself, then with copies
@@ -37,13 +37,13 @@ from ucm.sparse.policy import method_of
 from ucm.sparse.rep_store import bytes_per_block
 from ucm.sparse.selector import Geometry
 
-#: What was found for the configuration that was asked about last; every layer of a model asks about
-#: the same one.
+#: What was found for the configuration that was read last: that of every layer of a model is the
+#: same.
 _last: tuple[Any, UcmConfig | None] = (None, None)
 
 
 def sparse_config(vllm_config: Any) -> UcmConfig | None:
-    """Our configuration where it asks for sparse attention and this version of vLLM is served, else
+    """Our configuration where it names sparse attention and this version of vLLM is served, else
     None. Raises :class:`~ucm.errors.ConfigError` where it is wrong."""
     global _last
     found = extra_config(vllm_config)
@@ -205,7 +205,7 @@ NEVER = 1 << 40
 FAILED = NEVER + 1
 #: Lengths that are tried, in tokens: the first one, and the last.
 FIRST, LAST = 512, 64 * 1024
-#: Each time is the best of so many, and of as many as go into so many seconds: what else runs on
+#: Each time is the best of this many, and of as many as fit in this many seconds: what else runs on
 #: the machine takes a processor for some milliseconds, which is longer than a step over few blocks.
 TIMES, SECONDS = 5, 0.03
 #: Choosing pays where a step takes at most this share of a dense one.
@@ -229,7 +229,7 @@ class _Bench:
     layer: Any
     metadata: Any  # that of the last step that vLLM computed
     layers: int  # that a step has
-    selecting: int  # of which so many choose
+    selecting: int  # of which this many choose
     block_tokens: int
     blocks: int  # of the KV cache
 
@@ -305,7 +305,7 @@ class _Bench:
 
 
 class _Context:
-    """As much of a forward context as attention asks for."""
+    """As much of a forward context as attention reads."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.attn_metadata = metadata

@@ -72,7 +72,7 @@ class ExactTokens:
         return self.after_prefill(self.prefill_tokens(request))
 
     def after_prefill(self, tokens: int) -> int:
-        """The same of a request of which so many tokens are computed before its first decode step.
+        """The same of a request of which ``tokens`` are computed before its first decode step.
         None is exact where the method fails to say: it may be a user's."""
         try:
             return int(self._method.exact_tokens(tokens))
@@ -196,10 +196,10 @@ class SparseManager(FullAttentionManager):
         )
         if not leaving:
             return
-        gone = blocks[leaving.start : leaving.stop]
-        self.offload.left(request_id, leaving, [block.block_id for block in gone])
+        left = blocks[leaving.start : leaving.stop]
+        self.offload.left(request_id, leaving, [block.block_id for block in left])
         blocks[leaving.start : leaving.stop] = [self._null_block] * len(leaving)
-        self.block_pool.free_blocks(reversed(gone))
+        self.block_pool.free_blocks(reversed(left))
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any

@@ -39,7 +39,7 @@ def rows_of(metadata: Any, phase: str | None) -> Any:
 
 
 def copy_of(metadata: Any, phase: str | None, *, deep: bool) -> Any:
-    """A copy for one layer; ``deep`` where somebody may write into its block table and lengths."""
+    """A copy for one layer; ``deep`` where a hook may write into its block table and lengths."""
     made = copy.copy(metadata)
     part = rows_of(made, phase)
     if part is not made:
@@ -149,7 +149,7 @@ def _longest(made: Any, part: Any) -> int:
 
 
 def _check(part: Any, before: Any) -> None:
-    """Raises :class:`~ucm.errors.InvalidInputError` where a kernel could not read what somebody
+    """Raises :class:`~ucm.errors.InvalidInputError` where a kernel could not read what a hook
     wrote there."""
     for name in CHANGED:
         found, was = getattr(part, name, None), getattr(before, name, None)
@@ -159,7 +159,7 @@ def _check(part: Any, before: Any) -> None:
             and len(found) == len(was)
         ):
             raise InvalidInputError(
-                f"{name} must be a tensor like the one that came: {tuple(was.shape)}, {was.dtype}"
+                f"{name} must be a tensor like the one it replaces: {tuple(was.shape)}, {was.dtype}"
             )
 
 
