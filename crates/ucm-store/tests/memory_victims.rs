@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use ucm_core::BlockId;
 use ucm_infra::MonotonicTime;
 use ucm_tier::backend::Backend;
-use ucm_tier::memory::{Inserted, MemoryBackend, Policy, Victim};
+use ucm_tier::memory::{EvictedRecord, Inserted, MemoryBackend, Policy};
 
 use crate::common::memory::{keep, record, setup, tier};
 use crate::common::{Device, Store, directory, id, ids, pages};
@@ -17,7 +17,7 @@ use crate::common::{Device, Store, directory, id, ids, pages};
 fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {
     let dir = directory();
     let tier = tier(dir.path(), 16, |_| ());
-    let taken: Arc<Mutex<Vec<Victim>>> = Arc::default();
+    let taken: Arc<Mutex<Vec<EvictedRecord>>> = Arc::default();
     let hands = Arc::clone(&taken);
     assert!(tier.evicted(move |victim| hands.lock().push(victim)));
     assert!(!tier.evicted(|_| ()), "there is one already");
@@ -64,7 +64,7 @@ fn a_victim_stored_anew_meanwhile_stays() {
     let dir = directory();
     let store = Store::open(dir.path(), setup(8));
     let tier = Arc::clone(store.memory.as_ref().unwrap());
-    let taken: Arc<Mutex<Vec<Victim>>> = Arc::default();
+    let taken: Arc<Mutex<Vec<EvictedRecord>>> = Arc::default();
     let hands = Arc::clone(&taken);
     tier.evicted(move |victim| hands.lock().push(victim));
     let device = Device::filled(&store.setup, &ids(20));
@@ -88,7 +88,7 @@ fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
     let dir = directory();
     for policy in Policy::ALL {
         let tier = tier(dir.path(), 8, |config| config.policy = policy);
-        let taken: Arc<Mutex<Vec<Victim>>> = Arc::default();
+        let taken: Arc<Mutex<Vec<EvictedRecord>>> = Arc::default();
         let hands = Arc::clone(&taken);
         tier.evicted(move |victim| hands.lock().push(victim));
         let uses: [fn(&MemoryBackend, BlockId); 3] = [

@@ -15,8 +15,8 @@
 //! After a fork the child has no region: finds, pins and slots come out empty there, and nothing of
 //! the parent's is kept open.
 
-mod lease;
 mod mapping;
+mod notice;
 mod own;
 mod registry;
 mod shape;
@@ -25,7 +25,6 @@ mod table;
 mod tests;
 mod view;
 
-pub use lease::{Pinned, WriteLease};
-pub use own::{RegionOptions, SharedRegion};
+pub use own::{Pinned, RegionOptions, SharedRegion, WriteLease};
 pub use registry::{Registry, Scan, Wanted};
 pub use view::RegionView;

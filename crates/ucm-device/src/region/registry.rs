@@ -6,7 +6,6 @@
 //! lock that can be had means a writer that is dead, and the file goes. Files are written under a
 //! private name and renamed, so they are read whole.
 
-use std::fmt::Write as _;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,12 +16,11 @@ use rustix::fs::{
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
+use super::notice::{Notice, started};
 use super::shape::Shape;
 use super::view::RegionView;
 use crate::fork::{Origin, OwnFd, forks};
 
-/// First line of a registry file.
-const FIRST: &str = "ucm region 1";
 /// Longest registry file that is read.
 const LONGEST: usize = 1024;
 /// Most names of the directory that one look reads.
@@ -39,19 +37,6 @@ const PRIVATE: &str = ".new";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Registry {
     dir: PathBuf,
-}
-
-/// What a registry file says.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Notice {
-    pub(crate) pid: u32,
-    /// When that process was started, in clock ticks since the boot; 0 unknown.
-    pub(crate) started: u64,
-    pub(crate) fd: i32,
-    pub(crate) nonce: u64,
-    pub(crate) namespace: [u8; 32],
-    pub(crate) record_len: usize,
-    pub(crate) bytes: usize,
 }
 
 /// What a look at the registry brought.
@@ -301,76 +286,4 @@ fn nonce_of(name: &str) -> Option<u64> {
     (digits.len() == 16 && digits.bytes().all(hex))
         .then(|| u64::from_str_radix(digits, 16).ok())
         .flatten()
-}
-
-/// When a process was started, in clock ticks since the boot; 0 when that cannot be read.
-fn started(pid: u32) -> u64 {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name may hold anything; what follows its closing bracket does not.
-    let fields = text.rfind(')').and_then(|end| text.get(end + 1..));
-    let field = fields.and_then(|fields| fields.split_ascii_whitespace().nth(19)?.parse().ok());
-    field.unwrap_or(0)
-}
-
-impl std::fmt::Display for Notice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        writeln!(f, "{FIRST}")?;
-        writeln!(
-            f,
-            "pid {}\nstarted {}\nfd {}",
-            self.pid, self.started, self.fd
-        )?;
-        writeln!(f, "nonce {:016x}", self.nonce)?;
-        let mut namespace = String::new();
-        self.namespace
-            .iter()
-            .try_for_each(|byte| write!(namespace, "{byte:02x}"))?;
-        writeln!(f, "namespace {namespace}")?;
-        writeln!(f, "record_len {}\nbytes {}", self.record_len, self.bytes)
-    }
-}
-
-impl Notice {
-    /// `Foreign` when the process of that number here is none, or another than the writer.
-    fn is_of_its_process(&self) -> Result<()> {
-        if self.started == 0 || self.started == started(self.pid) {
-            return Ok(());
-        }
-        let text = "the writer of a memory region cannot be seen from here; processes of different \
-                    containers share \
-                    memory only if these share their process numbers (pid namespace)";
-        Err(Error::new(ErrorKind::Foreign, text).with("pid", self.pid))
-    }
-
-    fn parse(text: &str) -> Option<Self> {
-        let mut lines = text.lines();
-        if lines.next() != Some(FIRST) {
-            return None;
-        }
-        let mut field = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ');
-        Some(Self {
-            pid: field("pid")?.parse().ok()?,
-            started: field("started")?.parse().ok()?,
-            fd: field("fd")?.parse().ok().filter(|&fd| fd >= 0)?,
-            nonce: u64::from_str_radix(field("nonce")?, 16).ok()?,
-            namespace: digest(field("namespace")?)?,
-            record_len: field("record_len")?.parse().ok()?,
-            bytes: field("bytes")?
-                .parse()
-                .ok()
-                .filter(|&bytes| bytes <= isize::MAX as usize)?,
-        })
-    }
-}
-
-/// 64 hex digits as 32 bytes.
-fn digest(hex: &str) -> Option<[u8; 32]> {
-    let mut bytes = [0; 32];
-    if hex.len() != 64 || !hex.is_ascii() {
-        return None;
-    }
-    for (at, byte) in bytes.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(hex.get(2 * at..2 * at + 2)?, 16).ok()?;
-    }
-    Some(bytes)
 }

@@ -8,8 +8,7 @@ use rustix::fs::{Mode, OFlags, open, readlink};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 
 use super::mapping::Mapping;
-use super::own::memfd_name;
-use super::registry::Notice;
+use super::notice::{Notice, memfd_name};
 use super::shape::{HEADER_WORDS, Shape};
 use super::table::{MOST_PROBES, Table};
 use crate::fork::hold_forks;

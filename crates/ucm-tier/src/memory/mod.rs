@@ -37,7 +37,6 @@ pub mod eviction;
 mod locally_visible;
 mod peer_regions;
 mod tier;
-mod victim;
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
@@ -61,8 +60,8 @@ use crate::backend::{
 use crate::lengths::PartRecord;
 pub use eviction::Policy;
 use peer_regions::PeerRegions;
+pub use tier::EvictedRecord;
 use tier::Tier;
-pub use victim::Victim;
 
 /// What the memory tier needs to know.
 #[derive(Clone)]
@@ -241,10 +240,10 @@ impl MemoryBackend {
     }
 
     /// Sets, once, who is given the records that the policy chose to go, verified and still to be
-    /// found until the [`Victim`] is dropped; who is used meanwhile stays. Called on the thread
+    /// found until the [`EvictedRecord`] is dropped; who is used meanwhile stays. Called on the thread
     /// that stores; it must not block. At most an eighth of the slots and 64 are out at once;
     /// beyond that records go without being handed. `false` when there is one already.
-    pub fn evicted(&self, take: impl Fn(Victim) + Send + Sync + 'static) -> bool {
+    pub fn evicted(&self, take: impl Fn(EvictedRecord) + Send + Sync + 'static) -> bool {
         self.tier.set_hook(Box::new(take))
     }
 

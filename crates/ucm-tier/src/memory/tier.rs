@@ -6,7 +6,8 @@
 //! records.
 
 use std::collections::HashMap;
-use std::ops::Range;
+use std::fmt;
+use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -19,13 +20,12 @@ use ucm_record::{Expect, verify_stored};
 
 use super::eviction::Eviction;
 use super::locally_visible::Changes;
-use super::victim::Victim;
 use super::{Inserted, MemoryConfig, MemoryCounts};
-use crate::backend::{Listed, LocallyVisible};
+use crate::backend::{self, Listed, LocallyVisible};
 use crate::lengths::Lengths;
 
 /// Whom victims are handed to.
-pub(super) type Hook = Box<dyn Fn(Victim) + Send + Sync>;
+pub(super) type Hook = Box<dyn Fn(EvictedRecord) + Send + Sync>;
 
 /// Most victims that are out at once, and the share of the slots that may be.
 const MOST_OUT: usize = 64;
@@ -230,7 +230,7 @@ impl Tier {
                 state.out.insert(record.slot(), false);
                 drop(state);
                 let sound = self.verify(id, &record).is_ok();
-                let victim = Victim::new(Arc::clone(self), record);
+                let victim = EvictedRecord::new(Arc::clone(self), record);
                 if sound {
                     self.counters.handed.fetch_add(1, Ordering::Relaxed);
                     hook(victim);
@@ -452,5 +452,59 @@ impl State {
         if let Some(used) = self.used.get_mut(slot as usize) {
             *used = now;
         }
+    }
+}
+
+/// The record of a victim, verified. It can be found and read until this is dropped; then it is
+/// gone, unless it was used meanwhile.
+pub struct EvictedRecord {
+    tier: Arc<Tier>,
+    record: Pinned,
+}
+
+impl EvictedRecord {
+    fn new(tier: Arc<Tier>, record: Pinned) -> Self {
+        Self { tier, record }
+    }
+
+    /// The record's id.
+    pub fn id(&self) -> BlockId {
+        self.record.id()
+    }
+
+    /// Its position in its chain, as it was stored.
+    pub fn ordinal(&self) -> u32 {
+        self.record.ordinal()
+    }
+}
+
+impl backend::Victim for EvictedRecord {
+    fn id(&self) -> BlockId {
+        self.record.id()
+    }
+
+    fn record(&self) -> &[u8] {
+        self
+    }
+}
+
+impl Deref for EvictedRecord {
+    type Target = [u8];
+
+    /// The sealed record.
+    fn deref(&self) -> &[u8] {
+        &self.record
+    }
+}
+
+impl Drop for EvictedRecord {
+    fn drop(&mut self) {
+        self.tier.left(&self.record);
+    }
+}
+
+impl fmt::Debug for EvictedRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "EvictedRecord({})", self.record.id())
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{Error, PAGE, round_up};
+use ucm_core::{Error, ErrorKind, PAGE, round_up};
 use ucm_infra::MonotonicTime;
 use ucm_quota::Room;
 use ucm_quota::layout::SegmentName;
@@ -17,6 +17,9 @@ use super::format::{Entry, HEAD_LEN, footer_len};
 use super::index::SegmentNumber;
 use crate::backend::{Done, Written};
 use crate::writing::Write;
+
+/// Time that opening or sealing a segment has at least, whatever is left of its records' time.
+pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 
 /// A record that has its place in a segment and is not written yet.
 pub(crate) struct Append {
@@ -86,6 +89,14 @@ pub(crate) enum Next {
     Begin,
     /// Nothing is being written any more, and nothing will be.
     Seal,
+}
+
+/// True if the bytes may be on the medium after this error.
+pub(super) fn unsure(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
+    )
 }
 
 /// Bytes that a record takes in a segment.

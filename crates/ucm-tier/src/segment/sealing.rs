@@ -9,8 +9,7 @@ use ucm_io::{FileMeta, Finish, IoJob};
 use super::Segments;
 use super::discovery::FOUND_BY;
 use super::format::{Owner, encode_footer};
-use super::open::{Contents, OpenSegment};
-use super::writer::LEAST_TIME;
+use super::open::{Contents, LEAST_TIME, OpenSegment, unsure};
 use crate::backend::Written;
 
 impl Segments {
@@ -145,12 +144,4 @@ impl Segments {
         }
         next
     }
-}
-
-/// After such an error no one knows whether the bytes are on the medium.
-pub(super) fn unsure(error: &Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
-    )
 }

@@ -19,8 +19,7 @@ use ucm_quota::layout::SegmentName;
 
 use super::format::{HEAD_LEN, Owner, encode_head, footer_len};
 use super::index::Known;
-use super::open::{Append, OpenSegment, room_of};
-use super::sealing::unsure;
+use super::open::{Append, LEAST_TIME, OpenSegment, room_of, unsure};
 use super::{SegmentConfig, Segments};
 use crate::backend::{Done, either};
 use crate::shared::Shared;
@@ -28,8 +27,6 @@ use crate::writing::Write;
 
 /// Part of the root's limit that a segment may be.
 const SHARE: u64 = 64;
-/// Time that opening or sealing a segment has at least, whatever is left of its records' time.
-pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 
 /// Most segments that take records side by side.
 const STRIPES: usize = 4;

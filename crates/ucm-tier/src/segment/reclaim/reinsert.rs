@@ -23,7 +23,7 @@ use crate::segment::Segments;
 use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
 use crate::segment::index::stats::SegmentStats;
 use crate::segment::index::{Known, SegmentNumber};
-use crate::segment::sealing::unsure;
+use crate::segment::open::unsure;
 
 /// How long one step may take.
 const STEP: Duration = Duration::from_secs(30);

@@ -1,0 +1,98 @@
+//! What a process writes about its region for others to find it.
+
+use std::fmt::Write as _;
+
+use ucm_core::{Error, ErrorKind, Result};
+
+/// First line of a registry file.
+const FIRST: &str = "ucm region 1";
+
+/// What a registry file says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Notice {
+    pub(crate) pid: u32,
+    /// When that process was started, in clock ticks since the boot; 0 unknown.
+    pub(crate) started: u64,
+    pub(crate) fd: i32,
+    pub(crate) nonce: u64,
+    pub(crate) namespace: [u8; 32],
+    pub(crate) record_len: usize,
+    pub(crate) bytes: usize,
+}
+
+/// The name of a region's memfd, by which readers know it again.
+pub(crate) fn memfd_name(nonce: u64) -> String {
+    format!("ucm-region-{nonce:016x}")
+}
+
+/// When a process was started, in clock ticks since the boot; 0 when that cannot be read.
+pub(super) fn started(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name may hold anything; what follows its closing bracket does not.
+    let fields = text.rfind(')').and_then(|end| text.get(end + 1..));
+    let field = fields.and_then(|fields| fields.split_ascii_whitespace().nth(19)?.parse().ok());
+    field.unwrap_or(0)
+}
+
+impl std::fmt::Display for Notice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "{FIRST}")?;
+        writeln!(
+            f,
+            "pid {}\nstarted {}\nfd {}",
+            self.pid, self.started, self.fd
+        )?;
+        writeln!(f, "nonce {:016x}", self.nonce)?;
+        let mut namespace = String::new();
+        self.namespace
+            .iter()
+            .try_for_each(|byte| write!(namespace, "{byte:02x}"))?;
+        writeln!(f, "namespace {namespace}")?;
+        writeln!(f, "record_len {}\nbytes {}", self.record_len, self.bytes)
+    }
+}
+
+impl Notice {
+    /// `Foreign` when the process of that number here is none, or another than the writer.
+    pub(super) fn is_of_its_process(&self) -> Result<()> {
+        if self.started == 0 || self.started == started(self.pid) {
+            return Ok(());
+        }
+        let text = "the writer of a memory region cannot be seen from here; processes of different \
+                    containers share \
+                    memory only if these share their process numbers (pid namespace)";
+        Err(Error::new(ErrorKind::Foreign, text).with("pid", self.pid))
+    }
+
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let mut lines = text.lines();
+        if lines.next() != Some(FIRST) {
+            return None;
+        }
+        let mut field = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ');
+        Some(Self {
+            pid: field("pid")?.parse().ok()?,
+            started: field("started")?.parse().ok()?,
+            fd: field("fd")?.parse().ok().filter(|&fd| fd >= 0)?,
+            nonce: u64::from_str_radix(field("nonce")?, 16).ok()?,
+            namespace: digest(field("namespace")?)?,
+            record_len: field("record_len")?.parse().ok()?,
+            bytes: field("bytes")?
+                .parse()
+                .ok()
+                .filter(|&bytes| bytes <= isize::MAX as usize)?,
+        })
+    }
+}
+
+/// 64 hex digits as 32 bytes.
+fn digest(hex: &str) -> Option<[u8; 32]> {
+    let mut bytes = [0; 32];
+    if hex.len() != 64 || !hex.is_ascii() {
+        return None;
+    }
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(hex.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some(bytes)
+}
