@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ucm.errors import BusyError, ConfigError
 from ucm.sparse.policy import settings_of
 from ucm.sparse.rep_store import HUGE_PAGE, RepStore, bytes_per_block
-from ucm.sparse.selector import Selector, rep_bytes
+from ucm.sparse.selector import BlockSelector, rep_bytes
 from ucm.sparse.selectors import make_selector
 
 FEW = settings(max_examples=40, deadline=None)
@@ -27,7 +27,7 @@ def store_of(algorithm: str = "ESA", blocks: int = 16, **given: Any) -> RepStore
     return RepStore(selector_of(algorithm), LAYERS, blocks, **given)
 
 
-def selector_of(algorithm: str) -> Selector:
+def selector_of(algorithm: str) -> BlockSelector:
     return make_selector(
         settings_of(algorithm, {"merge": 2} if algorithm == "KVStarMultiStep" else {}), GEOMETRY
     )

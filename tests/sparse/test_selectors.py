@@ -19,7 +19,7 @@ from ucm.errors import ConfigError
 from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.policy import settings_of
-from ucm.sparse.selector import BlockSelector, Geometry, Selector, rep_bytes
+from ucm.sparse.selector import BlockSelector, Geometry, rep_bytes
 from ucm.sparse.selectors import make_selector, register_selector
 from ucm.sparse.selectors.infllm import InfLLM
 from ucm.sparse.selectors.kvstar import KVStar
@@ -47,18 +47,20 @@ ALGORITHMS = [
 LOOKING = [case for case in ALGORITHMS if case[0] not in ("Periodic", "Random")]
 
 
-def selector_of(algorithm: str, given: dict[str, Any], geometry: Geometry = GEOMETRY) -> Selector:
+def selector_of(
+    algorithm: str, given: dict[str, Any], geometry: Geometry = GEOMETRY
+) -> BlockSelector:
     return make_selector(settings_of(algorithm, given), geometry)
 
 
 @pytest.fixture(
     params=ALGORITHMS, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}"
 )
-def selector(request: pytest.FixtureRequest) -> Selector:
+def selector(request: pytest.FixtureRequest) -> BlockSelector:
     return selector_of(*request.param)
 
 
-def shared(scores: Tensor, selector: Selector) -> Tensor:
+def shared(scores: Tensor, selector: BlockSelector) -> Tensor:
     return scores.amax(dim=0) if selector.combine == "max" else scores.double().sum(dim=0)
 
 
@@ -66,8 +68,7 @@ def shared(scores: Tensor, selector: Selector) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_shapes_and_types_are_those_announced(selector: Selector) -> None:
-    assert isinstance(selector, Selector)
+def test_shapes_and_types_are_those_announced(selector: BlockSelector) -> None:
     shape, dtype = selector.rep_shape()
     reps = selector.encode(0, keys(6))
     assert (tuple(reps.shape), reps.dtype) == ((6, *shape), dtype)
@@ -84,13 +85,15 @@ def test_shapes_and_types_are_those_announced(selector: Selector) -> None:
     )
 
 
-def test_a_block_is_encoded_the_same_alone_and_among_others(selector: Selector) -> None:
+def test_a_block_is_encoded_the_same_alone_and_among_others(selector: BlockSelector) -> None:
     together = selector.encode(3, keys(9))
     for i in range(9):
         assert torch.equal(selector.encode(3, keys(9)[i : i + 1])[0], together[i])
 
 
-def test_a_token_is_encoded_the_same_alone_where_the_selector_says_so(selector: Selector) -> None:
+def test_a_token_is_encoded_the_same_alone_where_the_selector_says_so(
+    selector: BlockSelector,
+) -> None:
     if selector.token_wise:
         tokens = keys(2).flatten(0, 1)[:, None]
         assert torch.equal(
@@ -98,7 +101,7 @@ def test_a_token_is_encoded_the_same_alone_where_the_selector_says_so(selector: 
         )
 
 
-def test_a_selector_keeps_no_state_of_requests(selector: Selector) -> None:
+def test_a_selector_keeps_no_state_of_requests(selector: BlockSelector) -> None:
     reps = selector.encode(0, keys(6))
     before = selector.score(0, query(1), reps)
     selector.score(0, query(7), selector.encode(0, keys(6, seed=9)))

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from ucm.config.loading import algorithm_name, assemble, normalise, warn_once
 from ucm.config.sparse import AlgorithmConfig, AutoConfig, Preset, chooses_blocks, keys_of
 from ucm.errors import ConfigError
-from ucm.sparse.selector import Geometry, Selector, make_selector
+from ucm.sparse.selector import BlockSelector, Geometry, make_selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ _log = logging.getLogger("ucm.sparse")
 class Method:
     """What runs: an algorithm, ready for keys of one shape."""
 
-    selector: Selector
+    selector: BlockSelector
     policy: Policy
     settings: AlgorithmConfig
 

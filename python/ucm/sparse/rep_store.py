@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ucm.errors import BusyError, ConfigError
-from ucm.sparse.selector import Geometry, Selector, rep_bytes
+from ucm.sparse.selector import BlockSelector, Geometry, rep_bytes
 
 Ids = npt.NDArray[np.int64]
 
@@ -245,7 +245,7 @@ class RepStore:
 
     def __init__(
         self,
-        selector: Selector,
+        selector: BlockSelector,
         layers: Sequence[int],
         num_blocks: int,
         *,
@@ -423,7 +423,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.frombuffer(region, dtype=dtype).view(tuple(shape))
 
 
-def bytes_per_block(selector: Selector, layers: int) -> int:
+def bytes_per_block(selector: BlockSelector, layers: int) -> int:
     """Bytes that one block of the device costs beside its KV, for ``layers`` layers that select:
     what a KV cache spec adds to its ``max_memory_usage_bytes`` for each block, and never to its
     page size."""

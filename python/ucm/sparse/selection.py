@@ -24,7 +24,7 @@ from ucm.sparse.policy import Policy
 from ucm.sparse.rep_store import RepStore
 from ucm.sparse.retrieval import Kept
 from ucm.sparse.retriever import Middle, Rows
-from ucm.sparse.selector import Candidates, Combine, Selector
+from ucm.sparse.selector import BlockSelector, Candidates, Combine
 
 #: Fills rows of a table that are shorter than the longest.
 NO_BLOCK = -1
@@ -307,7 +307,7 @@ class Chooser:
     """Chooses by one selector and policy from one store of representations."""
 
     def __init__(
-        self, policy: Policy, selector: Selector, store: RepStore, reduce: Reduce | None
+        self, policy: Policy, selector: BlockSelector, store: RepStore, reduce: Reduce | None
     ) -> None:
         """``reduce`` joins the scores of tensor ranks, where they share a choice and there are
         several."""

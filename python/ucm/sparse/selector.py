@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -78,60 +78,72 @@ class Candidates:
     budgets: Sequence[int] | Tensor
 
 
-@runtime_checkable
-class Selector(Protocol):
-    """What an algorithm provides. :class:`BlockSelector` has defaults for all but the last
-    three."""
+class BlockSelector:
+    """What an algorithm provides, with defaults. A subclass sets :attr:`name` and defines
+    :meth:`rep_shape`, :meth:`encode` and :meth:`score`. Keys of its own stand in a class ``Keys``
+    in it, which derives from :class:`~ucm.config.sparse.AlgorithmConfig`;
+    :func:`register_selector` makes all of it known."""
 
     #: Its name in logs and statistics.
-    name: str
-    geometry: Geometry
+    name: str = ""
     #: How many of a request's latest queries it scores with.
-    queries: int
+    queries: int = 1
     #: How the scores of heads, and of ranks, become one.
-    combine: Combine
+    combine: Combine = "sum"
     #: Whether scores are integers, which add up the same in any order.
-    exact: bool
+    exact: bool = False
     #: Whether :meth:`encode` treats each token alone, so that a block's representation grows token
     #: by token.
-    token_wise: bool
+    token_wise: bool = False
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
 
     def signature(self) -> str:
-        """Everything that shapes the bytes of a representation, as text: representations with
-        another one are foreign."""
-        ...
+        """Everything that shapes the bytes of a representation, as text: name, shape of the keys,
+        and :meth:`settings`. Representations with another one are foreign."""
+        g = self.geometry
+        parts = [self.name, f"b{g.block_size}h{g.kv_heads}d{g.head_dim}r{g.rope_dim}"]
+        return ":".join(
+            [*parts, *(f"{key}={value}" for key, value in sorted(self.settings().items()))]
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that shape the bytes of a representation."""
+        return {}
 
     def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of one block's representation; begins with ``b`` where
-        :attr:`token_wise`."""
-        ...
+        :attr:`token_wise`. A subclass defines it."""
+        raise NotImplementedError
 
     def encode(self, layer: int, keys: Tensor) -> Tensor:
         """Representations ``[m, *rep]`` of whole blocks ``keys [m, b, h, d]``. A block's does not
-        depend on the others."""
-        ...
+        depend on the others. A subclass defines it."""
+        raise NotImplementedError
 
     def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, slots: Tensor) -> None:
         """Encode single tokens ``keys [t, h, d]`` into ``reps [n, *rep]``, where
         :attr:`token_wise`: into ``slots [t]`` (block times block size plus place), on the device of
-        ``reps``."""
-        ...
+        ``reps``. Here: as blocks of one token."""
+        reps.flatten(0, 1)[slots] = self.encode(layer, keys[:, None])[:, 0].to(reps.device)
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """How much each block of one request matters, ``[h, n]`` (float32, or int32 where exact):
-        higher is better.
+        higher is better. A subclass defines it.
 
         ``query [w, h*g, d]`` are its latest queries, the newest last, fewer than :attr:`queries` at
         its beginning; ``reps [n, *rep]`` the representations of its candidates, which lie between
         the windows, in logical order. One request at a time, so that a score cannot depend on the
         batch.
         """
-        ...
+        raise NotImplementedError
 
     def weights(self, scores: Tensor) -> Tensor:
         """Estimates of attention mass, float64, not negative, in the shape of ``scores [..., n]``;
-        they need not add up to 1. Used by budgets given as a share of the mass."""
-        ...
+        they need not add up to 1. Used by budgets given as a share of the mass. Here: softmax over
+        the blocks, with the scores for logits."""
+        return torch.softmax(scores.double(), dim=-1)
 
     def fused_scores(
         self,
@@ -154,76 +166,6 @@ class Selector(Protocol):
         The first ``init`` and the last ``local`` are windows: their representations are not read,
         and their scores, like those beyond, mean nothing.
         """
-        ...
-
-    def fused_select(
-        self,
-        layer: int,
-        query: Tensor,
-        reps: Tensor,
-        of: Candidates,
-        *,
-        init: int,
-        local: int,
-        apart: bool,
-        into: Kept,
-    ) -> Kept | None:
-        """The windows of each request and the best blocks between them by :meth:`fused_scores`, all
-        by kernels; written to ``into``. None: there is no kernel for these tensors."""
-        ...
-
-
-class BlockSelector:
-    """Defaults of a selector. A subclass sets :attr:`name` and defines ``rep_shape``, ``encode``
-    and ``score``. Keys of its own stand in a class ``Keys`` in it, which derives from
-    :class:`~ucm.config.sparse.AlgorithmConfig`; :func:`register_selector` makes all of it known."""
-
-    name: str = ""
-    queries: int = 1
-    combine: Combine = "sum"
-    exact: bool = False
-    token_wise: bool = False
-
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-
-    def signature(self) -> str:
-        """Name, shape of the keys, and what a subclass puts into :meth:`settings`."""
-        g = self.geometry
-        parts = [self.name, f"b{g.block_size}h{g.kv_heads}d{g.head_dim}r{g.rope_dim}"]
-        return ":".join(
-            [*parts, *(f"{key}={value}" for key, value in sorted(self.settings().items()))]
-        )
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that shape the bytes of a representation."""
-        return {}
-
-    def encode(self, layer: int, keys: Tensor) -> Tensor:
-        """A subclass defines it."""
-        raise NotImplementedError
-
-    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, slots: Tensor) -> None:
-        """As blocks of one token."""
-        reps.flatten(0, 1)[slots] = self.encode(layer, keys[:, None])[:, 0].to(reps.device)
-
-    def weights(self, scores: Tensor) -> Tensor:
-        """Softmax over the blocks: scores are taken for logits."""
-        return torch.softmax(scores.double(), dim=-1)
-
-    def fused_scores(
-        self,
-        layer: int,
-        query: Tensor,
-        reps: Tensor,
-        table: Tensor,
-        blocks: Tensor,
-        *,
-        init: int,
-        local: int,
-        apart: bool,
-    ) -> Tensor | None:
-        """By :meth:`kernel_scores`, where kernels read these tensors."""
         del layer
         kernels = kernels_for(query, reps)
         if kernels is None:
@@ -259,7 +201,8 @@ class BlockSelector:
         apart: bool,
         into: Kept,
     ) -> Kept | None:
-        """One kernel for the scores and one for the choice."""
+        """The windows of each request and the best blocks between them by :meth:`fused_scores`, all
+        by kernels; written to ``into``. None: there is no kernel for these tensors."""
         kernels = kernels_for(query)
         scores = self.fused_scores(
             layer, query, reps, of.reps, of.blocks, init=init, local=local, apart=apart
@@ -290,7 +233,7 @@ class BlockSelector:
         return query.float().view(w, kv, heads // kv, dim)
 
 
-def rep_bytes(selector: Selector) -> int:
+def rep_bytes(selector: BlockSelector) -> int:
     """Bytes of one block's representation in one layer."""
     shape, dtype = selector.rep_shape()
     size = int(torch.empty((), dtype=dtype).element_size())
@@ -304,12 +247,12 @@ def rep_bytes(selector: Selector) -> int:
 
 #: Algorithm -> what makes its selector, and the key of the configuration that each option takes its
 #: value from.
-_SELECTORS: dict[str, tuple[Callable[..., Selector], Mapping[str, str]]] = {}
+_SELECTORS: dict[str, tuple[Callable[..., BlockSelector], Mapping[str, str]]] = {}
 
 
 def register_selector(
     algorithm: str,
-    make: Callable[..., Selector],
+    make: Callable[..., BlockSelector],
     options: Mapping[str, str] | None = None,
     *,
     keys: type[AlgorithmConfig] | None = None,
@@ -334,7 +277,7 @@ def register_selector(
     _SELECTORS[algorithm] = (make, options)
 
 
-def make_selector(settings: AlgorithmConfig, geometry: Geometry) -> Selector:
+def make_selector(settings: AlgorithmConfig, geometry: Geometry) -> BlockSelector:
     """The selector of an algorithm. Raises :class:`~ucm.errors.ConfigError` where settings and
     shape do not fit."""
     keys_of(settings.algorithm)  # it registers itself where it has not been named yet
