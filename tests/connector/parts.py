@@ -331,11 +331,23 @@ class Rig:
         )
 
     def request(
-        self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None
+        self,
+        name: str,
+        length: int,
+        seed: int = 0,
+        adapter: LoRARequest | None = None,
+        salt: str | None = None,
     ) -> Request:
-        """A new request of so many tokens."""
+        """A new request of so many tokens, of the tenant with this salt."""
         tokens = [(seed * 131 + index) % 1000 for index in range(length)]
-        request = Request(name, tokens, SamplingParams(max_tokens=64), None, lora_request=adapter)
+        request = Request(
+            name,
+            tokens,
+            SamplingParams(max_tokens=64),
+            None,
+            lora_request=adapter,
+            cache_salt=salt,
+        )
         self.scheduler.on_new_request(request)
         return request
 

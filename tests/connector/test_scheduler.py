@@ -21,7 +21,7 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.scheduler.dump_planner import KNOWN_S
+from ucm.integration.vllm.connector.scheduler.dump_planner import JOB_BLOCKS, KNOWN_S
 from ucm.store import part_mask, record_ids
 
 
@@ -326,6 +326,48 @@ def test_one_hit_in_n_is_computed_and_offered_to_be_compared() -> None:
     third = rig.request("c", 3 * BLOCK + 2)
     rig.later.run()
     assert rig.scheduler.get_num_new_matched_tokens(third, 0) == (2 * BLOCK, True)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("owner", ["miss_stats", "scheduler", "job"])
+def test_jobs_that_were_planned_are_sent_whatever_fails_after_them(
+    monkeypatch: pytest.MonkeyPatch, owner: str, ends: bool
+) -> None:
+    """Offering blocks fails behind the first job: in a counter, in a hint, or in the next job. The
+    job is sent and ends, so its blocks are neither lost nor taken for being written for good."""
+    rig = Rig(blocks=256)
+    request = rig.request("a", (JOB_BLOCKS + 2) * BLOCK)
+    rig.admit(request)
+    rig.step(request, most=1)
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        if owner == "job":
+            real, made = rig.scheduler.dumps._job, []
+
+            def second_fails(*args: Any) -> Any:
+                made.append(args)
+                return real(*args) if len(made) == 1 else fails()
+
+            patch.setattr(rig.scheduler.dumps, "_job", second_fails)
+        elif owner == "scheduler":
+            patch.setattr(rig.scheduler, "_touch", fails)
+        else:
+            patch.setattr(rig.scheduler.miss_stats, "offered", fails)
+        if ends:
+            request.num_computed_tokens = request.num_tokens
+            with pytest.raises(RuntimeError, match="planted"):
+                rig.scheduler.request_finished(request)
+            plan = rig.step()
+        else:
+            plan = rig.step(request)
+    assert plan.dumps, "what was planned before it failed is sent"
+    rig.report(rig.ended(plan))
+    assert not rig.scheduler._block_tracker._writing
+    keys = split_keys(b"".join(dump.keys for dump in plan.dumps))
+    assert all(rig.scheduler._block_tracker.is_stored(key) for key in keys)
 
 
 def test_without_an_audit_nothing_stored_is_offered() -> None:

@@ -58,8 +58,7 @@ def test_a_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
 
 def test_dumps_of_a_salted_request_say_whose_they_are() -> None:
     rig = Rig(tenants=TenantTags(KEY.encode()))
-    plain, of_one = rig.request("a", 2 * BLOCK), rig.request("b", 2 * BLOCK, seed=1)
-    of_one.cache_salt = "one"
+    plain, of_one = rig.request("a", 2 * BLOCK), rig.request("b", 2 * BLOCK, seed=1, salt="one")
     for request in (plain, of_one):
         rig.admit(request)
     tags = {dump.request: dump.tenant for dump in rig.step(plain, of_one).dumps}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,19 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Memory, Rig, configured_store, eventually, small_store
 from parts import dump as dump_real
 
+from ucm.config.fields import Capacity
 from ucm.errors import UcmError
 from ucm.integration.vllm.connector.metadata import StoreRoom, UCMConnectorMetadata, split_keys
-from ucm.integration.vllm.connector.scheduler.turnover import WINDOW, StoreLimit, Turnover, limit_of
+from ucm.integration.vllm.connector.scheduler.turnover import (
+    MOST_TENANTS,
+    WINDOW,
+    StoreLimit,
+    Turnover,
+    limit_of,
+)
 from ucm.integration.vllm.connector.worker.store_hints import store_room
 from ucm.store import UcmConnectorFactoryV1, part_mask, record_ids
+from ucm.store.engine import read_pipeline_settings
 from ucm.store.posix import UcmPosixStore
 
 KV, RECORD = 4096, 8192
@@ -33,42 +41,76 @@ class Limited(Memory):
 
     record_len = RECORD
 
-    def __init__(self, records: int, reports: bool = True) -> None:
-        """``reports``: whether it says how much it holds."""
+    def __init__(
+        self,
+        records: int | None,
+        reports: bool = True,
+        quota: int | None = None,
+        expire_after: float | None = None,
+    ) -> None:
+        """``records``: None for no limit; ``reports``: whether it reports how much it holds;
+        ``quota``: records of one tenant; ``expire_after``: seconds."""
         super().__init__()
-        self.records, self.reports = records, reports
+        self.records, self.reports, self.quota = records, reports, quota
+        self.expire_after = expire_after if reports else None
+        self.life = expire_after
+        self.tenant_quota = None if quota is None else Capacity(bytes=quota * RECORD)
         self.used: dict[bytes, float] = {}
-        self.now = self.written = 0
+        self.owner: dict[bytes, bytes] = {}
+        self.clock: Callable[[], float] = lambda: 0.0
+        self.uses = self.written = self.quota_removed = 0
 
-    def write(self, block_ids: Sequence[bytes], first: int) -> None:
+    def write(self, block_ids: Sequence[bytes], first: int, tenant: bytes) -> None:
         """A dump of blocks from this ordinal on."""
-        self.now += 1
         for ordinal, block in enumerate(block_ids, first):
             self.written += block not in self.used
-            self.used[block] = self.now - ordinal * 1e-6
-            if len(self.used) > self.records:
-                del self.used[min(self.used, key=lambda each: self.used[each])]
+            self.owner[block] = tenant
+            self._use(block, ordinal)
+            mine = [each for each in self.used if self.owner[each] == tenant]
+            if tenant and self.quota is not None and len(mine) > self.quota:
+                self._remove_oldest(mine)
+                self.quota_removed += 1
+            if self.records is not None and len(self.used) > self.records:
+                self._remove_oldest(self.used)
         self.ids = set(self.used)
 
+    def _use(self, block: bytes, ordinal: int) -> None:
+        self.uses += 1
+        self.used[block] = self.clock() + self.uses * 1e-9 - ordinal * 1e-6
+
+    def _remove_oldest(self, blocks: Iterable[bytes]) -> None:
+        del self.used[min(blocks, key=lambda each: self.used[each])]
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        if self.life is not None:
+            oldest = self.clock() - self.life
+            self.used = {block: used for block, used in self.used.items() if used > oldest}
+            self.ids = set(self.used)
+        return super().lookup(block_ids)
+
     def touch(self, block_ids: Sequence[bytes]) -> None:
-        self.now += 1
         for ordinal, block in enumerate(block_ids):
             if block in self.used:
-                self.used[block] = self.now - ordinal * 1e-6
+                self._use(block, ordinal)
 
     def stats(self) -> dict[str, Any]:
         if not self.reports:
             return {}
-        tier = {"name": "model", "memory": False}
-        capacity, used = self.records * RECORD, len(self.used) * RECORD
-        return {"tiers": [tier | {"capacity_bytes": capacity, "used_bytes": used}]}
+        tier = {
+            "name": "model",
+            "memory": False,
+            "capacity_bytes": (self.records or 0) * RECORD,
+            "used_bytes": len(self.used) * RECORD,
+            "quota_removed": self.quota_removed,
+        }
+        return {"tiers": [tier]}
 
 
 class Engine:
     """Prompts, one after the other, over such a store."""
 
     def __init__(self, store: Any, write: Any, ranks: int = 1) -> None:
-        """``write(ids, first)`` stores blocks, of which the first has this ordinal."""
+        """``write(ids, first, tenant)`` stores blocks, of which the first has this ordinal."""
         self.rig = Rig(
             ranks,
             stores=[configured_store("Memory", lambda config: store)],
@@ -77,12 +119,13 @@ class Engine:
             chance=random.Random(1).random,
         )
         self.store, self.write, self.served, self.hits = store, write, 0, 0
+        store.clock = self.rig.clock
 
-    def serve(self, prompt: int, blocks: int) -> None:
+    def serve(self, prompt: int, blocks: int, salt: str | None = None) -> None:
         """A request with this prompt, to its end, four blocks in a step."""
         rig, name = self.rig, f"r{self.served}"
         self.served += 1
-        request = rig.request(name, blocks * BLOCK + 1, seed=prompt)
+        request = rig.request(name, blocks * BLOCK + 1, seed=prompt, salt=salt)
         rig.later.run()
         tokens: int | None = None
 
@@ -110,7 +153,8 @@ class Engine:
         rig = self.rig
         for rank in range(rig.ranks):
             for dump in plan.dumps:
-                self.write(record_ids(split_keys(dump.keys), part_mask(0, 0, rank)), dump.first)
+                ids = record_ids(split_keys(dump.keys), part_mask(0, 0, rank))
+                self.write(ids, dump.first, dump.tenant)
         rig.clock.now += 1.0
         reports = [
             replace(rig.ended(plan, rank), room=store_room(self.store, KV))
@@ -122,10 +166,15 @@ class Engine:
 
 
 def run(
-    limit: int, prompts: Sequence[int], blocks: int, ranks: int = 1, rule: bool = True
+    limit: int,
+    prompts: Sequence[int],
+    blocks: int,
+    ranks: int = 1,
+    rule: bool = True,
+    expire_after: float | None = None,
 ) -> tuple[int, int]:
     """Blocks written and hit where ``limit`` blocks fit; each prompt has ``blocks`` blocks."""
-    store = Limited(limit * ranks, reports=rule)
+    store = Limited(limit * ranks, rule, expire_after=expire_after)
     engine = Engine(store, store.write, ranks)
     for prompt in prompts:
         engine.serve(prompt, blocks)
@@ -213,7 +262,9 @@ def test_a_block_stored_after_the_lookup_began_was_not_evicted() -> None:
     store = Limited(50)
     engine = Engine(store, store.write)
     rig = engine.rig
-    store.write([bytes([number]) * 16 for number in range(30)], 0)  # so it is more than half full
+    store.write(
+        [bytes([number]) * 16 for number in range(30)], 0, b""
+    )  # so it is more than half full
     first = rig.request("first", 10 * BLOCK + 1)
     second = rig.request("second", 10 * BLOCK + 1)
     rig.admit(first)
@@ -244,16 +295,96 @@ def test_the_log_says_how_much_is_asked_for_and_how_much_fits(
     )
 
 
+def run_tenants(
+    tenants: dict[str, int], rounds: int, quota: int, limit: int | None = 400, rule: bool = True
+) -> tuple[Limited, dict[str, int]]:
+    """The store and the hits of each tenant. Each has one prompt of so many blocks, and a quota."""
+    store = Limited(limit, rule, quota)
+    engine, hits = Engine(store, store.write), dict.fromkeys(tenants, 0)
+    for _ in range(rounds):
+        for prompt, (salt, blocks) in enumerate(tenants.items()):
+            before = engine.hits
+            engine.serve(prompt, blocks, salt)
+            hits[salt] += engine.hits - before
+    return store, hits
+
+
+@pytest.mark.parametrize("limit", [400, 60, None])
+def test_a_tenant_above_its_quota_is_not_written_again_and_again(limit: int | None) -> None:
+    """In a store with room, a full one, and one without a limit of its own. A tenant that keeps to
+    its quota hits as without the rule."""
+    tenants, rounds = {"large": 46, "small": 20}, 100
+    store, hits = run_tenants(tenants, rounds, 25, limit)
+    without, as_before = run_tenants(tenants, rounds, 25, limit, rule=False)
+    assert without.written == 46 * rounds + 20
+    assert 10 * (store.written - 20) <= without.written - 20
+    assert hits["large"] > 0 == as_before["large"]
+    assert hits["small"] == as_before["small"] == 20 * (rounds - 1)
+
+
+def test_blocks_without_a_tag_have_no_quota() -> None:
+    store = Limited(400, quota=25)
+    engine = Engine(store, store.write)
+    for _ in range(20):
+        engine.serve(0, 46)
+        engine.serve(1, 46, "large")
+    assert engine.hits >= 46 * 19
+
+
+def test_a_store_of_tenants_that_was_emptied_is_filled_again_at_once() -> None:
+    """What was removed is above no quota."""
+    store = Limited(400, quota=50)
+    engine = Engine(store, store.write)
+    for number in range(27):
+        engine.serve(number % 9, 5, "tenant")
+    store.used.clear()
+    store.ids.clear()
+    for number in range(18):
+        engine.serve(number % 9, 5, "tenant")
+    assert store.written == 2 * 45
+    assert engine.hits == 18 * 5 + 9 * 5
+
+
+def test_the_log_names_the_quota(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ucm"):
+        run_tenants({"large": 46, "larger": 50}, 20, 25)
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = [line for line in lines if "working set" in line]
+    assert line.startswith("the working set of a tenant is larger than its quota: of the last 25")
+    assert "The quota of each tenant in tier model holds 25 blocks of 8192 bytes each" in line
+    assert line.endswith("at most 12 blocks of it; raise tenant_quota to store all")
+
+
+def test_expired_blocks_are_no_sign_of_a_store_too_small() -> None:
+    """Nine prompts that fit, each asked for after it has expired."""
+    order = [number % 9 for number in range(90)]
+    assert run(50, order, 5, expire_after=20.0) == (450, 0)
+
+
+def test_the_rule_holds_beside_expire_after() -> None:
+    """Blocks are evicted long before they expire."""
+    prompts = [0] * 100
+    written, hits = run(25, prompts, 46, expire_after=3600.0)
+    assert 10 * written <= 46 * len(prompts)
+    assert hits > 0
+
+
 def test_what_is_remembered_is_bounded() -> None:
     turnover = Turnover(lambda: 0.0)
-    turnover.limited(StoreLimit("model", "storage_capacity", 1 << 40, RECORD, full=True))
+    limit = StoreLimit("model", "storage_capacity", 1 << 40, RECORD, full=True)
+    turnover.limited(limit)
     for _ in range(64):
         turnover.asked_again(1, WINDOW // 8)
-    assert turnover._total == WINDOW
-    assert len(turnover._outcomes) <= 2 * 9
-    assert turnover.exceeded  # in what is remembered, which is less than the store holds
+    assert turnover._counts[b""].total == WINDOW
+    assert turnover.exceeded()  # in what is remembered, which is less than the store holds
     turnover.limited(None)
-    assert not turnover.exceeded
+    assert not turnover.exceeded()
+    turnover.limited(replace(limit, quota=10))
+    for number in range(MOST_TENANTS + 5):
+        turnover.asked_again(0, 10, number.to_bytes(32, "little"))
+    assert len(turnover._counts) == MOST_TENANTS
+    assert turnover.exceeded(number.to_bytes(32, "little"))
+    assert not turnover.exceeded(bytes(32))
 
 
 def test_the_limit_is_that_of_all_parts_once_each_has_been_reported() -> None:
@@ -264,8 +395,36 @@ def test_the_limit_is_that_of_all_parts_once_each_has_been_reported() -> None:
     assert limit_of(memory, 2) == StoreLimit("memory", "cache_size", 60, 20, full=False)
 
 
+HERE = {"type": "posix", "storage_backends": "/here"}
+THERE = {"type": "posix", "storage_backends": "/there"}
+SERVER = {"type": "redis", "storage_backends": "redis://localhost"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "life"),
+    [
+        ([{"type": "cache"}, HERE], None),
+        ([{"type": "cache"}, HERE | {"expire_after": "2h"}], 7200),
+        ([HERE | {"expire_after": "2h"}, THERE | {"expire_after": "1h"}], 7200),
+        ([HERE | {"expire_after": "2h"}, THERE], None),
+        ([HERE | {"expire_after": "2h"}, SERVER], 86400),
+    ],
+)
+def test_a_block_lives_as_long_as_in_the_stage_that_keeps_it_longest(
+    stages: list[dict[str, str]], life: int | None
+) -> None:
+    """A value of a server lives a day where nothing else is configured."""
+    sizes = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096}
+    settings = read_pipeline_settings(sizes | {"store_pipeline": stages})
+    assert settings.longest_life() == life
+
+
 def test_a_rank_reports_the_limit_that_a_store_for_lookups_does_not_know(tmp_path: Path) -> None:
-    keys = small_store(tmp_path) | {"storage_capacity": 25 * RECORD}
+    keys = small_store(tmp_path) | {
+        "storage_capacity": 25 * RECORD,
+        "tenant_quota": "20%",
+        "expire_after": "2h",
+    }
     rank = UcmConnectorFactoryV1.create_connector("UcmPosixStore", keys)
     lookups = UcmConnectorFactoryV1.create_connector("UcmPosixStore", keys | {"device_id": -1})
     assert isinstance(rank, UcmPosixStore)
@@ -276,6 +435,7 @@ def test_a_rank_reports_the_limit_that_a_store_for_lookups_does_not_know(tmp_pat
     found = store_room(rank, KV)
     assert found is not None
     assert (found.tier, found.capacity, found.record) == ("posix", 25 * RECORD, RECORD)
+    assert (found.quota, found.quota_removed, found.expire_after) == (5 * RECORD, 0, 7200)
     assert store_room(lookups, KV) is None
     assert store_room(Memory(), KV) is None  # a store of a user's own
     rank.close()
@@ -288,7 +448,7 @@ def test_over_a_real_store(tmp_path: Path) -> None:
     store = UcmConnectorFactoryV1.create_connector("UcmPosixStore", keys)
     assert isinstance(store, UcmPosixStore)
 
-    def write(ids: list[bytes], first: int) -> None:
+    def write(ids: list[bytes], first: int, tenant: bytes) -> None:
         store.describe(ids, ordinals=range(first, first + len(ids)))
 
         def stored() -> bool:

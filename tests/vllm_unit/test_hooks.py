@@ -24,13 +24,13 @@ COUNT = 5
 @pytest.fixture
 def life(
     engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], ToyEngine]]:
+) -> Iterator[Callable[..., ToyEngine]]:
     """Makes engines, one after the other over the same store."""
     made: list[ToyEngine] = []
     monkeypatch.setattr(LateStore, "blocks", {})
 
-    def make() -> ToyEngine:
-        made.append(ToyEngine(engines, tiny, monkeypatch))
+    def make(sparse: bool = False) -> ToyEngine:
+        made.append(ToyEngine(engines, tiny, monkeypatch, sparse))
         return made[-1]
 
     yield make
@@ -198,6 +198,50 @@ def test_a_method_that_raises_once(
         plant(planted, sides_of(engine)[side], name, call, call)
         run(engine)
     run(life())
+
+
+#: What the connector calls of sparse attention, by side.
+SPARSE_HOOKS = {
+    "scheduler": [
+        "on_new_request",
+        "found_on_device",
+        "update_state_after_alloc",
+        "plan",
+        "measured",
+        "measuring",
+        "request_finished",
+    ],
+    "worker": ["begin_step", "end_step", "take_measured", "take_lost", "take_counts"],
+}
+
+
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize(
+    ("side", "name"), [(side, name) for side in SPARSE_HOOKS for name in SPARSE_HOOKS[side]]
+)
+def test_a_method_of_sparse_attention_that_raises_from_some_call_on(
+    life: Callable[..., ToyEngine],
+    stored: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    side: str,
+    name: str,
+    first: int,
+) -> None:
+    """Loads and dumps go on beside it."""
+    engine = life(sparse=True)
+    sides = {
+        "scheduler": engine.connector._sparse_scheduler,
+        "worker": engine.worker._sparse_worker,
+    }
+    with monkeypatch.context() as planted:
+        calls = plant(planted, sides[side], name, first)
+        run(engine)
+        assert calls[0] >= first
+        assert {"long", "shared", "other"} <= set(engine.reported)
+        assert not engine.off
+    said = [record for record in caplog.records if "PlantedError" in record.getMessage()]
+    assert len(said) <= 1, "no message repeats without end"
 
 
 #: One block, and eight, with the output.

@@ -94,9 +94,9 @@ def test_ranks_that_were_not_asked_to_measure_as_a_plan_failed_are_asked_with_th
         planted.setattr(sparse.offload, "take", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sparse.plan(step("a"), settled=True)
-    assert not sparse.measuring
+    assert not sparse.measuring()
     assert sparse.plan(step("a"), settled=True).measure
-    assert sparse.measuring
+    assert sparse.measuring()
 
 
 def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(

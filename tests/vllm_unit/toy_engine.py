@@ -106,8 +106,9 @@ def _answer(states: Sequence[int]) -> int:
 class ToyEngine:
     """One life of an engine."""
 
-    def __init__(self, engines: Any, model: Any, patch: Any) -> None:
-        """``engines``: helpers of ``engine_free.py``; ``patch``: pytest's monkeypatch."""
+    def __init__(self, engines: Any, model: Any, patch: Any, sparse: bool = False) -> None:
+        """``engines``: helpers of ``engine_free.py``; ``patch``: pytest's monkeypatch; ``sparse``:
+        sparse attention is configured. No layer of this model attends, so it selects nothing."""
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.distributed import parallel_state
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -126,12 +127,17 @@ class ToyEngine:
             "ucm_connector_module_path": __name__,
             "ucm_connector_config": {},
         }
-        extra = {
+        extra: dict[str, Any] = {
             "ucm_connectors": [entry],
             "admission": "always",
             "identity": {"weights": "declared:toy"},
             "deadlines": {"lookup_ms": 20_000, "probe_s": 60.0, "shutdown_s": 1.0},
         }
+        if sparse:
+            from ucm.integration.vllm.connector.worker.sparse import SparseWorker
+
+            extra["ucm_sparse_config"] = {"Quest": {"ratio": 0.2, "min_tokens": 0}}
+            patch.setattr(SparseWorker, "register_kv_caches", lambda *_: None)
         transfer = KVTransferConfig(
             kv_connector="UCMConnector",
             kv_connector_module_path="ucm.integration.vllm.connector",

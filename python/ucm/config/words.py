@@ -108,6 +108,9 @@ STORES: dict[str, StoreName] = {found.store: found for found in _read()}
 #: Every kind, in order.
 KINDS: tuple[Kind, ...] = tuple({found.kind.word: found.kind for found in STORES.values()}.values())
 
+#: What the core calls a kind -> the kind.
+KIND_OF_WORD: dict[str, Kind] = {kind.word: kind for kind in KINDS}
+
 #: What an address begins with -> the store that keeps blocks there.
 STORE_OF_SCHEME: dict[str, str] = {
     scheme: store for store, found in reversed(STORES.items()) for scheme in found.kind.schemes

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Container, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -22,7 +22,16 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from ucm._core import Asked, Store
 from ucm._core import Sides as CoreSides
 from ucm._core import Task as CoreTask
-from ucm.config.fields import Section, concealed, for_core, plain, section_of, without_login
+from ucm.config.fields import (
+    Capacity,
+    Section,
+    concealed,
+    for_core,
+    parse_age,
+    plain,
+    section_of,
+    without_login,
+)
 from ucm.config.loading import gibibytes, parse, warn_once
 from ucm.config.model import BreakerConfig, Deadlines, Stage, StoreSettings
 from ucm.config.rules import place_problems, root_problems, with_codecs, with_roots, word_of
@@ -30,6 +39,7 @@ from ucm.config.words import (
     ALIASES,
     DEFAULT_STORE,
     GIBIBYTES,
+    KIND_OF_WORD,
     MEANINGLESS,
     PIPELINE,
     PLATFORMS,
@@ -203,6 +213,21 @@ class EngineSettings(StoreSettings):
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""
         return [STORES[self.store_name].told(partial(getattr, self))]
+
+    def longest_life(self) -> float | None:
+        """The longest ``expire_after`` of the stages below memory, in seconds; None where one has
+        none."""
+        lives: list[float] = []
+        for stage in self.stages():
+            kind = KIND_OF_WORD[stage["kind"]]
+            if kind.memory:
+                continue
+            age = stage.get("expire_after") or kind.options.get("expire_after", {}).get("unset")
+            try:
+                lives.append(parse_age(age))
+            except ValueError:  # none, or "never"
+                return None
+        return max(lives, default=None)
 
     def side_specs(self) -> list[tuple[str, int, int]]:
         """Name, version and bytes of every side shard, in order."""
@@ -741,6 +766,17 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def record_len(self) -> int:
         """Bytes of one record on the medium."""
         return self._core.record_len
+
+    @property
+    def tenant_quota(self) -> Capacity | None:
+        """The limit of one tenant's blocks in each stage below memory, None for no limit."""
+        return self.settings.tenant_quota
+
+    @cached_property
+    def expire_after(self) -> float | None:
+        """Seconds without use after which no stage below memory has a block, None where one keeps
+        it."""
+        return self.settings.longest_life()
 
     def close(self) -> None:
         super().close()

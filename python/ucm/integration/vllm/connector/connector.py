@@ -362,8 +362,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping."""
-        measuring = self._sparse_scheduler is not None and self._sparse_scheduler.measuring
-        return measuring or self._has_work()
+        sparse = self._sparse_scheduler
+        measuring = sparse is not None and self._sparse(sparse.measuring)
+        return bool(measuring) or self._has_work()
 
     @harmless(False)
     def _has_work(self) -> bool:
@@ -492,8 +493,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and self.given_up:
             broken = f"given up: {self.given_up}"
             news = UCMConnectorWorkerMetadata(ranks=[RankReport(self._worker.rank, broken=broken)])
-        measured = None if self._sparse_worker is None else self._sparse_worker.take_measured()
-        lost = [] if self._sparse_worker is None else self._sparse_worker.take_lost()
+        sparse = self._sparse_worker
+        measured = None if sparse is None else self._sparse(sparse.take_measured)
+        lost = (None if sparse is None else self._sparse(sparse.take_lost)) or []
         if measured is not None or lost:
             news = news or UCMConnectorWorkerMetadata()
             news.break_even, news.lost = [] if measured is None else [measured], lost
@@ -532,7 +534,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
                 | self._worker.take_tiers()
             )
         if self._sparse_worker is not None:
-            news |= self._sparse_worker.take_counts()
+            news |= self._sparse(self._sparse_worker.take_counts) or {}
         if self._scheduler is not None:
             news |= self._scheduler.take_tiers()
         return UcmStats(data=news) if news and self._exports_metrics else None

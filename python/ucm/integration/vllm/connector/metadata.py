@@ -185,6 +185,9 @@ class StoreRoom:
     capacity: int
     used: int
     record: int  # of one block's part on this rank
+    quota: int | None = None  # of each tenant, where tenants have one
+    quota_removed: int = 0  # blocks removed there because their tenant was above its quota
+    expire_after: float | None = None  # seconds without use after which a block is removed
 
 
 @dataclass(slots=True)

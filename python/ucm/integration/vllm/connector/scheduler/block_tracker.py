@@ -8,6 +8,7 @@ keeps a block from counting as a hit after a rank found its record bad or could 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ucm.integration.vllm.connector.scheduler.turnover import Turnover
 
@@ -31,7 +32,7 @@ class BlockTracker:
         """``turnover`` counts hits and evictions of blocks that were stored before."""
         self.turnover = turnover or Turnover()
         self._present: dict[bytes, float] = {}  # and since when, as far as is known
-        self._evicted: dict[bytes, None] = {}
+        self._evicted: dict[bytes, float] = {}  # and when it was asked for last
         self._refused: dict[bytes, None] = {}
         self._newer: dict[bytes, None] = {}
         self._unpublished: dict[bytes, None] = {}
@@ -40,24 +41,36 @@ class BlockTracker:
         self._refused_limit = refused_limit
 
     def found(
-        self, keys: Sequence[bytes], hits: int, *, asked_at: float = NEVER, absent: bool = False
+        self,
+        keys: Sequence[bytes],
+        hits: int,
+        *,
+        asked_at: float = NEVER,
+        absent: bool = False,
+        tenant: bytes = b"",
     ) -> None:
-        """A lookup answered that began at ``asked_at``: the first ``hits`` keys are there. What
-        follows is unknown; with ``absent``, the next one is absent and the others are of no use."""
-        evicted = 0
+        """A lookup of a request of this tenant answered that began at ``asked_at``: the first
+        ``hits`` keys are there. What follows is unknown; with ``absent``, the next one is absent
+        and the others are of no use.
+
+        A block that nobody asked for in ``expire_after`` would have expired in any store: it was
+        not evicted for want of space."""
+        evicted, life = 0, self.turnover.expire_after
         for key in keys[:hits]:
             self._evicted.pop(key, None)
             self._add_present(key, asked_at)
         for key in keys[hits:]:
             since = self._present.pop(key, None)
-            if absent:
-                self._newer.pop(key, None)  # the next one is gone, so all are offered again
-            if since is None and key not in self._evicted:
-                continue  # it was never stored
-            if absent and (since is None or since < asked_at):
-                self._remember(self._evicted, key, self._present_limit)
+            if not absent:
+                continue
+            self._newer.pop(key, None)  # the next one is absent, so all are offered again
+            last = self._evicted.pop(key, None) if since is None else since
+            if last is None or (since is not None and since >= asked_at):
+                continue  # it was never stored before
+            if life is None or asked_at - last < life:
+                self._remember(self._evicted, key, self._present_limit, asked_at)
                 evicted += 1
-        self.turnover.asked_again(hits, evicted)
+        self.turnover.asked_again(hits, evicted, tenant)
 
     def is_evicted(self, key: bytes) -> bool:
         """Whether this block was in the store once and was absent when it was last asked for."""
@@ -143,8 +156,8 @@ class BlockTracker:
             del self._present[next(iter(self._present))]
 
     @staticmethod
-    def _remember(kept: dict[bytes, None], key: bytes, limit: int) -> None:
+    def _remember(kept: dict[bytes, Any], key: bytes, limit: int, value: Any = None) -> None:
         kept.pop(key, None)
-        kept[key] = None
+        kept[key] = value
         if len(kept) > limit:
             del kept[next(iter(kept))]

@@ -83,9 +83,12 @@ class DeferredDumps:
             hashes = [block.block_hash for block in mine]
             self._deferred.append(_Deferred(tracker, mine, hashes, now, now, tracker.cursor))
 
-    def take(self, keys: KeyMaker, now: float) -> Iterator[tuple[RequestTracker, list[Dump]]]:
-        """Offer what is confirmed and has room, one request after the other. Drop what is refused,
-        late or used by others.
+    def take(
+        self, keys: KeyMaker, now: float, dumps: list[Dump]
+    ) -> Iterator[tuple[RequestTracker, int]]:
+        """Offer what is confirmed and has room, one request after the other: the jobs are added to
+        ``dumps``. Drop what is refused, late or used by others. Yields each request with the number
+        of its blocks that were offered.
 
         With every plan: a block that others got is known by that only until they give it back.
         """
@@ -101,10 +104,11 @@ class DeferredDumps:
                 self._deferred.remove(hold)
                 continue
             room = self._dumps.room()
-            if plans := self._dumps.plan(hold.tracker, len(hold.blocks), hold.blocks, room):
+            offered = self._dumps.plan(hold.tracker, len(hold.blocks), hold.blocks, room, dumps)
+            if offered:
                 if hold.tracker.cursor > hold.furthest:
                     hold.furthest, hold.offered = hold.tracker.cursor, now
-                yield hold.tracker, plans
+                yield hold.tracker, offered
             if not self._dumps.offers(hold.tracker, len(hold.blocks)):
                 self._deferred.remove(hold)
             elif now - hold.offered >= ROOM_S:

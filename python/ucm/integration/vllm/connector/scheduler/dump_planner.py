@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucm.integration.vllm.connector.identity.tenant import TenantTags
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, RankReport, join_keys
 from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
 from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
@@ -65,11 +64,9 @@ class DumpPlanner:
         block_tracker: BlockTracker,
         health: RankHealth,
         clock: Callable[[], float] = time.monotonic,
-        tenants: TenantTags | None = None,
     ) -> None:
         self._block_tracker, self._health = block_tracker, health
         self._clock = clock
-        self._tenants = tenants or TenantTags()
         self._numbers = itertools.count(1)
         self._pool: BlockPool | None = None
         self._ranks: frozenset[int] = frozenset()
@@ -121,12 +118,17 @@ class DumpPlanner:
         return max(room, 0)
 
     def plan(
-        self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], room: int
-    ) -> list[Dump]:
+        self,
+        tracker: RequestTracker,
+        upto: int,
+        blocks: Sequence[KVCacheBlock],
+        room: int,
+        dumps: list[Dump],
+    ) -> int:
         """Offer what ``tracker`` holds of its first ``upto`` blocks, at most ``room`` of them;
-        advances its cursor."""
-        plans: list[Dump] = []
-        at = tracker.cursor
+        advances its cursor. The jobs are added to ``dumps`` one by one, so that each is sent or
+        dropped whatever raises after it. Returns the number of blocks offered."""
+        offered, at = 0, tracker.cursor
         upto = min(upto, len(blocks))
         while at < upto:
             # A block that has left the device was stored before it did. Where that is not so any
@@ -135,17 +137,18 @@ class DumpPlanner:
                 at += 1
                 continue
             end = at
-            while end < upto and end - at < min(JOB_BLOCKS, room) and self._offerable(tracker, end):
+            most = min(JOB_BLOCKS, room - offered)
+            while end < upto and end - at < most and self._offerable(tracker, end):
                 if blocks[end].is_null:
                     break
                 end += 1
             if end == at:
                 break  # no room left: the chain stops here
-            plans.append(self._job(tracker, at, end, blocks))
-            room -= end - at
+            dumps.append(self._job(tracker, at, end, blocks))
+            offered += end - at
             at = end
         tracker.cursor = at
-        return plans
+        return offered
 
     def offers(self, tracker: RequestTracker, upto: int) -> bool:
         """Whether :meth:`plan` would offer any of its first ``upto`` blocks."""
@@ -162,10 +165,11 @@ class DumpPlanner:
 
         One draw decides for the chain, from its first evicted block on: what follows an absent
         block is of no use."""
-        if not self._block_tracker.turnover.exceeded:
+        turnover = self._block_tracker.turnover
+        if not turnover.exceeded(tracker.tenant):
             return False
         if tracker.offered_below is None and self._block_tracker.is_evicted(tracker.keys[at]):
-            tracker.offered_below = self._block_tracker.turnover.offered_below()
+            tracker.offered_below = turnover.offered_below(tracker.tenant)
         return tracker.offered_below is not None and at >= tracker.offered_below
 
     def _job(
@@ -175,10 +179,7 @@ class DumpPlanner:
         hashes = [block.block_hash for block in sources]
         preemptions = tracker.request.num_preemptions
         job = _Job(next(self._numbers), keys, start, sources, hashes, tracker, preemptions)
-        self._unread += len(sources)
-        self._jobs[job.number] = job
-        self._block_tracker.writing(keys, job.number)
-        return Dump(
+        dump = Dump(
             job=job.number,
             request=tracker.request.request_id,
             first=start,
@@ -191,8 +192,12 @@ class DumpPlanner:
             refused=tuple(
                 row for row, key in enumerate(keys) if self._block_tracker.is_refused(key)
             ),
-            tenant=self._tenants.of(tracker.request),
+            tenant=tracker.tenant,
         )
+        self._unread += len(sources)
+        self._jobs[job.number] = job
+        self._block_tracker.writing(keys, job.number)
+        return dump
 
     def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> None:
         """A rank's news: releases what every rank has staged, settles what every rank has ended."""

@@ -50,6 +50,7 @@ class RequestTracker:
         "selectable",
         "stored",
         "tally",
+        "tenant",
         "touched_at",
         "unanswered",
         "verdict",
@@ -57,8 +58,10 @@ class RequestTracker:
         "wrong_from",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, tenant: bytes = b"") -> None:
+        """``tenant``: the tag of the request's tenant, empty for none."""
         self.request = request
+        self.tenant = tenant
         self.keys: list[bytes] = []
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
@@ -152,7 +155,13 @@ class RequestTracker:
             lookup.adopted = True
             if lookup.answered:
                 absent = lookup.reason in (MissReason.ABSENT, MissReason.OTHER_RANK)
-                block_tracker.found(lookup.keys, lookup.hits, asked_at=lookup.began, absent=absent)
+                block_tracker.found(
+                    lookup.keys,
+                    lookup.hits,
+                    asked_at=lookup.began,
+                    absent=absent,
+                    tenant=self.tenant,
+                )
                 return True
         return False
 

@@ -134,7 +134,8 @@ class UCMConnectorScheduler:
         self.health = RankHealth(clock)
         self._locally_visible = LocallyVisible()
         self._others = OtherConnectors(block_tokens)
-        self.dumps = DumpPlanner(self._block_tracker, self.health, clock, tenants)
+        self._tenants = tenants or TenantTags()
+        self.dumps = DumpPlanner(self._block_tracker, self.health, clock)
         self._deferred = DeferredDumps(self.dumps)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
@@ -184,7 +185,8 @@ class UCMConnectorScheduler:
                 self.readiness.reason if self.readiness.phase == OFF else MissReason.UNSUPPORTED
             )
             return self.miss_stats.bypassed(request, reason)
-        tracker = self._live[request.request_id] = RequestTracker(request)
+        tracker = RequestTracker(request, self._tenants.of(request))
+        self._live[request.request_id] = tracker
         self._due[request.request_id] = self._block_tokens
         self._rank_hints.waits(tracker)
         if self._open() and self.readiness.weights_confirmed:
@@ -354,8 +356,8 @@ class UCMConnectorScheduler:
         try:
             if not tracker.loading and self._open() and self.readiness.weights_confirmed:
                 computed = self._others.computed(tracker)
-                self._late_dumps += self._offer(
-                    tracker, computed, computed, self.dumps.room(), lives=False
+                self._offer(
+                    tracker, computed, computed, self.dumps.room(), self._late_dumps, lives=False
                 )
                 self._defer(tracker, computed)
         finally:
@@ -483,13 +485,10 @@ class UCMConnectorScheduler:
                 continue  # the next step offers what the store turns out not to have
             try:
                 settled = before - getattr(live[name].request, "num_in_flight_tokens", 0)
-                plans = self._offer(live[name], computed, settled, room)
+                room -= self._offer(live[name], computed, settled, room, dumps)
             except Exception as error:
                 self.failures.note("offering blocks of a request", error)
                 due[name] = FAR
-                continue
-            room -= sum(len(plan.blocks) for plan in plans)
-            dumps += plans
 
     def _limit(self, request: Request) -> int:
         """Tokens of which blocks may be offered to others: final ones, with exact KV."""
@@ -515,27 +514,35 @@ class UCMConnectorScheduler:
         )
 
     def _offer(
-        self, tracker: RequestTracker, computed: int, settled: int, room: int, *, lives: bool = True
-    ) -> list[Dump]:
-        """Offer the full blocks of the first ``computed`` tokens, at most ``room``; steps that have
-        ended computed ``settled`` of them. ``lives``: it goes on, so what is stored for it alone is
-        of use."""
+        self,
+        tracker: RequestTracker,
+        computed: int,
+        settled: int,
+        room: int,
+        dumps: list[Dump],
+        *,
+        lives: bool = True,
+    ) -> int:
+        """Offer the full blocks of the first ``computed`` tokens, at most ``room``: the jobs are
+        added to ``dumps``. Steps that have ended computed ``settled`` of the tokens. ``lives``: the
+        request goes on, so what is stored for it alone is of use. Returns the number of blocks
+        offered."""
         request, size = tracker.request, self._block_tokens
         private_from = self._private_from(request) if lives else None
         limit = self._limit(request) if private_from is None else request.num_tokens
         upto = min(min(computed, limit) // size, tracker.wrong_from)
         if self._manager is None or self._keys is None:
-            return []
-        plans: list[Dump] = []
+            return 0
+        offered = 0
         if upto > tracker.cursor and room > 0:
             upto = tracker.confirmed(upto, min(settled, limit) // size, self._keys, self._clock())
             if not tracker.keyable:
                 self._due.pop(request.request_id, None)
-                return []
+                return 0
             upto = tracker.grow(upto, self._keys, self._block_tracker, private_from)
             blocks: Any = self._manager.get_blocks(request.request_id).blocks[0]
-            plans = self.dumps.plan(tracker, upto, blocks, room)
-            self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
+            offered = self.dumps.plan(tracker, upto, blocks, room, dumps)
+            self.miss_stats.offered(tracker.tally, offered)
             self._touch(tracker, tracker.cursor)
         if request.request_id in self._due:
             ended = (
@@ -543,7 +550,7 @@ class UCMConnectorScheduler:
             )
             ended = ended or tracker.cursor >= tracker.wrong_from
             self._due[request.request_id] = FAR if ended else (tracker.cursor + 1) * size
-        return plans
+        return offered
 
     def _defer(self, tracker: RequestTracker, computed: int) -> None:
         """The request ends: keep what is to be checked, or found no room."""
@@ -568,9 +575,8 @@ class UCMConnectorScheduler:
         if not is_open or self._keys is None:
             return self._deferred.drop()
         try:
-            for tracker, plans in self._deferred.take(self._keys, now):
-                dumps += plans
-                self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
+            for tracker, offered in self._deferred.take(self._keys, now, dumps):
+                self.miss_stats.offered(tracker.tally, offered)
         except Exception as error:  # the blocks of the others were not compared in this step
             self.failures.note("offering blocks of ended requests", error)
             self._deferred.drop()

@@ -173,7 +173,6 @@ class SparseScheduler:
             self._finished.append(request.request_id)
         self._hook("request_finished_in_scheduler", request.request_id)
 
-    @property
     def measuring(self) -> bool:
         """Whether the workers were asked to measure, and have not answered."""
         return self.break_even.asked

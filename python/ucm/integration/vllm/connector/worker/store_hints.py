@@ -9,6 +9,7 @@ too.
 
 from __future__ import annotations
 
+from ucm.config.fields import MAX_SIZE, Capacity
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import StoreRoom, UCMConnectorMetadata, join_keys
 from ucm.store import record_ids
@@ -35,16 +36,28 @@ def prefetch_room(store: UcmKVStoreBaseV1) -> int:
 
 def store_room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
     """How much this rank's store holds, for blocks with ``block_bytes`` of KV; None where it
-    reports no limit. A store for lookups alone does not know it, so the scheduler side cannot ask
-    its own."""
+    reports no limit and has no quota of tenants in bytes. A store for lookups alone does not know
+    the limit, so the scheduler side cannot read it from its own."""
     try:
         tiers = store.stats().get("tiers")
-        if not isinstance(tiers, list) or not tiers or not tiers[-1]["capacity_bytes"]:
+        if not isinstance(tiers, list) or not tiers:
             return None
         largest = max(tiers, key=lambda tier: int(tier["capacity_bytes"]))
-        capacity, used = int(largest["capacity_bytes"]), int(largest["used_bytes"])
-        record = int(getattr(store, "record_len", block_bytes))
-        return StoreRoom(str(largest["name"]), capacity, used, max(record, 1))
+        quota: Capacity | None = getattr(store, "tenant_quota", None)
+        if not tiers[-1]["capacity_bytes"]:
+            if quota is None or quota.bytes is None:
+                return None
+            largest = tiers[-1] | {"capacity_bytes": MAX_SIZE}
+        capacity = int(largest["capacity_bytes"])
+        return StoreRoom(
+            tier=str(largest["name"]),
+            capacity=capacity,
+            used=int(largest["used_bytes"]),
+            record=max(int(getattr(store, "record_len", block_bytes)), 1),
+            quota=None if quota is None or largest.get("memory") else quota.of(capacity),
+            quota_removed=int(largest.get("quota_removed", 0)),
+            expire_after=getattr(store, "expire_after", None),
+        )
     except Exception as error:
         throttle.warning("room", "the limit of the store cannot be read: %r", error)
         return None
