@@ -21,23 +21,21 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.admission.admission import Admission
-from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
-from ucm.integration.vllm.connector.background import Background
-from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
-from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.identity.keys import KeyMaker
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.admission.rates import ComputeRate
+from ucm.integration.vllm.connector.guard import Background
+from ucm.integration.vllm.connector.identity.keys import ExtraKeys
+from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.integration.vllm.connector.metadata import (
     DumpResult,
     Handshake,
     RankReport,
     UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.scheduler.lookup import Lookups
-from ucm.integration.vllm.connector.scheduler.readiness import Readiness
+from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
-from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
+from ucm.integration.vllm.connector.stores import ConfiguredStore
 from ucm.store.empty import UcmEmptyStore
 
 BLOCK = 128
@@ -87,14 +85,12 @@ def open_scheduler(tables: Tables) -> UCMConnectorScheduler:
         open_allowance=5.0,
     )
     scheduler = UCMConnectorScheduler(
+        UcmConfig(),
         readiness,
-        make_keys=lambda text: KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK)),
-        make_lookups=lambda store, masks, visible: Lookups(background, store, masks, visible),
-        block_tokens=BLOCK,
-        min_hit_tokens=0,
-        dump_output=True,
-        lookup_allowance=0.05,
-        admission=Admission("measured", 0.8, ComputeRate(0.2, 30.0)),
+        Admission("measured", 0.8, ComputeRate(0.2, 30.0)),
+        ExtraKeys(BLOCK),
+        background,
+        BLOCK,
     )
     scheduler.bind_kv_cache_manager(tables)  # a step asks vLLM's manager for nothing but tables
     scheduler.bind_gpu_block_pool(tables.block_pool)

@@ -20,15 +20,12 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.admission.admission import Admission
-from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
-from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
-from ucm.integration.vllm.connector.background import URGENT, Background
-from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
-from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.identity.keys import KeyMaker
-from ucm.integration.vllm.connector.identity.weight_files import WeightSource
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.config import UcmConfig
+from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
+from ucm.integration.vllm.connector.admission.rates import ComputeRate
+from ucm.integration.vllm.connector.guard import URGENT, Background
+from ucm.integration.vllm.connector.identity.keys import ExtraKeys, KeyMaker
+from ucm.integration.vllm.connector.identity.weights import WeightSource, WeightsReport
 from ucm.integration.vllm.connector.metadata import (
     DumpResult,
     Handshake,
@@ -36,10 +33,9 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.scheduler.lookup import Lookups
-from ucm.integration.vllm.connector.scheduler.readiness import Readiness
+from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
-from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
+from ucm.integration.vllm.connector.stores import ConfiguredStore
 from ucm.store import part_mask, record_ids
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 
@@ -237,6 +233,7 @@ class Rig:
         self.clock, self.later, self.store = Clock(), Later(), Memory()
         self.tables = Tables(settings.pop("blocks", 64))
         self.ranks = ranks
+        self.extra_keys = settings.pop("extra_keys", None) or ExtraKeys(BLOCK)
         stores = stores or [configured_store("Memory", lambda config: self.store)]
         self.names = tuple(one.name for one in stores)
         self.named = Named()
@@ -260,19 +257,19 @@ class Rig:
             root, self.admission, self.later, lambda: "this machine", self.clock
         )
         self.scheduler = UCMConnectorScheduler(
+            UcmConfig(
+                min_hit_tokens=settings.pop("min_hit_tokens", 0),
+                dump=settings.pop("dump", "all"),
+                audit_one_in=settings.pop("audit_one_in", 0),
+                on_reset=settings.pop("on_reset", "keep"),
+            ),
             self.readiness,
-            make_keys=self.keys,
-            make_lookups=lambda store, masks, visible: Lookups(self.later, store, masks, visible),
-            block_tokens=BLOCK,
-            min_hit_tokens=settings.pop("min_hit_tokens", 0),
-            dump_output=settings.pop("dump_output", True),
-            lookup_allowance=0.05,
-            admission=self.admission,
+            self.admission,
+            self.extra_keys,
+            self.later,
+            BLOCK,
             rates=self.rates,
             may_load=settings.pop("may_load", True),
-            audit_one_in=settings.pop("audit_one_in", 0),
-            forget_on_reset=settings.pop("forget_on_reset", False),
-            tenants=settings.pop("tenants", None),
             chance=settings.pop("chance", random.random),
             clock=self.clock,
             pause=self.pauses.append,
@@ -284,7 +281,7 @@ class Rig:
 
     def keys(self, text: str) -> KeyMaker:
         """The hasher of an identity."""
-        return KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK))
+        return KeyMaker(text, BLOCK, "sha256", self.extra_keys)
 
     def shake(self, **changes: Any) -> None:
         """All workers answer, in their first step."""

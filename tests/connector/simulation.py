@@ -20,8 +20,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S
-from ucm.integration.vllm.connector.admission.compute_rate import ComputeSpeed
-from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
+from ucm.integration.vllm.connector.admission.rates import ComputeSpeed, LoadSpeed
 from ucm.integration.vllm.connector.metadata import Load, LoadFailure, LoadServed, RankReport
 from ucm.store import part_mask, record_ids
 

@@ -28,8 +28,7 @@ from ucm.integration.vllm.connector.admission.admission import (
     Cut,
     Verdict,
 )
-from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
-from ucm.integration.vllm.connector.admission.load_rate import LoadRate
+from ucm.integration.vllm.connector.admission.rates import ComputeRate, LoadRate
 from ucm.integration.vllm.connector.metadata import LoadFailure, LoadServed, RankReport
 from ucm.store import part_mask, record_ids
 

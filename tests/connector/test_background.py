@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from parts import Clock, eventually
 
-from ucm.integration.vllm.connector.background import IDLE, STUCK_S, Background
+from ucm.integration.vllm.connector.guard import IDLE, STUCK_S, Background
 
 
 def test_idle_work_leaves_a_thread_for_urgent_work() -> None:

@@ -26,7 +26,7 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.worker.pending_loads import PendingLoads
+from ucm.integration.vllm.connector.worker.transfers import PendingLoads
 
 
 def blocks_of(plan: UCMConnectorMetadata) -> list[tuple[int, int]]:

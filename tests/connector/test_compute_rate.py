@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from parts import BLOCK, Rig
 
-from ucm.integration.vllm.connector.admission.compute_rate import (
+from ucm.integration.vllm.connector.admission.rates import (
     FLOOR,
     MIN_TOKENS,
-    SAMPLES,
     SKIPPED,
+    STEPS,
     ComputeRate,
     ComputeSpeed,
 )
@@ -33,7 +33,7 @@ class Steps:
 def test_unknown_until_a_step_computed_a_prompt() -> None:
     steps = Steps()
     assert steps.compute_rate.allowance(1000) is None
-    for _ in range(2 * SAMPLES):
+    for _ in range(2 * STEPS):
         steps.run(0.1, *[1] * 500)  # decoding says nothing
         steps.run(0.1, MIN_TOKENS - 1)
     assert steps.compute_rate.allowance(1000) is None
@@ -84,19 +84,19 @@ def test_chunks_beside_requests_that_decode() -> None:
     assert steps.compute_rate.seconds(1000) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("slow", [1, SAMPLES // 2])
+@pytest.mark.parametrize("slow", [1, STEPS // 2])
 def test_slow_steps_do_not_poison(slow: int) -> None:
     steps = Steps()
-    for number in range(SAMPLES):
+    for number in range(STEPS):
         steps.run(60.0 if number < slow else 1.0, 1000)
     assert steps.compute_rate.seconds(1000) == pytest.approx(1.0)
 
 
 def test_another_speed_is_learnt() -> None:
     steps = Steps()
-    for _ in range(SAMPLES):
+    for _ in range(STEPS):
         steps.run(1.0, 1000)
-    for _ in range(SAMPLES):
+    for _ in range(STEPS):
         steps.run(3.0, 1000)
     assert steps.compute_rate.seconds(1000) == pytest.approx(3.0)
 

@@ -14,14 +14,15 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.identity.adapters import RECHECK_S, AdapterDigests
-from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.keys import (
+    RECHECK_S,
+    AdapterDigests,
+    ExtraKeys,
+)
 from ucm.integration.vllm.connector.metadata import RankReport, UCMConnectorMetadata
-from ucm.integration.vllm.connector.miss_stats import UNSTORED
-from ucm.integration.vllm.connector.scheduler import deferred_dumps
-from ucm.integration.vllm.connector.scheduler.deferred_dumps import ROOM_S
-from ucm.integration.vllm.connector.scheduler.dump_planner import BUSY_PAUSE_S
+from ucm.integration.vllm.connector.scheduler import dumps
+from ucm.integration.vllm.connector.scheduler.dumps import BUSY_PAUSE_S, ROOM_S
+from ucm.integration.vllm.connector.stats import UNSTORED
 
 
 class Looks(AdapterDigests):
@@ -45,10 +46,7 @@ class AdapterRig(Rig):
 
     def __init__(self, **settings: Any) -> None:
         self.looks = Looks()
-        super().__init__(**settings)
-
-    def keys(self, text: str) -> KeyMaker:
-        return KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK, self.looks))
+        super().__init__(extra_keys=ExtraKeys(BLOCK, self.looks), **settings)
 
     def request(
         self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None
@@ -172,7 +170,7 @@ def test_items_of_every_request_that_begins_are_told_of() -> None:
     part."""
     told: list[tuple[Any, int]] = []
     rig = Rig()
-    rig.scheduler._items_used = lambda request, computed: told.append((request, computed))
+    rig.extra_keys.used = lambda request, computed=0: told.append((request, computed))
     request = rig.request("a", 2 * BLOCK)
     request.mm_features = [object()]
     stripped = NewRequestData("a", [], [object()], None, None, ([],), 3, None)  # type: ignore[list-item]
@@ -263,7 +261,7 @@ def test_an_engine_waits_no_longer_than_a_second_for_room(room: str) -> None:
 
 
 def test_only_so_many_blocks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred_dumps, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(dumps, "MOST_BLOCKS", 3)
     rig, plan = with_little_room(7)
     stored(rig, plan, free=10)
     assert offered(rig.step()) == [(2, 3)]

@@ -9,8 +9,7 @@ import pytest
 from parts import BLOCK, Rig
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 
-from ucm.integration.vllm.connector.identity.weight_files import WeightSource
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.identity.weights import WeightSource, WeightsReport
 from ucm.integration.vllm.connector.metadata import RankReport, UCMConnectorMetadata
 
 A, B = '{"weights":"w"}', '{"weights":"b"}'
@@ -58,7 +57,7 @@ def test_a_reset_together_with_the_connector_keeps_or_forgets(
     forget: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rig = Rig(forget_on_reset=forget)
+    rig = Rig(on_reset="forget" if forget else "keep")
     request = rig.request("a", 3 * BLOCK)
     rig.stored(request, 2)
     rig.scheduler.request_finished(request)
@@ -82,7 +81,7 @@ def test_a_reset_together_with_the_connector_keeps_or_forgets(
 
 
 def test_vllms_own_reset_forgets_nothing() -> None:
-    rig = Rig(forget_on_reset=True)
+    rig = Rig(on_reset="forget")
     empty(rig)
     rig.weights_checked(asked(rig, "a"))
     assert rig.readiness.phase == "open"
@@ -91,7 +90,7 @@ def test_vllms_own_reset_forgets_nothing() -> None:
 
 @pytest.mark.parametrize("forget", [False, True])
 def test_a_reset_fails_only_where_forgetting_failed(forget: bool) -> None:
-    rig = Rig(forget_on_reset=forget)
+    rig = Rig(on_reset="forget" if forget else "keep")
     rig.named.forget = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     assert rig.scheduler.reset_cache() is not forget
 

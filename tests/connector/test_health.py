@@ -20,8 +20,8 @@ from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     RankReport,
     UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.scheduler.rank_health import STALE_S  # noqa: E402
-from ucm.integration.vllm.connector.worker.store_health import StoreHealth  # noqa: E402
+from ucm.integration.vllm.connector.scheduler.readiness import STALE_S  # noqa: E402
+from ucm.integration.vllm.connector.worker.worker import StoreHealth  # noqa: E402
 
 
 class Moody(Memory):

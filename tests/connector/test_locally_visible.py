@@ -10,8 +10,8 @@ import pytest
 from parts import BLOCK, Memory, Rig, configured_store, dump, small_store
 
 from ucm.integration.vllm.connector.metadata import RankReport, join_keys
-from ucm.integration.vllm.connector.scheduler.locally_visible import LocallyVisible
-from ucm.integration.vllm.connector.worker.store_hints import take_locally_visible
+from ucm.integration.vllm.connector.scheduler.lookup import LocallyVisible
+from ucm.integration.vllm.connector.worker.worker import take_locally_visible
 from ucm.store import part_mask, record_ids
 
 

@@ -20,10 +20,10 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Rig, eventually  # noqa: E402
 from software_driver import driver, ok, use_device  # noqa: E402
 
-from ucm.integration.vllm.connector.configured_stores import ConfiguredStore  # noqa: E402
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport  # noqa: E402
+from ucm.integration.vllm.connector.identity.weights import WeightsReport  # noqa: E402
 from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata  # noqa: E402
 from ucm.integration.vllm.connector.platforms import Platform  # noqa: E402
+from ucm.integration.vllm.connector.stores import ConfiguredStore  # noqa: E402
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker  # noqa: E402
 from ucm.store.factory_v1 import UcmConnectorFactoryV1  # noqa: E402
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1  # noqa: E402

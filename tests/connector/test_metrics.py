@@ -19,14 +19,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.outputs import KVConnectorOutput
 
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
-from ucm.integration.vllm.connector.metrics import (
+from ucm.integration.vllm.connector.stats import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
+    MISSED,
     MISSED_BLOCKS,
+    TIMES,
+    MissStats,
     UcmStats,
 )
-from ucm.integration.vllm.connector.miss_stats import MISSED, TIMES, MissStats
 from ucm.reasons import MissReason
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}

@@ -37,7 +37,7 @@ from simulation import (
 )
 
 from ucm.integration.vllm.connector.admission.admission import FIRST_S
-from ucm.integration.vllm.connector.admission.compute_rate import FLOOR
+from ucm.integration.vllm.connector.admission.rates import FLOOR
 
 #: It computes for a while, and longer beside a busy machine.
 pytestmark = pytest.mark.timeout(900)

@@ -23,9 +23,15 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.scheduler.prefetch import EVERY_S, IN_LINE, RELOCATE_S
-from ucm.integration.vllm.connector.scheduler.touches import STEP, WAITING, TouchQueue
-from ucm.integration.vllm.connector.worker.store_hints import (
+from ucm.integration.vllm.connector.scheduler.hints import (
+    EVERY_S,
+    IN_LINE,
+    RELOCATE_S,
+    STEP,
+    WAITING,
+    TouchQueue,
+)
+from ucm.integration.vllm.connector.worker.worker import (
     pass_hints,
     prefetch_room,
     wants_touches,

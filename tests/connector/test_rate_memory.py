@@ -15,24 +15,24 @@ pytest.importorskip("vllm")
 
 from parts import BLOCK, Clock, Later, Rig
 
-from ucm.integration.vllm.connector.admission import rate_memory
-from ucm.integration.vllm.connector.admission.admission import TIERS, Admission, Cut, Verdict
-from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate, ComputeSpeed
-from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
-from ucm.integration.vllm.connector.admission.rate_memory import (
-    LIMIT,
-    NAME,
+from ucm.integration.vllm.connector.admission.admission import (
+    MEMORY_LIMIT,
+    MEMORY_NAME,
     RARELY_S,
     SOON_S,
+    TIERS,
+    Admission,
+    Cut,
     RateMemory,
+    Verdict,
     machine_name,
 )
-from ucm.integration.vllm.connector.background import Background
-from ucm.integration.vllm.connector.identity.engine_identity import FIELDS
-from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity, lasting
-from ucm.integration.vllm.connector.identity.weight_files import WeightSource
+from ucm.integration.vllm.connector.admission.rates import ComputeRate, ComputeSpeed, LoadSpeed
+from ucm.integration.vllm.connector.guard import Background
+from ucm.integration.vllm.connector.identity.engine_identity import FIELDS, LiveIdentity, lasting
+from ucm.integration.vllm.connector.identity.weights import WeightSource
 from ucm.integration.vllm.connector.metadata import RankReport
-from ucm.integration.vllm.connector.root_file import ROOT_MARKER
+from ucm.integration.vllm.connector.stores import ROOT_MARKER
 
 COMPUTING = ComputeSpeed(0.5, 0.001, 1000)
 LOADING = {0: LoadSpeed(0.25, 1e-6, 100, 10_000, 0.0), 1: LoadSpeed(0.75, 1e-3, 100, 100, 0.5)}
@@ -83,8 +83,8 @@ def same(known: tuple[ComputeSpeed | None, dict[int, LoadSpeed]]) -> None:
 
 def test_what_was_known_is_known_to_the_next_process(root: Path) -> None:
     Life(root).learns()
-    assert (root / NAME).stat().st_mode & 0o777 == 0o600
-    assert {path.name for path in root.iterdir()} == {NAME, ROOT_MARKER}
+    assert (root / MEMORY_NAME).stat().st_mode & 0o777 == 0o600
+    assert {path.name for path in root.iterdir()} == {MEMORY_NAME, ROOT_MARKER}
     same(Life(root).known())
 
 
@@ -109,7 +109,7 @@ def test_a_reset_that_forgets_blocks_forgets_no_speed(root: Path) -> None:
         life.learns(None, {2: LOADING[1]})
     later = LiveIdentity(own, WeightSource(str(root)), "declared:weights", None)
     assert sorted(Life(root, identity=later.text() or "").known()[1]) == [0, 1, 2]
-    assert len(json.loads((root / NAME).read_text())["rates"]) == 1
+    assert len(json.loads((root / MEMORY_NAME).read_text())["rates"]) == 1
 
 
 def test_random_words_are_left_out_of_the_key() -> None:
@@ -233,12 +233,12 @@ def test_it_is_written_now_and_then_on_a_thread_of_its_own_and_only_when_it_is_n
     pauses = []
     for _ in range(10):
         life.memory.keep(life.memory.due)
-        assert not (root / NAME).exists()  # not by whoever called
+        assert not (root / MEMORY_NAME).exists()  # not by whoever called
         pauses.append(life.memory.due - life.clock.now)
         life.clock.now = life.memory.due
     assert pauses[-1] == RARELY_S
     life.later.run()
-    assert (root / NAME).exists()
+    assert (root / MEMORY_NAME).exists()
     life.memory.keep(life.clock.now)
     assert life.later.jobs == []
     assert Life(root).later.jobs == []
@@ -269,18 +269,18 @@ def test_it_is_written_now_and_then_on_a_thread_of_its_own_and_only_when_it_is_n
 def test_garbage_is_as_nothing(root: Path, entry: str) -> None:
     key = Life(root).memory._key
     text = entry.replace("KEY", key).replace("GOOD", json.dumps(COMPUTING._asdict()))
-    (root / NAME).write_text(text, encoding="latin-1")
+    (root / MEMORY_NAME).write_text(text, encoding="latin-1")
     assert Life(root).known() == (None, {})
     Life(root).learns()
     same(Life(root).known())
 
 
 def test_the_file_is_bounded_and_the_last_stay(root: Path) -> None:
-    entries = {f"{number}": {"computing": COMPUTING._asdict()} for number in range(LIMIT)}
-    (root / NAME).write_text(json.dumps({"version": 1, "rates": entries}))
+    entries = {f"{number}": {"computing": COMPUTING._asdict()} for number in range(MEMORY_LIMIT)}
+    (root / MEMORY_NAME).write_text(json.dumps({"version": 1, "rates": entries}))
     Life(root).learns(loading=dict.fromkeys(range(TIERS), LOADING[0]))
-    kept = json.loads((root / NAME).read_text())["rates"]
-    assert len(kept) == LIMIT
+    kept = json.loads((root / MEMORY_NAME).read_text())["rates"]
+    assert len(kept) == MEMORY_LIMIT
     assert "0" not in kept
     assert list(kept)[-1] == Life(root).memory._key
 
@@ -295,12 +295,12 @@ def test_the_end_waits_for_the_last_writing_but_not_for_a_root_that_hangs(
     memory = RateMemory(str(root), admission, background, lambda: "m")
     memory.open("i", "s")
     admission.recall(COMPUTING, LOADING)
-    monkeypatch.setattr(rate_memory, "CLOSE_S", 60.0)
+    monkeypatch.setattr("ucm.integration.vllm.connector.admission.admission.CLOSE_S", 60.0)
     memory.close()
-    assert (root / NAME).exists()
+    assert (root / MEMORY_NAME).exists()
     go = threading.Event()
     monkeypatch.setattr(memory._file, "marked", lambda: go.wait(60))
-    monkeypatch.setattr(rate_memory, "CLOSE_S", 0.01)
+    monkeypatch.setattr("ucm.integration.vllm.connector.admission.admission.CLOSE_S", 0.01)
     admission._tier(2).rate.recall(LOADING[0])
     memory.close()
     go.set()
@@ -349,7 +349,7 @@ def test_a_restarted_engine_knows_its_speed_and_loads_what_is_stored(root: Path)
     before.clock.now += SOON_S
     before.step()  # the speed is written on the way
     before.later.run()
-    assert (root / NAME).exists()
+    assert (root / MEMORY_NAME).exists()
 
     after = Rig(root=str(root))
     assert after.admission.compute_rate.seconds(20 * BLOCK) == pytest.approx(0.08)

@@ -16,10 +16,10 @@ from parts import BLOCK, Rig
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, DeadlineError, StoreIOError, UnhealthyError
-from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
+from ucm.integration.vllm.connector.identity.keys import UnkeyableError
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport
-from ucm.integration.vllm.connector.miss_stats import SUMMARY_S
 from ucm.integration.vllm.connector.scheduler.lookup import Lookups
+from ucm.integration.vllm.connector.stats import SUMMARY_S
 from ucm.reasons import MissReason
 
 

@@ -14,12 +14,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.keys import ExtraKeys, KeyMaker
 from ucm.integration.vllm.connector.metadata import UCMConnectorWorkerMetadata, split_keys
-from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
-from ucm.integration.vllm.connector.scheduler.lookup import Lookup
-from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
+from ucm.integration.vllm.connector.scheduler.lookup import BlockTracker, Lookup
+from ucm.integration.vllm.connector.scheduler.requests import RequestTracker
 
 PROMPT, BLOCKS = 4, 8
 

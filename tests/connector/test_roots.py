@@ -14,9 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ucm.config import parse
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector import UCMConnector, configured_stores
-from ucm.integration.vllm.connector.configured_stores import refuse_model_directory
-from ucm.integration.vllm.connector.root_file import RootFile
+from ucm.integration.vllm.connector import UCMConnector, stores
+from ucm.integration.vllm.connector.stores import RootFile, refuse_model_directory
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_a_relative_model_on_a_file_system_that_does_not_answer(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(model.parent)
-    monkeypatch.setattr(configured_stores, "real_path", lambda path: path)
+    monkeypatch.setattr(stores, "real_path", lambda path: path)
     refuse_model_directory(config_of(model.parent / "root"), ["model"])
     with pytest.raises(ConfigError, match="lies in the directory of the model"):
         refuse_model_directory(config_of(model / "below"), ["model"])

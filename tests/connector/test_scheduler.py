@@ -21,7 +21,7 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.scheduler.dump_planner import JOB_BLOCKS, KNOWN_S
+from ucm.integration.vllm.connector.scheduler.dumps import JOB_BLOCKS, KNOWN_S
 from ucm.store import part_mask, record_ids
 
 
@@ -408,7 +408,7 @@ def test_only_confirmed_tokens_are_offered() -> None:
 
 
 def test_prompt_only() -> None:
-    rig = Rig(dump_output=False)
+    rig = Rig(dump="prompt")
     request = rig.request("a", BLOCK)
     rig.admit(request)
     assert blocks_of(rig.step(request)) == [(0, 1)]

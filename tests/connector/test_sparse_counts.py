@@ -12,9 +12,7 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from ucm.integration.vllm.connector import UCMConnector
-from ucm.integration.vllm.connector.metrics import UcmStats
-from ucm.integration.vllm.connector.sparse_counts import SparseCounts
-from ucm.integration.vllm.connector.tier_counts import EVERY
+from ucm.integration.vllm.connector.stats import EVERY, SparseCounts, UcmStats
 from ucm.sparse.base import SparseStats
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}

@@ -21,15 +21,19 @@ from test_transfers import Worker  # noqa: E402
 
 from ucm.config import load  # noqa: E402
 from ucm.errors import ConfigError  # noqa: E402
-from ucm.integration.vllm.connector.configured_stores import (  # noqa: E402
+from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StoreSetup  # noqa: E402
+from ucm.integration.vllm.connector.scheduler import readiness as module  # noqa: E402
+from ucm.integration.vllm.connector.scheduler.readiness import (  # noqa: E402
+    OFF,
+    OPEN,
+    OPENING,
+    RETRY_S,
+)
+from ucm.integration.vllm.connector.stores import (  # noqa: E402
     ConfiguredStore,
     engine_stores,
     stores_of,
 )
-from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StoreSetup  # noqa: E402
-from ucm.integration.vllm.connector.scheduler import store_selection as module  # noqa: E402
-from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENING  # noqa: E402
-from ucm.integration.vllm.connector.scheduler.store_selection import RETRY_S  # noqa: E402
 from ucm.store.engine import read_settings, settings_of  # noqa: E402
 from ucm.store.factory_v1 import why_unavailable  # noqa: E402
 from ucm.store.posix import UcmPosixStore  # noqa: E402

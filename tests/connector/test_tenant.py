@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Rig
 
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector.identity.tenant import TAG, TenantTags
+from ucm.integration.vllm.connector.identity.keys import TENANT_TAG, TenantTags
 
 KEY = "0123456789abcdef"
 
@@ -56,11 +56,12 @@ def test_a_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
         TenantTags.configured(str(short), {})
 
 
-def test_dumps_of_a_salted_request_say_whose_they_are() -> None:
-    rig = Rig(tenants=TenantTags(KEY.encode()))
+def test_dumps_of_a_salted_request_say_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCM_TENANT_KEY", KEY)
+    rig = Rig()
     plain, of_one = rig.request("a", 2 * BLOCK), rig.request("b", 2 * BLOCK, seed=1, salt="one")
     for request in (plain, of_one):
         rig.admit(request)
     tags = {dump.request: dump.tenant for dump in rig.step(plain, of_one).dumps}
     assert tags == {"a": b"", "b": TenantTags(KEY.encode()).of_salt("one")}
-    assert len(tags["b"]) == TAG
+    assert len(tags["b"]) == TENANT_TAG

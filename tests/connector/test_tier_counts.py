@@ -12,8 +12,13 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from ucm.integration.vllm.connector import UCMConnector
-from ucm.integration.vllm.connector.metrics import UcmStats
-from ucm.integration.vllm.connector.tier_counts import EVERY, TIER_COUNTERS, TIER_GAUGES, TierCounts
+from ucm.integration.vllm.connector.stats import (
+    EVERY,
+    TIER_COUNTERS,
+    TIER_GAUGES,
+    TierCounts,
+    UcmStats,
+)
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
 

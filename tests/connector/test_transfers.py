@@ -27,7 +27,7 @@ from ucm.errors import (  # noqa: E402
     TaskError,
     UcmError,
 )
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport  # noqa: E402
+from ucm.integration.vllm.connector.identity.weights import WeightsReport  # noqa: E402
 from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     Dump,
     Load,

@@ -21,14 +21,14 @@ from parts import dump as dump_real
 from ucm.config.fields import Capacity
 from ucm.errors import UcmError
 from ucm.integration.vllm.connector.metadata import StoreRoom, UCMConnectorMetadata, split_keys
-from ucm.integration.vllm.connector.scheduler.turnover import (
+from ucm.integration.vllm.connector.scheduler.lookup import (
     MOST_TENANTS,
     WINDOW,
     StoreLimit,
     Turnover,
     limit_of,
 )
-from ucm.integration.vllm.connector.worker.store_hints import store_room
+from ucm.integration.vllm.connector.worker.worker import store_room
 from ucm.store import UcmConnectorFactoryV1, part_mask, record_ids
 from ucm.store.engine import read_pipeline_settings
 from ucm.store.posix import UcmPosixStore

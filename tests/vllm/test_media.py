@@ -64,7 +64,7 @@ def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.request import Request
 
-    from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
+    from ucm.integration.vllm.connector.identity.keys import ExtraKeys
 
     features, frames = [], []
     for seed, name in ((CAT, "cat"), (DOG, "cat"), (CAT, None)):

@@ -54,11 +54,11 @@ def far_future() -> Callable[[], int]:
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that hash, read and remember are waited for, however busy the machine is; a test
     about one that is late says how long it waits."""
-    from ucm.integration.vllm.connector import root_file
-    from ucm.integration.vllm.connector.identity import adapters
+    from ucm.integration.vllm.connector import stores
+    from ucm.integration.vllm.connector.identity import keys
 
-    monkeypatch.setattr(adapters, "FIRST_WAIT_S", 60.0)
-    monkeypatch.setattr(root_file, "ANSWER_S", 60.0)
+    monkeypatch.setattr(keys, "FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(stores, "ANSWER_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,12 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from ucm.errors import NotFoundError
-from ucm.integration.vllm.connector.identity import adapters
-from ucm.integration.vllm.connector.identity.adapters import AdapterDigests, adapter_digest
-from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
+from ucm.integration.vllm.connector.identity import keys
+from ucm.integration.vllm.connector.identity.keys import (
+    AdapterDigests,
+    UnkeyableError,
+    adapter_digest,
+)
 
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -121,7 +124,7 @@ def test_a_change_while_the_engine_runs_takes_the_name_away(tmp_path: Path) -> N
     before = digests.payload(lora(path))
     assert looked(digests, clock, lora(path))
     make_adapter(path, content=b"retrain")
-    clock.now += adapters.RECHECK_S
+    clock.now += keys.RECHECK_S
     assert digests.payload(lora(path)) == before  # asks for another look, and does not wait for it
     settle(digests)
     assert digests.current(lora(path), 0.0) is False
@@ -146,14 +149,14 @@ def test_only_a_look_that_began_afterwards_says_what_was_computed(
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     digests.payload(lora(path))
     settle(digests)
-    begun, go, real = threading.Event(), threading.Event(), adapters.os.stat
+    begun, go, real = threading.Event(), threading.Event(), keys.os.stat
 
     def slow(path: str) -> Any:
         begun.set()
         assert go.wait(60)
         return real(path)
 
-    monkeypatch.setattr(adapters.os, "stat", slow)
+    monkeypatch.setattr(keys.os, "stat", slow)
     assert digests.current(lora(path), clock.now) is None
     assert begun.wait(60)
     clock.now += 0.1
@@ -175,14 +178,14 @@ def test_an_adapter_being_hashed_holds_up_no_look_at_another(
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     digests.payload(lora(small))
     settle(digests)
-    go, real = threading.Event(), adapters._digest
+    go, real = threading.Event(), keys._digest_files
 
     def slow(*args: Any) -> Any:
         assert go.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(adapters, "_digest", slow)
-    monkeypatch.setattr(adapters, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(keys, "_digest_files", slow)
+    monkeypatch.setattr(keys, "FIRST_WAIT_S", 0.0)
     with pytest.raises(UnkeyableError):
         digests.payload(lora(large, 2))
     make_adapter(small, content=b"retrain")
@@ -203,16 +206,16 @@ def test_a_look_that_takes_long_says_that_nothing_is_known(
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     before = digests.payload(lora(path))
     settle(digests)
-    go, real = threading.Event(), adapters.os.stat
+    go, real = threading.Event(), keys.os.stat
 
     def hangs(path: str) -> Any:
         assert go.wait(60)
         return real(path)
 
-    monkeypatch.setattr(adapters.os, "stat", hangs)
-    clock.now += adapters.RECHECK_S
+    monkeypatch.setattr(keys.os, "stat", hangs)
+    clock.now += keys.RECHECK_S
     assert digests.payload(lora(path)) == before
-    clock.now += adapters.RECHECK_S
+    clock.now += keys.RECHECK_S
     with pytest.raises(UnkeyableError, match="takes long") as refused:
         digests.payload(lora(path))
     assert refused.value.pending
@@ -237,14 +240,14 @@ def test_a_hub_name_has_no_name(tmp_path: Path) -> None:
 
 
 def test_only_the_first_question_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, real = threading.Event(), adapters._digest
+    go, real = threading.Event(), keys._digest_files
 
     def slow(*args: Any) -> Any:
         assert go.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(adapters, "_digest", slow)
-    monkeypatch.setattr(adapters, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(keys, "_digest_files", slow)
+    monkeypatch.setattr(keys, "FIRST_WAIT_S", 0.0)
     path = make_adapter(tmp_path / "a")
     digests = AdapterDigests(since_ns=ALWAYS)
     for _ in range(2):
@@ -260,7 +263,7 @@ def test_only_the_first_question_waits(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_number_of_adapters_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "LIMIT", 1)
+    monkeypatch.setattr(keys, "LIMIT", 1)
     path = make_adapter(tmp_path / "a")
     digests = AdapterDigests(since_ns=ALWAYS)
     digests.payload(lora(path, 1))

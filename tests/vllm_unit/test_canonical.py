@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucm.errors import InvalidInputError
-from ucm.integration.vllm.connector.identity.canonical import differences, plain, text_of
+from ucm.integration.vllm.connector.identity.engine_identity import differences, plain, text_of
 
 JSON = st.recursive(
     st.none()

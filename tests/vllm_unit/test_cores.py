@@ -8,8 +8,8 @@ import os
 import pytest
 
 import ucm.integration.vllm.connector as package
-from ucm.integration.vllm.connector import cores
-from ucm.integration.vllm.connector.cores import cores_here, why_slower
+from ucm.integration.vllm.connector import platforms
+from ucm.integration.vllm.connector.platforms import cores_here, why_slower
 
 NAMES = ("VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_SIM_MULTI_NUMA")
 
@@ -31,7 +31,7 @@ def test_a_cache_leaves_the_threads_of_a_model_alone(
     """vLLM reads the variables after it has imported the connector."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cores, "cores_here", lambda: count)
+    monkeypatch.setattr(platforms, "cores_here", lambda: count)
     before = dict(os.environ)
     importlib.reload(package)
     assert dict(os.environ) == before

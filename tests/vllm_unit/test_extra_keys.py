@@ -23,17 +23,17 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.identity.adapters import AdapterDigests
-from ucm.integration.vllm.connector.identity.extra_keys import (
+from ucm.integration.vllm.connector.identity.keys import (
     EMBEDS,
     LORA,
     MULTIMODAL,
     SALT,
+    AdapterDigests,
     ExtraKeys,
     Frame,
+    Items,
+    UnkeyableError,
 )
-from ucm.integration.vllm.connector.identity.items import Items
-from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 from ucm.reasons import MissReason
 
 #: The first import of vLLM takes long on a busy machine.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from toy_engine import BLOCK, LateStore, ToyEngine, expected
 
-from ucm.integration.vllm.connector.scheduler import deferred_dumps
+from ucm.integration.vllm.connector.scheduler import dumps
 
 PROMPTS = {
     "long": [(7 * at) % 400 + 3 for at in range(6 * BLOCK + 5)],
@@ -289,7 +289,7 @@ def test_a_step_that_reuses_blocks_and_is_not_planned_stores_no_bytes_of_others(
     engine.until(lambda: not engine.connector._scheduler.readiness.busy())
     side = engine.connector._scheduler
     owners = {"jobs_to_flush": side.dumps, "take": side._rank_hints, "offers": side.dumps}
-    monkeypatch.setattr(deferred_dumps, "ROOM_S", 60.0)
+    monkeypatch.setattr(dumps, "ROOM_S", 60.0)
     with monkeypatch.context() as planted:
         end_two(engine, planted, held)
         other = engine.add("other", FRESH["fresh"], 1)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ucm.errors import InvalidInputError
-from ucm.integration.vllm.connector.identity import packing
 from ucm.integration.vllm.connector.identity.engine_identity import (
     FIELDS,
+    attention_backends,
     block_tokens,
     difference,
     engine_identity,
@@ -25,6 +25,7 @@ from ucm.integration.vllm.connector.identity.engine_identity import (
     identity_text,
     identity_without_weights,
     namespace,
+    transferable_groups,
     unidentifiable,
     with_weights,
 )
@@ -340,13 +341,13 @@ def test_an_attention_backend_from_outside_counts(engines: Any, tiny: Path) -> N
 
     config = engines.engine_config(tiny)
     scheduler, _ = engines.kv_configs(config)
-    groups = packing.transferable_groups(scheduler)
+    groups = transferable_groups(scheduler)
     names = scheduler.kv_cache_groups[0].layer_names
     context = config.compilation_config.static_forward_context
     context.update({name: Layer(CPUAttentionBackend) for name in names})
-    assert packing.attention_backends(config, groups) == [["CPU_ATTN"]]
+    assert attention_backends(config, groups) == [["CPU_ATTN"]]
     context[names[1]] = Layer(Packed)
-    ((first, second),) = packing.attention_backends(config, groups)
+    ((first, second),) = attention_backends(config, groups)
     assert first == "CPU_ATTN"
     assert second.startswith("CPU_ATTN (")
     assert second.endswith("Packed)")
@@ -370,13 +371,13 @@ def test_a_backend_that_packs_like_its_base_counts_as_that(engines: Any, tiny: P
 
     config = engines.engine_config(tiny)
     scheduler, _ = engines.kv_configs(config)
-    groups = packing.transferable_groups(scheduler)
+    groups = transferable_groups(scheduler)
     context = config.compilation_config.static_forward_context
 
     def names(backend: type) -> list[str]:
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
         context.update(dict.fromkeys(scheduler.kv_cache_groups[0].layer_names, layer))
-        return packing.attention_backends(config, groups)[0]
+        return attention_backends(config, groups)[0]
 
     assert names(Selecting) == names(Again) == ["CPU_ATTN"]
     assert names(Repacked) != ["CPU_ATTN"]

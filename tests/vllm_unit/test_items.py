@@ -19,9 +19,8 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from ucm.integration.vllm.connector.identity import items as module
-from ucm.integration.vllm.connector.identity.items import Items
-from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
+from ucm.integration.vllm.connector.identity import keys as module
+from ucm.integration.vllm.connector.identity.keys import Items, UnkeyableError
 from ucm.reasons import MissReason
 
 #: The first import of vLLM takes long on a busy machine.

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity
-from ucm.integration.vllm.connector.identity.weight_files import WeightSource
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.identity.engine_identity import LiveIdentity
+from ucm.integration.vllm.connector.identity.weights import WeightSource, WeightsReport
 
 
 def test_forgetting_gives_another_name_until_the_engine_ends(engines: Any, tiny: Path) -> None:

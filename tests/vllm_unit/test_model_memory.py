@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ucm.integration.vllm.connector.identity.model_memory import ModelMemory, fingerprint
-from ucm.integration.vllm.connector.identity.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights import ModelMemory, WeightSource, fingerprint
 
 
 class Attention(torch.nn.Module):

@@ -17,9 +17,8 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ucm.config import parse
-from ucm.integration.vllm.connector import UCMConnector
-from ucm.integration.vllm.connector.factory import why_off
-from ucm.integration.vllm.connector.prefix_reuse import why_not_reusable
+from ucm.integration.vllm.connector import UCMConnector, factory
+from ucm.integration.vllm.connector.factory import why_not_reusable, why_off
 from ucm.reasons import MissReason
 
 #: Every place at which vLLM 0.32 sets the flag outside its benchmarks, and the cause that finds it.
@@ -170,11 +169,10 @@ def test_the_batch_invariant_mode_with_a_backend_that_vllm_names(
     named: bool,
     invariant: bool,
 ) -> None:
-    from ucm.integration.vllm.connector.identity import packing
 
     config = engines.engine_config(tiny)
     scheduler, _ = engines.kv_configs(config)
-    monkeypatch.setattr(packing, "attention_backends", lambda config, groups: [[backend]])
+    monkeypatch.setattr(factory, "attention_backends", lambda config, groups: [[backend]])
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", invariant, raising=False)
     said = why_not_reusable(config, scheduler)
     assert (backend in said) == (named and invariant)

@@ -25,12 +25,11 @@ from ucm.integration.vllm.attention.spec import ExactTokens
 from ucm.integration.vllm.connector.connector import UCMConnector
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.metadata import UCMConnectorWorkerMetadata
-from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
-from ucm.integration.vllm.connector.scheduler.lookup import Lookup
+from ucm.integration.vllm.connector.scheduler.lookup import BlockTracker, Lookup
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
-from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
-from ucm.integration.vllm.connector.worker.layered_store import LayeredStore
+from ucm.integration.vllm.connector.scheduler.requests import RequestTracker
 from ucm.integration.vllm.connector.worker.sparse import SparseWorker
+from ucm.integration.vllm.connector.worker.transfers import LayeredStore
 from ucm.reasons import MissReason
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.method import method_for

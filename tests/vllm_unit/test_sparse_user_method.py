@@ -25,7 +25,7 @@ from ucm.integration.vllm.attention import setup
 from ucm.integration.vllm.attention.host import SparseHost, active_host, set_active_host
 from ucm.integration.vllm.connector import factory
 from ucm.integration.vllm.connector.connector import UCMConnector
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.worker import sparse as worker_sparse
 from ucm.sparse import selector
@@ -206,7 +206,7 @@ class Model(torch.nn.Module):
 
 
 class Unchanged:
-    """The weights of a model that has none, in the place of :class:`.model_memory.ModelMemory`."""
+    """The weights of a model that has none, in the place of :class:`.weights.ModelMemory`."""
 
     def __init__(self, *args: Any) -> None:
         pass

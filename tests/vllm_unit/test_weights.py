@@ -20,16 +20,18 @@ from typing import Any
 import pytest
 
 from ucm.errors import ConfigError, UnsupportedError
-from ucm.integration.vllm.connector import root_file
-from ucm.integration.vllm.connector.identity import file_digest, weights
-from ucm.integration.vllm.connector.identity.file_digest import MEMORY_NAME, hash_file
-from ucm.integration.vllm.connector.identity.weight_files import (
+from ucm.integration.vllm.connector import stores
+from ucm.integration.vllm.connector.identity import weights
+from ucm.integration.vllm.connector.identity.weights import (
+    MEMORY_NAME,
+    WeightsDigest,
     WeightSource,
+    WeightsState,
     find_weight_files,
+    hash_file,
     weight_source,
 )
-from ucm.integration.vllm.connector.identity.weights import WeightsDigest, WeightsState
-from ucm.integration.vllm.connector.root_file import ROOT_MARKER
+from ucm.integration.vllm.connector.stores import ROOT_MARKER
 
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -79,16 +81,16 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_root_that_does_not_answer_is_not_waited_for(
     engines: Any, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(root_file, "ANSWER_S", 0.1)
+    monkeypatch.setattr(stores, "ANSWER_S", 0.1)
     model = engines.make_model(tmp_path / "m")
     right = text_of(model)
     memo = root / MEMORY_NAME
     os.mkfifo(memo)  # who opens it to read waits for one who writes
     try:
-        for _ in range(root_file.MOST_HANGING + 1):
+        for _ in range(stores.MOST_HANGING + 1):
             assert text_of(model, root=root) == right
     finally:
-        for _ in range(2 * root_file.MOST_HANGING):  # each time those go on that wait by now
+        for _ in range(2 * stores.MOST_HANGING):  # each time those go on that wait by now
             with contextlib.suppress(OSError):
                 os.close(os.open(memo, os.O_WRONLY | os.O_NONBLOCK))
 
@@ -99,7 +101,7 @@ def test_without_a_root_digests_are_remembered_in_the_state_directory(
     monkeypatch.setenv("UCM_STATE_DIR", str(tmp_path / "deep" / "state"))
     model = engines.make_model(tmp_path / "m")
     where, later = (
-        Path(str(root_file.state_directory())),
+        Path(str(stores.state_directory())),
         {"now_ns": lambda: time.time_ns() + 10**11},
     )
     first = text_of(model, root=where, **later)
@@ -109,10 +111,10 @@ def test_without_a_root_digests_are_remembered_in_the_state_directory(
     assert where.stat().st_mode & 0o777 == 0o700
     monkeypatch.delenv("UCM_STATE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert root_file.state_directory() == str(tmp_path / "ucm")
+    assert stores.state_directory() == str(tmp_path / "ucm")
     monkeypatch.setenv("XDG_STATE_HOME", "here")  # the standard has such a one ignored
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert root_file.state_directory() == str(tmp_path / "home" / ".local" / "state" / "ucm")
+    assert stores.state_directory() == str(tmp_path / "home" / ".local" / "state" / "ucm")
 
 
 def test_the_text_is_the_documented_digest(engines: Any, tmp_path: Path) -> None:
@@ -293,7 +295,7 @@ def test_hash_file_notices_a_file_cut_short_or_replaced(tmp_path: Path) -> None:
     def cut(_: int) -> None:
         os.truncate(file, 5 << 20)
 
-    with pytest.raises(file_digest.FileChangedError):
+    with pytest.raises(weights.FileChangedError):
         hash_file(str(file), False, cut)
     file.write_bytes(b"one")
 
@@ -302,7 +304,7 @@ def test_hash_file_notices_a_file_cut_short_or_replaced(tmp_path: Path) -> None:
         other.write_bytes(b"two")
         other.rename(file)
 
-    with pytest.raises(file_digest.FileChangedError):
+    with pytest.raises(weights.FileChangedError):
         hash_file(str(file), False, replace)
 
 
@@ -415,14 +417,14 @@ def test_nothing_is_written_below_a_root_without_a_marker_until_it_has_one(
 def test_two_processes_that_remember_at_once_keep_both(
     engines: Any, tmp_path: Path, root: Path, far_future: Clock
 ) -> None:
-    memories = [file_digest.DigestMemory(str(root), far_future) for _ in range(2)]
+    memories = [weights.DigestMemory(str(root), far_future) for _ in range(2)]
     for index, memory in enumerate(memories):
         file = tmp_path / f"f{index}"
         file.write_bytes(b"x")
         digest, stamp = hash_file(str(file))
         memory.learn(str(file), stamp, digest, far_future())
         memory.save()
-    again = file_digest.DigestMemory(str(root), far_future)
+    again = weights.DigestMemory(str(root), far_future)
     for index in range(2):
         path = str(tmp_path / f"f{index}")
         assert again.recall(path, hash_file(path)[1]) == hashlib.sha256(b"x").digest()

@@ -4,14 +4,15 @@ direct one.
 vLLM makes one connector in its scheduler and one in every worker. In this order, each part imports
 only parts above it:
 
-- ``guard``, ``platforms``, ``cores``, ``root_file``, ``background``, ``configured_stores``: what
-  both sides need; ``miss_stats``, ``tier_counts``, ``sparse_counts``, ``metrics``: what they count
-- ``identity``: the names under which KV is stored: the engine's identity and the keys of its blocks
-- ``metadata``: what the scheduler side and the workers send each other in every step;
-  ``prefix_reuse``: whether requests may continue from stored blocks at all
-- ``admission``: which hits are worth loading
-- ``scheduler``, ``worker``: the two sides, which do not import each other
-- ``factory``: puts a half together from the configuration; ``connector``: the class that vLLM calls
+- ``guard``, ``platforms``, ``stores``, ``stats``: what both sides need, and what they count
+- ``identity``: the names under which KV is stored: ``weights``, ``engine_identity``, and the
+  ``keys`` of blocks
+- ``metadata``: what the scheduler side and the workers send each other in every step
+- ``admission``: which hits are worth loading: ``rates``, ``admission``
+- ``scheduler`` and ``worker``: the two sides, which do not import each other. The scheduler side:
+  ``lookup``, ``requests``, ``readiness``, ``dumps``, ``hints``, ``offload``, ``sparse``,
+  ``scheduler``; the worker side: ``transfers``, ``sparse``, ``worker``
+- ``factory``: makes a side from the configuration; ``connector``: the class that vLLM calls
 """
 
 from ucm.integration.vllm.connector.connector import UCMConnector, UCMDirectConnector

@@ -27,22 +27,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
-from ucm.integration.vllm.connector.configured_stores import refuse_model_directory
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
 from ucm.integration.vllm.connector.guard import Failures, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
-from ucm.integration.vllm.connector.identity.weight_files import models_of
+from ucm.integration.vllm.connector.identity.weights import models_of
 from ucm.integration.vllm.connector.metadata import (
     Load,
     RankReport,
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
-from ucm.integration.vllm.connector.miss_stats import MissStats
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
-from ucm.integration.vllm.connector.worker.pending_loads import PendingLoads
+from ucm.integration.vllm.connector.stats import MissStats, UcmPromMetrics, UcmStats
+from ucm.integration.vllm.connector.stores import refuse_model_directory
+from ucm.integration.vllm.connector.worker.transfers import PendingLoads
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.logger import init_logger
 from ucm.reasons import MissReason
@@ -152,7 +151,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig | None = None,
     ) -> Self:
         """A connector, as the original makes it. vLLM lays its KV cache out before it makes one and
-        tells the layout in ``kv_cache_config``; raises :class:`~ucm.errors.ConfigError` without
+        passes the layout in ``kv_cache_config``; raises :class:`~ucm.errors.ConfigError` without
         it."""
         if kv_cache_config is None:
             raise ConfigError(

@@ -1,5 +1,13 @@
 """Builds the scheduler side or the worker side from vLLM's configuration and ours, or says why the
-cache stays off."""
+cache stays off.
+
+One reason needs care: whether a request may continue from blocks that another request computed.
+vLLM sets ``enable_prefix_caching`` to false where it may not, over the user's own setting and in
+several places: while it makes the configuration, before it makes the scheduler, and in a worker
+while it builds the layers. The flag alone does not tell these from a user who switched vLLM's own
+cache off, whom ucm serves. :func:`why_not_reusable` is the one place that decides;
+``tests/vllm_unit/test_prefix_reuse.py`` lists vLLM's assignments.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +21,30 @@ from ucm.config import UcmConfig
 from ucm.config.words import DISABLE_VARIABLE
 from ucm.errors import ConfigError
 from ucm.integration.vllm.compat.versions import installed, why_unserved
-from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S, Admission
-from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
-from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
-from ucm.integration.vllm.connector.background import IDLE, Background
-from ucm.integration.vllm.connector.configured_stores import engine_stores
-from ucm.integration.vllm.connector.cores import cores_here, why_slower
-from ucm.integration.vllm.connector.guard import logger
-from ucm.integration.vllm.connector.identity.adapters import AdapterDigests
+from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S, Admission, RateMemory
+from ucm.integration.vllm.connector.admission.rates import ComputeRate
+from ucm.integration.vllm.connector.guard import IDLE, Background, logger
 from ucm.integration.vllm.connector.identity.engine_identity import (
+    LiveIdentity,
+    attention_backends,
     block_tokens,
     engine_identity,
     identity_without_weights,
+    layer_specs,
+    spec_kind,
+    transferable_groups,
     unidentifiable,
 )
-from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.identity.items import Items
-from ucm.integration.vllm.connector.identity.keys import KeyMaker
-from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity
-from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
-from ucm.integration.vllm.connector.identity.packing import layer_specs, spec_kind
-from ucm.integration.vllm.connector.identity.tenant import TenantTags
-from ucm.integration.vllm.connector.identity.weight_files import weight_source
-from ucm.integration.vllm.connector.platforms import Platform, platform_of
-from ucm.integration.vllm.connector.prefix_reuse import caches_prefixes, why_not_reusable
-from ucm.integration.vllm.connector.root_file import state_directory
-from ucm.integration.vllm.connector.scheduler.lookup import Lookups
-from ucm.integration.vllm.connector.scheduler.readiness import Readiness
+from ucm.integration.vllm.connector.identity.keys import (
+    AdapterDigests,
+    ExtraKeys,
+    Items,
+)
+from ucm.integration.vllm.connector.identity.weights import ModelMemory, weight_source
+from ucm.integration.vllm.connector.platforms import Platform, cores_here, platform_of, why_slower
+from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
-from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
+from ucm.integration.vllm.connector.stores import engine_stores, state_directory
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.reasons import MissReason
 
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
+
 
 #: KV specs whose blocks all hold lasting state, so that a prefix of blocks is all there is to a
 #: prefix.
@@ -269,22 +273,15 @@ def make_scheduler(
     elif state.kind != "known":
         readiness.off(state.reason, MissReason.IDENTITY_UNKNOWN)
     return UCMConnectorScheduler(
+        config,
         readiness,
-        make_keys=lambda text: KeyMaker(text, tokens, config.hash_method, extra),
-        make_lookups=lambda store, masks, visible: Lookups(background, store, masks, visible),
-        block_tokens=tokens,
-        min_hit_tokens=config.min_hit_tokens,
-        dump_output=config.dump == "all",
-        lookup_allowance=config.deadlines.lookup_ms / 1000,
-        admission=admission,
+        admission,
+        extra,
+        background,
+        tokens,
         rates=rates,
         may_load=_may_load(vllm_config),
-        audit_one_in=config.audit_one_in,
-        forget_on_reset=config.on_reset == "forget",
-        tenants=TenantTags.configured(config.tenant_key_file),
-        items_used=extra.used,
-        exact_tokens=None if sparse is None else sparse.exact_tokens,
-        offload=None if sparse is None else sparse.offload,
+        sparse=sparse,
         closers=(rates.close, identity.close, adapters.close, background.close),
     )
 
@@ -355,3 +352,91 @@ def make_worker(
         prefix_caching=caches_prefixes(vllm_config),
         shutdown_allowance=config.deadlines.shutdown_s,
     )
+
+
+#: Backends whose results depend, in vLLM's batch-invariant mode, on where a prompt begins.
+_NOT_BATCH_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})
+
+
+def why_not_reusable(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    workers_cache_prefixes: bool = True,
+) -> str:
+    """Why nothing may be loaded, and storing is of no use, as a sentence; empty where a request may
+    continue.
+
+    ``workers_cache_prefixes``: whether ``enable_prefix_caching`` is still true in every worker, by
+    their handshakes.
+    """
+    model = vllm_config.model_config
+    if not _is_causal(vllm_config, kv_cache_config):
+        return (
+            "this model attends to later tokens, so a block depends on more than the tokens"
+            " before it"
+        )
+    if not getattr(model, "is_prefix_caching_supported", True):
+        return (
+            f"vLLM computes each prompt of this engine whole ({_pooling_kind(model)}) and supports"
+            " no prefix caching for it: nothing is claimed or stored"
+        )
+    if backends := _varying_backends(vllm_config, kv_cache_config):
+        return (
+            f"with VLLM_BATCH_INVARIANT the attention backend {', '.join(backends)} gives other"
+            " values when a prompt continues from stored blocks: nothing is claimed or stored;"
+            " choose another --attention-backend"
+        )
+    if caches_prefixes(vllm_config):
+        if workers_cache_prefixes:
+            return ""
+        return (
+            "a worker switched prefix caching off while it built the model, so its layers cannot"
+            " continue from stored blocks: nothing is claimed or stored"
+        )
+    if not getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True):
+        return (
+            "prefix caching and chunked prefill are both off, as vLLM has it where a prompt must be"
+            " computed whole (MLA on a CPU without AMX): nothing is claimed or stored; if you"
+            " switched both off, leave one of them on"
+        )
+    return ""
+
+
+def caches_prefixes(vllm_config: VllmConfig) -> bool:
+    """What ``enable_prefix_caching`` is now, in this process."""
+    return bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def _is_causal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    if getattr(getattr(vllm_config, "attention_config", None), "use_non_causal", False):
+        return False
+    if not getattr(vllm_config.model_config.hf_config, "is_causal", True):
+        return False
+    return not any(
+        getattr(spec, "non_causal", False)
+        for group in kv_cache_config.kv_cache_groups
+        for spec in layer_specs(group.kv_cache_spec)
+    )
+
+
+def _pooling_kind(model: Any) -> str:
+    """What of a model vLLM goes by when it says that prefixes cannot be cached."""
+    attention = str(getattr(model, "attn_type", "unknown"))
+    pooler = getattr(model, "pooler_config", None)
+    if pooler is None:
+        return f"attention {attention}"
+    kinds = (getattr(pooler, name, None) for name in ("seq_pooling_type", "tok_pooling_type"))
+    return (
+        f"attention {attention}, pooling"
+        f" {'/'.join(str(kind) for kind in kinds if kind) or 'by default'}"
+    )
+
+
+def _varying_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
+    import vllm.envs
+
+    if not getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False):
+        return []
+    groups = transferable_groups(kv_cache_config)
+    used = {name for names in attention_backends(vllm_config, groups) for name in names}
+    return sorted(used & _NOT_BATCH_INVARIANT)

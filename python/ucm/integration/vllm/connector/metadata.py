@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.integration.vllm.attention.plan import SparsePlan
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the sides of one engine always agree, and a mismatch
@@ -154,7 +154,7 @@ class LoadFailure:
 
 @dataclass(slots=True)
 class LoadServed:
-    """Where the blocks of a load came from, as far as its rank's store tells."""
+    """The tiers that had the blocks of a load, as far as its rank's store reports."""
 
     request: str
     tiers: tuple[int, ...]  # blocks by tier, the top one first
@@ -209,9 +209,9 @@ class RankReport:
     gained: bytes = (
         b""  # record ids this rank can read before others see them, since its last report
     )
-    lost: bytes = b""  # and those that others have found by now, or that are gone
+    lost: bytes = b""  # and those that others have found by now, or that were removed
     wants_touches: bool = (
-        False  # its store is to be told of what is in use: no touch of another process reaches it
+        False  # its store is to be sent what is in use: no touch of another process reaches it
     )
     prefetch_room: int = 0  # blocks that may be brought up there ahead of need
     served: list[LoadServed] = field(default_factory=list)
@@ -227,8 +227,8 @@ class UCMConnectorWorkerMetadata(KVConnectorWorkerMetadata):
     ranks: list[RankReport] = field(default_factory=list)
     # tokens from which on sparse attention pays, of each rank
     break_even: list[int] = field(default_factory=list)
-    #: Blocks of requests that are not on the device, and whose records are gone or bad: request and
-    #: ordinal.
+    #: Blocks of requests that are not on the device, and whose records are missing or bad: request
+    #: and ordinal.
     lost: list[tuple[str, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UCMConnectorWorkerMetadata:

@@ -1,14 +1,19 @@
-"""The platforms of the core for vLLM, and how the work of each is waited for.
+"""The platforms of the core for vLLM, how the work of each is waited for, and with how many
+processor cores a model computes on a CPU.
 
 A dump may read a block once the model has written it. On an accelerator that is later than when the
 call returns, so a rank records an event on the model's stream and passes its handle to the store,
 which waits for it.
+
+A cache does not choose how many threads a model has: vLLM decides, and ucm warns of few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,4 +91,39 @@ def platform_of(wanted: str | None, running: Any) -> Platform | str:
     return (
         f"platform {wanted} is configured, but vLLM runs on {name}, so nothing is claimed or"
         f" stored; write {words}, or unset PLATFORM"
+    )
+
+
+#: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: what the
+#: user sets for both.
+_RESERVED, _BOUND = "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def cores_here() -> int:
+    """Cores that this process may run on, each counted once however many threads it has; 0 if that
+    is not known."""
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    try:
+        return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
+    except OSError:
+        return 0
+
+
+def why_slower(ranks: int, cores: int, environ: Mapping[str, str]) -> str:
+    """Why an engine on a CPU may be slower with a connector than without, as a sentence; empty
+    where it is not.
+
+    ``cores`` are those it may use. vLLM keeps one for each rank free of computing, two as soon as
+    any connector is configured, and none at all where nothing would be left to compute on.
+    """
+    if (
+        _RESERVED in environ
+        or environ.get(_BOUND, "auto") != "auto"
+        or not ranks < cores <= 2 * ranks
+    ):
+        return ""
+    return (
+        f"with a connector vLLM computes on all {cores} cores here and keeps none for its"
+        " scheduler, which makes engines beside each other several times slower;"
+        f" {_RESERVED}={ranks} has it keep what it keeps without one"
     )

@@ -2,27 +2,457 @@
 its digest.
 
 Two engines share blocks exactly when the JSON texts of their identities are equal. The scheduler
-side computes it, each worker computes its own without the weights, and :func:`difference` names
-what is not the same. Nothing in it depends on the environment as such, on paths, on the process or
-on the order of a dictionary; where a setting is in doubt it stands in the identity: a needless miss
-is a recomputation, a wrong hit is a wrong answer.
+side computes it, each worker computes its own without the weights, and :func:`difference` names the
+parts that differ. Nothing in it depends on the environment as such, on paths, on object addresses,
+on the process or on the order of a dictionary; a setting that may matter is part of the identity: a
+needless miss is a recomputation, a wrong hit is a wrong answer.
+
+How KV bytes are laid out (dtype, attention backend, packing, layout, groups) is computed from the
+configuration alone, because the scheduler side has no layers when the ranks are processes of their
+own. Where layers are in reach, their own backend is used; a worker whose layers differ from what
+the scheduler side expected is a difference in the handshake. An attention backend or a KV cache
+spec from outside vLLM counts as another one, since its packing is not known. A class that stores
+the very bytes of the one it is derived from says so in its own body,
+``ucm_packs_like = <that class>``, and is described as that class. The claim is not inherited: a
+class derived from it has to make it again.
+
+:class:`LiveIdentity` is the identity of what an engine computes now. As long as memory holds what
+was loaded, the weights are named by their files. When vLLM was ordered to read other files since
+then, these name the weights. Weights that were written by other means have no name that another
+process could know: their KV is stored under a random one, for this process alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
 import hashlib
 import importlib
+import inspect
+import json
 import math
-from collections.abc import Mapping
+import os
+import platform
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.connector.identity import packing
-from ucm.integration.vllm.connector.identity.canonical import differences, plain, text_of
-from ucm.integration.vllm.connector.identity.weight_files import draft_model
+from ucm.errors import InvalidInputError, UcmError
+from ucm.integration.vllm.compat.versions import installed
+from ucm.integration.vllm.connector.guard import info_once, logger
+from ucm.integration.vllm.connector.identity.weights import (
+    DECLARED,
+    WeightsDigest,
+    WeightSource,
+    WeightsReport,
+    WeightsState,
+    draft_model,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+# Configuration as JSON whose text is the same in every process
+# --------------------------------------------------------------------------------------------------
+
+#: Objects nested deeper than this are taken for a cycle.
+MAX_DEPTH = 32
+
+#: Characters of a value shown in a difference.
+_SHOWN = 120
+
+
+def text_of(value: Any) -> str:
+    """The one JSON text of a plain value: no spaces, ASCII only. Keys stay in the order they
+    have."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """``value`` as JSON values, nested dictionaries sorted by key.
+
+    Raises :class:`~ucm.errors.InvalidInputError` for an object that has no stable description.
+    """
+    if depth > MAX_DEPTH:
+        raise InvalidInputError(
+            "a configuration value is nested too deeply to describe", context={"limit": MAX_DEPTH}
+        )
+    if isinstance(value, enum.Enum):  # before int and str: many enums are both
+        return value.name
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return _sorted({_key(key): plain(item, depth + 1) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item, depth + 1) for item in value), key=text_of)
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).hex()
+    if isinstance(value, Fraction):
+        return f"{value.numerator}/{value.denominator}"
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return _described(value, depth)
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two plain values differ: one sentence each, with the dotted path and both values."""
+    where = path or "the value"
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        found: list[str] = []
+        for key in list(a) + [key for key in b if key not in a]:
+            step = f"{path}.{key}" if path else key
+            if key not in a or key not in b:
+                found.append(f"{step} is {_shown(a, key)} here and {_shown(b, key)} there")
+            else:
+                found += differences(a[key], b[key], step)
+        return found
+    if isinstance(a, list) and isinstance(b, list):
+        if len(a) != len(b):
+            return [f"{where} has {len(a)} items here and {len(b)} there"]
+        return [
+            line
+            for i, pair in enumerate(zip(a, b, strict=True))
+            for line in differences(*pair, f"{where}[{i}]")
+        ]
+    # 1 and 1.0 and true are equal in Python, but their JSON texts, and with them the digests, are
+    # not.
+    if text_of(a) == text_of(b):
+        return []
+    return [f"{where} is {_short(a)} here and {_short(b)} there"]
+
+
+def _sorted(mapping: dict[str, Any]) -> dict[str, Any]:
+    return {key: mapping[key] for key in sorted(mapping)}
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else str(plain(key))
+
+
+def _described(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _name(value)
+    for method in ("to_dict", "model_dump"):
+        describe: Callable[[], Any] | None = getattr(value, method, None)
+        if callable(describe):
+            return plain(describe(), depth + 1)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return plain(fields, depth + 1)
+    # what a callable object does is not in its attributes
+    if hasattr(value, "__dict__") and not callable(value):
+        return plain({"": kind.__qualname__, **vars(value)}, depth + 1)
+    raise InvalidInputError(
+        "a configuration value has no stable description, so no identity can be made from it",
+        context={"type": f"{kind.__module__}.{kind.__qualname__}"},
+    )
+
+
+def _name(value: Any) -> str:
+    name = f"{value.__module__}.{value.__qualname__}"
+    if "<" in name:  # a lambda or a local function: its name does not say what it does
+        raise InvalidInputError(
+            "a nameless function stands in the configuration, so no identity can be made from it",
+            context={"function": name},
+        )
+    return name
+
+
+def _shown(mapping: Mapping[str, Any], key: str) -> str:
+    return _short(mapping[key]) if key in mapping else "absent"
+
+
+def _short(value: Any) -> str:
+    text = text_of(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+# How KV bytes are laid out
+# --------------------------------------------------------------------------------------------------
+
+#: Attribute by which a class claims the packing of one that it is derived from.
+CLAIM = "ucm_packs_like"
+
+#: Features of a processor by which packing may differ within one instruction set's name (not on
+#: x86).
+_FEATURES = ("bf16", "i8mm", "sve", "sve2", "v", "zvl128b", "zvl256b")
+
+
+def transferable_groups(kv_cache_config: Any) -> list[Any]:
+    """The KV groups whose blocks hold lasting state, in vLLM's order."""
+    return [
+        group
+        for group in kv_cache_config.kv_cache_groups
+        if getattr(group, "enable_kv_transfer", True)
+    ]
+
+
+def layer_specs(spec: Any) -> list[Any]:
+    """The specs a group's spec stands for: one per layer where vLLM keeps them apart, else the spec
+    itself."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return list(inner.values()) if isinstance(inner, dict) else [spec]
+
+
+def packed_as(kind: type) -> type:
+    """The class whose bytes this backend or spec stores: itself, unless it claims those of one it
+    is derived from.
+
+    Raises :class:`~ucm.errors.InvalidInputError` for a claim to pack like something else.
+    """
+    while (base := vars(kind).get(CLAIM)) is not None:
+        if not (isinstance(base, type) and base is not kind and issubclass(kind, base)):
+            raise InvalidInputError(
+                f"{CLAIM} names a class that this one is derived from",
+                context={"class": f"{kind.__module__}.{kind.__qualname__}", CLAIM: repr(base)},
+            )
+        kind = base
+    return kind
+
+
+def spec_kind(spec: Any) -> str:
+    """Name of a spec's kind: that of the class whose pages it has."""
+    return packed_as(type(spec)).__name__
+
+
+def _spec(group: Any) -> Any:
+    # vLLM's scheduler sees only the first spec of a group that keeps one per layer, so that one
+    # describes it here; the block strides of kv_groups() tell the layers apart.
+    return layer_specs(group.kv_cache_spec)[0]
+
+
+def kv_dtype(vllm_config: VllmConfig, groups: Sequence[Any]) -> dict[str, Any]:
+    """What one number of the cache is: the name by which vLLM chose it, its storage and how it is
+    quantised."""
+    cache, model_dtype = vllm_config.cache_config, plain(vllm_config.model_config.dtype)
+    # A backend may settle the name in the worker only; the spec carries that to the scheduler.
+    names = {
+        getattr(_spec(group), "cache_dtype_str", None) or cache.cache_dtype for group in groups
+    }
+    described: dict[str, Any] = {
+        "names": sorted(model_dtype if name == "auto" else name for name in names),
+        "quantised": [plain(getattr(_spec(group), "kv_quant_mode", None)) for group in groups],
+        "skip_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or []),
+        "storage": [plain(getattr(_spec(group), "dtype", None)) for group in groups],
+    }
+    indexer = getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", "auto")
+    if indexer != "auto":
+        described["indexer"] = indexer
+    return described
+
+
+def attention_backends(vllm_config: VllmConfig, groups: Sequence[Any]) -> list[list[str]]:
+    """Names of the attention backends of each group, sorted."""
+    return [
+        sorted(_actual(vllm_config, group) or {_expected(vllm_config, group)}) for group in groups
+    ]
+
+
+def _actual(vllm_config: Any, group: Any) -> set[str]:
+    layers = getattr(vllm_config.compilation_config, "static_forward_context", None) or {}
+    names = set()
+    for name in group.layer_names:
+        ask = getattr(layers.get(name), "get_attn_backend", None)
+        if not callable(ask):
+            return set()
+        names.add(_backend_name(ask()))
+    return names
+
+
+def _expected(vllm_config: Any, group: Any) -> str:
+    """What vLLM's own selection gives for this group, without its layers."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    spec, model = _spec(group), vllm_config.model_config
+    wanted = {
+        "head_size": getattr(spec, "head_size", None),
+        "dtype": model.dtype,
+        "kv_cache_dtype": (
+            getattr(spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
+        ),
+        "use_mla": bool(getattr(model, "use_mla", False)),
+        "use_sparse": hasattr(model.hf_text_config, "index_topk"),
+        "use_mm_prefix": bool(getattr(model, "is_mm_prefix_lm", False)),
+        "has_sliding_window": getattr(spec, "sliding_window", None) is not None,
+        "num_heads": model.get_num_attention_heads(vllm_config.parallel_config),
+    }
+    known = inspect.signature(get_attn_backend).parameters
+    try:
+        with set_current_vllm_config(vllm_config):
+            return _backend_name(
+                get_attn_backend(**{key: value for key, value in wanted.items() if key in known})
+            )
+    except (
+        AssertionError,
+        ImportError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        # The engine runs, so the workers know better; their answer will differ from this one and be
+        # named.
+        return f"not known to the scheduler ({type(error).__name__})"
+
+
+def _backend_name(backend: Any) -> str:
+    # A backend from outside vLLM may keep the name of the one it replaces, and still pack
+    # differently.
+    backend = packed_as(backend)
+    name = str(backend.get_name())
+    return (
+        name
+        if backend.__module__.startswith("vllm.")
+        else f"{name} ({backend.__module__}.{backend.__qualname__})"
+    )
+
+
+def kv_packing(vllm_config: VllmConfig, groups: Sequence[Any]) -> dict[str, Any]:
+    """How a backend arranges the numbers inside one block, which no shape shows."""
+    from vllm.platforms import current_platform
+
+    described: dict[str, Any] = {
+        # Any build may mend a model or change a kernel without a change of shape.
+        "engine": f"vllm {installed()}",
+        "groups": [
+            _group_packing(vllm_config, group, bool(current_platform.is_cpu())) for group in groups
+        ],
+        "platform": plain(getattr(current_platform, "_enum", None)) or current_platform.device_type,
+    }
+    if any(
+        plain(getattr(_spec(group), "kv_quant_mode", None)) not in (None, "NONE")
+        for group in groups
+    ):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            described["fp8"] = plain(current_platform.fp8_dtype())
+    return described
+
+
+def _group_packing(vllm_config: Any, group: Any, on_cpu: bool) -> dict[str, Any]:
+    spec = _spec(group)
+    described: dict[str, Any] = {
+        "heads": _number(spec, "num_heads"),
+        "page_bytes": spec.page_size_bytes,
+        "state_bytes": _number(spec, "state_content_size_bytes"),
+        "states": _number(spec, "num_states"),
+    }
+    if on_cpu:
+        described.update(_cpu_packing(vllm_config, spec))
+    return described
+
+
+def _cpu_packing(vllm_config: Any, spec: Any) -> dict[str, Any]:
+    """The CPU backend packs keys by instruction set: which one it takes, as it decides itself."""
+    machine = platform.machine()
+    described: dict[str, Any] = {"machine": machine}
+    if machine not in ("x86_64", "AMD64"):
+        described["features"] = _processor_features()
+    if hasattr(spec, "head_size"):
+        from vllm.v1.attention.backends import cpu_attn
+
+        choose = getattr(cpu_attn, "_get_attn_isa", None)
+        known = inspect.signature(choose).parameters if choose is not None else {}
+        wanted = {
+            "dtype": vllm_config.model_config.dtype,
+            "block_size": spec.block_size,
+            "head_size": spec.head_size,
+            "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+        }
+        try:
+            described["isa"] = (
+                choose(**{key: value for key, value in wanted.items() if key in known})
+                if choose
+                else ""
+            )
+        except NotImplementedError as error:
+            described["isa"] = f"unsupported: {error}"
+    return described
+
+
+def _processor_features() -> list[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            words = set(file.read().replace(":", " ").replace("_", " ").split())
+    except OSError:
+        return []
+    return [feature for feature in _FEATURES if feature in words]
+
+
+def _number(spec: Any, name: str) -> int | None:
+    try:
+        value = getattr(spec, name, None)
+    except NotImplementedError:
+        return None
+    return int(value) if value is not None else None
+
+
+def kv_layout(kv_cache_config: Any, cache_config: Any) -> str:
+    """The physical order of the axes, as vLLM names it; empty for versions that have none."""
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
+        cache_config, "kv_cache_layout", None
+    )
+    return str(plain(layout)) if layout else ""
+
+
+def kv_groups(
+    vllm_config: VllmConfig, kv_cache_config: Any, groups: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Every KV group: kind, fields of its spec, and its layers in order with the bytes between two
+    blocks of each.
+
+    With several pipeline ranks the scheduler side sees the layers of the first rank only; the
+    layers of a group are then left out, and ``pipeline_parallel.layers`` says who holds which.
+    """
+    one_rank = vllm_config.parallel_config.pipeline_parallel_size == 1
+    strides = _block_strides(kv_cache_config)
+    described = []
+    for group in groups:
+        spec = _spec(group)
+        entry: dict[str, Any] = {
+            "block_tokens": spec.block_size,
+            "draft": bool(getattr(group, "is_eagle_group", False)),
+            "kind": spec_kind(spec),
+            "spec": plain(
+                {name: value for name, value in _fields(spec).items() if name != "block_size"}
+            ),
+        }
+        if one_rank:
+            entry["layers"] = list(group.layer_names)
+            entry["strides"] = [strides.get(name) for name in group.layer_names]
+        described.append(entry)
+    return described
+
+
+def _fields(spec: Any) -> dict[str, Any]:
+    names = getattr(packed_as(type(spec)), "__dataclass_fields__", None)
+    return {name: getattr(spec, name) for name in names} if names else dict(vars(spec))
+
+
+def _block_strides(kv_cache_config: Any) -> dict[str, int | None]:
+    """Bytes from one block of a layer to its next, which unlike sizes and offsets do not depend on
+    their number."""
+    found: dict[str, int | None] = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        for name in getattr(tensor, "layers", None) or getattr(tensor, "shared_by", []):
+            found[name] = getattr(tensor, "block_stride", None)
+    return found
+
+
+# The identity
+# --------------------------------------------------------------------------------------------------
 
 #: Changes whenever a field is added, removed or means something else.
 FORMAT_VERSION = 1
@@ -47,7 +477,7 @@ FIELDS = (
     "decode_context_parallel",
 )
 
-#: Keys of a model's configuration that say where it came from or how it is run, never what its KV
+#: Keys of a model's configuration that say where it is from or how it is run, never what its KV
 #: is. Those that start with an underscore are left out too (names, commit hashes, implementation
 #: choices of transformers).
 _NOT_OF_THE_MODEL = frozenset(
@@ -96,7 +526,7 @@ def engine_identity(
         vllm_config.cache_config,
         vllm_config.parallel_config,
     )
-    groups = packing.transferable_groups(kv_cache_config)
+    groups = transferable_groups(kv_cache_config)
     identity: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "architecture": _architecture(model),
@@ -105,11 +535,11 @@ def engine_identity(
         "weights": weights,
         "model_config": _model_config(vllm_config),
         "position": _position(model),
-        "kv_dtype": packing.kv_dtype(vllm_config, groups),
-        "attention_backend": packing.attention_backends(vllm_config, groups),
-        "kv_packing": packing.kv_packing(vllm_config, groups),
-        "kv_layout": packing.kv_layout(kv_cache_config, cache),
-        "kv_groups": packing.kv_groups(vllm_config, kv_cache_config, groups),
+        "kv_dtype": kv_dtype(vllm_config, groups),
+        "attention_backend": attention_backends(vllm_config, groups),
+        "kv_packing": kv_packing(vllm_config, groups),
+        "kv_layout": kv_layout(kv_cache_config, cache),
+        "kv_groups": kv_groups(vllm_config, kv_cache_config, groups),
         "block_tokens": block_tokens(vllm_config, kv_cache_config),
         "tensor_parallel": {
             "kv_replicas": getattr(kv_cache_config, "kv_tp_replicas", 1),
@@ -163,8 +593,8 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def unidentifiable(vllm_config: VllmConfig) -> str:
-    """Why blocks of this engine cannot be named by what came before them, as a sentence; empty when
-    they can."""
+    """Why blocks of this engine cannot be named by the blocks before them, as a sentence; empty
+    when they can."""
     if getattr(vllm_config.model_config, "is_diffusion", False):
         return (
             "this model rewrites tokens it has already computed, so blocks have no lasting content"
@@ -183,7 +613,7 @@ def block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int
     parallel = vllm_config.parallel_config
     ranks = getattr(parallel, "decode_context_parallel_size", 1)
     sizes = []
-    for group in packing.transferable_groups(kv_cache_config):
+    for group in transferable_groups(kv_cache_config):
         spec = group.kv_cache_spec
         sharded = ranks > 1 and getattr(spec, "dcp_sharded", True)
         sizes.append(spec.block_size * (ranks if sharded else 1))
@@ -343,3 +773,121 @@ def _layers_per_rank(vllm_config: Any) -> list[int]:
 
 def _unless(value: Any, default: Any) -> Any:
     return None if value == default else value
+
+
+# The identity of now
+# --------------------------------------------------------------------------------------------------
+
+#: The random words in the text of an identity.
+_RANDOM = re.compile(r" reset:[0-9a-f]{32}|(?<=\"private:)[0-9a-f]{32}")
+
+
+def lasting(text: str) -> str:
+    """The text of an identity without its random words: what processes that differ in these alone
+    share."""
+    return _RANDOM.sub("", text)
+
+
+class UnknowableError(UcmError):
+    """The weights in memory cannot be named, so neither can their KV."""
+
+    kind = "unkeyable"
+
+
+class LiveIdentity:
+    """The identity of what one engine computes now; seen from its scheduler side."""
+
+    def __init__(
+        self, own: dict[str, Any], source: WeightSource, mode: str, root: str | None
+    ) -> None:
+        """``own`` is without weights; ``mode`` and ``root`` as :class:`WeightsDigest` takes
+        them."""
+        self._own, self._mode, self._root = own, mode, root
+        self._weights = WeightsDigest(source, mode, root)
+        self._renewed = False
+        self._private = ""
+        self._word = ""  # joins the weights once what was stored before is to be forgotten
+        self._forgotten = False  # since the last comparison of the weights
+
+    def wait(self) -> WeightsState:
+        """What is known of the weights, after some seconds of waiting for it."""
+        return self._weights.wait()
+
+    def text(self) -> str | None:
+        """As JSON; None while pending; raises :class:`UnknowableError` when it never will be
+        known."""
+        weights = self._private or self._named()
+        if weights is None:
+            return None
+        if self._word:
+            weights = f"{weights} {self._word}"
+        whole = with_weights(self._own, weights)
+        text = identity_text(whole)
+        logger.info(
+            "identity of this engine's KV: %s, weights %s", identity_digest(whole).hex(), weights
+        )
+        logger.debug("identity spelled out: %s", text)
+        return text
+
+    def _named(self) -> str | None:
+        state = self._weights.state
+        if state.kind == "pending":
+            return None
+        if state.kind == "known":
+            return state.text
+        if not self._renewed:
+            raise UnknowableError(state.reason)
+        return self._make_private(state.reason)
+
+    def _make_private(self, why: str) -> str:
+        self._private = f"private:{secrets.token_hex(16)}"
+        info_once(
+            "the weights in memory have no name (%s): their KV is kept for this process alone", why
+        )
+        return self._private
+
+    def why_invalid(self) -> str:
+        """Why the identity no longer holds, empty while it does; looks at the files again without
+        waiting."""
+        if self._private:
+            return ""
+        state = self._weights.recheck(0.0)
+        return "" if state.kind in ("known", "pending") else state.reason
+
+    def forget(self) -> None:
+        """Give this engine's KV a random name from the next :meth:`update` on, so that nothing
+        stored before is found.
+
+        The name lasts as long as this process: an engine that is started later has the name of its
+        weights again.
+        """
+        self._word, self._forgotten = f"reset:{secrets.token_hex(16)}", True
+
+    def update(self, reports: list[WeightsReport]) -> bool:
+        """Every rank has compared the weights in its memory: whether the identity is another one
+        now."""
+        forgotten, self._forgotten = self._forgotten, False
+        return self._compared(reports) or forgotten
+
+    def _compared(self, reports: list[WeightsReport]) -> bool:
+        if all(report.unchanged for report in reports):
+            state = self._weights.state
+            if self._private or state.kind in ("known", "pending"):
+                return False
+            if state.kind == "unknown":  # the files changed, memory did not
+                self._make_private(state.reason)
+            return True
+        named = {report.named for report in reports}
+        self._weights.close()
+        self._renewed, self._private = True, ""
+        files = named.pop() if len(named) == 1 else None
+        if files is None or self._mode.startswith(DECLARED):
+            self._make_private("they were replaced, and not from files that vLLM names")
+        else:
+            since_ns = min(report.since_ns for report in reports)
+            self._weights = WeightsDigest(files, self._mode, self._root, since_ns=since_ns)
+        return True
+
+    def close(self) -> None:
+        """End the threads."""
+        self._weights.close()

@@ -1,43 +1,476 @@
-"""The digest of the weights an engine loaded, computed in the background.
+"""Which weights an engine computes with: their files, the digest of every byte, and whether the
+memory of each rank still holds them.
 
-:class:`WeightsDigest` hashes on threads of its own, at the lowest priority. Its answer is one of
-four states: pending, known (the text for the identity), unknown (a file changed since the engine
-started, so what is in memory is not known) or off (there is nothing to read and nothing was
-declared). Blocks are stored and found only in the state *known*.
+:class:`WeightSource` names the files, found in the way vLLM finds them, without a network: a local
+directory as it is, a hub name in the local cache at the revision that vLLM resolved; with the few
+other files that change what is computed (a quantisation's own configuration, the model's code when
+the user allowed it to run).
+
+:class:`WeightsDigest` hashes them on threads of its own, at the lowest priority. Its answer is one
+of four states: pending, known (the text for the identity), unknown (a file changed since the engine
+started, so the content of the memory is not known) or off (there is nothing to read and nothing was
+declared). Blocks are stored and found only in the state *known*. A digest of a file is remembered
+while the file's metadata is unchanged (:class:`DigestMemory`).
+
+vLLM can replace the weights of a running engine in many ways (``reload_weights``, weight transfer,
+sleep level 2, a worker extension that writes them) and reports none to connectors. So
+:class:`ModelMemory` takes a fingerprint on each rank right after loading, compares when the
+scheduler side requests it, and answers with a :class:`WeightsReport`. The fingerprint is a SHA-256
+over samples of every parameter and persistent buffer: small ones whole, of others :data:`SAMPLES`
+bytes at even distances. Training, merging and loading change every sample of a tensor they touch;
+an edit of single numbers that misses all samples of a large tensor is not detected. Some kernels
+pack a weight into an object of their own and leave an empty parameter behind (oneDNN on a CPU):
+such an object counts as unchanged while it is the same object.
 """
 
 from __future__ import annotations
 
-import logging
+import fnmatch
+import gc
+import hashlib
+import json
 import os
 import queue
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ucm.errors import ConfigError, NotFoundError, UnsupportedError
-from ucm.integration.vllm.connector.identity.file_digest import (
-    DigestMemory,
-    FileChangedError,
-    FileStamp,
-    combined,
-    hash_file,
-)
-from ucm.integration.vllm.connector.identity.weight_files import (
-    WeightFile,
-    WeightSource,
-    blob_sha256,
-    find_weight_files,
-    is_content_addressed,
-    weight_source,
-)
+import torch
+
+from ucm._core import QuietSha256
+from ucm.errors import ConfigError, NotFoundError, UcmError, UnsupportedError
+from ucm.integration.vllm.connector.guard import logger
+from ucm.integration.vllm.connector.stores import RootFile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = logging.getLogger(__name__)
+
+# The files of the weights
+# --------------------------------------------------------------------------------------------------
+
+#: File name patterns by load format, in the order in which vLLM tries them; the first with a match
+#: wins.
+_ANY = ("*.safetensors", "*.bin", "*.pt")
+_PATTERNS: dict[str, tuple[str, ...]] = {
+    "auto": _ANY,
+    "hf": _ANY,
+    "bitsandbytes": _ANY,
+    "safetensors": ("*.safetensors",),
+    "fastsafetensors": ("*.safetensors",),
+    "instanttensor": ("*.safetensors",),
+    "runai_streamer": ("*.safetensors",),
+    "runai_streamer_sharded": ("*.safetensors",),
+    "sharded_state": ("*.safetensors", "*.pt"),
+    "mistral": ("consolidated*.safetensors",),
+    "npcache": ("*.bin", "*.pt"),
+    "pt": ("*.pt",),
+    "gguf": ("*.gguf",),
+}
+
+#: Indices that say which safetensors files belong together, with the pattern of the files they
+#: speak of.
+_INDICES = (
+    ("consolidated.safetensors.index.json", "consolidated*.safetensors"),
+    ("model.safetensors.index.json", "*.safetensors"),
+)
+
+#: Files of a training run that look like weights and are not.
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+
+#: Configuration that a quantisation method reads beside the weights.
+_QUANTISATION = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
+
+#: Patterns of further directories of the same model, by architecture.
+_SUBDIRECTORIES: dict[str, tuple[str, ...]] = {
+    "Cosmos3EdgeForConditionalGeneration": ("[tv]*er",),
+    "Cosmos3ForConditionalGeneration": ("[tv]*er",),
+    "MoonshotKimiaForCausalLM": ("whisper-large-v3",),
+}
+
+#: Keys of a model's configuration that name a second model whose weights are read too.
+_SECOND_MODELS = ("audio_model_id", "text_model_id")
+
+#: Ways to draft that use a model, or parts of one, without KV.
+_DRAFTS_WITHOUT_KV = ("medusa", "mlp_speculator")
+
+_DECLARE = "set identity.weights to declared:<text>, with another text whenever the weights change"
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """What decides which files are read."""
+
+    model: str
+    load_format: str = "auto"
+    revision: str | None = None
+    download_dir: str | None = None
+    subdirectories: tuple[str, ...] = ()
+    second_models: tuple[tuple[str, str], ...] = ()
+    with_code: bool = False
+    #: Of the model that drafts tokens, where it has weights and KV of its own.
+    draft: WeightSource | None = None
+    #: Why no set of files can tell the weights, as a sentence; empty when one can.
+    unknowable: str = ""
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A file that is part of the weights: its name within the model, and where it lies."""
+
+    name: str
+    path: str
+
+
+def weight_source(vllm_config: VllmConfig) -> WeightSource:
+    """Where this engine's weights come from. Reads no file."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    draft = draft_model(vllm_config)
+    drafted = None
+    if draft is not None:
+        drafted = _source(
+            draft, getattr(vllm_config.speculative_config, "draft_load_config", None) or load
+        )
+    return _source(model, load, drafted)
+
+
+def models_of(vllm_config: VllmConfig) -> list[str]:
+    """The models of an engine, directories or names as vLLM was given them; one that drafts too."""
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    drafts = [getattr(speculative, "model", None)] if speculative is not None else []
+    return [str(model) for model in (vllm_config.model_config.model, *drafts) if model]
+
+
+def draft_model(vllm_config: VllmConfig) -> Any:
+    """vLLM's ModelConfig of a model of its own whose layers draft tokens and keep KV beside the
+    main one's, or None."""
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if (
+        draft is None
+        or speculative.method in _DRAFTS_WITHOUT_KV
+        or draft.model == vllm_config.model_config.model
+    ):
+        return None
+    return draft
+
+
+def _source(model: Any, load: Any, draft: WeightSource | None = None) -> WeightSource:
+    architectures = getattr(model.hf_config, "architectures", None) or []
+    second = [(key, getattr(model.hf_config, key, None)) for key in _SECOND_MODELS]
+    return WeightSource(
+        model=model.model,
+        load_format=str(load.load_format),
+        revision=model.revision,
+        download_dir=load.download_dir,
+        subdirectories=tuple(
+            name for arch in architectures for name in _SUBDIRECTORIES.get(arch, ())
+        ),
+        second_models=tuple((key, str(value)) for key, value in second if value),
+        with_code=bool(model.trust_remote_code),
+        draft=draft,
+        unknowable=_unknowable(model, load) or (draft.unknowable if draft is not None else ""),
+    )
+
+
+def _unknowable(model: Any, load: Any) -> str:
+    load_format = str(load.load_format)
+    remote = getattr(model, "model_weights", "")
+    if load_format == "dummy":
+        return f"load format dummy makes up weights from a seed, so they are in no file; {_DECLARE}"
+    if load_format not in _PATTERNS:
+        return (
+            f"load format {load_format} does not read its weights from files ucm knows; {_DECLARE}"
+        )
+    if remote and remote != model.model:
+        return (
+            f"the weights are streamed from {remote}, so there is no local file to read; {_DECLARE}"
+        )
+    return ""
+
+
+def find_weight_files(source: WeightSource) -> list[WeightFile]:
+    """The files, sorted by name. Raises :class:`~ucm.errors.NotFoundError` with a sentence when
+    there are none."""
+    root = _locate(source.model, source.revision, source.download_dir)
+    if os.path.isfile(root):
+        return [WeightFile(os.path.basename(root), root)]
+    found: list[WeightFile] = []
+    below = [
+        name
+        for pattern in source.subdirectories
+        for name in fnmatch.filter(os.listdir(root), pattern)
+    ]
+    for where in ("", *below):
+        directory = os.path.join(root, where)
+        prefix = f"{where}/" if where else ""
+        names = _chosen(directory, source.load_format) + _companions(directory, source.with_code)
+        found += [WeightFile(prefix + name, os.path.join(directory, name)) for name in names]
+    for key, name in source.second_models:
+        directory = _locate(name, None, source.download_dir)
+        found += [
+            WeightFile(f"{key}/{file}", os.path.join(directory, file))
+            for file in _chosen(directory, "auto")
+        ]
+    if source.draft is not None:
+        found += [
+            WeightFile(f"draft/{file.name}", file.path) for file in find_weight_files(source.draft)
+        ]
+    weights = [file for file in found if not file.name.endswith((".json", ".py"))]
+    if not weights:
+        patterns = ", ".join(_PATTERNS[source.load_format])
+        raise NotFoundError(
+            f"no weight file ({patterns}) lies in {root}; {_DECLARE}",
+            context={"model": source.model},
+        )
+    return sorted(set(found), key=lambda file: file.name)
+
+
+def is_content_addressed(path: str) -> bool:
+    """Whether the path leads to a hub cache's blob, whose name is made from its content."""
+    real = os.path.realpath(path)
+    name = os.path.basename(real)
+    return (
+        os.path.basename(os.path.dirname(real)) == "blobs"
+        and len(name) in (40, 64)
+        and _is_hex(name)
+    )
+
+
+def blob_sha256(path: str) -> bytes | None:
+    """The SHA-256 that a hub cache uses as the name of this file, None for any other file. The name
+    is not checked."""
+    name = os.path.basename(os.path.realpath(path))
+    return bytes.fromhex(name) if len(name) == 64 and is_content_addressed(path) else None
+
+
+def _is_hex(name: str) -> bool:
+    return all(letter in "0123456789abcdef" for letter in name)
+
+
+def _locate(model: str, revision: str | None, download_dir: str | None) -> str:
+    if os.path.exists(model):
+        return model
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(
+            snapshot_download(
+                model, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
+    except (OSError, ValueError) as error:  # the hub's own errors are both
+        raise NotFoundError(
+            f"{model} is neither a local path nor in the local hub cache; {_DECLARE}",
+            context={"model": model, "revision": revision},
+        ) from error
+
+
+def _chosen(directory: str, load_format: str) -> list[str]:
+    """Names of the weight files in one directory."""
+    try:
+        names = [entry.name for entry in os.scandir(directory) if entry.is_file()]
+    except NotADirectoryError:
+        return [os.path.basename(directory)]
+    except FileNotFoundError:
+        return []
+    patterns = _PATTERNS[load_format]
+    if load_format == "auto" and fnmatch.filter(names, "consolidated*.safetensors"):
+        patterns = _PATTERNS["mistral"] + patterns
+    for pattern in patterns:
+        matching = [name for name in fnmatch.filter(names, pattern) if name not in _NOT_WEIGHTS]
+        if matching:
+            return _in_index(directory, pattern, matching)
+    return []
+
+
+def _in_index(directory: str, pattern: str, names: list[str]) -> list[str]:
+    """Without the files that an index leaves out: a second copy of the weights is not loaded."""
+    for index, of in _INDICES:
+        path = os.path.join(directory, index)
+        if pattern == of and os.path.isfile(path):
+            with open(path, encoding="utf-8") as file:
+                listed = set(json.load(file).get("weight_map", {}).values())
+            return [name for name in names if name in listed] or names
+    return names
+
+
+def _companions(directory: str, with_code: bool) -> list[str]:
+    names = [name for name in _QUANTISATION if os.path.isfile(os.path.join(directory, name))]
+    if with_code and os.path.isdir(directory):
+        names += fnmatch.filter(os.listdir(directory), "*.py")
+    return names
+
+
+# Digests of files
+# --------------------------------------------------------------------------------------------------
+
+#: Bytes hashed in one call: large enough that the hash, not the call, is what costs.
+CHUNK = 4 << 20
+
+#: A file whose ctime is younger than this may change again within the same tick: its digest is not
+#: used.
+SETTLED_NS = 2_000_000_000
+
+#: Name of the file below a store's root in which digests are remembered, and how many it holds at
+#: most.
+MEMORY_NAME = "ucm-digests.json"
+MEMORY_LIMIT = 4096
+
+#: Samples of a file, spread evenly, the first and the last bytes among them.
+SAMPLES, SAMPLE_BYTES = 64, 65536
+
+
+class FileChangedError(UcmError):
+    """A file was written or replaced while it was being read."""
+
+    kind, retryable = "io", True
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What changes when a file does."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> FileStamp:
+        """From a stat of the file (links followed)."""
+        return cls(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def hash_file(
+    path: str, sampled: bool = False, progress: Callable[[int], None] | None = None
+) -> tuple[bytes, FileStamp]:
+    """SHA-256 of a file's content, or of its samples, and the stamp it had all the while.
+
+    Hashed by threads of the core, of the lowest priority: a thread of Python must keep its own, for
+    one that has the interpreter and no processor holds up the engine, on a busy machine for a
+    second.
+
+    ``progress`` is called with the bytes of each piece read. Raises :class:`FileChangedError` and
+    :class:`OSError`.
+    """
+    with open(path, "rb", buffering=0) as file:
+        before = FileStamp.of(os.fstat(file.fileno()))
+        digest = QuietSha256()
+        for start, length in _sample_ranges(before.size) if sampled else [(0, before.size)]:
+            _feed(digest, file, start, length, progress)
+        after = FileStamp.of(os.fstat(file.fileno()))
+    if not before == after == FileStamp.of(os.stat(path)):
+        raise FileChangedError("the file changed while it was being read", context={"path": path})
+    return digest.digest(), before
+
+
+def _sample_ranges(size: int) -> Iterable[tuple[int, int]]:
+    if size <= SAMPLES * SAMPLE_BYTES:
+        return [(0, size)]
+    last = size - SAMPLE_BYTES
+    return [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
+
+
+def _feed(
+    digest: QuietSha256, file: Any, start: int, length: int, progress: Callable[[int], None] | None
+) -> None:
+    end = start + length
+    while start < end:
+        got = digest.update(file.fileno(), start, min(end - start, CHUNK))
+        if not got:
+            raise FileChangedError(
+                "the file became shorter while it was being read", context={"path": file.name}
+            )
+        start += got
+        if progress is not None:
+            progress(got)
+
+
+def combined(label: bytes, files: Iterable[tuple[str, int, bytes]]) -> bytes:
+    """SHA-256 over the sorted (name, size in bytes, digest) of several files; ``label`` says what
+    they are."""
+    digest = hashlib.sha256(label)
+    for name, size, content in sorted(files):
+        encoded = name.encode("utf-8", "surrogateescape")
+        digest.update(struct.pack("<I", len(encoded)) + encoded + struct.pack("<Q", size) + content)
+    return digest.digest()
+
+
+class DigestMemory:
+    """Digests remembered in one small JSON file, by path, inode, size, mtime and ctime.
+
+    Losing it, or an entry to another process that writes at the same time, costs a hash and nothing
+    else.
+    """
+
+    def __init__(self, root: str | None, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._file = (
+            RootFile(root, MEMORY_NAME, "files", MEMORY_LIMIT) if root is not None else None
+        )
+        self._now_ns = now_ns
+        self._known = {} if self._file is None else self._file.read_soon()
+        self._new: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+
+    def settled(self, stamp: FileStamp) -> bool:
+        """Whether a file with this stamp could not have been written again without a new ctime.
+
+        A ctime in whole seconds is coarse or made up by a read-only image, and says too little.
+        """
+        return stamp.ctime_ns + SETTLED_NS <= self._now_ns() and stamp.ctime_ns % 1_000_000_000 != 0
+
+    def recall(self, path: str, stamp: FileStamp) -> bytes | None:
+        """The content digest of a file with this stamp, when it is known for sure."""
+        entry = self._known.get(os.path.abspath(path))
+        if entry is None or not self.settled(stamp) or entry.get("stamp") != _numbers(stamp):
+            return None
+        try:
+            digest = bytes.fromhex(entry["sha256"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        return digest if len(digest) == 32 else None
+
+    def learn(self, path: str, stamp: FileStamp, digest: bytes, started_ns: int) -> None:
+        """Remember a digest whose computation began at ``started_ns``; a file too young then is not
+        remembered."""
+        if stamp.ctime_ns + SETTLED_NS <= started_ns and self.settled(stamp):
+            with self._lock:
+                self._new[os.path.abspath(path)] = {
+                    "sha256": digest.hex(),
+                    "stamp": _numbers(stamp),
+                }
+
+    def save(self) -> None:
+        """Write what was learnt, together with what others have written since. Raises
+        :class:`OSError`.
+
+        Kept for the next call while the root is not marked or does not answer.
+        """
+        with self._lock:
+            if self._file is None or not self._new:
+                return
+            new = dict(self._new)
+        known = self._file.merge_soon(new)
+        if known is None:
+            return
+        with self._lock:
+            self._known, self._new = (
+                known,
+                {path: it for path, it in self._new.items() if new.get(path) != it},
+            )
+
+
+def _numbers(stamp: FileStamp) -> list[int]:
+    return [stamp.inode, stamp.size, stamp.mtime_ns, stamp.ctime_ns]
+
+
+# The digest of all weights
+# --------------------------------------------------------------------------------------------------
 
 #: How long a constructor may wait for the digest, in seconds.
 CONSTRUCTOR_WAIT_S = 5.0
@@ -357,3 +790,170 @@ class _Work:
             self._total / 1e9,
             seconds,
         )
+
+
+# Weights in memory
+# --------------------------------------------------------------------------------------------------
+
+#: A tensor of at most this many bytes is fingerprinted whole.
+WHOLE = 64 << 10
+#: Bytes that are looked at of a larger one, at least.
+SAMPLES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """What a rank says about the weights in its memory."""
+
+    generation: int  # the one it was asked for
+    # since it was last asked, or since they were loaded; None: it cannot tell
+    unchanged: bool | None
+    named: WeightSource | None  # the files vLLM names since then, if it names others
+    since_ns: int  # Unix time at which memory was last found to hold what it held before
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a model's tensors look like."""
+
+    digest: bytes
+    packed: tuple[weakref.ref[Any], ...]  # objects that hold weights which no tensor shows
+
+    def equals(self, other: Fingerprint) -> bool:
+        """Whether both are of the same weights, as far as this shows."""
+        return (
+            self.digest == other.digest
+            and self.packed == other.packed
+            and all(holder() is not None for holder in self.packed)
+        )
+
+
+class ModelMemory:
+    """The weights of one rank. Every method takes milliseconds, and is called between two forward
+    passes."""
+
+    def __init__(
+        self,
+        layers: Callable[[], Sequence[torch.nn.Module]],
+        source: Callable[[], WeightSource],
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """``layers``: the attention layers whose KV is stored; ``source``: where vLLM says that the
+        weights were read from last."""
+        self._layers, self._source, self._now_ns = layers, source, now_ns
+        self._models: list[weakref.ref[torch.nn.Module]] = []
+        self._known: Fingerprint | None = None
+        self._known_source: WeightSource | None = None
+        self._seen_ns = 0  # when memory was last found to hold what is known
+
+    def remember(self) -> None:
+        """The weights have just been loaded: what is in memory now is what the files say."""
+        try:
+            self._models = [weakref.ref(model) for model in _models_with(self._layers())]
+            self._known, self._known_source = self._look(), self._source()
+        except Exception as error:  # later changes cannot be detected, which compare() says
+            logger.warning("the model's weights cannot be looked at in memory: %r", error)
+        self._seen_ns = self._now_ns()
+
+    def compare(self, generation: int) -> WeightsReport:
+        """Compare what is in memory with what is known, and know the present from now on. Never
+        raises."""
+        before, since = self._known, self._seen_ns
+        named, self._known = None, None
+        try:
+            self._known = self._look()
+            source = self._source()
+            named = source if source != self._known_source else None
+            self._known_source = source
+        except Exception as error:
+            logger.warning("the model's weights cannot be looked at in memory: %r", error)
+        self._seen_ns = self._now_ns()
+        now = self._known
+        if before is None or now is None:
+            return WeightsReport(generation, None, None, since)
+        return WeightsReport(generation, before.equals(now), named, since)
+
+    def _look(self) -> Fingerprint | None:
+        models = [model() for model in self._models]
+        if not models or any(model is None for model in models):
+            return None
+        return fingerprint([model for model in models if model is not None])
+
+
+def _models_with(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The whole models that these layers are part of: modules that hold one of them and that no
+    other module holds.
+
+    A layer does not know what holds it, and vLLM hands its connector layers only, so all living
+    modules are looked at.
+    """
+    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    wanted = {id(layer) for layer in layers}
+    tops = (module for module in modules if id(module) not in inner)
+    return [top for top in tops if any(id(module) in wanted for module in top.modules())]
+
+
+def fingerprint(models: Sequence[torch.nn.Module]) -> Fingerprint | None:
+    """The fingerprint of these models, in the order of their tensors' names; None where they hide
+    weights."""
+    digest = hashlib.sha256()
+    samples: list[torch.Tensor] = []
+    packed: list[weakref.ref[Any]] = []
+    for number, model in enumerate(models):
+        for name, module in model.named_modules():
+            empty = False
+            for key, tensor in _tensors(module):
+                digest.update(
+                    f"{number} {name} {key} {tensor.dtype} {tuple(tensor.shape)}\0".encode()
+                )
+                if tensor.numel():
+                    samples.append(_samples(tensor))
+                empty = empty or not tensor.numel()
+            if empty:
+                holders = _holders(module)
+                if not holders:
+                    return None
+                packed += holders
+    for device in {sample.device for sample in samples}:  # one copy from each device
+        there = [sample for sample in samples if sample.device == device]
+        digest.update(memoryview(torch.cat(there).cpu().numpy()))
+    return Fingerprint(digest.digest(), tuple(packed)) if samples else None
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own parameters and persistent buffers; others are scratch, or made from these."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter.detach()
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer.detach()
+
+
+def _samples(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of the memory that a tensor spans, whatever its strides."""
+    span = 1 + sum(
+        (extent - 1) * abs(stride)
+        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    size = span * tensor.element_size()
+    first = tensor.storage_offset() * tensor.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    # An odd step meets high and low bytes of the numbers in turn.
+    step = 1 if size <= WHOLE else (size // SAMPLES - 1) | 1
+    return memory[first : first + size : step]
+
+
+def _holders(module: torch.nn.Module) -> list[weakref.ref[Any]]:
+    """The functions and objects in which a module may keep a weight that its empty parameter stands
+    for."""
+    found = []
+    for value in vars(module).values():
+        if callable(value) and not isinstance(value, type | torch.nn.Module):
+            try:
+                found.append(weakref.ref(value))
+            except TypeError:
+                # a bound method's object, a builtin: says nothing about this module's weight
+                continue
+    return found

@@ -1,27 +1,416 @@
-"""Asks the store how much of a prompt it has, without making a step wait.
+"""What the store has of a prompt, found without making a step wait, and what this engine remembers
+of blocks in the store.
 
-A :class:`Lookup` starts when a request arrives: it hashes the tokens, asks for every part and keeps
+A :class:`Lookup` starts when a request arrives: it hashes the tokens, looks up every part and keeps
 the shortest prefix. Hashing runs in the scheduler's thread, and so does the lookup where the store
 answers from memory: waking another thread, which would have to wait for the interpreter, takes
 longer. A store that has to ask a medium does so on a thread of its own, which does not need the
 interpreter, and is polled for its answer. Everything slower (files of adapters, long prompts,
-stores written in Python) runs on a background thread. Until there is an answer, or it is late, vLLM
-is told "not known yet".
+stores written in Python) runs on a background thread. Until there is an answer, or it is late, the
+answer to vLLM is "not known yet".
+
+The scheduler side looks up in a store of its own, which sees only published records.
+:class:`LocallyVisible` continues such a prefix with the record ids that the ranks of this engine
+can read before others see them: in a segment that is still open, in memory. They count for this
+engine alone, and only if every rank that would read the record has listed it. A rank keeps a
+published record in its list until the scheduler side's store, which lists a directory from time to
+time, must have found it.
+
+:class:`BlockTracker` is a cache of what lookups and ranks reported: blocks present, evicted, being
+written, or refused by a rank. It avoids offering a block that is present already, and keeps a block
+from counting as a hit after a rank found its record bad or could not publish it.
+
+:class:`Turnover` keeps a working set above the store's limit from rewriting the store for ever.
+Where more blocks are asked for again and again than the store holds, each is evicted before it is
+asked for: everything is written in every round, and nothing is hit. It compares, for about as many
+blocks as the store holds, how many of those stored before were hits and how many were evicted.
+While more than half were evicted, a chain that was evicted is stored again only now and then, and
+only its beginning, so that what is stored stays long enough to be a hit. Where tenants have a
+quota, the same is compared for each tenant, with as many blocks as its quota holds.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from ucm.integration.vllm.connector.background import IDLE, Background
-from ucm.integration.vllm.connector.guard import info_once, throttle
-from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
-from ucm.integration.vllm.connector.scheduler.locally_visible import LocallyVisible
+from ucm.integration.vllm.connector.guard import IDLE, Background, info_once, logger, throttle
+from ucm.integration.vllm.connector.identity.keys import UnkeyableError
+from ucm.integration.vllm.connector.metadata import StoreRoom, split_keys
 from ucm.reasons import MissReason, named, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import Asked, UcmKVStoreBaseV1
+
+# Blocks that only the ranks see
+# --------------------------------------------------------------------------------------------------
+
+#: Most ids remembered of one rank; a further one costs a hit until it is published.
+VISIBLE_LIMIT = 1 << 18
+
+
+class LocallyVisible:
+    """Written by the scheduler's thread, read by the lookups' threads."""
+
+    def __init__(self, limit: int = VISIBLE_LIMIT) -> None:
+        """``limit``: most ids remembered of one rank."""
+        self._limit = limit
+        self._ranks: dict[int, set[bytes]] = {}
+        self._readers: list[list[int]] = []
+
+    def open(self, readers: Sequence[Sequence[int]]) -> None:
+        """``readers[p]``: the ranks that read part *p*, in the order in which lookups ask for the
+        parts."""
+        self._readers = [list(ranks) for ranks in readers]
+
+    def report(self, rank: int, gained: bytes, lost: bytes) -> None:
+        """A rank's report: the record ids it can read from now on, and those that are now published
+        or removed."""
+        if not (gained or lost):
+            return
+        known = self._ranks.setdefault(rank, set())
+        known.update(split_keys(gained)[: max(0, self._limit - len(known))])
+        known.difference_update(split_keys(lost))
+
+    def run(self, ids: Sequence[bytes], start: int) -> int:
+        """How many record ids from ``start`` on are locally visible; ``ids`` holds the parts of
+        each block in turn."""
+        if not any(self._ranks.values()):
+            return 0
+        for at in range(start, len(ids)):
+            if not self._is_locally_visible(ids[at], at % len(self._readers)):
+                return at - start
+        return len(ids) - start
+
+    def _is_locally_visible(self, record_id: bytes, part: int) -> bool:
+        readers = self._readers[part]
+        return bool(readers) and all(record_id in self._ranks.get(rank, ()) for rank in readers)
+
+
+# Working sets above the limit
+# --------------------------------------------------------------------------------------------------
+
+#: An evicted chain is stored again with this probability.
+CHANCE = 1 / 16
+#: It is stored again up to this share of the limit, counted from its first block.
+SHARE = 2
+#: Most blocks over which hits and evictions are compared.
+WINDOW = 1 << 17
+#: Most tenants whose hits and evictions are counted; the one that asked longest ago is forgotten.
+MOST_TENANTS = 4096
+#: What sets the limit of a tier, by its name; of all others the key ``storage_capacity``.
+LIMIT_KEYS = {
+    "memory": "cache_size",
+    "redis": "maxmemory of the server",
+    "mooncake": "global_segment_size",
+}
+
+
+@dataclass(frozen=True)
+class StoreLimit:
+    """How much a store holds: the limit of its largest tier."""
+
+    tier: str
+    key: str  # sets it
+    blocks: int
+    block_bytes: int  # of all parts of a block, on the medium
+    full: bool  # at least half of it is in use
+    quota: int | None = None  # blocks of one tenant, where that is less
+    quota_removed: int = 0  # blocks above a quota that were removed since the store was opened
+    expire_after: float | None = None  # seconds without use after which a block is removed
+
+
+def limit_of(rooms: Collection[StoreRoom], parts: int) -> StoreLimit | None:
+    """The limit for blocks of ``parts`` parts. Each rank that writes one reports its room; None
+    until all have reported. Memory holds the parts of its rank, any other tier those of all."""
+    if len(rooms) < max(parts, 1):
+        return None
+    least = min(rooms, key=lambda room: room.capacity // room.record)
+    name, block_bytes = least.tier.rstrip("0123456789"), sum(room.record for room in rooms)
+    blocks = least.capacity // (least.record if name == "memory" else block_bytes)
+    quota = None if least.quota is None else least.quota // block_bytes
+    return StoreLimit(
+        tier=least.tier,
+        key=LIMIT_KEYS.get(name, "storage_capacity"),
+        blocks=blocks,
+        block_bytes=block_bytes,
+        full=any(2 * room.used >= room.capacity for room in rooms),
+        quota=quota if quota is not None and quota < blocks else None,
+        quota_removed=sum(room.quota_removed for room in rooms) // len(rooms),
+        expire_after=least.expire_after,
+    )
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Of the last blocks that were stored before and asked for again."""
+
+    total: float = 0.0
+    evicted: float = 0.0
+
+    def add(self, blocks: int, evicted: bool, window: int) -> None:
+        """Count blocks; those before count less, so that the total stays within ``window``."""
+        blocks = min(blocks, window)
+        if self.total + blocks > window:
+            self.evicted *= (window - blocks) / self.total
+            self.total = window - blocks
+        self.total += blocks
+        self.evicted += blocks * evicted
+
+
+class Turnover:
+    """What became of the blocks of one engine that were stored before and are asked for again."""
+
+    def __init__(self, chance: Callable[[], float] = random.random) -> None:
+        """``chance`` draws a number from [0, 1)."""
+        self._chance = chance
+        self._limit: StoreLimit | None = None
+        self._counts: dict[bytes, _Counts] = {}  # by tenant; empty for all that share the store
+        self._unexplained = 0  # blocks removed above a quota that were not counted as evicted yet
+        self._warned: set[int] = set()  # the limits in blocks of which a warning was logged
+
+    def limited(self, limit: StoreLimit | None) -> None:
+        """The store's limit and use are these now."""
+        if limit is not None:
+            before = 0 if self._limit is None else self._limit.quota_removed
+            self._unexplained += max(limit.quota_removed - before, 0)
+        self._limit = limit
+
+    @property
+    def expire_after(self) -> float | None:
+        """Seconds without use after which the store removes a block, None for never."""
+        return None if self._limit is None else self._limit.expire_after
+
+    def asked_again(self, hits: int, evicted: int, tenant: bytes = b"") -> None:
+        """A request asked for blocks that were stored before: ``hits`` are there, ``evicted`` are
+        absent.
+
+        Absent blocks of a store with room were removed for another reason. They count for nothing
+        beyond the number of those that were removed because their tenant was above its quota."""
+        limit = self._limit
+        if limit is None or not hits + evicted:
+            return
+        capacity, tenant = self._capacity(limit, tenant)
+        if not limit.full:
+            evicted = 0 if not tenant else min(evicted, self._unexplained)
+        if tenant:
+            self._unexplained -= min(evicted, self._unexplained)
+        counts = self._counts.pop(tenant) if tenant in self._counts else _Counts()
+        self._counts[tenant] = counts
+        if len(self._counts) > MOST_TENANTS:
+            del self._counts[next(iter(self._counts))]
+        window = min(capacity, WINDOW)
+        counts.add(hits, False, window)
+        counts.add(evicted, True, window)
+        if self.exceeded(tenant) and capacity not in self._warned:
+            self._warned.add(capacity)
+            self._warn(limit, capacity, counts)
+
+    def exceeded(self, tenant: bytes = b"") -> bool:
+        """Whether the working set of this tenant is above what the store holds of it."""
+        if self._limit is None:
+            return False
+        capacity, tenant = self._capacity(self._limit, tenant)
+        counts, window = self._counts.get(tenant), min(capacity, WINDOW)
+        if counts is None or not (tenant or self._limit.full):
+            return False
+        return 2 * counts.evicted > counts.total >= window > 0
+
+    def offered_below(self, tenant: bytes = b"") -> int:
+        """Draws, for an evicted chain, the number of its first blocks that may be stored again."""
+        if self._limit is None or self._chance() >= CHANCE:
+            return 0
+        return self._capacity(self._limit, tenant)[0] // SHARE
+
+    @staticmethod
+    def _capacity(limit: StoreLimit, tenant: bytes) -> tuple[int, bytes]:
+        """The blocks that are kept of a tenant, and under which tenant it is counted: blocks
+        without a tag have no quota, and without a quota all tenants share the store."""
+        if tenant and limit.quota is not None:
+            return limit.quota, tenant
+        return limit.blocks, b""
+
+    @staticmethod
+    def _warn(limit: StoreLimit, capacity: int, counts: _Counts) -> None:
+        of_tenant = capacity != limit.blocks
+        logger.warning(
+            "the working set%s is larger than %s: of the last %d blocks that were stored"
+            " before and asked for again, %d had been evicted. %s %s holds %d blocks of %d bytes"
+            " each. While that is so, an evicted prompt is stored again in one of %d cases, and at"
+            " most %d blocks of it; raise %s to store all",
+            " of a tenant" if of_tenant else "",
+            "its quota" if of_tenant else "the store",
+            round(counts.total),
+            round(counts.evicted),
+            "The quota of each tenant in tier" if of_tenant else "Tier",
+            limit.tier,
+            capacity,
+            limit.block_bytes,
+            round(1 / CHANCE),
+            capacity // SHARE,
+            "tenant_quota" if of_tenant else limit.key,
+        )
+
+
+# Known blocks
+# --------------------------------------------------------------------------------------------------
+
+#: Most keys remembered of each kind; the oldest are forgotten (a forgotten one costs an offer the
+#: store ignores).
+PRESENT_LIMIT = 1 << 17
+REFUSED_LIMIT = 1 << 16
+#: Before any time.
+NEVER = float("-inf")
+
+
+class BlockTracker:
+    """Bounded sets of block keys."""
+
+    def __init__(
+        self,
+        present_limit: int = PRESENT_LIMIT,
+        refused_limit: int = REFUSED_LIMIT,
+        turnover: Turnover | None = None,
+    ) -> None:
+        """``turnover`` counts hits and evictions of blocks that were stored before."""
+        self.turnover = turnover or Turnover()
+        self._present: dict[bytes, float] = {}  # and since when, as far as is known
+        self._evicted: dict[bytes, float] = {}  # and when it was asked for last
+        self._refused: dict[bytes, None] = {}
+        self._newer: dict[bytes, None] = {}
+        self._unpublished: dict[bytes, None] = {}
+        self._writing: dict[bytes, int] = {}
+        self._present_limit = present_limit
+        self._refused_limit = refused_limit
+
+    def found(
+        self,
+        keys: Sequence[bytes],
+        hits: int,
+        *,
+        asked_at: float = NEVER,
+        absent: bool = False,
+        tenant: bytes = b"",
+    ) -> None:
+        """A lookup of a request of this tenant answered that began at ``asked_at``: the first
+        ``hits`` keys are there. What follows is unknown; with ``absent``, the next one is absent
+        and the others are of no use.
+
+        A block that was not asked for in ``expire_after`` would have expired in any store: it was
+        not evicted for want of space."""
+        evicted, life = 0, self.turnover.expire_after
+        for key in keys[:hits]:
+            self._evicted.pop(key, None)
+            self._add_present(key, asked_at)
+        for key in keys[hits:]:
+            since = self._present.pop(key, None)
+            if not absent:
+                continue
+            self._newer.pop(key, None)  # the next one is absent, so all are offered again
+            last = self._evicted.pop(key, None) if since is None else since
+            if last is None or (since is not None and since >= asked_at):
+                continue  # it was never stored before
+            if life is None or asked_at - last < life:
+                self._remember(self._evicted, key, self._present_limit, asked_at)
+                evicted += 1
+        self.turnover.asked_again(hits, evicted, tenant)
+
+    def is_evicted(self, key: bytes) -> bool:
+        """Whether this block was in the store once and was absent when it was last asked for."""
+        return key in self._evicted
+
+    def offerable(self, key: bytes) -> bool:
+        """Whether offering this block makes sense now."""
+        return (
+            key not in self._writing
+            and key not in self._newer
+            and (key not in self._present or key in self._refused or key in self._unpublished)
+        )
+
+    def is_stored(self, key: bytes) -> bool:
+        """Whether every rank has this block in the store, as far as is known, and none refused
+        it."""
+        there = key in self._present and key not in self._refused and key not in self._newer
+        # what is written again is still to be read from the device
+        return there and key not in self._writing
+
+    def is_writing(self, key: bytes) -> bool:
+        """Whether a job is writing this block."""
+        return key in self._writing
+
+    def writing(self, keys: Iterable[bytes], job: int) -> None:
+        """These blocks are being written by ``job``."""
+        for key in keys:
+            self._writing[key] = job
+
+    def written(self, key: bytes, now: float = NEVER) -> None:
+        """Every rank published its part: a hit from now on."""
+        self._writing.pop(key, None)
+        self._evicted.pop(key, None)
+        self._refused.pop(key, None)
+        self._unpublished.pop(key, None)
+        self._newer.pop(key, None)
+        self._add_present(key, now)
+
+    def not_written(self, key: bytes, refuse: bool) -> None:
+        """Some rank did not publish its part. ``refuse``: and none must trust an older record of
+        that name.
+
+        It is offered again although a lookup may find it by then: memory can have a copy that the
+        medium below lacks.
+        """
+        self._writing.pop(key, None)
+        if refuse:
+            self.refuse(key)
+        else:
+            self._present.pop(key, None)
+            self._remember(self._unpublished, key, self._refused_limit)
+
+    def refuse(self, key: bytes) -> None:
+        """A rank found the record bad or missing: no hit until the block was written again."""
+        self._present.pop(key, None)
+        self._remember(self._refused, key, self._refused_limit)
+
+    def mark_newer(self, key: bytes) -> None:
+        """A rank found a record of a newer version or another key: no hit, and not offered while it
+        is there, for no dump replaces it."""
+        self._writing.pop(key, None)
+        self._refused.pop(key, None)
+        self._unpublished.pop(key, None)
+        self._remember(self._newer, key, self._refused_limit)
+        self._add_present(key, float("inf"))
+
+    def trusted(self, keys: Sequence[bytes], upto: int) -> int:
+        """How many of the first ``upto`` keys may be claimed: all before the first refused one."""
+        if self._refused or self._newer:
+            for index in range(upto):
+                if self.is_refused(keys[index]):
+                    return index
+        return upto
+
+    def is_refused(self, key: bytes) -> bool:
+        """Whether this key was refused and not written since."""
+        return key in self._refused or key in self._newer
+
+    def _add_present(self, key: bytes, since: float) -> None:
+        self._present.pop(key, None)
+        self._present[key] = since
+        if len(self._present) > self._present_limit:
+            del self._present[next(iter(self._present))]
+
+    @staticmethod
+    def _remember(kept: dict[bytes, Any], key: bytes, limit: int, value: Any = None) -> None:
+        kept.pop(key, None)
+        kept[key] = value
+        if len(kept) > limit:
+            del kept[next(iter(kept))]
+
+
+# Lookups
+# --------------------------------------------------------------------------------------------------
 
 #: Longest prompt that is hashed and looked up at once, in tokens.
 AT_ONCE_TOKENS = 1 << 15

@@ -1,9 +1,9 @@
 """Which blocks of a request leave the device while it decodes, and how many hot blocks it gets for
 them.
 
-vLLM asks its manager to give back what is not needed before it allocates for a step, and the
-manager asks here. A block may leave once every rank has stored it, and once it lies between the
-windows of what is chosen. The method says how much a request is to hold
+vLLM has its manager give back what is not needed before it allocates for a step, and the
+manager calls this module. A block may leave once every rank has stored it, and once it lies between
+the windows of what is chosen. The method says how much a request is to hold
 (:meth:`~ucm.sparse.base.UcmSparseBase.estimate_num_slots_sparsed`). What has left, and which blocks
 were given instead, goes to the workers with the next plan, whether the request is in it or not: its
 blocks may be written to by others in that very step.
@@ -95,7 +95,7 @@ class OffloadPlanner:
     # -----------------------------------------------------------------------------------------
 
     def consider(self, request: Request, first: int, stored: int) -> None:
-        """vLLM has the first ``first`` blocks of a new request, and is told that those up to
+        """vLLM has the first ``first`` blocks of a new request, and is answered that those up to
         ``stored`` can be loaded: decide whether all of them are. Where the rest of its prompt fits
         into the last window, and loading them would be more than giving it hot blocks, they are
         selected from, and those of the windows alone are loaded."""
@@ -108,7 +108,7 @@ class OffloadPlanner:
             or request.num_output_tokens
         ):
             return
-        # what fails is told by the first block, which must be one that is loaded
+        # what fails is reported by the first block, which must be one that is loaded
         if self._init == 0:
             return
         unread = range(self._init, stored + 1 - self._local_until_chosen)
@@ -147,7 +147,7 @@ class OffloadPlanner:
         self._exact.selects_from(request, admission.stored * self._block_tokens)
         return unread
 
-    # What the manager asks
+    # What the manager calls
     # -------------------------------------------------------------------------------------------
 
     def leaving(
@@ -223,7 +223,8 @@ class OffloadPlanner:
         change.keys += join_keys(self.stored(request)[leaving.start : leaving.stop])
 
     def hot(self, request_id: str, tokens: int) -> int:
-        """How many hot blocks a request is to have in a step after which it has so many tokens."""
+        """How many hot blocks a request is to have in a step after which it has ``tokens``
+        tokens."""
         state, unread = self._states.get(request_id), self.unread(request_id)
         end = (
             unread.stop if state is None and unread else self._init if state is None else state.end
@@ -249,7 +250,7 @@ class OffloadPlanner:
             if request := self._requests.get(request_id):
                 self._exact.selects_from(request, None)
 
-    # What the workers are told
+    # What the workers are sent
     # ---------------------------------------------------------------------------------------
 
     def take(self) -> tuple[list[OffloadChange], list[str]]:

@@ -2,7 +2,7 @@
 store, and when.
 
 It owns hashing, lookups, admission and the metadata of each step, under vLLM's own method names.
-vLLM calls it from one thread; work that may take long runs on :class:`~..background.Background`. A
+vLLM calls it from one thread; work that may take long runs on :class:`~..guard.Background`. A
 step costs time in proportion to what changed in it.
 """
 
@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucm.integration.vllm.connector.admission.admission import Admission
-from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
-from ucm.integration.vllm.connector.guard import Failures, harmless, logger, throttle
-from ucm.integration.vllm.connector.identity.keys import KeyMaker
-from ucm.integration.vllm.connector.identity.tenant import TenantTags
+from ucm.config import UcmConfig
+from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
+from ucm.integration.vllm.connector.guard import (
+    Background,
+    Failures,
+    harmless,
+    logger,
+    throttle,
+)
+from ucm.integration.vllm.connector.identity.keys import ExtraKeys, KeyMaker, TenantTags
 from ucm.integration.vllm.connector.metadata import (
     VERSION,
     Dump,
@@ -33,21 +38,30 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.miss_stats import BUSY, MissStats
-from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
-from ucm.integration.vllm.connector.scheduler.deferred_dumps import DeferredDumps
-from ucm.integration.vllm.connector.scheduler.dump_planner import DumpPlanner
-from ucm.integration.vllm.connector.scheduler.hit_policy import HitPolicy
-from ucm.integration.vllm.connector.scheduler.locally_visible import LocallyVisible
-from ucm.integration.vllm.connector.scheduler.lookup import AT_ONCE_TOKENS, Lookup, Lookups
-from ucm.integration.vllm.connector.scheduler.miss_reasons import misses
-from ucm.integration.vllm.connector.scheduler.other_connectors import OtherConnectors
-from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
-from ucm.integration.vllm.connector.scheduler.rank_hints import RankHints
-from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENING, Readiness
-from ucm.integration.vllm.connector.scheduler.request_tracker import FAR, RequestTracker
-from ucm.integration.vllm.connector.scheduler.turnover import Turnover, limit_of
-from ucm.integration.vllm.connector.tier_counts import TierCounts
+from ucm.integration.vllm.connector.scheduler.dumps import (
+    DeferredDumps,
+    DumpPlanner,
+    OtherConnectors,
+)
+from ucm.integration.vllm.connector.scheduler.hints import RankHints
+from ucm.integration.vllm.connector.scheduler.lookup import (
+    AT_ONCE_TOKENS,
+    BlockTracker,
+    LocallyVisible,
+    Lookup,
+    Lookups,
+    Turnover,
+    limit_of,
+)
+from ucm.integration.vllm.connector.scheduler.readiness import (
+    OFF,
+    OPEN,
+    OPENING,
+    RankHealth,
+    Readiness,
+)
+from ucm.integration.vllm.connector.scheduler.requests import FAR, HitPolicy, RequestTracker, misses
+from ucm.integration.vllm.connector.stats import BUSY, MissStats, TierCounts
 from ucm.reasons import MissReason, named
 
 if TYPE_CHECKING:
@@ -57,16 +71,16 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+    from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
 
 #: Sent in every step with nothing to do.
 NOTHING = UCMConnectorMetadata()
 
-#: A step that computes nothing waits for an answer, a load or a dump. It sleeps for so many
-#: seconds, so that the threads at that work get the processor and the interpreter: vLLM would step
-#: again at once, thousands of times.
+#: A step that computes nothing waits for an answer, a load or a dump. It sleeps this long,
+#: in seconds, so that the threads at that work get the processor and the interpreter: vLLM would
+#: step again at once, thousands of times.
 YIELD_S = 0.0005
-#: A live request tells the store that its blocks are in use at most so often, in seconds.
+#: The blocks of a live request are touched in the store at most this often, in seconds.
 TOUCH_S = 60.0
 
 
@@ -75,56 +89,52 @@ class UCMConnectorScheduler:
 
     def __init__(
         self,
+        config: UcmConfig,
         readiness: Readiness,
-        *,
-        make_keys: Callable[[str], KeyMaker],
-        make_lookups: Callable[[Any, list[bytes], LocallyVisible], Lookups],
-        block_tokens: int,
-        min_hit_tokens: int,
-        dump_output: bool,
-        lookup_allowance: float,
         admission: Admission,
+        extra_keys: ExtraKeys,
+        background: Background,
+        block_tokens: int,
+        *,
         rates: RateMemory | None = None,
         may_load: bool = True,
-        audit_one_in: int = 0,
-        forget_on_reset: bool = False,
-        items_used: Callable[[Any, int], None] | None = None,
-        exact_tokens: Callable[[Request], int] | None = None,
-        offload: OffloadPlanner | None = None,
-        tenants: TenantTags | None = None,
+        sparse: SparseScheduler | None = None,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's
-        first question; ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM
-        hands out only blocks that no step under way still writes; ``audit_one_in``: one hit in so
-        many is computed and compared, 0 for none; ``forget_on_reset``: what was stored before vLLM
-        resets this connector is never a hit again here; ``items_used``: told which requests a step
-        begins with, and how many tokens of each were computed before; ``exact_tokens``: how many of
-        a request's first tokens have exact KV, all where it is None; ``offload``: which blocks
-        leave the device, once they are stored; ``tenants``: what tells in a record's header whose
-        it is, without a key where it is None; ``chance`` draws numbers from [0, 1)."""
+        """``extra_keys``: the inputs of a request's KV beside its tokens; ``background`` runs
+        lookups; ``block_tokens``: tokens of one device block; ``rates``: where the measured speeds
+        are kept; ``may_load``: whether vLLM hands out only blocks that no step under way still
+        writes; ``sparse``: sparse attention, where it is configured: some tokens have no exact KV,
+        and blocks may leave the device once they are stored; ``closers`` are called at the end;
+        ``chance`` draws numbers from [0, 1).
+
+        Raises :class:`~ucm.errors.ConfigError` for a key of tenants' tags that cannot be used."""
+        self._config = config
         self.readiness = readiness
         self.failures = Failures("scheduler side", self._abandon)
-        self._make_keys = make_keys
-        self._make_lookups = make_lookups
+        self._extra_keys = extra_keys
+        self._background = background
         self._block_tokens = block_tokens
-        self._min_hit_tokens = min_hit_tokens
-        self._dump_output = dump_output
-        self._allowance = lookup_allowance
+        self._min_hit_tokens = config.min_hit_tokens
+        self._dump_output = config.dump == "all"
+        self._allowance = config.deadlines.lookup_ms / 1000  # from vLLM's first question
         self.admission = admission
         self._rates = rates
         self._may_load = may_load
-        self._forget_on_reset = forget_on_reset
-        self._items_used = items_used
-        self._exact_tokens = exact_tokens
-        self._offload = offload
-        if offload is not None:
-            offload.stored = self._stored_keys
+        self._forget_on_reset = config.on_reset == "forget"
+        self._exact_tokens = None if sparse is None else sparse.exact_tokens
+        self._offload = None if sparse is None else sparse.offload
+        if self._offload is not None:
+            self._offload.stored = self._stored_keys
         self._hit_policy = HitPolicy(
-            admission, audit_one_in, block_tokens, lambda: readiness.block_bytes, min_hit_tokens
+            admission,
+            config.audit_one_in,
+            block_tokens,
+            lambda: readiness.block_bytes,
+            config.min_hit_tokens,
         )
         self._closers = closers
         self._clock, self._pause = clock, pause
@@ -134,7 +144,7 @@ class UCMConnectorScheduler:
         self.health = RankHealth(clock)
         self._locally_visible = LocallyVisible()
         self._others = OtherConnectors(block_tokens)
-        self._tenants = tenants or TenantTags()
+        self._tenants = TenantTags.configured(config.tenant_key_file)
         self.dumps = DumpPlanner(self._block_tracker, self.health, clock)
         self._deferred = DeferredDumps(self.dumps)
         self._manager: KVCacheManager | None = None
@@ -176,7 +186,7 @@ class UCMConnectorScheduler:
     # ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Hash and look up, or begin to: the answer is usually there when vLLM asks."""
+        """Hash and look up, or begin to: the answer is usually there at vLLM's first call."""
         self.readiness.recheck()
         self._notice_reset()
         # a streaming session rewrites its own tokens: not cached
@@ -188,15 +198,15 @@ class UCMConnectorScheduler:
         tracker = RequestTracker(request, self._tenants.of(request))
         self._live[request.request_id] = tracker
         self._due[request.request_id] = self._block_tokens
-        self._rank_hints.waits(tracker)
+        self._rank_hints.prefetches.add(tracker)
         if self._open() and self.readiness.weights_confirmed:
             self._start_lookup(tracker)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those found on the device; vLLM asks again at every
-        step."""
+        """Tokens that can be loaded beyond those found on the device; vLLM calls this again at
+        every step."""
         tracker = self._live.get(request.request_id)
         if self._offload is not None:
             self._offload.forget(request.request_id)
@@ -265,7 +275,7 @@ class UCMConnectorScheduler:
         tracker = self._live.get(request.request_id)
         if tracker is None:
             return
-        self._rank_hints.gone(request.request_id)
+        self._rank_hints.prefetches.remove(request.request_id)
         first, count = (
             tracker.local // self._block_tokens,
             num_external_tokens // self._block_tokens,
@@ -343,7 +353,7 @@ class UCMConnectorScheduler:
         and does not use their content before.
         """
         tracker = self._live.pop(request.request_id, None)
-        self._rank_hints.gone(request.request_id)
+        self._rank_hints.prefetches.remove(request.request_id)
         self._others.finished(request.request_id)
         self._due.pop(request.request_id, None)
         if tracker is None:
@@ -437,13 +447,13 @@ class UCMConnectorScheduler:
         """Tell of every request that begins, cached or not: vLLM keeps the encoder's output of
         each."""
         for new in output.scheduled_new_reqs:
-            if not new.mm_features or self._items_used is None:
+            if not new.mm_features:
                 continue
             if tracker := self._live.get(new.req_id):
-                # vLLM tells the ranks only of the data that they need
-                self._items_used(tracker.request, 0)
+                # vLLM sends the ranks only the data that they need
+                self._extra_keys.used(tracker.request)
             else:
-                self._items_used(new, new.num_computed_tokens)
+                self._extra_keys.used(new, new.num_computed_tokens)
 
     def _relocate(self, lookup: Lookup) -> None:
         if self._lookups is not None:
@@ -608,7 +618,7 @@ class UCMConnectorScheduler:
                     self._load_ended(tracker)
 
     def step_ended(self) -> None:
-        """vLLM is done with a step: what its workers did was told before."""
+        """vLLM is done with a step; what its workers did was reported before."""
         self.admission.step_ended()
 
     def _on_handshakes(self, handshakes: Sequence[Handshake]) -> None:
@@ -668,8 +678,8 @@ class UCMConnectorScheduler:
             self._turnover.limited(limit_of(self._rooms.values(), len(self.readiness.masks)))
 
     def _refuse(self, keys: Sequence[bytes]) -> None:
-        """The records of these blocks are bad or gone: they are no hits, and no reason to leave the
-        device."""
+        """The records of these blocks are bad or missing: they are no hits, and no reason to leave
+        the device."""
         for key in keys:
             self._block_tracker.refuse(key)
         if keys and self._offload is not None:
@@ -768,7 +778,7 @@ class UCMConnectorScheduler:
         self._deferred.drop()
 
     def take_tiers(self) -> dict[str, Any]:
-        """What the tiers of this half's store did since they were last told of, about once a
+        """What the tiers of this side's store did since the last call, about once a
         second."""
         return self._tiers.take(self.readiness.store)
 
@@ -809,10 +819,19 @@ class UCMConnectorScheduler:
             self._opened = opened
             for tracker in self._live.values():
                 tracker.rekey()
-            self._keys = self._make_keys(self.readiness.identity_text)
+            self._keys = KeyMaker(
+                self.readiness.identity_text,
+                self._block_tokens,
+                self._config.hash_method,
+                self._extra_keys,
+            )
             self._locally_visible.open(self.readiness.readers)
-            self._lookups = self._make_lookups(
-                self.readiness.store, self.readiness.masks, self._locally_visible
+            assert self.readiness.store is not None  # the phase is open
+            self._lookups = Lookups(
+                self._background,
+                self.readiness.store,
+                self.readiness.masks,
+                self._locally_visible,
             )
             self.dumps.open(self.readiness.ranks)
             if self._rates is not None:

@@ -1,5 +1,5 @@
 """Sparse attention in the scheduler side: the hooks of the method's scheduler side, which tokens
-are exact, and what the workers are told of each step."""
+are exact, and what is sent to the workers with each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BreakEven:
     """From which length on choosing blocks pays in this engine: what its slowest rank measured,
     remembered with the speeds of this machine. Until it is known every request is dense, and where
     ``min_tokens`` is configured that is the answer. vLLM caches blocks as exact before the workers
-    are told of the step that computes them, so what is learnt holds from the next step on
+    are sent the step that computes them, so what is learnt holds from the next step on
     (:meth:`take_effect`)."""
 
     def __init__(self, method: UcmSparseBase, world: int) -> None:
@@ -156,7 +156,7 @@ class SparseScheduler:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
         """It was given blocks. Another connector may load into them, of which the workers see no
-        keys: they are told which these are, so that no representation is taken for that of what
+        keys: they are sent the blocks' numbers, so that no representation is taken for that of what
         lies there now."""
         if (found := self._found.pop(request.request_id, None)) is not None:
             table = blocks.blocks[0][found // self._block_tokens :]
@@ -183,9 +183,9 @@ class SparseScheduler:
             self.break_even.report(tokens)
 
     def plan(self, output: SchedulerOutput, settled: bool) -> SparsePlan:
-        """What the workers are told of a step. They ask the method before the model runs, so the
-        connector is called then, as if it had something to load in the step. ``settled``: what is
-        remembered of other runs is known."""
+        """What is sent to the workers with a step. They call the method before the model runs, so
+        the connector is called then, as if it had something to load in the step. ``settled``: what
+        is remembered of other runs is known."""
         output.has_sync_kv_loads = True
         plan = SparsePlan(block_tokens=self._block_tokens, break_even=self.break_even.tokens)
         plan.metadata = self._hook("build_sparse_meta", output, self._requests)

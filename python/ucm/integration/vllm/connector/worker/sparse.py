@@ -36,9 +36,9 @@ from ucm.integration.vllm.attention.setup import (
 )
 from ucm.integration.vllm.compat.block_size import common_block_size
 from ucm.integration.vllm.connector.guard import logger
-from ucm.integration.vllm.connector.identity.packing import layer_specs
-from ucm.integration.vllm.connector.sparse_counts import SparseCounts
-from ucm.integration.vllm.connector.worker.layered_store import layer_bytes
+from ucm.integration.vllm.connector.identity.engine_identity import layer_specs
+from ucm.integration.vllm.connector.stats import SparseCounts
+from ucm.integration.vllm.connector.worker.transfers import layer_bytes
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
@@ -297,7 +297,7 @@ class SparseWorker:
         return [] if self.offload is None else self.offload.take_lost()
 
     def take_counts(self) -> dict[str, float]:
-        """What the method counted since it was last told, about once a second."""
+        """What the method counted since the last call, about once a second."""
         return self._counts.take(self.method.stats) if isinstance(self.method, BlockSparse) else {}
 
     def end_step(self) -> None:

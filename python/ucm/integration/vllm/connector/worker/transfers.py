@@ -1,21 +1,33 @@
 """Loads and dumps under way on one rank: started, polled once per step, reported exactly once.
 Never waits.
 
-The store enforces deadlines: it ends a late load as failed. This module only asks ``store.check``
-and, once that says finished, ``store.wait`` for the outcome. Any exception of a store ends the
+The store enforces deadlines: it ends a late load as failed. This module only calls ``store.check``
+and, once that reports the end, ``store.wait`` for the outcome. Any exception of a store ends the
 transfer as failed, so that no request waits for ever.
+
+vLLM frees no block of a load and computes no token of its request before every rank has reported
+it. So :class:`PendingLoads` is kept outside of the code that may fail: a load enters it with the
+step's metadata, before anything else reads them, and leaves it with its report.
+
+With offload, which loads a block in one layer and not in others, a :class:`LayeredStore` stands
+before the store. That was opened with one shard for each layer. Blocks are dumped and loaded whole
+as before, their layers as rows of one task; what is written is the same record. Besides, one layer
+of some blocks can be loaded alone, which reads no others.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ucm.errors import BusyError, TaskError, UcmError
+import numpy as np
+import numpy.typing as npt
+
+from ucm.errors import BusyError, TaskError, UcmError, UnsupportedError
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import (
     Dump,
@@ -26,13 +38,56 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.miss_stats import TIMES
+from ucm.integration.vllm.connector.stats import TIMES
 from ucm.reasons import LEFT_ALONE, MissReason, is_transient, reason_of
 from ucm.store import record_ids
-from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+from ucm.store.kv_layout import KVLayout, block_numbers
+from ucm.store.ucmstore_v1 import Sides, Task, UcmKVStoreBaseV1
 
 if TYPE_CHECKING:
     from ucm.integration.vllm.attention.representations import Representations
+
+
+# Pending loads
+# --------------------------------------------------------------------------------------------------
+
+
+class PendingLoads:
+    """Loads that were sent to this rank and not reported to vLLM."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, Load] = {}
+        self._lost: set[str] = set()  # of these, failed without an answer of the store
+        self.reported: list[Load] = []  # by the last report
+        # of these, the lost ones: none of their blocks counts as filled
+        self.unfilled: list[Load] = []
+
+    def sent(self, loads: Iterable[Load]) -> None:
+        """A step's metadata have arrived."""
+        self._loads.update((load.request, load) for load in loads)
+
+    def lost(self, loads: Iterable[Load]) -> None:
+        """Loads that are never begun."""
+        self._lost.update(load.request for load in loads)
+
+    def lost_but(self, under_way: Collection[str]) -> None:
+        """After a failure: all but these requests, of whose loads something may still write."""
+        self._lost.update(self._loads.keys() - set(under_way))
+
+    def report(self, ended: Iterable[str]) -> set[str]:
+        """Requests that are reported to vLLM now: those whose load ended, and the lost ones."""
+        names = (self._lost | set(ended)) & self._loads.keys()
+        self.unfilled = [self._loads[name] for name in self._lost & names]
+        self.reported = [self._loads.pop(name) for name in names]
+        self._lost.clear()
+        return names
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+
+# Loads and dumps
+# --------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -81,7 +136,7 @@ def _named_rows(error: TaskError, rows: int) -> dict[int, BaseException]:
 
 
 def served_tiers(store: UcmKVStoreBaseV1, task: Any) -> tuple[int, ...]:
-    """Blocks of a load by the tier they came from; none where a store has one tier or does not
+    """Blocks of a load by the tier that had them; none where a store has one tier or does not
     know. Never raises."""
     if len(store.tier_names) < 2:
         return ()
@@ -133,7 +188,7 @@ class Loads:
         self._served: list[LoadServed] = []
         self.blocks = 0  # brought so far
         #: Where blocks are selected from: makes what a loaded block needs for that, before its load
-        #: is told to be over.
+        #: is reported as over.
         self.representations: Representations | None = None
 
     def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
@@ -271,12 +326,12 @@ class Loads:
         return bad
 
     def take_failures(self) -> list[LoadFailure]:
-        """Loads that failed since the last call, as the scheduler side is told of them."""
+        """Loads that failed since the last call, as they are reported to the scheduler side."""
         failures, self._failures = self._failures, []
         return failures
 
     def take_served(self) -> list[LoadServed]:
-        """Where the blocks of loads came from that ended well since the last call."""
+        """The tiers of the blocks of loads that ended well since the last call."""
         served, self._served = self._served, []
         return served
 
@@ -375,7 +430,7 @@ class Dumps:
                         running.store.wait(running.task, until="staged")
                     else:
                         running.store.wait(running.task)
-                except Exception as error:  # told when it is polled
+                except Exception as error:  # reported when it is polled
                     throttle.warning("flush", "a dump failed: %s", error)
 
     def poll(self) -> None:
@@ -430,3 +485,129 @@ def _rows(dump: Dump) -> list[bytes]:
     """Keys of a dump whose stored records some rank could not use."""
     keys = split_keys(dump.keys)
     return [keys[row] for row in dump.refused]
+
+
+# One layer at a time
+# --------------------------------------------------------------------------------------------------
+
+Ids = Sequence[int] | npt.NDArray[np.int64]
+
+
+def layer_bytes(layout: KVLayout) -> int:
+    """Bytes of one layer of a block. Raises :class:`~ucm.errors.UnsupportedError` where layers
+    differ."""
+    sizes = {sum(view.run * len(view.offsets) for view in layer) for layer in layout.layers}
+    pieces = {sum(len(view.offsets) for view in layer) for layer in layout.layers}
+    if len(sizes) != 1 or len(pieces) != 1:
+        raise UnsupportedError(
+            "the layers of this model have KV of different sizes", context={"bytes": sorted(sizes)}
+        )
+    return sizes.pop()
+
+
+class LayeredStore:
+    """Stands before a store that was opened with ``shard_size`` of one layer; everything else is
+    that store's."""
+
+    def __init__(self, store: UcmKVStoreBaseV1, layout: KVLayout) -> None:
+        """Raises :class:`~ucm.errors.UnsupportedError` for a store whose loads cannot be bounded by
+        a step."""
+        if not store.takes_load_timeout:
+            raise UnsupportedError(
+                "offload needs a store whose loads end within a time that it is given"
+                " (takes_load_timeout)"
+            )
+        self._store, self._layout = store, layout
+        self._count = len(layout.layers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def load_blocks(
+        self, block_ids: Sequence[bytes], blocks: Ids, timeout: float | None = None
+    ) -> Any:
+        """All layers of each block."""
+        rows, shards, addresses = self._rows(block_ids, blocks)
+        return self._load(rows, shards, addresses, timeout)
+
+    def load_layer(
+        self, layer: int, block_ids: Sequence[bytes], blocks: Ids, timeout: float | None = None
+    ) -> Any:
+        """One layer (its place among those of this rank) of each block; a row of the task is a
+        block."""
+        addresses = self._addresses(blocks)[:, layer]
+        return _Task(self._load(block_ids, [layer] * len(block_ids), addresses, timeout).task, 1)
+
+    def dump_blocks(
+        self,
+        block_ids: Sequence[bytes],
+        blocks: Ids,
+        prerequisite_handle: int = 0,
+        *,
+        sides: Sides | None = None,
+    ) -> Any:
+        """All layers of each block, each with its share of what is kept beside the KV."""
+        rows, shards, addresses = self._rows(block_ids, blocks)
+        shares = (
+            None if sides is None else {name: self._shares(side) for name, side in sides.items()}
+        )
+        with_sides = {} if shares is None else {"sides": shares}
+        task = self._store.dump_data(rows, shards, addresses, prerequisite_handle, **with_sides)
+        return _Task(task, self._count)
+
+    def wait(self, task: Any, *args: Any, **kwargs: Any) -> None:
+        """As of the store; failures are reported by block."""
+        if not isinstance(task, _Task):
+            self._store.wait(task, *args, **kwargs)
+            return
+        try:
+            self._store.wait(task.task, *args, **kwargs)
+        except TaskError as error:
+            failures = {
+                row // task.rows: why for row, why in sorted(error.failures.items(), reverse=True)
+            }
+            raise TaskError(str(error), failures=failures) from error
+
+    def check(self, task: Any, *args: Any, **kwargs: Any) -> bool:
+        """As of the store."""
+        return bool(
+            self._store.check(task.task if isinstance(task, _Task) else task, *args, **kwargs)
+        )
+
+    def served(self, task: Any) -> Sequence[int]:
+        """As of the store."""
+        return self._store.served(task.task if isinstance(task, _Task) else task)
+
+    def _load(
+        self, rows: Sequence[bytes], shards: Sequence[int], addresses: Any, timeout: float | None
+    ) -> _Task:
+        addresses = np.ascontiguousarray(addresses)
+        if timeout is not None:
+            task: Task = self._store.load_data(rows, shards, addresses, timeout=timeout)  # type: ignore[call-arg]
+        else:
+            task = self._store.load_data(rows, shards, addresses)
+        return _Task(task, self._count)
+
+    def _rows(self, block_ids: Sequence[bytes], blocks: Ids) -> tuple[list[bytes], list[int], Any]:
+        addresses = self._addresses(blocks)
+        rows = [block for block in block_ids for _ in range(self._count)]
+        return rows, list(range(self._count)) * len(block_ids), addresses.reshape(len(rows), -1)
+
+    def _addresses(self, blocks: Ids) -> npt.NDArray[np.uint64]:
+        """``[blocks, layers, pieces]``."""
+        found = self._layout.addresses(block_numbers(blocks))
+        return found.reshape(len(found), self._count, -1)
+
+    def _shares(self, side: Any) -> Any:
+        rows = np.asarray(side)
+        return rows.reshape(len(rows) * self._count, -1)
+
+
+class _Task:
+    """A task of the store, ``count`` rows of which are one block."""
+
+    def __init__(self, task: Any, rows: int) -> None:
+        self.task, self.rows = task, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)

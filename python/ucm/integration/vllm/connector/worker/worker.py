@@ -4,6 +4,12 @@ request logic.
 vLLM calls it from the model's thread, every step: loads start, the model runs, dumps start, and
 what ended is reported. Nothing here waits: the store is opened on a thread of its own, and
 transfers are polled.
+
+Beside the transfers the store is sent hints: of ranks that hold the same bytes, the one that writes
+them touches what is used and brings up what will be; the others read its memory, and touch what
+they hold in memory of their own. An exception of such a call is logged and the hint is dropped.
+Whether the store is healthy (:class:`StoreHealth`) and how much it holds goes with the rank's
+report.
 """
 
 from __future__ import annotations
@@ -11,15 +17,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ucm.config.fields import MAX_SIZE, Capacity
 from ucm.errors import ConfigError, InvalidInputError
-from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
 from ucm.integration.vllm.connector.guard import Failures, logger, throttle
-from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
-from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.identity.weights import ModelMemory, WeightsReport
 from ucm.integration.vllm.connector.metadata import (
     VERSION,
     Handshake,
@@ -28,26 +33,19 @@ from ucm.integration.vllm.connector.metadata import (
     StoreSetup,
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
+    join_keys,
 )
-from ucm.integration.vllm.connector.metrics import (
+from ucm.integration.vllm.connector.platforms import Platform
+from ucm.integration.vllm.connector.stats import (
     DUMP_SECONDS,
     LOAD_SECONDS,
     LOADED_BYTES,
     PUBLISHED_BYTES,
+    TierCounts,
 )
-from ucm.integration.vllm.connector.platforms import Platform
-from ucm.integration.vllm.connector.tier_counts import TierCounts
-from ucm.integration.vllm.connector.worker.layered_store import LayeredStore, layer_bytes
-from ucm.integration.vllm.connector.worker.store_health import StoreHealth
-from ucm.integration.vllm.connector.worker.store_hints import (
-    pass_hints,
-    prefetch_room,
-    store_room,
-    take_locally_visible,
-    wants_touches,
-)
-from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads
-from ucm.store import part_mask
+from ucm.integration.vllm.connector.stores import ConfiguredStore
+from ucm.integration.vllm.connector.worker.transfers import Dumps, LayeredStore, Loads, layer_bytes
+from ucm.store import part_mask, record_ids
 from ucm.store.factory import why_unavailable
 from ucm.store.kv_layout import KVLayout
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -55,9 +53,12 @@ from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 if TYPE_CHECKING:
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
+
+R = TypeVar("R")
+
 #: Of the shutdown allowance, the seconds kept for closing the store.
 CLOSE_S = 0.5
-#: Below so many free slots the scheduler side is told about every change.
+#: Below this many free slots every change is reported to the scheduler side.
 _FEW_SLOTS = 256
 #: Seconds between two reports of how much the store holds.
 ROOM_S = 1.0
@@ -94,7 +95,7 @@ class UCMConnectorWorker:
         self.rank = rank
         self.failures = Failures(f"rank {rank}", lambda _why: self.drop_step())
         self._memory = memory
-        self._weights: WeightsReport | None = None  # to be told
+        self._weights: WeightsReport | None = None  # to be reported
         self._part = part
         self._mask = part_mask(*part)
         self._writer = writer
@@ -219,14 +220,14 @@ class UCMConnectorWorker:
                 store = make(config)
                 try:
                     store.register_kv(layout)
-                    # It does all that a store does, as far as this half asks for it.
+                    # It does all that a store does, as far as this side uses it.
                     served: Any = LayeredStore(store, layout) if by_layer else store
                 except BaseException:
                     store.close()
                     raise
             except (
                 BaseException
-            ) as error:  # told to the scheduler side, which switches off or takes the next
+            ) as error:  # reported to the scheduler side, which switches off or takes the next
                 if setup.trial:
                     self._unavailable = (attempt, f"it cannot be opened: {error}")
                 else:
@@ -319,7 +320,9 @@ class UCMConnectorWorker:
         if store is not None and self._layout is not None:
             try:
                 event = self._platform.mark(self._layout.device)
-            except Exception as error:  # no one knows when the blocks are written: none is stored
+            except (
+                Exception
+            ) as error:  # it is not known when the blocks are written: none is stored
                 throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
                 store = None
         representations = None if self._sparse is None else self._sparse.representations
@@ -422,7 +425,7 @@ class UCMConnectorWorker:
         return {name: seconds for name, seconds in taken.items() if seconds}
 
     def take_tiers(self) -> dict[str, Any]:
-        """What the tiers of this rank's store did since they were last told of, about once a
+        """What the tiers of this rank's store did since the last call, about once a
         second."""
         return self._tiers.take(self._store)
 
@@ -433,16 +436,16 @@ class UCMConnectorWorker:
         return store | {"rank": self.rank} | sparse
 
     def _slots(self) -> tuple[bool, int | None]:
-        store, told = self._store, self._told_slots
+        store, reported = self._store, self._told_slots
         if store is None or not self._writer:
             return False, None
-        if not self.dumps.news and told is not None and told >= _FEW_SLOTS:
-            return False, told
+        if not self.dumps.news and reported is not None and reported >= _FEW_SLOTS:
+            return False, reported
         try:
             free = store.free_dump_slots()
         except Exception:
             free = None
-        return free != told, free
+        return free != reported, free
 
     # End
     # ----------------------------------------------------------------------------------------------
@@ -478,3 +481,153 @@ class UCMConnectorWorker:
             logger.info(
                 "rank %d: the store is closed, after %.1f s", self.rank, self._clock() - began
             )
+
+
+# The store's health
+# --------------------------------------------------------------------------------------------------
+
+#: Between two looks at a store that is unhealthy, in seconds. The store's breaker decides how soon
+#: it is tried.
+LOOK_S = 0.5
+#: Asked for to see whether a store answers; no block has this id.
+_NO_BLOCK = bytes(16)
+
+
+def _thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="ucm-health", daemon=True).start()
+
+
+class StoreHealth:
+    """One rank's store. Asked when something failed; while it is unhealthy a thread polls it.
+
+    Only a request to the store can close its breaker, and no others arrive: no loads are planned
+    for this rank, and an idle engine does nothing at all.
+    """
+
+    def __init__(
+        self, pause: float = LOOK_S, spawn: Callable[[Callable[[], None]], None] = _thread
+    ) -> None:
+        """``pause``: seconds between two looks; ``spawn`` runs a function that takes long."""
+        self._pause, self._spawn = pause, spawn
+        self._stop = threading.Event()
+        self._watching = False
+        self.healthy = True
+
+    def check(self, store: UcmKVStoreBaseV1) -> None:
+        """Something failed, or it was unhealthy before: ask the store, without waiting. Never
+        raises."""
+        if self._watching or self._stop.is_set():
+            return
+        self.healthy = is_healthy(store)
+        if self.healthy:
+            return
+        self._watching = True
+        try:
+            self._spawn(lambda: self._watch(store))
+        except Exception as error:  # no thread to be had: tried again with the next step
+            self._watching = False
+            throttle.warning("health", "an unhealthy store cannot be watched: %r", error)
+
+    def look(self, store: UcmKVStoreBaseV1) -> bool:
+        """Ask the store for something, as its breaker wants it, and whether it is healthy now. May
+        wait."""
+        try:
+            store.lookup([_NO_BLOCK])
+        except Exception as error:
+            throttle.warning("health", "an unhealthy store was asked again: %s", error)
+        self.healthy = is_healthy(store)
+        return self.healthy
+
+    def close(self) -> None:
+        """Look no more. Idempotent."""
+        self._stop.set()
+
+    def _watch(self, store: UcmKVStoreBaseV1) -> None:
+        try:
+            while not self._stop.wait(self._pause) and not self.look(store):
+                pass
+        finally:
+            self._watching = False
+
+
+# Hints and reports
+# --------------------------------------------------------------------------------------------------
+
+
+def _answer(call: str, ask: Callable[[], R], default: R) -> R:
+    """What a call of the store returns; ``default`` where it raises, because the store is closed or
+    has a bug. Its loads and dumps fail with reasons of their own."""
+    try:
+        return ask()
+    except Exception as error:
+        throttle.warning(call, "the store's %s failed: %r", call, error)
+        return default
+
+
+def is_healthy(store: UcmKVStoreBaseV1) -> bool:
+    """Whether this rank's store says that it is healthy."""
+    return _answer("healthy()", lambda: bool(store.healthy()), True)
+
+
+def wants_touches(store: UcmKVStoreBaseV1) -> bool:
+    """Whether this rank's store uses hints about blocks in use."""
+    return _answer("wants_touch_own", lambda: bool(store.wants_touch_own), False)
+
+
+def prefetch_room(store: UcmKVStoreBaseV1) -> int:
+    """Blocks that may be brought up in this rank's memory ahead of need."""
+    return _answer("prefetch_room()", lambda: max(int(store.prefetch_room()), 0), 0)
+
+
+def take_locally_visible(store: UcmKVStoreBaseV1) -> tuple[bytes, bytes]:
+    """The record ids that a rank's store gained and lost since the last call, joined for the
+    report."""
+    nothing: tuple[list[bytes], list[bytes]] = ([], [])
+    gained, lost = _answer("early()", store.early, nothing)
+    return join_keys(gained), join_keys(lost)
+
+
+def store_room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
+    """How much this rank's store holds, for blocks with ``block_bytes`` of KV; None where it
+    reports no limit and has no quota of tenants in bytes. A store for lookups alone does not know
+    the limit, so the scheduler side cannot read it from its own."""
+    return _answer("stats()", lambda: _room(store, block_bytes), None)
+
+
+def _room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
+    tiers = store.stats().get("tiers")
+    if not isinstance(tiers, list) or not tiers:
+        return None
+    largest = max(tiers, key=lambda tier: int(tier["capacity_bytes"]))
+    quota: Capacity | None = getattr(store, "tenant_quota", None)
+    if not tiers[-1]["capacity_bytes"]:
+        if quota is None or quota.bytes is None:
+            return None
+        largest = tiers[-1] | {"capacity_bytes": MAX_SIZE}
+    capacity = int(largest["capacity_bytes"])
+    return StoreRoom(
+        tier=str(largest["name"]),
+        capacity=capacity,
+        used=int(largest["used_bytes"]),
+        record=max(int(getattr(store, "record_len", block_bytes)), 1),
+        quota=None if quota is None or largest.get("memory") else quota.of(capacity),
+        quota_removed=int(largest.get("quota_removed", 0)),
+        expire_after=getattr(store, "expire_after", None),
+    )
+
+
+def pass_hints(
+    plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes, writer: bool
+) -> None:
+    """Tell the store of this rank, whose part has this mask."""
+    try:
+        for first, keys in plan.touched if writer or store.has_own_memory else ():
+            store.touch_own(record_ids(keys, mask), first)
+        if plan.prefetch is None or not writer:
+            return
+        if plan.prefetch.cancelled:
+            store.cancel_prefetch(record_ids(plan.prefetch.cancelled, mask))
+        for priority, keys in plan.prefetch.wanted:
+            store.prefetch(record_ids(keys, mask), priority)
+    except Exception as error:  # closed, or a bug of the store: hints are optional
+        throttle.warning("hints", "the store could not be sent hints: %r", error)

@@ -9,26 +9,140 @@ may still have to read it, the job is *flushed*: the ranks read it before that s
 a copy in memory which has usually been done by then. So a stopped engine, a reset of the prefix
 cache or a pause never meets a block that a dump keeps, and no step is taken just to learn how a
 dump ended: the steps of the next request report it.
+
+:class:`DeferredDumps` keeps the blocks of ended requests that were not dumped yet. Blocks computed
+with an adapter are offered only after the adapter's files were checked again. One step may compute
+more blocks than staging holds; the rest is offered when ranks report free slots. A request may end
+before either, and its blocks belong to vLLM again. They are offered later, unless vLLM hands them
+out to be written first: for a check within :data:`~..identity.keys.RECHECK_S`, for staging until
+:data:`ROOM_S` pass in which none is offered for the first time: there is no free slot, or what is
+offered is refused again and again.
+
+:class:`OtherConnectors` keeps wrong blocks out of the store when other connectors of a
+MultiConnector load into the same request. vLLM counts tokens as computed when another connector is
+about to fill their blocks: an asynchronous load does so before the request runs, a synchronous one
+in the very step that computes on them. vLLM reports after the step which blocks were not filled
+(``invalid_block_ids``), and what the step computed from these is wrong as well. So a request offers
+nothing before it has run since it was last admitted; with synchronous loads it offers only what was
+computed in steps whose output has been seen; and a block reported invalid is never offered, nor any
+block after it. Our own loads are asynchronous: without another connector this delays nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.integration.vllm.connector.identity.keys import RECHECK_S, KeyMaker
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, RankReport, join_keys
-from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
-from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
-from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
+from ucm.integration.vllm.connector.scheduler.lookup import BlockTracker
+from ucm.integration.vllm.connector.scheduler.readiness import RankHealth
+from ucm.integration.vllm.connector.scheduler.requests import FAR, RequestTracker
+from ucm.integration.vllm.connector.stats import ENDED, OVERWRITTEN
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+# Blocks of other connectors
+# --------------------------------------------------------------------------------------------------
+
+
+class OtherConnectors:
+    """Follows the requests of one engine from their admission to what of them is known to be
+    right."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._waiting: set[str] = set()  # admitted, and no step since had tokens for them
+        # device block -> its hash in vLLM's prefix cache when it was reported
+        self._invalid: dict[int, Any] = {}
+        #: Some step had a synchronous load in it. From then on a step is judged by its output.
+        self.load_in_steps = False
+
+    def admitted(self, tracker: RequestTracker, table: Sequence[KVCacheBlock]) -> None:
+        """Blocks were given to a request; those found in vLLM's prefix cache may be known to be
+        wrong."""
+        self._waiting.add(tracker.request.request_id)
+        tracker.ran_from = None
+        tracker.wrong_from = FAR
+        if self._invalid:
+            wrong = (at for at, block in enumerate(table) if self._is_invalid(block))
+            tracker.wrong_from = next(wrong, FAR)
+
+    def finished(self, request: str) -> None:
+        """A request has ended."""
+        self._waiting.discard(request)
+
+    def planned(self, output: SchedulerOutput, live: Mapping[str, RequestTracker]) -> None:
+        """A step begins."""
+        self.load_in_steps = self.load_in_steps or output.has_sync_kv_loads
+        for name in self._waiting & output.num_scheduled_tokens.keys():
+            self._waiting.discard(name)
+            if tracker := live.get(name):
+                tracker.ran_from = tracker.request.num_computed_tokens
+
+    @staticmethod
+    def computed(tracker: RequestTracker) -> int:
+        """Tokens that a request held when the last step ended whose output was seen: none until
+        such a step had some of it since it was admitted."""
+        request = tracker.request
+        seen: int = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        return seen if tracker.ran_from is not None and seen > tracker.ran_from else 0
+
+    def reported(
+        self,
+        invalid: Collection[int],
+        live: Iterable[RequestTracker],
+        manager: KVCacheManager | None,
+    ) -> None:
+        """A step's output names device blocks that a load did not fill.
+
+        Those of an asynchronous load, ours too, are computed before anything is computed from them.
+        Of a request that was computed on them, nothing is right from there on: vLLM computes the
+        block again, but what the step before and the requests that share the block made of it stays
+        in its prefix cache, and its V2 runner computes it in the wrong place (vllm#49250).
+        """
+        if not (invalid and self.load_in_steps and manager is not None):
+            return
+        for tracker in live:
+            table = manager.get_blocks(tracker.request.request_id).blocks[0]
+            held = (
+                len(table) if tracker.ran_from is not None else tracker.local // self._block_tokens
+            )
+            at = next(
+                (at for at, block in enumerate(table[:held]) if block.block_id in invalid), None
+            )
+            if at is None:
+                continue
+            tracker.wrong_from = min(tracker.wrong_from, at)
+            self._invalid |= {
+                block.block_id: block.block_hash
+                for block in table[at:]
+                if block.block_hash is not None
+            }
+            throttle.warning(
+                "others", "another connector's load failed in a step: what it left is not stored"
+            )
+
+    def _is_invalid(self, block: KVCacheBlock) -> bool:
+        return (
+            block.block_hash is not None and self._invalid.get(block.block_id) == block.block_hash
+        )
+
+
+# Jobs
+# --------------------------------------------------------------------------------------------------
 
 #: Most blocks in one job.
 JOB_BLOCKS = 64
@@ -91,7 +205,7 @@ class DumpPlanner:
 
     @property
     def under_way(self) -> int:
-        """Jobs that have not ended on every rank, as far as was heard."""
+        """Jobs that have not ended on every rank, as far as they reported."""
         return len(self._jobs)
 
     def room(self) -> int:
@@ -293,3 +407,106 @@ def untouched(block: KVCacheBlock, was: object) -> bool:
     that is handed out to be written loses its hash, and gets another object for one, be it the same
     text."""
     return block.ref_cnt == 0 or (was is not None and block.block_hash is was)
+
+
+# Blocks of ended requests
+# --------------------------------------------------------------------------------------------------
+
+#: Most blocks that wait at a time. Each is compared in every step.
+MOST_BLOCKS = 4096
+#: Seconds without room after which the blocks of an ended request are given up.
+ROOM_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Deferred:
+    tracker: RequestTracker
+    blocks: list[KVCacheBlock]  # of the request, from its first
+    hashes: list[object]  # vLLM's, of the blocks
+    since: float
+    offered: float  # when one of them was offered for the first time last, or since when they wait
+    furthest: int  # ordinal behind those that were offered, were they refused or not
+
+    def cut(self) -> int:
+        """Drop blocks from the first that vLLM handed out on. Returns how many those are."""
+        first = self.tracker.cursor
+        kept = zip(self.blocks[first:], self.hashes[first:], strict=True)
+        for at, (block, was) in enumerate(kept, first):
+            if not untouched(block, was):
+                cut = len(self.blocks) - at
+                del self.blocks[at:], self.hashes[at:]
+                return cut
+        return 0
+
+
+class DeferredDumps:
+    """The blocks held back; used on the scheduler's thread alone."""
+
+    def __init__(self, dumps: DumpPlanner) -> None:
+        self._dumps = dumps
+        self._deferred: list[_Deferred] = []
+        self._lost: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._deferred)
+
+    @property
+    def trackers(self) -> list[RequestTracker]:
+        """The ended requests whose blocks wait."""
+        return [hold.tracker for hold in self._deferred]
+
+    def add(
+        self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], now: float
+    ) -> None:
+        """Keep what ``tracker`` has of its first ``upto`` blocks and has not offered yet; all were
+        computed before."""
+        if not self._dumps.offers(tracker, min(upto, len(blocks))):
+            return
+        waiting = sum(len(hold.blocks) - hold.tracker.cursor for hold in self._deferred)
+        end = min(upto, len(blocks), tracker.cursor + max(0, MOST_BLOCKS - waiting))
+        self._lost[ENDED] += min(upto, len(blocks)) - end
+        if end > tracker.cursor:
+            mine = list(blocks[:end])
+            hashes = [block.block_hash for block in mine]
+            self._deferred.append(_Deferred(tracker, mine, hashes, now, now, tracker.cursor))
+
+    def take(
+        self, keys: KeyMaker, now: float, dumps: list[Dump]
+    ) -> Iterator[tuple[RequestTracker, int]]:
+        """Offer what is confirmed and has room, one request after the other: the jobs are added to
+        ``dumps``. Drop what is refused, late or used by others. Yields each request with the number
+        of its blocks that were offered.
+
+        With every plan: a block that others got is known by that only until they give it back.
+        """
+        for hold in list(self._deferred):
+            self._lost[OVERWRITTEN] += hold.cut()
+            if not self._dumps.offers(hold.tracker, len(hold.blocks)):
+                self._deferred.remove(hold)
+                continue
+            answer = keys.current(hold.tracker.request, hold.since)
+            if answer is None and now - hold.since < RECHECK_S:
+                continue
+            if not answer:
+                self._deferred.remove(hold)
+                continue
+            room = self._dumps.room()
+            offered = self._dumps.plan(hold.tracker, len(hold.blocks), hold.blocks, room, dumps)
+            if offered:
+                if hold.tracker.cursor > hold.furthest:
+                    hold.furthest, hold.offered = hold.tracker.cursor, now
+                yield hold.tracker, offered
+            if not self._dumps.offers(hold.tracker, len(hold.blocks)):
+                self._deferred.remove(hold)
+            elif now - hold.offered >= ROOM_S:
+                self._lost[ENDED] += len(hold.blocks) - hold.tracker.cursor
+                self._deferred.remove(hold)
+
+    def take_lost(self) -> Mapping[str, int]:
+        """Blocks that were not stored after all since the last call, by reason."""
+        lost, self._lost = self._lost, Counter()
+        return lost
+
+    def drop(self) -> None:
+        """Let everything go."""
+        self._deferred = []

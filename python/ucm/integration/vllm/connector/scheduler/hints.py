@@ -1,27 +1,77 @@
-"""Chooses blocks of waiting requests that the ranks bring into memory, so that their loads are
-quick.
+"""Hints for the ranks' own stores, sent with each step: blocks in use, and blocks that will be
+needed.
+
+Both are bounded and optional: a rank that ignores them serves every request as well, only later.
+
+The scheduler side's own touch does not reach the memory and segments of the ranks, so
+:class:`TouchQueue` passes on what is in use. A request touches its whole prefix, including what it
+found on the device. A step carries a bounded number of keys; the rest goes with the next steps, and
+what exceeds that limit is dropped: the request touches again later.
 
 A load begins when its request is admitted. While a request waits behind others, its blocks in lower
-tiers can be brought into memory: those of the requests next in line, as many as the ranks have room
-for. This is a hint: nothing waits for it, loads go before it, and the ranks' stores limit it as
-well. The tiers of a waiting request's blocks are looked up again from time to time, so that its hit
-is decided by where they are then.
-
-Requests are taken in the order of arrival; vLLM's own order may differ, by priorities.
+tiers can be brought into memory: :class:`PrefetchPlanner` chooses those of the requests next in
+line, as many as the ranks have room for. Nothing waits for it, loads go before it, and the ranks'
+stores limit it as well. The tiers of a waiting request's blocks are looked up again from time to
+time, so that its hit is decided by where they are then. Requests are taken in the order of arrival;
+vLLM's own order may differ, by priorities.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ucm.integration.vllm.connector.metadata import Prefetch, join_keys
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.integration.vllm.connector.metadata import Prefetch, RankReport, join_keys
 from ucm.integration.vllm.connector.scheduler.lookup import Lookup
-from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
+from ucm.integration.vllm.connector.scheduler.requests import RequestTracker
 from ucm.store.ucmstore_v1 import Priority
+
+# Blocks in use
+# --------------------------------------------------------------------------------------------------
+
+#: Most keys of one step, and most that wait.
+STEP, WAITING = 1024, 1 << 15
+
+
+class TouchQueue:
+    """Chains that wait to be sent, from their first blocks on."""
+
+    def __init__(self) -> None:
+        self._wanted = False
+        self._chains: deque[tuple[int, Sequence[bytes]]] = deque()  # each from that ordinal on
+        self._waiting = 0
+
+    def report(self, wanted: bool) -> None:
+        """A rank's store is open; ``wanted``: it uses hints about blocks in use."""
+        self._wanted = self._wanted or wanted
+
+    def add(self, chain: Sequence[bytes]) -> None:
+        """A request uses these blocks, the first ones of its chain."""
+        if self._wanted and chain and self._waiting + len(chain) <= WAITING:
+            self._chains.append((0, chain))
+            self._waiting += len(chain)
+
+    def take(self) -> list[tuple[int, bytes]]:
+        """What is sent to the ranks in this step: pieces of chains, with the ordinals at which they
+        begin."""
+        sent: list[tuple[int, bytes]] = []
+        room = STEP
+        while self._chains and room > 0:
+            first, chain = self._chains.popleft()
+            sent.append((first, join_keys(chain[:room])))
+            if len(chain) > room:
+                self._chains.appendleft((first + room, chain[room:]))
+            self._waiting -= min(len(chain), room)
+            room -= len(chain)
+        return sent
+
+
+# Blocks that will be needed
+# --------------------------------------------------------------------------------------------------
 
 #: Requests next in line that are looked at, and how often, in seconds.
 IN_LINE, EVERY_S = 16, 0.02
@@ -63,11 +113,11 @@ class PrefetchPlanner:
         """Blocks that a rank may be asked to bring up, 0 where its store has no use for that."""
         self._rooms[rank] = room
 
-    def waits(self, tracker: RequestTracker) -> None:
-        """A request has come."""
+    def add(self, tracker: RequestTracker) -> None:
+        """A request arrived."""
         self._line[tracker.request.request_id] = tracker
 
-    def gone(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """A request waits no more: it was admitted (then its load reads what it needs) or has
         ended."""
         self._line.pop(name, None)
@@ -142,3 +192,40 @@ class PrefetchPlanner:
         for key in unwanted:
             del self._held[key]
         return unwanted
+
+
+# Both
+# --------------------------------------------------------------------------------------------------
+
+
+class RankHints:
+    """The hints of one engine."""
+
+    def __init__(
+        self,
+        relocate: Callable[[Lookup], None],
+        block_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``relocate`` asks, in the background, where the blocks of a lookup are now."""
+        self._touches = TouchQueue()
+        self.prefetches = PrefetchPlanner(relocate, block_tokens, clock)
+
+    def report(self, rank: RankReport) -> None:
+        """Whether a rank uses hints about blocks in use, and what room it has in memory of its
+        own."""
+        if rank.ready:
+            self._touches.report(rank.wants_touches)
+            self.prefetches.report(rank.rank, rank.prefetch_room)
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """A request uses these blocks, the first ones of its chain."""
+        self._touches.add(chain)
+
+    def take(self) -> tuple[list[tuple[int, bytes]], Prefetch | None]:
+        """What goes with the next plan. Never raises."""
+        try:
+            return self._touches.take(), self.prefetches.take()
+        except Exception as error:
+            throttle.warning("hints", "the hints for the ranks could not be made: %r", error)
+            return [], None

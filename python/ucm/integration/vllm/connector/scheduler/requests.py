@@ -1,21 +1,23 @@
-"""What the scheduler side keeps of one live request."""
+"""What the scheduler side keeps of one live request, which part of a hit it loads, and why its
+other blocks are no hits.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ucm.integration.vllm.connector.admission.admission import Verdict
-from ucm.integration.vllm.connector.identity.keys import KeyMaker
-from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
-from ucm.integration.vllm.connector.miss_stats import Tally
-from ucm.integration.vllm.connector.scheduler.block_tracker import NEVER, BlockTracker
-from ucm.integration.vllm.connector.scheduler.lookup import Lookup
+from ucm.integration.vllm.connector.admission.admission import Admission, Cut, Verdict
+from ucm.integration.vllm.connector.identity.keys import KeyMaker, UnkeyableError
+from ucm.integration.vllm.connector.scheduler.lookup import NEVER, BlockTracker, Lookup
+from ucm.integration.vllm.connector.stats import Tally
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
 
 #: An ordinal, or a number of tokens, that is never reached.
 FAR = 1 << 62
@@ -74,8 +76,8 @@ class RequestTracker:
         self.private_at: int | None = (
             None  # ordinal of the first key that no other request can have
         )
-        #: So many blocks were computed before that time, and wait for a look at the adapter that
-        #: begins after it.
+        #: Blocks computed before a time, and that time: they wait for a check of the adapter
+        #: that begins after it.
         self.confirming: tuple[int, float] | None = None
         self.audit_decided = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
@@ -103,7 +105,7 @@ class RequestTracker:
         )
         # ordinal of the first block that must not be stored: not filled, or of other weights
         self.wrong_from = FAR
-        self.touched_at = NEVER  # when the store was last told that its blocks are in use
+        self.touched_at = NEVER  # when the store was last sent that its blocks are in use
         self.waits_since: float | None = (
             None  # when it was asked for while a rank's health was not known
         )
@@ -115,7 +117,7 @@ class RequestTracker:
         return now - self.waits_since < allowance
 
     def restart(self) -> None:
-        """Preempted: its blocks are gone, it will be asked for again, perhaps with output
+        """Preempted: its blocks were freed, it will be asked for again, perhaps with output
         tokens."""
         self.preemptions = self.request.num_preemptions
         self.lookup = self.waits_since = None
@@ -290,3 +292,117 @@ class RequestTracker:
         for ordinal, reason in enumerate(reasons, first):
             if self.failures.get(ordinal, MissReason.LOAD_FAILED) == MissReason.LOAD_FAILED:
                 self.failures[ordinal] = reason
+
+
+class HitPolicy:
+    """One engine's decisions about hits, one for each hit of a request however often vLLM calls."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        audit_one_in: int,
+        block_tokens: int,
+        block_bytes: Callable[[], int],
+        min_hit_tokens: int = 0,
+    ) -> None:
+        """``audit_one_in``: one hit in that number is computed and compared, 0 for none;
+        ``block_bytes``: of all ranks; ``min_hit_tokens``: nothing shorter is loaded."""
+        self._admission = admission
+        self._audit_one_in = audit_one_in
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._min_hit_tokens = min_hit_tokens
+        self._loaded = 0
+
+    def taken(self, tracker: RequestTracker, first: int, end: int) -> tuple[int, MissReason | None]:
+        """Up to where the blocks from ``first`` to ``end`` are loaded, and why the others are not
+        although the store has them; None: all are."""
+        tiers = self._tiers(tracker, first, end)
+        if tracker.decided_hit != range(first, end) or tracker.decided_tiers != tiers:
+            again = tracker.decided_hit == range(first, end)
+            tracker.decided_hit, tracker.decided_tiers = range(first, end), tiers
+            rest = tracker.request.num_tokens - end * self._block_tokens
+            cut, tracker.verdict = self._admission.decide(self._cuts(tiers), rest, again=again)
+            tracker.load_end = first + (0 if cut is None else cut.tokens // self._block_tokens)
+        if tracker.load_end == first:
+            return first, MissReason.DECLINED
+        if self._audits(tracker, first, end):
+            return first, MissReason.AUDIT
+        return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
+
+    def begin_load(self, tracker: RequestTracker, tokens: int) -> float:
+        """A load of ``tokens`` tokens is planned; returns the seconds it may take."""
+        request, rest = tracker.request, tracker.request.num_tokens - tracker.local - tokens
+        first = tracker.local // self._block_tokens
+        whole = self._cut(self._tiers(tracker, first, first + tokens // self._block_tokens))
+        return self._admission.began(
+            request.request_id, whole, rest, learns=tracker.verdict == Verdict.LEARN
+        )
+
+    def _cuts(self, tiers: bytes) -> list[Cut]:
+        """What can be loaded of a hit: up to the first block further down than each tier, and all
+        of it."""
+        lengths, kinds = {len(tiers)}, sorted(set(tiers))
+        for above in range(1, len(kinds)):
+            length = min(tiers.find(tier) for tier in kinds[above:])
+            if length * self._block_tokens >= max(self._min_hit_tokens, 1):
+                lengths.add(length)
+        return [self._cut(tiers[:length]) for length in sorted(lengths)]
+
+    def _cut(self, tiers: bytes) -> Cut:
+        size = max(self._block_bytes(), 1)
+        return Cut(
+            len(tiers) * self._block_tokens, {tier: tiers.count(tier) * size for tier in set(tiers)}
+        )
+
+    @staticmethod
+    def _tiers(tracker: RequestTracker, first: int, end: int) -> bytes:
+        """The tier of each block; what the lookup does not say is in the top one."""
+        known = b"" if tracker.lookup is None else tracker.lookup.tiers[first:end]
+        return known.ljust(end - first, b"\0")
+
+    def _audits(self, tracker: RequestTracker, first: int, end: int) -> bool:
+        """Whether this hit is the one in N that is computed all the same; decided once per
+        request."""
+        if self._audit_one_in and not tracker.audit_decided:
+            tracker.audit_decided = True
+            self._loaded += 1
+            if self._loaded % self._audit_one_in == 0:
+                tracker.audit = range(first, end)
+        return bool(tracker.audit)
+
+
+def misses(
+    tracker: RequestTracker,
+    hit: int,
+    block_tracker: BlockTracker,
+    block_tokens: int,
+    min_hit_tokens: int,
+) -> dict[MissReason, int]:
+    """Why the full blocks of a request beyond those on the device and the ``hit`` ones are no hits.
+
+    Where the store's prefix ends, its reason holds for all that follows: those blocks are of no use
+    without the one before. What the store has and was not claimed has the reason of that. Where its
+    answer was not worth waiting for, all that it could have was too short.
+    """
+    full = tracker.request.num_tokens // block_tokens
+    local = tracker.local // block_tokens
+    at, found = local + hit, Counter[MissReason]()
+    if at >= full:
+        return {}
+    lookup = tracker.lookup
+    if tracker.unanswered and not tracker.reason:
+        most = max(tracker.most_claimable(block_tokens), at)
+        found[MissReason.TOO_SHORT], found[MissReason.LAST_TOKEN] = most - at, full - most
+        return {reason: count for reason, count in found.items() if count > 0}
+    chosen = tracker.reason if tracker.reason in (MissReason.AUDIT, MissReason.DECLINED) else None
+    if (tracker.reason and not chosen) or lookup is None:
+        return {tracker.reason or MissReason.INTERNAL: full - at}
+    stored = min(max(lookup.hits, at), full)
+    found[lookup.reason] = full - stored
+    claimable, why = tracker.claimable_and_why(block_tracker, block_tokens)
+    claimable = min(max(claimable, at), stored)
+    short = not hit and (claimable - local) * block_tokens < min_hit_tokens
+    found[chosen or (MissReason.TOO_SHORT if short else MissReason.NOT_TAKEN)] += claimable - at
+    found[why] += stored - claimable
+    return {reason: count for reason, count in found.items() if count > 0}

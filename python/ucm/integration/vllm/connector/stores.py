@@ -1,0 +1,264 @@
+"""The stores that a configuration names, and the small files that are kept beside their roots.
+
+The scheduler side and every rank make the same list of :class:`ConfiguredStore`, in order, each
+with the function that opens it; :class:`~.scheduler.readiness.StoreSelection` decides which store
+is used.
+
+A :class:`RootFile` is a JSON file beside a root's marker that keeps results which are slow to
+compute, across processes. It is a cache: its content is checked when it is read and may be missing.
+A writer replaces it as a whole, and two processes that write at the same time may lose entries of
+one of them. Calls on a directory that does not answer are limited in time and number. Stores
+without a directory use the user's state directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ucm.config import UcmConfig
+from ucm.config.fields import without_login
+from ucm.config.rules import real_path
+from ucm.config.words import STATE_VARIABLE
+from ucm.errors import ConfigError
+from ucm.store.factory import StoreClass, UcmConnectorFactoryV1
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+# Configured stores
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConfiguredStore:
+    """One configured store."""
+
+    name: str  # class and module, the same in every process of an engine
+    where: str  # for the log
+    config: Mapping[str, Any]
+    make: Callable[[dict[str, Any]], UcmKVStoreBaseV1]
+
+
+def engine_stores(
+    config: UcmConfig, parallel: Any, platform: str = "host", step_tokens: int = 0
+) -> list[ConfiguredStore]:
+    """The stores for an engine with this ``ParallelConfig`` of vLLM, whose KV lies on this
+    platform, and which computes at most ``step_tokens`` in a step.
+
+    Memory is divided among the ranks of one host; where vLLM says nothing of hosts all ranks are on
+    this one.
+    """
+    world = parallel.world_size
+    here = getattr(parallel, "local_world_size", world)
+    replicas = max(1, getattr(parallel, "data_parallel_size_local", 1))
+    return stores_of(
+        config, here * replicas, platform, several_hosts=here < world, step_tokens=step_tokens
+    )
+
+
+def stores_of(
+    config: UcmConfig,
+    processes: int,
+    platform: str = "host",
+    *,
+    several_hosts: bool = False,
+    step_tokens: int = 0,
+) -> list[ConfiguredStore]:
+    """The stores a configuration names, in order, where ``processes`` of this host each open
+    one."""
+    engine = {
+        "platform": platform,
+        "processes": processes,
+        "scheduler_elsewhere": several_hosts,
+        "step_tokens": step_tokens,
+    }
+    return [_configured_store(one, engine) for one in (config, *config.alternatives)]
+
+
+def refuse_model_directory(config: UcmConfig, models: Iterable[str]) -> None:
+    """Raise :class:`~ucm.errors.ConfigError` for a root that is a model's directory, or lies in
+    one.
+
+    ``models``: as vLLM is given them, directories or names.
+    """
+    directories = [os.path.abspath(real_path(model)) for model in models if os.path.isdir(model)]
+    for root in (root for one in (config, *config.alternatives) for root in one.roots):
+        real = os.path.abspath(real_path(root))
+        for model in directories:
+            if os.path.commonpath((real, model)) == model:
+                which = "is the directory of the model"
+                if real != model:
+                    which = f"lies in the directory of the model, {model}"
+                raise ConfigError(
+                    f"storage_backends: {root} {which}; blocks are written, counted and removed"
+                    " below a root, so choose another directory, outside the model's"
+                )
+
+
+def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredStore:
+    """``engine``: what a store of ucm's gets to know of the engine."""
+    name, module = config.ucm_connector_name, config.ucm_connector_module_path
+
+    def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
+        platform = engine["platform"]
+        if config.user_store and platform != "host":
+            _must_serve_accelerators(UcmConnectorFactoryV1.resolve(name, module), platform)
+            store_config = store_config | {"platform": platform}
+        return UcmConnectorFactoryV1.create_connector(name, store_config, module)
+
+    keys = config.store_config()
+    if not config.user_store:
+        keys |= engine
+    roots = keys.get("storage_backends") or config.root or ()
+    where = ", ".join(
+        without_login(str(root)) for root in ((roots,) if isinstance(roots, str) else roots)
+    )
+    full = f"{module}.{name}" if module else name
+    return ConfiguredStore(full, f"{full} on {where}" if where else full, keys, make)
+
+
+def _must_serve_accelerators(store: StoreClass, platform: str) -> None:
+    """Raises ConfigError for a store that would take the device's addresses for the host's: the
+    process would end."""
+    if not getattr(store, "serves_accelerators", False):
+        raise ConfigError(
+            f"the store {store.__name__} reads and writes the host's memory, and the KV lies on"
+            f" {platform}: let it copy from and to the device (ucm.trans), or hand its rows to a"
+            " store of ucm's, and set serves_accelerators = True in its class"
+        )
+
+
+# Files beside a root
+# --------------------------------------------------------------------------------------------------
+
+#: The file that makes a directory a store's root; nothing is written beside it where it is missing
+#: (an unmounted share, a root no store has opened yet).
+ROOT_MARKER = "ucm-root.json"
+#: A longer file is none of ours.
+LONGEST = 16 << 20
+
+
+#: How long a directory has to answer, in seconds, and how many calls may hang on one before it is
+#: not asked any more.
+ANSWER_S, MOST_HANGING = 2.0, 4
+
+_under_way: Counter[str] = Counter()
+_counting = threading.Lock()
+_T = TypeVar("_T")
+
+
+def state_directory() -> str | None:
+    """Where processes of this user remember what belongs to no root: ``UCM_STATE_DIR``, or ``ucm``
+    below the directory of the XDG standard (``XDG_STATE_HOME``, ``~/.local/state``); None for a
+    user without a home."""
+    if named := os.environ.get(STATE_VARIABLE):
+        return os.path.abspath(named)
+    below = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(below):  # the standard has such a one ignored
+        below = os.path.join(os.path.expanduser("~"), ".local", "state")
+    return os.path.join(below, "ucm") if os.path.isabs(below) else None
+
+
+class RootFile:
+    """Entries by name, each an object, in the list ``kind`` of one file."""
+
+    def __init__(self, root: str, name: str, kind: str, limit: int) -> None:
+        """``limit``: most entries; those written last are kept."""
+        self._root, self._name, self._kind, self._limit = root, name, kind, limit
+
+    def marked(self) -> bool:
+        """Whether a store has opened the root and it is there. The state directory always is, or is
+        made."""
+        if self._root != state_directory():
+            return os.path.exists(os.path.join(self._root, ROOT_MARKER))
+        try:
+            os.makedirs(self._root, mode=0o700, exist_ok=True)
+        except OSError:
+            return False
+        return True
+
+    def read_soon(self) -> dict[str, dict[str, Any]]:
+        """:meth:`read`; nothing where that takes too long."""
+        return self._soon(self.read, {})
+
+    def merge_soon(self, new: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]] | None:
+        """:meth:`merge` if the root is marked; None where it is not, or that takes too long: it may
+        be written yet."""
+        return self._soon(lambda: self.merge(new) if self.marked() else None, None)
+
+    def _soon(self, work: Callable[[], _T], late: _T) -> _T:
+        """What ``work`` returns or raises, or ``late`` where the directory does not answer in
+        time."""
+        with _counting:
+            if _under_way[self._root] >= MOST_HANGING:
+                return late
+            _under_way[self._root] += 1
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+            finally:
+                with _counting:
+                    _under_way[self._root] -= 1
+
+        try:
+            threading.Thread(target=run, name="ucm-memo", daemon=True).start()
+        except RuntimeError:  # there is no thread to be had
+            with _counting:
+                _under_way[self._root] -= 1
+            return late
+        try:
+            return answer.result(ANSWER_S)
+        except TimeoutError:
+            return late
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """What is there; nothing where there is no such file, or one of another version, or
+        damage."""
+        try:
+            # A link in its place is none of ours, and makes way for the file that is written next.
+            how = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            handle = os.open(os.path.join(self._root, self._name), how)
+            with open(handle, encoding="ascii") as file:
+                stored = json.loads(file.read(LONGEST))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        entries = (
+            stored.get(self._kind)
+            if isinstance(stored, dict) and stored.get("version") == 1
+            else None
+        )
+        if not isinstance(entries, dict):
+            return {}
+        return {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
+
+    def merge(self, new: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Write these entries beside what others have written, and return all. Raises
+        :class:`OSError`."""
+        merged = {name: entry for name, entry in self.read().items() if name not in new}
+        merged.update((name, dict(entry)) for name, entry in new.items())
+        kept = dict(list(merged.items())[-self._limit :])
+        text = json.dumps({"version": 1, self._kind: kept}, separators=(",", ":"))
+        # Named as the private files of a root are, so that one left behind by a killed process is
+        # removed like those.
+        private = os.path.join(self._root, f".{uuid.uuid4().hex}.tmp")
+        handle = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(handle, "w", encoding="ascii") as file:
+                file.write(text)
+            os.replace(private, os.path.join(self._root, self._name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(private)
+            raise
+        return kept
