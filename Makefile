@@ -206,6 +206,7 @@ test-long-rust: ## of these, the store's suites over all columns and devices, an
 test-long-stores: $(RUN_ENV) ## of these, the trust matrix and the remote stores from Python, without engines
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--ignore tests/trust/test_engine.py --trust-table build/trust.md -k "not test_processes"
+	@UCM_TEST_LONG=1 $(STAGE) "never slower" $(RUN_BIN)/python -m pytest tests/connector/test_never_slower.py
 	@UCM_TEST_LONG=1 $(STAGE) "stores of the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote \
 		--ignore tests/remote/test_engine.py
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix on cuda" \

@@ -10,10 +10,12 @@ ledger's first seconds may be lost once.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -56,13 +58,21 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-SPEEDS = [
-    (latency, bandwidth) for latency in (0.0, 0.05, 0.5) for bandwidth in (10, 300, 1000, 100_000)
-]
+def combined(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """One value of each factor in all combinations with ``UCM_TEST_LONG``, else in every second
+    one: of three factors every pair of values is still among them."""
+    places = product(*(range(len(factor)) for factor in factors))
+    return [
+        tuple(factor[place] for factor, place in zip(factors, chosen, strict=True))
+        for chosen in places
+        if os.environ.get("UCM_TEST_LONG") or sum(chosen) % 2 == 0
+    ]
 
 
-@pytest.mark.parametrize("gap", [0.5, 0.2], ids=["quiet", "busy"])
-@pytest.mark.parametrize(("latency", "bandwidth"), SPEEDS)
+SPEEDS = combined((0.5, 0.2), (0.0, 0.05, 0.5), (10, 300, 1000, 100_000))
+
+
+@pytest.mark.parametrize(("gap", "latency", "bandwidth"), SPEEDS)
 def test_at_every_speed_of_the_tier(gap: float, latency: float, bandwidth: float) -> None:
     """``bandwidth`` in MiB/s: computing a block takes 1.6 ms here, so about 600 MiB/s are as
     fast."""
@@ -128,8 +138,10 @@ def uneven(speed: float, sigma: float) -> Callable[[], Tier]:
     return tier
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.8, 1.0, 1.25, 2.0, 4.0])
-@pytest.mark.parametrize("swings", ["steady", "uneven", "wild", "by turns"])
+@pytest.mark.parametrize(
+    ("swings", "factor"),
+    combined(("steady", "uneven", "wild", "by turns"), (0.5, 0.8, 1.0, 1.25, 2.0, 4.0)),
+)
 def test_around_the_speed_at_which_both_take_as_long(swings: str, factor: float) -> None:
     """Where it is hardest to tell, with rates that differ from load to load or from minute to
     minute."""
@@ -239,9 +251,9 @@ def earlier(engine: Engine, make_tier: Callable[[], Tier]) -> Any:
     return life.rig.admission.known()
 
 
-@pytest.mark.parametrize("memory", [True, False], ids=["with", "without"])
-@pytest.mark.parametrize("order", range(3))
-@pytest.mark.parametrize("factor", [4.0, 100.0])
+@pytest.mark.parametrize(
+    ("factor", "order", "memory"), combined((4.0, 100.0), range(3), (True, False))
+)
 def test_restart_reuses_every_full_block_whatever_the_order(
     factor: float, order: int, memory: bool
 ) -> None:
@@ -343,8 +355,7 @@ def memory() -> Tier:
     return steady(0.001, 1e5 * MIB)
 
 
-@pytest.mark.parametrize("gap", [0.5, 0.2], ids=["quiet", "busy"])
-@pytest.mark.parametrize(("latency", "bandwidth"), SPEEDS)
+@pytest.mark.parametrize(("gap", "latency", "bandwidth"), SPEEDS)
 def test_memory_above_a_tier_of_every_speed(gap: float, latency: float, bandwidth: float) -> None:
     arrivals = spread(traffic(600, gap))
     measured, without = compare(

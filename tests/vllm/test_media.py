@@ -46,8 +46,7 @@ def right(host: EngineHost, llava: Path, disk: Disk) -> dict[int, Result]:
     """What an engine computes for each picture, each under a name of its own and with keys that
     nothing is stored under."""
     engine = host.get(spec_of(llava, disk, "media-first"))
-    salt = "another key, the same computation"
-    answers = {seed: look(engine, seed, None, salt) for seed in (CAT, DOG)}
+    answers = {seed: look(engine, seed, None, f"another key {seed}") for seed in (CAT, DOG)}
     assert [answer.cached for answer in answers.values()] == [0, 0]
     assert answers[CAT].tokens != answers[DOG].tokens, "the picture does not matter to this model"
     return answers

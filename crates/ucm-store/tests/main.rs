@@ -1,5 +1,5 @@
-//! The tests of this crate as one program, which is built and linked once. Those that set the
-//! device of their process are in `on_softcuda`.
+//! The tests of this crate as one program, which is built and linked once. Tests that change their
+//! process for all others are programs of their own: `on_softcuda` and `registry`.
 
 mod audit;
 mod beside;
@@ -25,7 +25,6 @@ mod paranoid;
 mod quarantine;
 mod record_fixture;
 mod redis;
-mod registry;
 mod reinserting;
 mod room;
 mod roots;

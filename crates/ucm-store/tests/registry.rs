@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
+mod common;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -11,7 +13,7 @@ use ucm_store::builder;
 use ucm_store::engine::{Engine, Until};
 use ucm_tier::registry::{self, BuildContext, BuiltLevel, StoreName, TierKind};
 
-use crate::common::{
+use common::{
     Device, Medium, Setup, directory, eventually, id, identity, ids, is_here, media, sample, shape,
 };
 
