@@ -224,10 +224,8 @@ test-long-engines: $(RUN_ENV) ## of these, what starts engines of vLLM, one at a
 	@UCM_TEST_LONG=1 $(STAGE) "engines over the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote/test_engine.py
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust/test_engine.py tests/vllm
-	@UCM_TEST_LONG=1 UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "what is on one runner every day, on both" \
-		$(RUN_BIN)/python -m pytest -m one_runner tests/vllm
-	@UCM_TEST_LONG=1 $(STAGE) "examples" $(RUN_BIN)/python -m pytest tests/vllm/test_examples.py \
-		tests/vllm/test_uneven_ranks.py
+	@UCM_TEST_LONG=1 UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "what is on one runner every day, or on none" \
+		$(RUN_BIN)/python -m pytest -m "one_runner or long" tests/vllm
 	@UCM_TEST_COMPILED=1 $(STAGE) "sparse attention, compiled" $(RUN_BIN)/python -m pytest tests/vllm/test_sparse.py -k "not v2"
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 

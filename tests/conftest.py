@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Most starts of engines in one run of every day: each takes about ten seconds. Add to it with a
 #: reason.
-ENGINE_LIMIT = 44
+ENGINE_LIMIT = 41
 _hosts: list[EngineHost] = []
 
 
@@ -78,13 +78,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves to the long form what ``one_runner`` marks, on the second runner."""
+    """Leaves to the long form what ``long`` marks, and what ``one_runner`` marks on the second
+    runner."""
     if os.environ.get("UCM_TEST_LONG"):
         return
+    later = pytest.mark.skip(reason="only in the long form: UCM_TEST_LONG=1")
     skip = pytest.mark.skip(
         reason="one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both"
     )
     for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(later)
         call = getattr(item, "callspec", None)
         if (
             item.get_closest_marker("one_runner")

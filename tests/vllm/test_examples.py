@@ -14,9 +14,7 @@ from harness import EngineHost, machine_lock
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.skipif(
-    not os.environ.get("UCM_TEST_LONG"), reason="two starts of engines: set UCM_TEST_LONG"
-)
+@pytest.mark.long
 def test_a_selector_of_ones_own(host: EngineHost, tmp_path: Path) -> None:
     host.stop()
     others = ("VLLM_", "UCM_", "TRITON_", "PYTEST_")

@@ -64,6 +64,7 @@ def export(work: Path) -> Iterator[Export]:
     "os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'",
     reason="UcmNfsStore is of our own stores",
 )
+@pytest.mark.long
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 def test_two_hosts_and_a_server_that_comes_back(
     runner: str, host: EngineHost, model: Path, reference: dict[str, Result], export: Export

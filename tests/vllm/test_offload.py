@@ -161,6 +161,7 @@ def test_what_was_answered_is_stored_for_its_own_request_alone(engine: Engine) -
     assert again.cached == case.full_blocks * BLOCK
 
 
+@pytest.mark.long
 def test_three_times_as_many_requests_decode_in_one_pool(engine: Engine, long_model: Path) -> None:
     """The pool has room for one of them."""
     cases = [Case(prompt(93 + number, LONG * BLOCK + 5), 150) for number in range(3)]

@@ -124,6 +124,7 @@ class TestTwoRanks:
         cold.disk.faults.clear()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(IN_USE, reason="keys are read from memory that only a device may touch")
 def test_two_ranks_that_share_a_selection_choose_what_one_chooses(
     work: Path, model: Path, host: EngineHost

@@ -7,7 +7,6 @@ the first one of vLLM's build for CPUs has no pipelines.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -27,19 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "partition",
-    [
-        "2,1",
-        pytest.param(
-            "1,2",
-            marks=pytest.mark.skipif(
-                not os.environ.get("UCM_TEST_LONG"),
-                reason="one partition is enough for every day: UCM_TEST_LONG=1 runs both",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("partition", ["2,1", pytest.param("1,2", marks=pytest.mark.long)])
 def test_blocks_of_ranks_with_different_layers_are_hit(
     work: Path, host: EngineHost, model: Path, partition: str
 ) -> None:
