@@ -19,6 +19,8 @@ from ucm.config.sparse import AlgorithmConfig, AutoConfig, Preset, chooses_block
 from ucm.errors import ConfigError
 from ucm.sparse.selector import BlockSelector, Geometry, make_selector
 
+_log = logging.getLogger("ucm.sparse")
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -176,9 +178,6 @@ def _at_least(least: int, **values: int) -> None:
     for name, value in values.items():
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-_log = logging.getLogger("ucm.sparse")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,9 @@ from torch import Tensor
 from ucm.errors import BusyError, ConfigError
 from ucm.sparse.selector import BlockSelector, Geometry, rep_bytes
 
+#: Bytes of a huge page; smaller tensors need none.
+HUGE_PAGE = 2 << 20
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -405,10 +408,6 @@ class RepStore:
         """Give spare rows back."""
         self._ready[list(rows)] = False
         self._free.extend(rows)
-
-
-#: Bytes of a huge page; smaller tensors need none.
-HUGE_PAGE = 2 << 20
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -33,6 +33,11 @@ from ucm.sparse.base import SparseStats
 from ucm.sparse.policy import settings_of
 from ucm.store.v0 import block_id
 
+_log = logging.getLogger("ucm.sparse")
+
+#: How long :meth:`PrefetchEngine.wait_for_completion` waits where nothing is said, in seconds.
+WAIT_S = 5.0
+
 
 class EvictionPolicy:
     """What was used when, and how much it mattered. A subclass says which goes first."""
@@ -311,16 +316,11 @@ class Predictor:
         return self._hit / self._asked if self._asked else 0.0
 
 
-_log = logging.getLogger("ucm.sparse")
-
 #: A block's key: 16 bytes, or 32 hex digits.
 BlockHash = bytes | str
 #: Brings blocks: what it returns is what :meth:`PrefetchEngine.get_prefetched_kv` gives.
 Load = Callable[[Sequence[BlockHash]], Any]
 State = Literal["waiting", "loading", "done", "failed", "cancelled", "refused"]
-
-#: How long :meth:`PrefetchEngine.wait_for_completion` waits where nothing is said, in seconds.
-WAIT_S = 5.0
 
 
 class PrefetchPriority:

@@ -34,6 +34,11 @@ from torch import Tensor
 from ucm.sparse.base import SparseStats
 from ucm.sparse.policy import Policy
 
+_log = logging.getLogger("ucm.sparse")
+
+#: After this many late steps in a row a choice is taken when it is there, and not waited for.
+PATIENCE = 3
+
 _streams = threading.local()
 
 
@@ -79,11 +84,6 @@ def take_over(tensor: Tensor) -> None:
     if not tensor.is_cpu:
         tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
-
-_log = logging.getLogger("ucm.sparse")
-
-#: After this many late steps in a row a choice is taken when it is there, and not waited for.
-PATIENCE = 3
 
 #: Blocks chosen between the windows, one ascending tensor for each head (one where the heads share
 #: a choice).

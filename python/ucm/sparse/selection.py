@@ -26,6 +26,11 @@ from ucm.sparse.retrieval import Kept
 from ucm.sparse.retriever import Middle, Rows
 from ucm.sparse.selector import BlockSelector, Candidates, Combine
 
+#: Of this many steps, two are sampled for how much a choice changes.
+SAMPLE_EVERY = 32
+#: What a score is multiplied by before it becomes an integer that ranks add up.
+FIXED_POINT = 1 << 20
+
 #: Fills rows of a table that are shorter than the longest.
 NO_BLOCK = -1
 
@@ -182,10 +187,6 @@ def compact_rows(
     return wide, lengths
 
 
-#: Of this many steps, two are sampled for how much a choice changes.
-SAMPLE_EVERY = 32
-
-
 class Step:
     """The rows of one step that share a block table; made once, read in every layer."""
 
@@ -298,9 +299,6 @@ def _stacked(rows: list[Tensor], most: int) -> Tensor:
 #: Adds up (or takes the greatest of) int64 scores over the tensor ranks; every rank gets the
 #: result.
 Reduce = Callable[[Tensor, Combine], Tensor]
-
-#: What a score is multiplied by before it becomes an integer that ranks add up.
-FIXED_POINT = 1 << 20
 
 
 class Chooser:

@@ -37,6 +37,11 @@ from ucm.sparse.base import EAGER_HOOKS, SparseBatch, SparseRow, UcmSparseBase
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.selection import Selection, compact, compact_rows
 
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
+#: What a decoder layer calls the norm before its feed-forward part, which takes and gives hidden
+#: states and residual.
+_BEFORE_FFN = ("post_attention_layernorm", "pre_feedforward_layernorm", "ln_2")
+
 T = TypeVar("T")
 
 _active: SparseHost | None = None
@@ -494,12 +499,6 @@ def served_layers(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def _attends_backwards(impl: Any) -> bool:
     return str(getattr(impl, "attn_type", "decoder")).rsplit(".", 1)[-1].lower() == "decoder"
-
-
-_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
-#: What a decoder layer calls the norm before its feed-forward part, which takes and gives hidden
-#: states and residual.
-_BEFORE_FFN = ("post_attention_layernorm", "pre_feedforward_layernorm", "ln_2")
 
 
 class EagerHooks:

@@ -33,6 +33,15 @@ from ucm.sparse.method import BlockSparse
 from ucm.sparse.selector import rep_bytes
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
+#: Blocks of one layer that are encoded in one go.
+PIECE = 64
+#: How long a step works on this at most, in seconds; a piece that has begun is finished.
+STEP_S = 0.05
+#: Most bytes of a side shard that a store keeps.
+LARGEST = 16 << 20
+#: Most side shards that are being stored at once; further ones are made again another time.
+MOST_WRITING = 64
+
 #: Keys of whole blocks ``[m, b, h, d]``, read from the cache of a layer ``[blocks, heads, b,
 #: elements]``.
 ReadKeys = Callable[[Tensor, Tensor], Tensor]
@@ -127,15 +136,6 @@ def _write(layer: Any, keys: Tensor, tokens: int) -> Tensor:
 
 
 Ids = npt.NDArray[np.int64]
-
-#: Blocks of one layer that are encoded in one go.
-PIECE = 64
-#: How long a step works on this at most, in seconds; a piece that has begun is finished.
-STEP_S = 0.05
-#: Most bytes of a side shard that a store keeps.
-LARGEST = 16 << 20
-#: Most side shards that are being stored at once; further ones are made again another time.
-MOST_WRITING = 64
 
 
 @dataclass(slots=True)

@@ -37,6 +37,19 @@ from ucm.sparse.policy import method_of
 from ucm.sparse.rep_store import bytes_per_block
 from ucm.sparse.selector import Geometry
 
+#: A request that no length makes sparse.
+NEVER = 1 << 40
+#: Reported by a rank that could not measure: requests stay dense, and the next engine tries again.
+FAILED = NEVER + 1
+#: Lengths that are tried, in tokens: the first one, and the last.
+FIRST, LAST = 512, 64 * 1024
+#: Each time is the best of this many, and of as many as fit in this many seconds: what else runs on
+#: the machine takes a processor for some milliseconds, which is longer than a step over few blocks.
+TIMES, SECONDS = 5, 0.03
+#: Choosing pays where a step takes at most this share of a dense one.
+PAYS = 0.95
+_NAME = "ucm: measuring"
+
 #: What was found for the configuration that was read last: that of every layer of a model is the
 #: same.
 _last: tuple[Any, UcmConfig | None] = (None, None)
@@ -197,21 +210,6 @@ def ask_for_tiles() -> None:
         raise UnsupportedError(
             "the system refuses this process the tiles of AMX, which this processor has"
         )
-
-
-#: A request that no length makes sparse.
-NEVER = 1 << 40
-#: Reported by a rank that could not measure: requests stay dense, and the next engine tries again.
-FAILED = NEVER + 1
-#: Lengths that are tried, in tokens: the first one, and the last.
-FIRST, LAST = 512, 64 * 1024
-#: Each time is the best of this many, and of as many as fit in this many seconds: what else runs on
-#: the machine takes a processor for some milliseconds, which is longer than a step over few blocks.
-TIMES, SECONDS = 5, 0.03
-#: Choosing pays where a step takes at most this share of a dense one.
-PAYS = 0.95
-
-_NAME = "ucm: measuring"
 
 
 def length_text(tokens: int) -> str:

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ucm.integration.vllm.attention.setup import bytes_beside, sparse_config
 from ucm.integration.vllm.connector.guard import throttle
-from ucm.sparse.base import UcmSparseBase
+from ucm.sparse.base import ALL_TOKENS, UcmSparseBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,10 +81,6 @@ class ExactTokens:
                 "exact_tokens", "exact_tokens of %s failed: %r", type(self._method).__name__, error
             )
             return 0
-
-
-#: More tokens than a request can have.
-ALL = 1 << 62
 
 
 class _LeavingBlocks(Protocol):
@@ -168,7 +164,7 @@ class SparseManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         #: Tokens of a request with exact KV. The connector gives it when vLLM hands it this
         #: manager, before there are requests; without one nothing is selected, and all are exact.
-        self.exact_tokens: Callable[[Request], int] = lambda _request: ALL
+        self.exact_tokens: Callable[[Request], int] = lambda _request: ALL_TOKENS
         #: Which blocks leave the device; None: none does.
         self.offload: _LeavingBlocks | None = None
         self._hot: dict[str, list[KVCacheBlock]] = {}
