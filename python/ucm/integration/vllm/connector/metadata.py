@@ -119,9 +119,8 @@ class UCMConnectorMetadata(KVConnectorMetadata):
     #: Loads that vLLM waits for and the scheduler side cannot plan: failed, without keys.
     undone: list[Load] = field(default_factory=list)
     given_up: str = ""  # why the scheduler side does nothing any more; the workers end too
-    check_weights: int | None = (
-        None  # compare the weights in memory with those known, for this generation
-    )
+    # compare the weights in memory with those known, for this generation
+    check_weights: int | None = None
     sparse: SparsePlan | None = None  # where sparse attention is configured
 
 
@@ -144,12 +143,10 @@ class LoadFailure:
     first: int  # ordinal of the first block that is not there
     refused: bytes  # keys whose records are bad, not merely late
     reasons: tuple[str, ...] = ()  # names of MissReason, of every block from the first on
-    newer: bytes = (
-        b""  # keys whose records are left alone, newer or of another key: no hits, and not replaced
-    )
-    unselectable: bool = (
-        False  # representations are missing, which says nothing of the KV: it may be loaded whole
-    )
+    # keys whose records are left alone, newer or of another key: no hits, and not replaced
+    newer: bytes = b""
+    # representations are missing, which says nothing of the KV: it may be loaded whole
+    unselectable: bool = False
 
 
 @dataclass(slots=True)
@@ -172,9 +169,8 @@ class Handshake:
     problem: str = ""  # why this rank cannot take part, empty when it can
     stores: tuple[str, ...] = ()  # the configured stores, in order
     only_stores: str = ""  # why nothing may be loaded, empty when it may
-    prefix_caching: bool = (
-        True  # vLLM's flag there, which a worker may switch off while it builds the layers
-    )
+    # vLLM's flag there, which a worker may switch off while it builds the layers
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +202,11 @@ class RankReport:
     staged: list[int] = field(default_factory=list)
     done: list[DumpResult] = field(default_factory=list)
     load_failures: list[LoadFailure] = field(default_factory=list)
-    gained: bytes = (
-        b""  # record ids this rank can read before others see them, since its last report
-    )
+    # record ids this rank can read before others see them, since its last report
+    gained: bytes = b""
     lost: bytes = b""  # and those that others have found by now, or that were removed
-    wants_touches: bool = (
-        False  # its store is to be sent what is in use: no touch of another process reaches it
-    )
+    # its store is to be sent what is in use: no touch of another process reaches it
+    wants_touches: bool = False
     prefetch_room: int = 0  # blocks that may be brought up there ahead of need
     served: list[LoadServed] = field(default_factory=list)
     weights: WeightsReport | None = None  # when it was asked for

@@ -77,9 +77,8 @@ class ComputeRate:
         self._shown: deque[float] = deque(maxlen=STEPS)
         self._skip = SKIPPED
         self._ended_at = float("-inf")
-        self._last = (
-            0.0  # seconds of the last step that computed something, 0 when it computed nothing
-        )
+        # seconds of the last step that computed something, 0 when it computed nothing
+        self._last = 0.0
         self._known: tuple[float, float] | None = None  # overhead, cost; None: to be worked out
         self._borrowed: ComputeSpeed | None = None  # of another engine, used while _large is empty
 
@@ -250,9 +249,8 @@ class LoadRate:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, float]] = deque(maxlen=LOADS)  # bytes, seconds
-        self._outlier: tuple[int, float, bool] | None = (
-            None  # the newest sample if it was one, and whether slower
-        )
+        # the newest sample if it was one, and whether slower
+        self._outlier: tuple[int, float, bool] | None = None
         self._least = self._most = 0  # bytes of the samples
         self.fixed = 0.0  # seconds
         self._per_byte = 0.0  # seconds

@@ -459,9 +459,8 @@ class Lookup:
         self.began, self.seconds = clock(), 0.0  # and how long it took until it was answered
         self.hashing = True  # a thread computes the keys, or will
         self._done = False  # the answer is final
-        self._look: Callable[[Lookup], None] | None = (
-            None  # polls the store for its answer; None: nothing to poll
-        )
+        # polls the store for its answer; None: nothing to poll
+        self._look: Callable[[Lookup], None] | None = None
         self.answered = False  # and it is the store's
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
         self.located_at = clock()  # when they were last asked for
@@ -601,9 +600,8 @@ class Lookups:
     def _answers_at_once(self) -> bool:
         try:
             return self._store.answers_at_once
-        except (
-            Exception
-        ):  # closed, or a bug of the store: what it does on a thread of ours cannot hurt
+        except Exception:
+            # closed, or a bug of the store: what it does on a thread of ours cannot hurt
             return False
 
     def relocate(self, lookup: Lookup) -> None:

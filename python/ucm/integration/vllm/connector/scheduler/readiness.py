@@ -119,9 +119,8 @@ class StoreSelection:
         self._setup: StoreSetup | None = None
         self._ready: set[int] = set()
         self.store: UcmKVStoreBaseV1 | None = None  # the scheduler side's own, for lookups
-        self.failed = (
-            ""  # why there will never be a store: there is but one, and it cannot be opened
-        )
+        # why there will never be a store: there is but one, and it cannot be opened
+        self.failed = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -330,9 +329,8 @@ class Readiness:
         self._handshakes: Sequence[Handshake] | None = None
         self.phase = PENDING
         self.generation = 0
-        self.weights_confirmed = (
-            False  # whether the weights in memory are those of the identity, in this generation
-        )
+        # whether the weights in memory are those of the identity, in this generation
+        self.weights_confirmed = False
         self._emptied = False  # vLLM's cache, at its beginning
         self._weights_reports: dict[int, WeightsReport] = {}  # of this generation, by rank
         self._check_wanted = False  # the ranks are to be asked with the next plan

@@ -73,9 +73,8 @@ class RequestTracker:
         self.offered_below: int | None = None
         self.stored = 0  # blocks before it are in the store, on every rank
         self.selectable = True  # it may be selected from without being read
-        self.private_at: int | None = (
-            None  # ordinal of the first key that no other request can have
-        )
+        # ordinal of the first key that no other request can have
+        self.private_at: int | None = None
         #: Blocks computed before a time, and that time: they wait for a check of the adapter
         #: that begins after it.
         self.confirming: tuple[int, float] | None = None
@@ -95,20 +94,17 @@ class RequestTracker:
         #: Why all its blocks were missed, None where its lookup says that. Admitted unasked:
         #: another connector was first.
         self.reason: MissReason | None = MissReason.NOT_TAKEN
-        self.unanswered = (
-            False  # nothing was claimed before the store had answered: waiting for that did not pay
-        )
+        # nothing was claimed before the store had answered: waiting for that did not pay
+        self.unanswered = False
         self.tally = Tally()
         self.preemptions = request.num_preemptions
-        self.ran_from: int | None = (
-            None  # tokens it began its first step since it was admitted with; None before
-        )
+        # tokens it began its first step since it was admitted with; None before
+        self.ran_from: int | None = None
         # ordinal of the first block that must not be stored: not filled, or of other weights
         self.wrong_from = FAR
         self.touched_at = NEVER  # when the store was last sent that its blocks are in use
-        self.waits_since: float | None = (
-            None  # when it was asked for while a rank's health was not known
-        )
+        # when it was asked for while a rank's health was not known
+        self.waits_since: float | None = None
 
     def may_wait(self, now: float, allowance: float) -> bool:
         """Whether less than ``allowance`` seconds have passed since this was first asked."""

@@ -149,9 +149,8 @@ class UCMConnectorScheduler:
         self._deferred = DeferredDumps(self.dumps)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
-        self._device_cache: object = (
-            None  # vLLM's table of cached blocks, a new one whenever it was emptied
-        )
+        # vLLM's table of cached blocks, a new one whenever it was emptied
+        self._device_cache: object = None
         self._keys: KeyMaker | None = None
         self._lookups: Lookups | None = None
         self._opened: object = None  # the store and the identity that these are for

@@ -72,12 +72,10 @@ class SparseWorker:
         self._mask = b""
         self._writer = _writes(kv_cache_config)
         self._eager: EagerHooks | None = None
-        self._learn_pages: Callable[[Mapping[str, Any]], None] | None = (
-            None  # once vLLM has run a step
-        )
-        self._step: Mapping[str, Any] | None = (
-            None  # attention metadata of the step that runs, by layer
-        )
+        # once vLLM has run a step
+        self._learn_pages: Callable[[Mapping[str, Any]], None] | None = None
+        # attention metadata of the step that runs, by layer
+        self._step: Mapping[str, Any] | None = None
         self._measures = False  # after the step that runs
         self._measured: int | None = None
         self._num_blocks = 0

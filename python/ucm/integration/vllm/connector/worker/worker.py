@@ -225,9 +225,8 @@ class UCMConnectorWorker:
                 except BaseException:
                     store.close()
                     raise
-            except (
-                BaseException
-            ) as error:  # reported to the scheduler side, which switches off or takes the next
+            except BaseException as error:
+                # reported to the scheduler side, which switches off or takes the next
                 if setup.trial:
                     self._unavailable = (attempt, f"it cannot be opened: {error}")
                 else:
@@ -320,9 +319,8 @@ class UCMConnectorWorker:
         if store is not None and self._layout is not None:
             try:
                 event = self._platform.mark(self._layout.device)
-            except (
-                Exception
-            ) as error:  # it is not known when the blocks are written: none is stored
+            except Exception as error:
+                # it is not known when the blocks are written: none is stored
                 throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
                 store = None
         representations = None if self._sparse is None else self._sparse.representations
