@@ -133,8 +133,8 @@ class Engine:
         ended = self.worker.take_ended_loads()
         self.worker.get_block_ids_with_load_errors()
         report = self.worker.build_connector_worker_meta()
-        if report is not None:
-            self.rig.report(*report.ranks, recved=ended or None)
+        if report is not None or ended:
+            self.rig.report(*([] if report is None else report.ranks), recved=ended or None)
         self.rig.clock.now += 0.001
         return plan
 
