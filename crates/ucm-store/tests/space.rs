@@ -10,6 +10,7 @@ use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Process, Rule};
 
+use crate::common::only_over;
 use crate::common::shared::{
     LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored,
 };
@@ -55,6 +56,7 @@ fn of_many_writers_one_is_collector_and_all_write() {
 
 #[test]
 fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
+    only_over!(Files, "it counts records by the length of their files");
     let (dir, setup) = (directory(), small(64));
     let first = Store::open(dir.path(), setup.clone());
     let second = Store::open(dir.path(), setup.clone());
@@ -107,6 +109,7 @@ fn a_collector_whose_process_died_on_this_host_is_followed_at_once() {
 
 #[test]
 fn a_collector_of_another_host_is_followed_when_it_does_not_move_and_the_limit_holds() {
+    only_over!(Files, "it adds up the files of blocks");
     let (dir, setup) = (directory(), small(64));
     let clock = ManualClock::new();
     let stalled = on(&clock, dir.path(), &elsewhere(&setup));
@@ -171,6 +174,10 @@ fn a_writer_whose_grant_is_spent_refuses_and_does_not_hang() {
 
 #[test]
 fn what_a_silent_writer_was_granted_is_free_again_and_it_comes_back_as_another() {
+    only_over!(
+        Files,
+        "it removes the file of a block to have it stored again"
+    );
     let (dir, setup) = (directory(), small(64));
     let clock = ManualClock::new();
     let collector = on(&clock, dir.path(), &setup);
