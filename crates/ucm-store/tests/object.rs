@@ -713,3 +713,112 @@ fn a_server_without_conditions_keeps_what_is_young() {
     let other = Store::open(dir.path(), setup);
     assert!(loads(&other, &ids(4)));
 }
+
+/// A server whose keys may only read as long as this is true, and how many requests it refused.
+fn only_reading(server: u16, when: &Arc<AtomicBool>) -> (u16, Arc<AtomicU64>) {
+    let (when, refused) = (Arc::clone(when), Arc::new(AtomicU64::new(0)));
+    let count = Arc::clone(&refused);
+    let refusal = move |head: &str| {
+        let writes = ["put ", "post ", "delete "]
+            .iter()
+            .any(|verb| head.starts_with(verb));
+        (writes && when.load(Ordering::Acquire)).then(|| {
+            count.fetch_add(1, Ordering::AcqRel);
+            "403 Forbidden"
+        })
+    };
+    (refusing(server, Box::new(refusal)), refused)
+}
+
+/// Dumps of these blocks are refused, and what is stored is read.
+fn assert_only_read(store: &Store, new: std::ops::Range<u8>, stored: &[BlockId]) {
+    for n in new {
+        let failed = store.dump(&Device::filled(&store.setup, &[id(n)]), &[id(n)]);
+        assert_eq!(failed.unwrap_err()[0].1.kind(), ErrorKind::Unhealthy, "{n}");
+        assert!(loads(store, stored), "what is stored is read");
+    }
+    let health = (store.stat("healthy"), store.tier(0, "writable"));
+    assert_eq!(health, (1, 0));
+}
+
+#[test]
+fn keys_that_may_only_read_open_a_bucket_and_its_blocks_are_hits() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let owner = Store::open(dir.path(), setup.clone());
+    dumped(&owner, &ids(4));
+    let (only_reads, clock) = (Arc::new(AtomicBool::new(true)), ManualClock::new());
+    let (port, refused) = only_reading(server.server.port, &only_reads);
+    let setup = Setup {
+        breaker: BreakerConfig::default(),
+        ..before(&setup, port)
+    };
+    let as_clock = Arc::clone(&clock) as Arc<dyn Clock>;
+    let store = Store::with_clock_now(dir.path(), setup, as_clock);
+    assert_eq!(store.stat("healthy"), 1, "{:?}", store.said());
+    assert!(loads(&store, &ids(4)));
+    assert_only_read(&store, 10..11, &ids(4));
+    let before = refused.load(Ordering::Acquire);
+    assert_only_read(&store, 11..20, &ids(4));
+    assert_eq!(
+        refused.load(Ordering::Acquire),
+        before,
+        "they are not tried"
+    );
+    let said = store.said();
+    let said = said
+        .iter()
+        .filter(|line| line.contains("takes no blocks for now"));
+    assert_eq!(said.count(), 1, "it is said once");
+    // Once the keys may write the next dump that is let through makes it a writer.
+    only_reads.store(false, Ordering::Release);
+    clock.advance(Duration::from_secs(10));
+    dumped(&store, &[id(20)]);
+    assert_eq!(store.tier(0, "writable"), 1);
+    assert!(store.stat("storage_capacity_bytes") > 0);
+    drop(store);
+    assert!(loads(
+        &Store::open(dir.path(), owner.setup.clone()),
+        &[id(20)]
+    ));
+}
+
+#[test]
+fn keys_that_lose_the_right_to_write_read_on_and_what_was_refused_takes_no_room() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let (only_reads, clock) = (Arc::new(AtomicBool::new(false)), ManualClock::new());
+    let (port, _) = only_reading(server.server.port, &only_reads);
+    let setup = Setup {
+        breaker: BreakerConfig::default(),
+        ..before(&setup, port)
+    };
+    let as_clock = Arc::clone(&clock) as Arc<dyn Clock>;
+    let store = Store::with_clock(dir.path(), setup, as_clock);
+    dumped(&store, &ids(4));
+    let used = store.stat("storage_used_bytes");
+    only_reads.store(true, Ordering::Release);
+    for n in 0..4 {
+        assert_only_read(&store, 10 + n..11 + n, &ids(4));
+        clock.advance(Duration::from_secs(10));
+    }
+    assert_eq!(store.stat("storage_used_bytes"), used);
+    only_reads.store(false, Ordering::Release);
+    clock.advance(Duration::from_secs(10));
+    dumped(&store, &[id(20)]);
+    assert!(loads(&store, &[id(20)]));
+}
+
+#[test]
+fn a_bucket_without_a_store_says_that_its_keys_may_not_write() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let (port, _) = only_reading(server.server.port, &Arc::new(AtomicBool::new(true)));
+    let store = Store::open(dir.path(), before(&setup, port));
+    assert_eq!(store.stat("healthy"), 0);
+    let said = store.said().join("\n");
+    assert!(said.contains("does not let us write"), "{said}");
+}

@@ -367,7 +367,8 @@ impl Bucket {
         Ok(Some(bytes))
     }
 
-    /// Puts an object, in place of one of that name.
+    /// Puts an object, in place of one of that name. Here and in every other put: `Unhealthy` where
+    /// the server answers that these keys may not write.
     pub(super) async fn put(&self, path: &Path, bytes: Bytes) -> Result<()> {
         self.put_as(path, bytes, PutMode::Overwrite)
             .await
@@ -408,7 +409,7 @@ impl Bucket {
                 let text = "the object store has no conditional writes";
                 Err(Error::new(ErrorKind::Unsupported, text).caused_by(Told::of(&error)))
             }
-            Err(error) => Err(self.failed(path, &error)),
+            Err(error) => Err(self.write_failed(path, &error)),
         }
     }
 
@@ -428,7 +429,7 @@ impl Bucket {
                 false => self.put(path, bytes).await,
             };
         }
-        let failed = |error: object_store::Error| self.failed(path, &error);
+        let failed = |error: object_store::Error| self.write_failed(path, &error);
         let upload = self
             .client
             .store
@@ -595,6 +596,19 @@ impl Bucket {
             ),
         };
         at(Error::new(kind, text)).caused_by(told)
+    }
+
+    /// The same of a write. A server that refuses it has answered: what it has can be read.
+    fn write_failed(&self, path: &Path, error: &object_store::Error) -> Error {
+        let failed = self.failed(path, error);
+        let refused = matches!(error, object_store::Error::PermissionDenied { .. });
+        if !refused || failed.kind() != ErrorKind::Io {
+            return failed;
+        }
+        let text = "the object store does not let us write; check the rights of the keys";
+        let refused = Error::new(ErrorKind::Unhealthy, text).with("bucket", &self.shown);
+        let refused = refused.with("object", one_line(path.as_ref()));
+        refused.caused_by(Told::of(error))
     }
 }
 

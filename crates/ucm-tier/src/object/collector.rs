@@ -49,6 +49,9 @@ impl Objects {
     /// done again.
     pub(super) fn tend_space(&self) -> MonotonicTime {
         let now = self.clock.now();
+        if !self.may_write() {
+            return now.after(SPEAK_AGAIN);
+        }
         let deadline = now.after(COUNT);
         let (speak, short, due) = {
             let state = self.space.state.lock();
@@ -91,6 +94,8 @@ impl Objects {
         self.space.changed.notify();
         match counted {
             Ok(()) => now.after(SPEAK_AGAIN),
+            // the keys may not write any more
+            Err(error) if error.kind() == ErrorKind::Unhealthy => now.after(SPEAK_AGAIN),
             // the server does not answer, or another one counts
             Err(_) => now.after(SPEAK_AGAIN / 12),
         }

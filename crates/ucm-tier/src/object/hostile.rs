@@ -441,3 +441,27 @@ fn keys_do_not_go_into_an_endpoint() {
         "{refused}"
     );
 }
+
+#[test]
+fn a_put_that_the_rights_do_not_allow_says_nothing_of_reads() {
+    let put: Call = |bucket, path| wait(bucket.put(path, vec![7; 16].into()));
+    let put_new: Call = |bucket, path| wait(bucket.put_new(path, vec![7; 16].into())).map(|_| ());
+    let large: Call = |bucket, path| wait(bucket.put_large(path, vec![7; 17 << 20].into(), true));
+    let full = "<Error><Code>QuotaExceeded</Code></Error>";
+    let cases = [
+        (put, "", ErrorKind::Unhealthy),
+        (put_new, "", ErrorKind::Unhealthy),
+        (large, "", ErrorKind::Unhealthy),
+        (put, full, ErrorKind::NoSpace),
+        (GET, "", ErrorKind::Io),
+        (RANGE, "", ErrorKind::Io),
+        (LIST, "", ErrorKind::Io),
+    ];
+    for (number, (call, body, kind)) in cases.into_iter().enumerate() {
+        let server = Server::start(whole("403 Forbidden", "", body));
+        let (_keys, bucket) = bucket(server.port);
+        let failed = call(&bucket, &Path::from("p/a")).unwrap_err();
+        assert_eq!(failed.kind(), kind, "case {number}: {failed}");
+        assert_eq!(server.heads().len(), 1, "case {number} is asked once");
+    }
+}

@@ -29,6 +29,7 @@ mod uses;
 mod writer;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -154,6 +155,26 @@ impl Objects {
         self.clock.wall_ns()
     }
 
+    /// Makes below the prefix what a writer needs. `Unhealthy` where the keys may only read.
+    fn begin_writing(&self, deadline: MonotonicTime) -> Result<()> {
+        self.look_for_conditions(deadline)?;
+        let marker = self.marker(deadline)?;
+        let limit = self
+            .config
+            .capacity
+            .or(marker.map(|marker| marker.storage_capacity));
+        self.open_space(limit.unwrap_or(space::DEFAULT_CAPACITY), deadline)?;
+        self.describe(deadline)?;
+        self.space.may_write.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// The marker that is there.
+    fn stored_marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {
+        let found = self.call(deadline, self.bucket.get(&self.names.marker(), DOCUMENT))?;
+        found.map(|(bytes, _)| Marker::parse(&bytes)).transpose()
+    }
+
     /// The marker that is there, or a new one where something is to be stored.
     fn marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {
         let (bucket, path) = (&self.bucket, self.names.marker());
@@ -254,33 +275,35 @@ impl Objects {
     }
 
     fn words(&self) -> String {
-        let (url, size, age) = (
-            &self.config.place.url,
-            self.room(),
-            self.config.age.as_secs_f64(),
-        );
-        let (blocks, segments, bound) = (self.index.blocks(), self.index.segments(), self.bound());
-        format!(
-            "{url}, segments of {size} bytes put after {age} s, {bound}; {blocks} blocks in \
-             {segments} of them found"
-        )
+        let url = &self.config.place.url;
+        let (blocks, segments) = (self.index.blocks(), self.index.segments());
+        let how = match self.config.scope.lookup_only || self.may_write() {
+            true => {
+                let (size, age) = (self.room(), self.config.age.as_secs_f64());
+                format!(
+                    "segments of {size} bytes put after {age} s, {}",
+                    self.bound()
+                )
+            }
+            false => "only read, since the keys may not write".to_owned(),
+        };
+        format!("{url}, {how}; {blocks} blocks in {segments} segments found")
     }
 }
 
 impl Backend for ObjectBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let objects = &self.objects;
-        if !objects.config.scope.lookup_only {
-            objects.look_for_conditions(deadline)?;
-        }
-        let marker = objects.marker(deadline)?;
-        if !objects.config.scope.lookup_only {
-            let limit = objects
-                .config
-                .capacity
-                .or(marker.map(|marker| marker.storage_capacity));
-            objects.open_space(limit.unwrap_or(space::DEFAULT_CAPACITY), deadline)?;
-            objects.describe(deadline)?;
+        if objects.config.scope.lookup_only {
+            objects.marker(deadline)?;
+        } else {
+            match objects.begin_writing(deadline) {
+                // A store whose keys may only read serves what others have stored.
+                Err(refused) if refused.kind() == ErrorKind::Unhealthy => {
+                    objects.stored_marker(deadline)?.ok_or(refused)?;
+                }
+                begun => begun?,
+            }
         }
         objects.find_all(deadline);
         objects.start();

@@ -5,7 +5,7 @@
 //! ([`super::collector`]). A server without conditional writes ([`super::conditions`]) cannot keep
 //! a limit that several share: there segments go by their age alone, and the log says so.
 
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -35,6 +35,8 @@ pub(super) struct Space {
     pub(super) state: Mutex<State>,
     /// Whether the server has conditional writes.
     pub(super) conditions: AtomicBool,
+    /// What a writer needs is there. False as well where the keys may only read.
+    pub(super) may_write: AtomicBool,
     /// Rung when something was granted, or room was made.
     pub(super) changed: Notify,
     /// Rung when somebody is to count, and make room.
@@ -132,8 +134,13 @@ impl Objects {
         both.join(", ")
     }
 
+    /// False where the store was opened by keys that may only read.
+    pub(super) fn may_write(&self) -> bool {
+        self.space.may_write.load(Ordering::Acquire)
+    }
+
     /// Room for `bytes`; `NoSpace` where there is none in time, `Config` or `Foreign` where the
-    /// document that grants it cannot be used.
+    /// document that grants it cannot be used, `Unhealthy` where the keys may not write.
     pub(super) fn take_room(&self, io: &IoJob, bytes: u64) -> Result<()> {
         let granted = self.space.state.lock().grant.used.granted;
         let until = self.clock.now().after(patience(granted)).min(io.deadline());
@@ -320,7 +327,7 @@ impl Objects {
             let state = self.space.state.lock();
             (state.grant.writer, state.grant.used)
         };
-        if self.config.scope.lookup_only || writer == 0 {
+        if !self.may_write() || writer == 0 {
             return;
         }
         let _ = self.tell_uses(deadline); // best effort, both: others find out by themselves

@@ -223,16 +223,25 @@ impl Objects {
 
     /// Opens a segment, once it has room.
     fn open_segment(&self, io: &IoJob, len: u64) -> Result<()> {
-        let room = self.room().max(self.least_room(len));
-        let opened = self
-            .take_room(io, room)
-            .and_then(|()| self.begin_segment(room));
+        let opened = self.make_segment(io, len);
         let mut state = self.writer.state.lock();
         state.opening = false;
         let result = opened.map(|open| state.open = Some(open));
         drop(state);
         self.writer.changed.notify();
         result
+    }
+
+    /// `Unhealthy` where the keys may only read. The store was opened like that; it begins to write
+    /// with the first dump after they may.
+    fn make_segment(&self, io: &IoJob, len: u64) -> Result<Open> {
+        if !self.may_write() {
+            self.begin_writing(io.deadline())?;
+            self.wake_space();
+        }
+        let room = self.room().max(self.least_room(len));
+        self.take_room(io, room)?;
+        self.begin_segment(room)
     }
 
     fn begin_segment(&self, room: u64) -> Result<Open> {
@@ -379,7 +388,8 @@ impl Objects {
                     .entries
                     .iter()
                     .for_each(|entry| self.locally_visible.lost(entry.id));
-                // It may be there all the same, where no one knows.
+                // It may be there all the same, where no one knows. A put that the server refused
+                // (`Unhealthy`) stored nothing.
                 let unsure = matches!(
                     error.kind(),
                     ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
