@@ -174,6 +174,11 @@ impl Keys {
         })
     }
 
+    /// Whether one of these keys has encrypted the record with this header.
+    pub fn fit(&self, header: &RecordHeader) -> bool {
+        self.0.iter().any(|key| header.key == Some(key.id))
+    }
+
     /// Decrypts one side shard where it lies; the rest of the record need not be there. Afterwards
     /// the header is that of a record that is not encrypted, though nothing else of it was looked
     /// at.

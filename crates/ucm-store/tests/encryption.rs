@@ -7,6 +7,7 @@
 use std::path::Path;
 
 use ucm_core::{BlockId, ErrorKind};
+use ucm_io::OpKind;
 use ucm_record::RecordHeader;
 use ucm_store::tiers::WritePolicy;
 
@@ -188,6 +189,75 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
         let again = Store::open(dir.path(), setup.clone());
         eventually("it is found", || finds(&again, &ids(2)) == [true; 2]);
         assert!(loads(&again, &ids(2)), "{what}");
+    }
+}
+
+#[test]
+fn a_first_dump_over_a_record_of_another_key_is_not_stored() {
+    let kinds = media()
+        .into_iter()
+        .filter(|medium| matches!(medium, Medium::Kind(_)));
+    // From 128 KiB on Redis is asked for the length of what is there before a value is sent.
+    let long = Setup {
+        tensors: vec![128 << 10],
+        ..Setup::default()
+    };
+    let on_kinds = kinds.flat_map(|medium| {
+        let long = Setup {
+            medium,
+            ..long.clone()
+        };
+        [on(medium), long].map(|setup| setup.encrypted(1))
+    });
+    for setup in on_kinds.chain(on_disk()) {
+        let what = format!("{:?} {:?} {:?}", setup.medium, setup.layout, setup.tensors);
+        let (dir, stored, new) = (directory(), ids(1), [id(9)]);
+        let owner = Store::open(dir.path(), setup.clone());
+        dump(&owner, &stored);
+        for looks in [true, false] {
+            let other = Store::open(dir.path(), setup.clone().encrypted(2));
+            if looks || setup.medium != Medium::Kind("redis") {
+                eventually("it is found", || finds(&other, &stored) == [true]);
+            }
+            let failed = other.dump(&Device::filled(&setup, &stored), &stored);
+            let (_, error) = failed.unwrap_err().remove(0);
+            let reason = ("reason", "wrong_key".to_owned());
+            assert!(error.context().contains(&reason), "{what}: {error}");
+            assert_eq!(error.kind(), ErrorKind::Foreign, "{what}");
+            assert_eq!(finds(&other, &stored), [false], "{what}");
+            let counted = (other.stat("blocks_present"), other.stat("blocks_published"));
+            assert_eq!(counted, (0, 0), "{what}");
+        }
+        let twin = Store::open(dir.path(), setup.clone());
+        eventually("it is found", || finds(&twin, &stored) == [true]);
+        for _ in 0..3 {
+            dump(&twin, &stored);
+        }
+        dump(&twin, &new);
+        assert_eq!(twin.stat("blocks_present"), 3, "{what}");
+        if setup.medium == Medium::Posix && setup.layout == Layout::File {
+            assert_eq!(twin.asked(OpKind::Read, stored[0]), 1, "its header, once");
+        }
+        assert!(loads(&twin, &[stored[0], new[0]]), "{what}");
+    }
+}
+
+#[test]
+fn a_first_dump_over_a_record_that_is_not_encrypted_has_the_next_one_replace_it() {
+    for setup in on_disk() {
+        let (dir, stored) = (directory(), ids(1));
+        let plain = Setup {
+            keys: None,
+            ..setup.clone()
+        };
+        dump(&Store::open(dir.path(), plain), &stored);
+        let store = Store::open(dir.path(), setup.clone());
+        eventually("it is found", || finds(&store, &stored) == [true]);
+        let failed = store.dump(&Device::filled(&setup, &stored), &stored);
+        let (_, error) = failed.unwrap_err().remove(0);
+        assert!(error.message().contains("not encrypted"), "{error}");
+        dump(&store, &stored);
+        assert!(loads(&store, &stored), "{:?}", setup.layout);
     }
 }
 

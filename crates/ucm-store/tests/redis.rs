@@ -22,6 +22,7 @@ use ucm_store::engine::Deadlines;
 
 use crate::common::servers::{Server, free_port, has, has_program, redis, redis_at};
 use crate::common::stored::{Reply, ask};
+use crate::common::tiers::with_memory;
 use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
 /// A store on this server alone.
@@ -896,6 +897,45 @@ fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
     assert!(loads(&store, &[id(20)]));
     assert!(store.said()[0].contains("redis takes blocks again"));
     assert_eq!(store.tier(0, "writable"), 1);
+}
+
+#[test]
+fn below_memory_a_demoted_primary_refuses_dumps_before_they_are_copied() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let setup = Setup {
+        breaker: BreakerConfig::default(),
+        above: with_memory().above,
+        ..on_server(&server)
+    };
+    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    dumped(&store, &ids(2));
+    let ok = Reply::Text("OK".into());
+    assert_eq!(store.redis(&[b"REPLICAOF", b"127.0.0.1", b"1"]), ok);
+    assert_eq!(refusal(&store, &[id(10)]), ErrorKind::Unhealthy);
+    let refused_at_once = |n| {
+        let device = Device::filled(&store.setup, &[id(n)]);
+        let refused = store.engine.dump(device.rows(&[id(n)])).err();
+        refused.is_some_and(|error| error.kind() == ErrorKind::Unhealthy)
+    };
+    let kept = store.map().kept();
+    for n in 11..20 {
+        assert!(refused_at_once(n), "block {n}");
+        assert!(loads(&store, &ids(2)), "what it has is read");
+    }
+    assert_eq!(store.map().kept(), kept, "nothing was copied into memory");
+    // After the cool-down one dump is tried, and those behind it are refused again.
+    clock.advance(Duration::from_secs(10));
+    assert!(!refused_at_once(20));
+    eventually("it was tried", || store.map().kept() == kept + 1);
+    eventually("it is refused again", || refused_at_once(21));
+    assert_eq!(store.redis(&[b"REPLICAOF", b"NO", b"ONE"]), ok);
+    clock.advance(Duration::from_secs(10));
+    dumped(&store, &[id(22)]);
+    assert_eq!(store.tier(1, "writable"), 1);
 }
 
 #[test]

@@ -556,6 +556,10 @@ impl Core {
                  not replaced: the block is \
                  not stored. Add that key behind the first one of this store, or use another root"
             }
+            MissReason::NotEncrypted => {
+                "what is stored under the name of this block is not encrypted: the block is not \
+                 stored now, and its next dump replaces that"
+            }
             _ => {
                 "a newer version has stored this block, and it is not replaced: the block is not \
                  stored. Upgrade, or use \

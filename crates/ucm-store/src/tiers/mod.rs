@@ -31,7 +31,7 @@ use serde::Serialize;
 use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::{ArenaOptions, Device, SlotPool};
-use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
+use ucm_infra::{Clock, Completion, LANE_DUMP, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
 use ucm_record::{Algorithm, Expect, Keys, verify_stored};
@@ -188,6 +188,8 @@ pub(crate) struct Tiers {
     levels: Vec<Level>,
     clock: Arc<dyn Clock>,
     records: Arc<StoredRecords>,
+    /// Where headers are read that are compared with a dump; none where nothing is encrypted.
+    headers: Option<Arc<SlotPool>>,
     moves: Moves,
     prefetch: Mutex<prefetch::Queue>,
     locally_visible: Merged,
@@ -241,6 +243,10 @@ impl Tiers {
     ) -> Result<Arc<Self>> {
         let levels = Level::of(&config.levels)?;
         let slot_len = config.records.layout.record_len();
+        let headers = match config.keys {
+            Some(_) => Some(header_slots(&config, device)?),
+            None => None,
+        };
         let count = config.levels.iter().map(|level| level.tiers.len()).sum();
         let spare = if count == 1 {
             1
@@ -298,6 +304,7 @@ impl Tiers {
             levels,
             clock,
             records: config.records,
+            headers,
             moves: Moves {
                 spare: SlotPool::new(arena, slot_len)?,
                 freed: Notify::new(),
@@ -512,11 +519,23 @@ impl Tiers {
             && writes.allows(request, now)
     }
 
-    /// Whether some tier that is written through may take a record now.
+    /// Whether a dump may be stored now: in a tier that outlives this process, or in memory alone
+    /// while those tiers are off. One that is read and refuses writes would refuse each block after
+    /// memory has copied it, so no dump begins then.
     pub(crate) fn may_take_dumps(&self, now: MonotonicTime) -> bool {
-        let through = |tier: &&Tier| tier.policy == WritePolicy::Through;
-        let mut tiers = self.tiers.iter().filter(through);
-        tiers.any(|tier| tier.may_write(u64::MAX, now))
+        let (mut memory_takes, mut refuses) = (false, false);
+        for tier in &self.tiers {
+            if tier.policy != WritePolicy::Through {
+                continue;
+            }
+            let takes = tier.may_write(u64::MAX, now);
+            if takes && !tier.is_memory() {
+                return true;
+            }
+            memory_takes |= takes;
+            refuses |= !tier.is_memory() && tier.is_well();
+        }
+        memory_takes && !refuses
     }
 
     /// Notes how a write of a request ended, for what is written after it; `None` where that says
@@ -762,6 +781,15 @@ impl Tiers {
             tier.backend.close(share);
         }
     }
+}
+
+/// A slot for the header of a record for every thread that writes.
+fn header_slots(config: &TiersConfig, device: &dyn Device) -> Result<Arc<SlotPool>> {
+    let tiers = config.levels.iter().flat_map(|level| &level.tiers);
+    let threads: usize = tiers.map(|tier| tier.pool.width(LANE_DUMP)).sum();
+    let (count, len) = (threads.max(1), config.records.layout.header_len());
+    let arena = device.make_arena(count * len, ArenaOptions::default())?;
+    SlotPool::with_slots(arena, len, count)
 }
 
 /// What two media side by side hold and did.

@@ -37,6 +37,8 @@ pub(crate) struct Tier {
     pub(super) codec: Option<TierCodec>,
     /// What its records are encrypted with.
     pub(super) keys: Option<Arc<Keys>>,
+    /// Records here that one of the keys is known to fit; of a tier that encrypts.
+    key_fits: IdSet<BlockId>,
     pub(super) breaker: Breaker,
     pub(super) state: State,
     copies: RefusedCopies,
@@ -163,6 +165,7 @@ impl Tier {
         Ok(Self {
             codec: codec.transpose()?,
             keys: keys.filter(|_| !memory),
+            key_fits: IdSet::default(),
             backend: config.backend,
             pool: config.pool,
             name,
@@ -318,8 +321,21 @@ impl Tier {
             && !writes.said.swap(true, Ordering::AcqRel)
     }
 
+    /// This record was written here, or read by one of the keys.
+    pub(super) fn note_key_fits(&self, id: BlockId) {
+        if self.keys.is_some() && self.key_fits.insert(id) && self.key_fits.len() > REMEMBERED {
+            self.key_fits.clear();
+        }
+    }
+
+    /// Whether a record that is present here may be of a key that this store has not.
+    pub(super) fn may_be_of_another_key(&self, id: BlockId) -> bool {
+        self.keys.is_some() && !self.key_fits.contains(&id)
+    }
+
     /// This copy is no hit until another takes its place.
     pub(super) fn refuse(&self, id: BlockId, reason: MissReason) {
+        self.key_fits.remove(&id);
         let ids = if reason.leaves_alone() {
             &self.copies.newer
         } else {

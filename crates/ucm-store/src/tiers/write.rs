@@ -134,6 +134,11 @@ impl Tiers {
             tiers.written(number, id, options.len, request, &result);
             done(result);
         };
+        let tiers = Arc::clone(self);
+        let written = move |result| {
+            let written = Box::new(written);
+            tiers.check_present(number, id, request.deadline, result, written);
+        };
         let write = TierWrite { options, ..write };
         let on = here.map_or(On::Lane(LANE_DUMP), On::Here);
         self.write_to(number, write, on, Box::new(written));
@@ -228,6 +233,7 @@ impl Tiers {
         match result {
             Ok(Written::Published) => {
                 tier.clear_bad(id);
+                tier.note_key_fits(id);
                 add(&tier.counts.blocks_written, 1);
                 add(&tier.counts.bytes_written, len as u64);
             }
