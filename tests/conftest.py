@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Most starts of engines in one run of every day: each takes about ten seconds. Add to it with a
 #: reason.
-ENGINE_LIMIT = 41
+ENGINE_LIMIT = 39
 _hosts: list[EngineHost] = []
 
 
