@@ -1,12 +1,11 @@
-"""What the demo knows of the store: its block files, their bytes, and the verdict of the reader in
-plain Python."""
+"""What the demo knows of the store: its block files, their bytes, and the verdict on each."""
 
 from __future__ import annotations
 
 import hashlib
 import pathlib
 
-from ucm.store.record import Refused, parse_header, verify_file
+from ucm.cli.inspect import inspect_file
 
 
 class StoreFiles:
@@ -27,7 +26,7 @@ class StoreFiles:
 
     def chain(self) -> list[pathlib.Path]:
         """The files in the order of their blocks in the prompt, as their headers say it."""
-        return sorted(self.digests, key=lambda path: parse_header(path.read_bytes()).ordinal)
+        return sorted(self.digests, key=lambda path: inspect_file(str(path))["header"]["ordinal"])
 
     def written_since(self, before: StoreFiles) -> int:
         """Bytes in files that are new or have other contents than ``before``."""
@@ -40,7 +39,7 @@ class StoreFiles:
 
 def flip_byte(path: pathlib.Path) -> None:
     """Change one byte in the middle of the keys and values of a block, as a failing disk would."""
-    header_len = parse_header(path.read_bytes()).header_len
+    header_len = inspect_file(str(path))["header"]["header_bytes"]
     with path.open("r+b") as file:  # in place: the same file, the same length
         file.seek((header_len + path.stat().st_size) // 2)
         byte = file.read(1)[0]
@@ -50,11 +49,7 @@ def flip_byte(path: pathlib.Path) -> None:
 
 def verdict(path: pathlib.Path) -> str:
     """``good``, or why the record in this file is refused."""
-    try:
-        verify_file(path)
-    except Refused as refused:
-        return str(refused.reason)
-    return "good"
+    return inspect_file(str(path))["reason"] or "good"
 
 
 def _digest(path: pathlib.Path) -> str:

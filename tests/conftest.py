@@ -28,6 +28,7 @@ ENGINE_LIMIT = 39
 _hosts: list[EngineHost] = []
 
 
+sys.path.append(str(Path(__file__).with_name("second_reader")))
 if os.environ.get("UCM_TEST_ISA"):  # before anything imports vLLM
     sys.path.append(str(Path(__file__).with_name("vllm")))
     importlib.import_module("instruction_sets").pin()

@@ -12,6 +12,7 @@ __all__ = [
     "BlockHasher",
     "Place",
     "QuietSha256",
+    "RecordKeys",
     "Sides",
     "Store",
     "Task",
@@ -33,12 +34,15 @@ __all__ = [
     "paged_attention",
     "part_mask",
     "platforms",
+    "read_footer",
+    "read_header",
     "record_ids",
     "retrieval_isas",
     "retrieval_openmp",
     "run_threads_on",
     "select_blocks",
     "tier_kinds",
+    "verify_record",
 ]
 
 __version__: str
@@ -101,6 +105,40 @@ def platforms() -> list[tuple[str, list[str], list[str], str]]:
 def tier_kinds() -> str:
     """Every kind of tier as a JSON text: names, role, the schema of its options and their defaults
     in order."""
+
+@final
+class RecordKeys:
+    """Keys that decrypt records."""
+
+    def __new__(cls, text: str) -> RecordKeys:
+        """``text``: each key 64 hex digits on a line of its own; :class:`~ucm.errors.ConfigError`
+        for another."""
+
+def read_header(data: bytes) -> tuple[dict[str, Any] | None, str, str]:
+    """What the header at the start of these bytes says; else None, the reason why it is refused,
+    and what was found."""
+
+def verify_record(
+    data: bytes,
+    record_id: bytes | None,
+    namespace: bytes,
+    shape: tuple[list[int], int, int, str] | None,
+    keys: RecordKeys | None,
+) -> tuple[dict[str, Any] | None, str, str]:
+    """Verifies a record read whole: as it is stored, and decrypted and decoded where that is
+    possible. ``header``, ``decrypted``, ``decoded`` and ``lost_sides`` (name, reason, what was
+    found) of a sound one, else as :func:`read_header`.
+
+    Only what is given is compared: ``namespace`` are the first bytes of the digest, ``shape`` the
+    bytes of a layer's tensors, layers, tokens of a block and name of the type.
+    """
+
+def read_footer(
+    tail: bytes, file_len: int
+) -> tuple[tuple[str, bytes, str, list[tuple[bytes, int, int]]] | None, int, str | None]:
+    """What the last bytes of a segment of ``file_len`` bytes list: its name, the digest of the
+    identity, the part, and id, offset and length of every record; else the length of its footer
+    where that begins before them, or the reason why it is refused."""
 
 @final
 class Place:

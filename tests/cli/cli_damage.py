@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from ucm.store.record import crc32c
+from plain_record import crc32c
 
 Damage = Callable[[Path], None]
 

@@ -14,14 +14,14 @@ from cli_roots import HOUR, RECORD, Written
 from click.testing import Result
 
 from ucm.cli.gc import Wish, carry_out, make_plan
-from ucm.cli.options import Target
 from ucm.cli.roots import Root
+from ucm.config import Capacity
 from ucm.errors import StoreIOError
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
 
-EVERYTHING = Wish(Target(bytes=0), None, chosen=False, stale=True, quarantine=True)
+EVERYTHING = Wish(Capacity(bytes=0), None, chosen=False, stale=True, quarantine=True)
 
 
 def by_use(paths: list[Path]) -> list[Path]:

@@ -14,7 +14,7 @@ from cli_damage import flip, seed_form
 from cli_roots import RECORD, Written
 from click.testing import Result
 
-from ucm.cli.manifest import Manifest, differences
+from ucm.cli.records import Manifest, differences
 from ucm.store.engine import EngineSettings
 
 Run = Callable[..., Result]
@@ -290,7 +290,7 @@ def test_one_record(root: Written, ucm_json: Json, ucm: Run) -> None:
     (record,) = ucm_json("inspect", path)["records"]
     assert (record["verdict"], record["reason"]) == ("refused", "bad_checksum")
     assert record["header"]["record_id"] == path.stem, "the header is right still"
-    assert "refused, bad_checksum: layer 0" in ucm("inspect", path).stdout
+    assert "refused, bad_checksum: checksum is" in ucm("inspect", path).stdout
 
 
 def test_a_record_somewhere_else_is_judged_without_its_name(

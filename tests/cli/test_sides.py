@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from cli_roots import BLOCK, LAYERS, PIECES, RECORD, Written
 from click.testing import Result
+from plain_record import verify_file
 
-from ucm.cli import show
-from ucm.store.record import verify_file
+from ucm.cli import terminal
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
@@ -43,8 +43,8 @@ def harm(path: Path, at: int) -> None:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = show.wall_ns
-    monkeypatch.setattr(show, "wall_ns", lambda: now() + 3600 * 10**9)
+    now = terminal.wall_ns
+    monkeypatch.setattr(terminal, "wall_ns", lambda: now() + 3600 * 10**9)
 
 
 @pytest.mark.parametrize(

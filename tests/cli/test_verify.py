@@ -17,9 +17,9 @@ from cli_damage import DAMAGES, flip, newer
 from cli_roots import RECORD, Written
 from click.testing import Result
 
-from ucm.cli import roots, show
+from ucm.cli import roots, terminal
+from ucm.cli.records import Pace, Reader, RecordVerifier
 from ucm.cli.roots import Found
-from ucm.cli.verifier import Pace, Reader, RecordVerifier
 from ucm.errors import UcmError
 
 Run = Callable[..., Result]
@@ -29,8 +29,8 @@ Json = Callable[..., dict[str, Any]]
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line runs an hour from now: nothing is young any more."""
-    now = show.wall_ns
-    monkeypatch.setattr(show, "wall_ns", lambda: now() + 3600 * 10**9)
+    now = terminal.wall_ns
+    monkeypatch.setattr(terminal, "wall_ns", lambda: now() + 3600 * 10**9)
 
 
 def quarantined(root: Written) -> list[str]:

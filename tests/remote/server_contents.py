@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from plain_segment import parse_footer
 from remote_columns import PREFIX, Column, redis_asks, redis_says
 
 from servers import BUCKET, Server
-from ucm.store.segment import parse_footer
 
 
 @dataclass(frozen=True)

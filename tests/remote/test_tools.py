@@ -17,10 +17,10 @@ from server_contents import Objects, Values, contents_of
 from test_matrix import is_well, loaded, opened, soon
 
 from servers import Server
-from ucm.cli import main, show
+from ucm.cli import main, terminal
 from ucm.cli.gc import Wish, carry_out, make_plan
-from ucm.cli.options import Target
-from ucm.cli.remote import RemoteRoot
+from ucm.cli.roots import RemoteRoot
+from ucm.config import Capacity
 from ucm.errors import NoSpaceError, TaskError, UcmError
 
 #: Where the name of a record says how old it is, so that a test can make it older.
@@ -29,7 +29,7 @@ HOUR = 3600
 COMMANDS = ("inspect", "verify", "gc")
 #: Bytes of a block's record before its payload.
 HEADER = 4096
-EVERYTHING = Wish(Target(bytes=0), None, chosen=False, stale=True, quarantine=True)
+EVERYTHING = Wish(Capacity(bytes=0), None, chosen=False, stale=True, quarantine=True)
 
 
 class Tools:
@@ -394,7 +394,7 @@ def test_foreign_in_a_namespace(
     name = tools.namespace()
     foreign = f"{PREFIX}/{name}/notes" if column.http else f"ucm:{name}:notes"
     contents.put(foreign, b"mine")
-    monkeypatch.setattr(show, "wall_ns", lambda: time.time_ns() + 2 * HOUR * 10**9)
+    monkeypatch.setattr(terminal, "wall_ns", lambda: time.time_ns() + 2 * HOUR * 10**9)
     done = tools.json("gc", "--namespace", name, "--yes")
     assert (done["removed"], done["namespaces_removed"]) == (1, [])
     assert contents.get(foreign) == b"mine"
@@ -436,7 +436,7 @@ def test_a_namespace(
         assert come_back(2, identity="another") == [True] * 2
         soon("it stores again", lambda: is_well(store, source, 0, 3))
     with monkeypatch.context() as patch:
-        patch.setattr(show, "wall_ns", lambda: time.time_ns() + 2 * HOUR * 10**9)
+        patch.setattr(terminal, "wall_ns", lambda: time.time_ns() + 2 * HOUR * 10**9)
         done = tools.json("gc", "--namespace", name, "--yes")
     assert (done["exit"], done["failed"], done["namespaces_removed"]) == (0, 0, [name])
     assert [space["words"]["weights"] for space in tools.root()["namespaces"]] == ["another"]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-
-from ucm.store.segment import parse_footer
+from plain_segment import parse_footer
 
 if TYPE_CHECKING:
     from ucm.store.posix import UcmPosixStore

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from blocks import LAYERS, PIECES, SHAPE, Memory, ids, records
+from plain_cipher import Keys, find_open, parse_keys
+from plain_record import Expect, Refused, Shape, crc32c, parse_header, verify
 
 from ucm.config import load
 from ucm.errors import ConfigError, InvalidInputError, TaskError
 from ucm.reasons import MissReason, reason_of
-from ucm.store.cipher import Keys, find_open, parse_keys
 from ucm.store.posix import UcmPosixStore
-from ucm.store.record import Expect, Refused, Shape, crc32c, parse_header, verify
 
 Open = Callable[..., UcmPosixStore]
 NAMES = ids(3)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blocks import BLOCK, LAYERS, PIECES, Memory, ids, records
+from plain_record import Expect, Part, verify, verify_file
 
 from ucm.errors import (
     BusyError,
@@ -33,7 +34,6 @@ from ucm.store import BlockHasher, UcmConnectorFactoryV1
 from ucm.store.engine import read_settings, settings_of
 from ucm.store.pipeline import UcmPipelineStore
 from ucm.store.posix import UcmPosixStore
-from ucm.store.record import Expect, Part, verify, verify_file
 
 Open = Callable[..., UcmPosixStore]
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from blocks import KV, LAYERS, PIECES, SHAPE, Memory, ids, record_files
+from plain_record import read_side, verify_file
 
 from ucm.errors import BusyError, ClosedError, ConfigError, InvalidInputError, UnsupportedError
 from ucm.store import SidesTask
 from ucm.store.posix import UcmPosixStore
-from ucm.store.record import read_side, verify_file
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 
 Open = Callable[..., UcmPosixStore]

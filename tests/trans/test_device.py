@@ -141,7 +141,7 @@ def test_without_a_name_the_log_says_what_was_taken_and_why(
     if memory.platform not in {"host", "cuda"}:
         pytest.skip("taken by name alone")
     if memory.platform == "host":
-        monkeypatch.setattr("ucm.trans.device.TransDevice", missing)
+        monkeypatch.setattr("ucm.trans.TransDevice", missing)
     device = trans.Device()
     with caplog.at_level(logging.INFO, "ucm.trans"):
         device.setup(0)
@@ -206,7 +206,7 @@ def test_a_driver_that_lacks_something_is_not_passed_over(monkeypatch: pytest.Mo
         raise UnsupportedError("too old", context={"function": "cuStreamQuery"})
 
     monkeypatch.delenv("PLATFORM", raising=False)
-    monkeypatch.setattr("ucm.trans.device.TransDevice", lacks)
+    monkeypatch.setattr("ucm.trans.TransDevice", lacks)
     with pytest.raises(UnsupportedError, match="too old"):
         trans.Device().setup(0)
 

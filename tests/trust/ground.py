@@ -21,10 +21,10 @@ import numpy.typing as npt
 import places
 from harm import Victim
 from places import Place
+from plain_record import Shape
 from software_driver import IN_USE, DeviceMemory
 
 from ucm.errors import TaskError
-from ucm.store.record import Shape
 
 #: Bytes of one layer's tensors: a layer ends inside its alignment, the payload inside its last
 #: page.

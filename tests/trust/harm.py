@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from places import Place as Copy
-
-from ucm.store.record import Header, Layer, Part, Refused, crc32c, parse_header
+from plain_record import Header, Layer, Part, Refused, crc32c, parse_header
 
 
 @dataclass(frozen=True)

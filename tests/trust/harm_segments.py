@@ -11,9 +11,8 @@ import struct
 from collections.abc import Callable
 
 from harm import Harm, Victim
-
-from ucm.store.record import crc32c
-from ucm.store.segment import ENTRY_LEN, TRAILER_LEN, Footer, parse_footer
+from plain_record import crc32c
+from plain_segment import ENTRY_LEN, TRAILER_LEN, Footer, parse_footer
 
 #: Changes the bytes of a segment, of which the footer is this and the victim's entry lies at that
 #: offset.

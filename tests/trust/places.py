@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucm.store.planes import find_zstd
-from ucm.store.record import Expect, Header, Part, Refused, Shape, verify
-from ucm.store.segment import NAME, Footer, parse_footer
+from plain_planes import find_zstd
+from plain_record import Expect, Header, Part, Refused, Shape, verify
+from plain_segment import NAME, Footer, parse_footer
 
 #: Decodes what is compressed; one of the development requirements.
 _ZSTD = find_zstd()

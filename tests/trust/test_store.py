@@ -18,10 +18,10 @@ from ground import SHAPE, Ground, Memory, assert_no_wait, block_ids, counted, wa
 from harm import Victim
 from kinds import LONG, FileRow, FuseRow, ProcessRow, RootRow
 from places import Place
+from plain_record import Refused
 from rows import FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS
 
 from ucm.errors import TaskError
-from ucm.store.record import Refused
 
 #: Longer than what is awaited may take: a store that found no room asks again after up to a minute.
 pytestmark = pytest.mark.timeout(600)

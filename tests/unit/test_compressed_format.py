@@ -7,14 +7,15 @@ import hashlib
 import struct
 from pathlib import Path
 
+import plain_planes as planes
+import plain_record as record
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_planes import Zstd, decode_layer, find_zstd, unpack_lz4
+from plain_record import Expect, Part, Refused, Shape
 
 from ucm.reasons import MissReason
-from ucm.store import planes, record
-from ucm.store.planes import Zstd, decode_layer, find_zstd, unpack_lz4
-from ucm.store.record import Expect, Part, Refused, Shape
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "record-v1"
 FROZEN = (FIXTURES / "planes.bin").read_bytes()

@@ -10,13 +10,14 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+import plain_record as record
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_record import Expect, Part, Refused, Shape
 
 from ucm.reasons import MissReason
-from ucm.store import BlockHasher, part_mask, record, record_ids
-from ucm.store.record import Expect, Part, Refused, Shape
+from ucm.store import BlockHasher, part_mask, record_ids
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FIXTURES = REPOSITORY / "tests" / "fixtures" / "record-v1"

@@ -6,13 +6,14 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import plain_record as record
+import plain_segment as segment
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_record import PAGE, Expect, Part, Refused, crc32c
 
 from ucm.reasons import MissReason
-from ucm.store import record, segment
-from ucm.store.record import PAGE, Expect, Part, Refused, crc32c
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 WHOLE = (FIXTURES / "segment-v1" / "whole.seg").read_bytes()

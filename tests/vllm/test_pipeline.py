@@ -14,10 +14,9 @@ from cases import STORED
 from checks import assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk
+from plain_record import parse_header
+from plain_segment import parse_footer
 from specs import ROOM, EngineSpec, StoreSpec
-
-from ucm.store.record import parse_header
-from ucm.store.segment import parse_footer
 
 pytestmark = pytest.mark.one_runner
 

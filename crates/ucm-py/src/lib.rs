@@ -13,6 +13,7 @@ mod kinds;
 mod mooncake;
 mod places;
 mod quiet;
+mod records;
 mod retrieval;
 mod store;
 mod task;
@@ -35,6 +36,8 @@ mod _core {
     use super::places::Place;
     #[pymodule_export]
     use super::quiet::QuietSha256;
+    #[pymodule_export]
+    use super::records::{RecordKeys, read_footer, read_header, verify_record};
     #[pymodule_export]
     use super::retrieval::{
         dot_scores, hamming_scores, hash_encode, hash_encode_query, hash_scores, hash_select,

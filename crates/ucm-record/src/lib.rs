@@ -23,6 +23,7 @@ mod refusal;
 #[cfg(test)]
 mod tests;
 mod verify;
+mod whole;
 
 pub use cipher::{Keys, Opened};
 pub use codec::{Algorithm, Codec};
@@ -34,6 +35,7 @@ pub use verify::{
     Expect, has_layout, verify, verify_header, verify_layers, verify_rest, verify_side,
     verify_side_bytes, verify_sides, verify_stored,
 };
+pub use whole::{KnownRecord, Whole, verify_whole};
 
 /// First four bytes of a record.
 pub const MAGIC: [u8; 4] = *b"UCMB";

@@ -114,6 +114,18 @@ fn verify_kv(
     verified: u32,
 ) -> Result<RecordHeader, Refusal> {
     let header = verify_header(bytes, expected)?;
+    verify_stretches(bytes, stored_len, &header, verified)?;
+    Ok(header)
+}
+
+/// Verifies the lengths of a record whose header this is, and its layers but for the first
+/// `verified`.
+pub(crate) fn verify_stretches(
+    bytes: &[u8],
+    stored_len: u64,
+    header: &RecordHeader,
+    verified: u32,
+) -> Result<(), Refusal> {
     let (len, kv_len) = (bytes.len() as u64, header.kv_len());
     let longest = len.max(stored_len);
     if longest > header.record_len {
@@ -137,7 +149,7 @@ fn verify_kv(
     for (entry, end) in header.table.iter().zip(ends).skip(verified as usize) {
         check(bytes, entry.offset, end, entry.crc)?;
     }
-    Ok(header)
+    Ok(())
 }
 
 /// Verifies some layers of a record of `stored_len` bytes: `bytes` begins with its header, and
@@ -282,7 +294,7 @@ fn check(bytes: &[u8], start: u64, end: u64, crc: u32) -> Result<(), Refusal> {
     ))
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -293,7 +305,7 @@ pub fn has_layout(header: &RecordHeader, layout: &RecordLayout) -> bool {
 
 /// [`has_layout`], or what is different. Where another form lies is its own business, but it is
 /// never longer. A record without KV says of which blocks it is, and has no payload.
-fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
+pub(crate) fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
     if header.key.is_some() && !layout.room_for_seals {
         // Written where there is a key, verified where there is none.
         let none = |_| {

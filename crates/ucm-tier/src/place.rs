@@ -1,7 +1,10 @@
 //! A place that is no directory, as tools see it: what lies there, and its removal. Engines have no
 //! use for this.
 
-use ucm_core::Result;
+use ucm_core::{BlockId, MissReason, Part, Result, limits};
+use ucm_record::RecordHeader;
+
+use crate::segment::format::Trailer;
 
 /// Something that lies at a place.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,4 +48,52 @@ pub trait Place: Send + Sync {
     /// Removes something of ours; false where it is gone, or was used or replaced since it was
     /// listed.
     fn remove(&self, item: &Item) -> Result<bool>;
+}
+
+/// What a segment lists.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SegmentListing {
+    /// Its file name.
+    pub name: String,
+    /// Digest of the identity.
+    pub namespace: [u8; 32],
+    /// The part that its records are of.
+    pub part: Part,
+    /// Id, offset and length of every record, bytes.
+    pub records: Vec<(BlockId, u64, u64)>,
+}
+
+/// What the last bytes of a segment say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SegmentTail {
+    /// The whole footer.
+    Listed(SegmentListing),
+    /// The footer has so many bytes, and begins before them.
+    Longer(u64),
+}
+
+/// Longest record of any part, bytes.
+const LONGEST: u64 =
+    RecordHeader::LONGEST as u64 + limits::MAX_BLOCK_BYTES + limits::MAX_SIDES_BYTES;
+
+/// Verifies the footer of a segment of `file_len` bytes, of which `tail` are the last.
+pub fn list_segment(tail: &[u8], file_len: u64) -> std::result::Result<SegmentTail, MissReason> {
+    let trailer = Trailer::decode(tail, file_len)?;
+    let len = trailer.footer.end - trailer.footer.start;
+    let footer = usize::try_from(len)
+        .ok()
+        .and_then(|len| tail.len().checked_sub(len));
+    let Some(start) = footer else {
+        return Ok(SegmentTail::Longer(len));
+    };
+    let entries = trailer.entries(&tail[start..], LONGEST)?;
+    let records = entries
+        .iter()
+        .map(|entry| (entry.id, entry.offset, entry.len));
+    Ok(SegmentTail::Listed(SegmentListing {
+        name: trailer.owner.name.file_name(),
+        namespace: trailer.owner.namespace,
+        part: trailer.owner.part,
+        records: records.collect(),
+    }))
 }

@@ -1,9 +1,9 @@
-"""The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of the POSIX file layout,
-live ones too.
+"""The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of every store, live ones
+too.
 
-It reads roots in plain Python, by ``docs/format.md`` alone, and needs neither the compiled core nor
-vLLM. What a user can mend (a wrong path, a root without marker, missing rights) is one sentence and
-exit status 2, never a traceback.
+Records are read and verified by the compiled core; vLLM is not needed. What a user can mend (a
+wrong path, a root without marker, missing rights) is one sentence and exit status 2, never a
+traceback.
 """
 
 from __future__ import annotations

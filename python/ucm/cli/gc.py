@@ -11,31 +11,42 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucm.cli import options, show
-from ucm.cli.options import Target
-from ucm.cli.remote import AnyRoot, RemoteRoot, open_root
-from ucm.cli.roots import LOW, STALE_NS, Contents, Found, Kind
+from ucm.cli import terminal
+from ucm.cli.roots import (
+    LOW,
+    STALE_NS,
+    AnyRoot,
+    Contents,
+    Found,
+    Kind,
+    RemoteRoot,
+    open_root,
+    pick_each,
+)
 from ucm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ucm.config.fields import Capacity
 
 #: Files removed between two looks at the marker.
 _BATCH = 256
 
 
 @click.command()
-@options.roots
+@terminal.roots
 @click.option(
     "--to",
-    type=options.target,
+    type=terminal.target,
     metavar="SIZE|PERCENT",
     help=f"Come down to this size, or percentage of the limit; default {LOW:.0%}.",
 )
 @click.option(
     "--older-than",
-    type=options.age,
+    type=terminal.age,
     metavar="AGE",
     help="Remove what was not used for so long: 90s, 30m, 12h, 7d, 2w.",
 )
@@ -51,13 +62,13 @@ _BATCH = 256
 @click.option("--quarantine", is_flag=True, help="Remove quarantined records.")
 @click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
 @click.option("--list", "listing", is_flag=True, help="Name every file.")
-@options.of_store
-@options.json_output
+@terminal.of_store
+@terminal.json_output
 @click.pass_context
 def gc(
     ctx: click.Context,
     paths: tuple[str, ...],
-    to: Target | None,
+    to: Capacity | None,
     older_than: float | None,
     wanted: tuple[str, ...],
     stale: bool,
@@ -78,16 +89,16 @@ def gc(
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
         roots = [stack.enter_context(open_root(path, told)) for path in paths]
-        for root, names in options.pick_each(roots, wanted):
+        for root, names in pick_each(roots, wanted):
             plan = make_plan(root, names, wish)
             outcome = carry_out(root, plan) if yes else Outcome()
             results.append(_document(root, plan, outcome, yes, listing))
             if outcome.interrupted:
                 break
     if as_json:
-        show.document(options.together("gc", results))
+        terminal.document(terminal.together("gc", results))
     else:
-        show.each(_show, results)
+        terminal.each(_show, results)
     if results[-1]["interrupted"]:
         ctx.exit(130)
     ctx.exit(1 if any(result["failed"] for result in results) else 0)
@@ -97,7 +108,7 @@ def gc(
 class Wish:
     """What was asked for. A namespace alone means all of it, nothing at all the low watermark."""
 
-    to: Target | None
+    to: Capacity | None
     older_than: float | None
     chosen: bool
     stale: bool
@@ -111,10 +122,12 @@ class Wish:
         )
 
     @property
-    def target(self) -> Target | None:
+    def target(self) -> Capacity | None:
         """What to come down to, if that is asked for."""
+        from ucm.config.fields import Capacity  # with pydantic: not before it is needed
+
         nothing = self.older_than is None and not (self.chosen or self.stale or self.quarantine)
-        return Target(percent=LOW * 100) if self.to is None and nothing else self.to
+        return Capacity(percent=LOW * 100) if self.to is None and nothing else self.to
 
 
 @dataclass
@@ -143,7 +156,7 @@ class Outcome:
 
 def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
     """What is to be removed of these namespaces."""
-    now = show.wall_ns()
+    now = terminal.wall_ns()
     contents = {name: root.scan(name) for name in names}
     if not wish.chosen:
         contents[""] = root.beside()
@@ -283,22 +296,22 @@ def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]
         "private": kinds[Kind.PRIVATE],
         "quarantined": kinds[Kind.QUARANTINED],
         "bytes": sum(found.size for found in mine),
-        "oldest_use": show.seconds(min(used, default=None)),
-        "newest_use": show.seconds(max(used, default=None)),
+        "oldest_use": terminal.seconds(min(used, default=None)),
+        "newest_use": terminal.seconds(max(used, default=None)),
         "records_left": len(inside.records) - kinds[Kind.RECORD],
         "segments_left": len(inside.segments) - kinds[Kind.SEGMENT],
     }
 
 
 def _show(result: dict[str, Any]) -> None:
-    now = show.wall_ns()
-    limit = f"limit {show.size(result['limit'])}" if result["limit"] else "no limit"
-    click.echo(f"root {result['root']}: {show.size(result['used_bytes'])} used, {limit}")
+    now = terminal.wall_ns()
+    limit = f"limit {terminal.size(result['limit'])}" if result["limit"] else "no limit"
+    click.echo(f"root {result['root']}: {terminal.size(result['used_bytes'])} used, {limit}")
     if result["target_bytes"] is not None:
-        click.echo(f"  to come down to {show.size(result['target_bytes'])}")
+        click.echo(f"  to come down to {terminal.size(result['target_bytes'])}")
     if not result["planned"] and not result["namespaces_removed"]:
         click.echo("  nothing to remove")
-    show.table(
+    terminal.table(
         (
             "namespace",
             "records",
@@ -317,7 +330,7 @@ def _show(result: dict[str, Any]) -> None:
                 space["segments"],
                 space["private"],
                 space["quarantined"],
-                show.size(space["bytes"]),
+                terminal.size(space["bytes"]),
                 _when(space["oldest_use"], now),
                 _when(space["newest_use"], now),
                 space["records_left"],
@@ -330,17 +343,14 @@ def _show(result: dict[str, Any]) -> None:
     )
     for name in result.get("files", ()):
         click.echo(f"  {name}")
-    what = show.many(result["planned"], "file")
+    what = terminal.many(result["planned"], "file")
     if result["dry_run"]:
         if result["planned"]:
-            click.echo(
-                f"dry run: {what}, {show.size(result['planned_bytes'])} would go; --yes removes"
-                " them"
-            )
+            size = terminal.size(result["planned_bytes"])
+            click.echo(f"dry run: {what}, {size} would go; --yes removes them")
         return
-    click.echo(
-        f"removed {show.many(result['removed'], 'file')}, {show.size(result['removed_bytes'])}"
-    )
+    what = terminal.many(result["removed"], "file")
+    click.echo(f"removed {what}, {terminal.size(result['removed_bytes'])}")
     if result["interrupted"]:
         click.echo("  interrupted: the rest stays")
     if result["skipped"]:
@@ -350,4 +360,4 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _when(seconds: int | None, now: int) -> str:
-    return show.ago(None if seconds is None else seconds * 10**9, now)
+    return terminal.ago(None if seconds is None else seconds * 10**9, now)

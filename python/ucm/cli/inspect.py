@@ -1,8 +1,8 @@
 """``ucm inspect``: what lies below a root, whose it is and how identities differ; or what one
-record says of itself.
+record says of itself, and the verdict on all of it.
 
-It only reads. Of the records it reads some headers, evenly spread, to say which parts are there: to
-verify records is what ``ucm verify`` is for.
+It only reads. Of the records below a root it reads some headers, evenly spread, to say which parts
+are there: to verify records is what ``ucm verify`` is for.
 """
 
 from __future__ import annotations
@@ -12,20 +12,29 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ucm.cli import manifest as manifests
-from ucm.cli import options, show
-from ucm.cli.checksum import fastest
-from ucm.cli.foreign import Foreigners
-from ucm.cli.manifest import part_name
-from ucm.cli.record_file import inspect_file, show_file
-from ucm.cli.remote import AnyRoot, open_root, scheme_of
-from ucm.cli.roots import LOW, Contents, Found
-from ucm.cli.verifier import read_footer, reader_of
-from ucm.store.record import PAGE, Refused, parse_header
+from ucm.cli import terminal
+from ucm.cli.records import (
+    PAGE,
+    READER,
+    Manifest,
+    Refused,
+    Shape,
+    differences,
+    header_of,
+    most_to_read,
+    read_footer,
+    read_manifest,
+    reader_of,
+    verify_record,
+)
+from ucm.cli.roots import LOW, MARKER, AnyRoot, Contents, Foreigners, Found, Root, open_root
+from ucm.cli.terminal import scheme_of
+from ucm.errors import UcmError
 
 #: Headers read of each namespace.
 HEADERS = 64
@@ -38,14 +47,14 @@ _SHOWN = 10
 
 
 @click.command()
-@options.roots
+@terminal.roots
 @click.option(
     "--tenants",
     is_flag=True,
     help="Read every record's header and count records and bytes by tenant.",
 )
-@options.of_store
-@options.json_output
+@terminal.of_store
+@terminal.json_output
 def inspect(paths: Sequence[str], tenants: bool, told: Mapping[str, str], as_json: bool) -> None:
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
 
@@ -60,9 +69,9 @@ def inspect(paths: Sequence[str], tenants: bool, told: Mapping[str, str], as_jso
         else:
             records.append(inspect_file(path))
     if as_json:
-        show.document({"command": "inspect", "roots": roots, "records": records})
+        terminal.document({"command": "inspect", "roots": roots, "records": records})
         return
-    show.each(_show_root, roots)
+    terminal.each(_show_root, roots)
     for at, record in enumerate(records):
         if at or roots:
             click.echo()
@@ -79,7 +88,7 @@ def describe(root: AnyRoot) -> dict[str, Any]:
     _count(total, beside)
     for name in root.namespaces():
         contents = root.scan(name)
-        manifest = manifests.read(root, name)
+        manifest = read_manifest(root, name)
         foreigners.add(contents.foreign)
         _count(total, contents)
         if manifest.identity:
@@ -112,7 +121,7 @@ def describe(root: AnyRoot) -> dict[str, Any]:
             sorted(Counter(_sort_of(found.name) for found in beside.space).items())
         ),
         "namespaces": namespaces,
-        "differences": manifests.differences(identities) if len(identities) > 1 else {},
+        "differences": differences(identities) if len(identities) > 1 else {},
         **foreigners.document(),
     }
 
@@ -120,7 +129,7 @@ def describe(root: AnyRoot) -> dict[str, Any]:
 def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
     """Records and bytes of each tag, most bytes first; the tag of what belongs to no tenant is
     empty. A record whose header is refused is not counted."""
-    reader, crc = reader_of(root), fastest().of
+    reader = reader_of(root)
     records: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for name in root.namespaces():
@@ -130,18 +139,16 @@ def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
             try:
                 places += [
                     (segment, entry.offset, entry.length)
-                    for entry in read_footer(reader, segment, crc).entries
+                    for entry in read_footer(reader, segment).entries
                 ]
             except (OSError, Refused):
                 continue
         for found, offset, size in places:
             try:
-                tenant = parse_header(
-                    reader.read(found, min(size, _HEADER_MOST), offset)[0], crc
-                ).tenant
+                header = header_of(reader.read(found, min(size, _HEADER_MOST), offset)[0])
             except (OSError, Refused):
                 continue
-            tag = tenant.hex() if any(tenant) else ""
+            tag = "" if header["tenant"] == "none" else header["tenant"]
             records[tag] += 1
             sizes[tag] += size
     return [
@@ -149,9 +156,7 @@ def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
     ]
 
 
-def _namespace(
-    root: AnyRoot, name: str, contents: Contents, manifest: manifests.Manifest
-) -> dict[str, Any]:
+def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest) -> dict[str, Any]:
     used = [found.mtime_ns for found in (*contents.records, *contents.segments) if found.mtime_ns]
     sample = _spread(contents.records, HEADERS)
     parts, sides, reasons = _headers(root, sample)
@@ -164,7 +169,7 @@ def _namespace(
         "labels": manifest.labels,
         "words": dict(manifest.words()),
         "identity": manifest.identity,
-        "parts_described": sorted(part_name(part) for part in manifest.shapes),
+        "parts_described": sorted(manifest.shapes),
         "parts_present": dict(sorted((Counter(parts) + in_segments).items())),
         "sides_present": sides,
         "headers_read": len(sample),
@@ -175,8 +180,8 @@ def _namespace(
         "segment_bytes": segment_bytes,
         "segment_records": in_segments.total(),
         "footers_refused": footers_refused,
-        "oldest_use": show.seconds(min(used, default=None)),
-        "newest_use": show.seconds(max(used, default=None)),
+        "oldest_use": terminal.seconds(min(used, default=None)),
+        "newest_use": terminal.seconds(max(used, default=None)),
         "private": len(contents.private),
         "private_bytes": sum(found.size for found in contents.private),
         "quarantined": len(contents.quarantined),
@@ -198,9 +203,9 @@ def _headers(
     reasons: Counter[str] = Counter()
     for found in sample:
         try:
-            header = parse_header(reader.read(found, _HEADER_MOST)[0])
-            parts[part_name(header.part)] += 1
-            sides.update(side.name for side in header.sides)
+            header = header_of(reader.read(found, _HEADER_MOST)[0])
+            parts[header["part"]] += 1
+            sides.update(side["name"] for side in header["sides"])
         except Refused as refused:
             reasons[str(refused.reason)] += 1
         except FileNotFoundError:
@@ -213,13 +218,13 @@ def _headers(
 def _footers(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
     """Records of each part that the footers of these segments name, and footers refused, by
     reason."""
-    reader, crc = reader_of(root), fastest().of
+    reader = reader_of(root)
     records: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in segments:
         try:
-            footer = read_footer(reader, found, crc)
-            records[part_name(footer.part)] += len(footer.entries)
+            footer = read_footer(reader, found)
+            records[footer.part] += len(footer.entries)
         except Refused as refused:
             reasons[str(refused.reason)] += 1
         except FileNotFoundError:
@@ -244,7 +249,7 @@ def _count(total: Counter[str], contents: Contents) -> None:
 
 
 def _inside(records: int) -> str:
-    return f", {show.many(records, 'record')} in them" if records else ""
+    return f", {terminal.many(records, 'record')} in them" if records else ""
 
 
 def _sort_of(name: str) -> str:
@@ -260,21 +265,19 @@ def _layout(kept: dict[str, Any] | None) -> str:
 
 
 def _show_root(root: dict[str, Any]) -> None:
-    now = show.wall_ns()
+    now = terminal.wall_ns()
     click.echo(f"root {root['root']}")
     created = root["created"]
-    used = show.size(root["used_bytes"])
+    used = terminal.size(root["used_bytes"])
     if root["storage_capacity"]:
         share = "" if root["used_share"] is None else f" ({root['used_share']:.1%})"
-        used += (
-            f" of {show.size(root['storage_capacity'])}{share}, storage_capacity as it was at the"
-            " first start"
-        )
+        limit = terminal.size(root["storage_capacity"])
+        used += f" of {limit}{share}, storage_capacity as it was at the first start"
     else:
         used += ", no limit is known"
     rows: list[tuple[str, object]] = [
         ("uuid", f"{root['uuid']}, format {root['format']}"),
-        ("made", show.ago(created * 10**9, now) if isinstance(created, int) else "-"),
+        ("made", terminal.ago(created * 10**9, now) if isinstance(created, int) else "-"),
         ("layout", _layout(root["layout"])),
         ("used", used),
         *_free(root),
@@ -288,18 +291,18 @@ def _show_root(root: dict[str, Any]) -> None:
         ("foreign", _amount(root["foreign"], root["foreign_bytes"])),
         ("seed form", _amount(root["seed_form"], root["seed_form_bytes"])),
     ]
-    show.pairs(rows)
+    terminal.pairs(rows)
     if not root["namespaces"]:
         click.echo("\n  no namespaces")
         return
     click.echo("\nnamespaces")
-    show.table(
+    terminal.table(
         ("namespace", "records", "bytes", "oldest use", "newest use", "parts", "manifest"),
         [
             (
                 space["namespace"],
                 space["records"],
-                show.size(space["bytes"]),
+                terminal.size(space["bytes"]),
                 _when(space["oldest_use"], now),
                 _when(space["newest_use"], now),
                 " ".join(space["parts_present"]) or "-",
@@ -310,7 +313,7 @@ def _show_root(root: dict[str, Any]) -> None:
     )
     for space in root["namespaces"]:
         click.echo(f"\nnamespace {space['namespace']}")
-        show.pairs(
+        terminal.pairs(
             list(space["words"].items())
             or [("identity", f"not known: the manifest is {space['manifest']}")]
         )
@@ -324,16 +327,16 @@ def _show_root(root: dict[str, Any]) -> None:
     if "tenants" in root:
         click.echo("\ntenants")
         tags = [
-            (one["tenant"] or "none", one["records"], show.size(one["bytes"]))
+            (one["tenant"] or "none", one["records"], terminal.size(one["bytes"]))
             for one in root["tenants"]
         ]
-        show.table(("tag", "records", "bytes"), tags)
+        terminal.table(("tag", "records", "bytes"), tags)
     if root["foreign_files"]:
         click.echo("\nnot ours, left alone")
-        show.table(
+        terminal.table(
             ("path", "what", "bytes"),
             [
-                (f["path"], _foreign(f), show.size(f["bytes"]))
+                (f["path"], _foreign(f), terminal.size(f["bytes"]))
                 for f in root["foreign_files"][:_SHOWN]
             ],
         )
@@ -344,7 +347,7 @@ def _show_root(root: dict[str, Any]) -> None:
 def _free(root: dict[str, Any]) -> list[tuple[str, object]]:
     """What is free of the file system; nothing where there is none."""
     size, free = root["file_system_bytes"], root["file_system_free_bytes"]
-    return [] if size is None else [("free", f"{show.size(free)} of {show.size(size)}")]
+    return [] if size is None else [("free", f"{terminal.size(free)} of {terminal.size(size)}")]
 
 
 def _show_differences(root: dict[str, Any]) -> None:
@@ -355,7 +358,7 @@ def _show_differences(root: dict[str, Any]) -> None:
     if not root["differences"]:
         click.echo("  nothing that the manifests say")
         return
-    show.table(
+    terminal.table(
         ("key", *(name[:8] for name in known)),
         [
             (key, *_told([values.get(name, "-") for name in known]))
@@ -367,24 +370,97 @@ def _show_differences(root: dict[str, Any]) -> None:
 def _told(values: list[object]) -> list[str]:
     """Each value short; where that hides what differs, from there on."""
     texts = [str(value) for value in values]
-    told = [show.short(text) for text in texts]
+    told = [terminal.short(text) for text in texts]
     if len(set(told)) < len(set(texts)):
         alike = next(at for at, letters in enumerate(zip_longest(*texts)) if len(set(letters)) > 1)
         at = max(alike - _BEFORE, 0)
-        told = [show.short("..." + text[at:] if at else text) for text in texts]
+        told = [terminal.short("..." + text[at:] if at else text) for text in texts]
     return told
 
 
 def _foreign(found: dict[str, Any]) -> str:
-    many = show.many(found["seed_form"], "file") + " " if found["what"] == "directory" else ""
+    many = terminal.many(found["seed_form"], "file") + " " if found["what"] == "directory" else ""
     return (
         f"{found['what']}, {many}of the seed's form" if found["seed_form"] else str(found["what"])
     )
 
 
 def _amount(count: int, size: int) -> str:
-    return f"{count}, {show.size(size)}" if count else "none"
+    return f"{count}, {terminal.size(size)}" if count else "none"
 
 
 def _when(seconds: int | None, now: int) -> str:
-    return show.ago(None if seconds is None else seconds * 10**9, now)
+    return terminal.ago(None if seconds is None else seconds * 10**9, now)
+
+
+#: Longer than every header.
+_HEAD = 128 << 10
+_RECORD = re.compile(r"([0-9a-f]{32})/blocks/([0-9a-f]{2})/(\2[0-9a-f]{30})\.bin")
+
+
+def inspect_file(path: str) -> dict[str, Any]:
+    """Everything there is to say of one record, as it stands in the JSON document."""
+    document: dict[str, Any] = {"file": os.path.abspath(path), "bytes": os.path.getsize(path)}
+    named = _RECORD.fullmatch("/".join(Path(path).absolute().parts[-4:]))
+    record_id, namespace, shape = None, b"", None
+    try:
+        header = document["header"] = header_of(_read(path, _HEAD))
+        if named is not None:
+            record_id, namespace = bytes.fromhex(named[3]), bytes.fromhex(named[1])
+            shape = _shapes(Path(path).absolute().parents[3], named[1]).get(header["part"])
+        # Not further than the header says, whatever lies there.
+        data = _read(path, most_to_read(header))
+        lost = verify_record(data, record_id, namespace, shape, None)["lost_sides"]
+        document |= {"verdict": "good", "reason": None, "found": None}
+        reasons = {name: reason for name, reason, _ in lost}
+        for side in header["sides"]:
+            side["verdict"] = reasons.get(side["name"], "good")
+    except Refused as refused:
+        document.setdefault("header", None)
+        document |= {"verdict": "refused", "reason": str(refused.reason), "found": refused.found}
+    return document | {"name_checked": named is not None, "reader": READER}
+
+
+def show_file(record: dict[str, Any]) -> None:
+    """Prints it for people."""
+    click.echo(f"record {record['file']}")
+    verdict = "good: every checksum is right" if record["verdict"] == "good" else ""
+    rows: list[tuple[str, object]] = [
+        ("verdict", verdict or f"refused, {record['reason']}: {record['found']}"),
+        ("length", f"{record['bytes']} bytes"),
+    ]
+    if not record["name_checked"]:
+        rows.append(
+            (
+                "name",
+                "not that of a record in a root, so id and namespace were not compared with it",
+            )
+        )
+    if header := record["header"]:
+        rows += [
+            (name.replace("_", " "), value) for name, value in header.items() if name != "sides"
+        ]
+        rows += [(f"side shard {side['name']}", _side(side)) for side in header["sides"]]
+        at = rows.index(("time", header["time"]))
+        rows[at] = ("time", terminal.ago(int(header["time"]) * 10**9, terminal.wall_ns()))
+    terminal.pairs(rows)
+
+
+def _side(side: dict[str, Any]) -> str:
+    verdict = side.get("verdict")
+    return f"{side['bytes']} bytes, version {side['version']}" + (f", {verdict}" if verdict else "")
+
+
+def _read(path: str, most: int) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(most)
+
+
+def _shapes(root: Path, namespace: str) -> dict[str, Shape]:
+    if not (root / MARKER).exists():
+        return {}
+    try:
+        with Root(root) as opened:
+            return read_manifest(opened, namespace).shapes
+    except UcmError:
+        return {}

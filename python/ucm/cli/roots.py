@@ -1,27 +1,37 @@
-"""A root as the command line sees it: opened once, walked without following links, never left.
+"""Roots as the command line sees them: a directory, or what lies on a server or in a bucket.
 
-Everything goes through descriptors of directories that were checked when they were opened: not a
-link, on the same device as the root. So what is removed or renamed lies below the root that was
-marked, also when somebody exchanges directories meanwhile. Names are taken by the patterns of
+:class:`Root` is a directory, opened once, walked without following links, never left. Everything
+goes through descriptors of directories that were checked when they were opened: no link, and on the
+same device as the root. So what is removed lies below the root that was marked, also when
+directories are exchanged at the same time. Names are compared with the patterns of
 ``docs/format.md``; everything else is foreign and is only counted.
+
+:class:`RemoteRoot` is the same for a server or a bucket, through the compiled core: everything is
+listed once, under the path that it would have below a root.
+
+The original's own form is a file ``blocks/<hh>/<32 hex>.bin`` that begins with 64 bytes of ``UCMB``
+and no checksum (``seed_form`` in ``docs/format.md``). :class:`Foreigners` finds these below foreign
+directories, up to a bound.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ucm.errors import ConfigError, ForeignError, StoreIOError
+from ucm._core import Place, read_header
+from ucm.cli.terminal import scheme_of
+from ucm.errors import ConfigError, ForeignError, StoreIOError, UcmError
 from ucm.reasons import MissReason
-from ucm.store import segment
 
 FORMAT = 1
 MARKER = "ucm-root.json"
@@ -54,6 +64,8 @@ DAMAGE = frozenset(
         MissReason.BAD_CHECKSUM,
     }
 )
+#: A segment's file name: its writer's number and that writer's number for it.
+SEGMENT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.seg")
 #: Directory of a namespace's segments.
 SEGMENTS = "segments"
 QUARANTINED = re.compile(rf"[0-9a-f]{{32}}\.(?:{'|'.join(sorted(DAMAGE))})\.[0-9]{{1,20}}\.bin")
@@ -231,7 +243,7 @@ class Root:
         """What lies in a namespace; what vanishes meanwhile is left out."""
         contents = Contents()
         places = {
-            SEGMENTS: (Kind.SEGMENT, segment.NAME, contents.segments),
+            SEGMENTS: (Kind.SEGMENT, SEGMENT, contents.segments),
             "tmp": (Kind.PRIVATE, PRIVATE, contents.private),
             QUARANTINE: (Kind.QUARANTINED, QUARANTINED, contents.quarantined),
         }
@@ -477,3 +489,382 @@ def _remove_empty(name: str, directory: int | None) -> bool:
     except OSError:  # something lies in it, or it is no directory
         return False
     return True
+
+
+_Item = tuple[str, str, int, int, str]
+_MANIFEST_OF_PART = re.compile(r"manifest-g\d+p\d+t\d+\.json")
+_REDIS = ("redis", "rediss")
+
+
+class RemoteRoot:
+    """A server or a bucket. A context manager with what :class:`~ucm.cli.roots.Root` has.
+
+    Raises :class:`~ucm.errors.ConfigError` for an address or an option that is none.
+    """
+
+    def __init__(self, url: str, told: Mapping[str, str]) -> None:
+        # with all of the configuration, which directories do not need
+        from ucm.config.fields import (
+            without_login,
+        )
+
+        self.shown = without_login(url)
+        self._place = _place(url, told, self.shown)
+        self.limit, self._used, self._words = self._place.room()
+        #: The option without which ages are not known: Redis tells how long a record still lives.
+        self.age_needs = (
+            "expire_after" if scheme_of(url) in _REDIS and "expire_after" not in told else None
+        )
+        self._items: list[_Item] | None = None
+        self._by_path: dict[str, _Item] = {}
+        self.marker = self._read_marker()
+
+    def __enter__(self) -> RemoteRoot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def uuid(self) -> str:
+        """The marker's own number; what the server is, where it has no marker."""
+        return str(self.marker.get("uuid", "-"))
+
+    @property
+    def layout(self) -> dict[str, Any] | None:
+        """How records lie there."""
+        if self._words:
+            return {"kind": "one value per record", "why": self._words}
+        return {"kind": "segment", "why": "objects in a bucket"}
+
+    def file_system(self) -> tuple[int | None, int | None]:
+        """There is none that could be asked; of a server that has a limit, what that leaves."""
+        if not self._words or not self.limit:
+            return None, None
+        return self.limit, max(0, self.limit - self._used)
+
+    def check(self) -> None:
+        """Whether it can still be reached."""
+        self._place.room()
+
+    def namespaces(self) -> list[str]:
+        """Names of the namespaces, sorted."""
+        return sorted(
+            {path.partition("/")[0] for path, *_ in self.items() if self._is_in_namespace(path)}
+        )
+
+    def beside(self) -> Contents:
+        """What lies there beside marker and namespaces."""
+        contents = Contents()
+        for item in self.items():
+            path, name, size, *_ = item
+            if not path:
+                contents.foreign.append(Foreign(name, "object", size))
+            elif path != MARKER and not self._is_in_namespace(path):
+                contents.space.append(_listed(Kind.SPACE, item))
+        return contents
+
+    def scan(self, namespace: str) -> Contents:
+        """What lies in a namespace."""
+        contents = Contents()
+        for item in self.items():
+            where = item[0].split("/")
+            if where[0] != namespace or len(where) < 3:
+                continue
+            if where[1] == SEGMENTS:
+                contents.segments.append(_listed(Kind.SEGMENT, item))
+            else:
+                contents.records.append(_listed(Kind.RECORD, item))
+        return contents
+
+    def document(self, *path: str) -> Any:
+        """A JSON document, ``None`` if it is absent; raises :class:`ValueError` if it is none.
+
+        The manifest of a namespace is put together of those of its parts.
+        """
+        if path[1:] == (MANIFEST,):
+            return self._manifest(path[0])
+        item = self.item("/".join(path))
+        return None if item is None else self._json(item)
+
+    def unlink(self, found: Found) -> bool:
+        """Removes what was found before; false if it is gone, or was used or replaced since."""
+        item = self.item(found.path)
+        try:
+            return item is not None and self._place.remove(item)
+        except UcmError as error:
+            raise OSError(errno.EIO, error.message) from None
+
+    def quarantine(self, _found: Found, _inode: int, _name: str) -> bool:
+        """Nothing is moved there."""
+        return False
+
+    def written_ns(self, namespace: str) -> int:
+        """When something of a namespace was last used."""
+        return max(
+            (used for path, _, _, used, _ in self.items() if path.startswith(f"{namespace}/")),
+            default=0,
+        )
+
+    def remove_namespace(self, namespace: str) -> bool:
+        """Removes the manifests of a namespace in which nothing else lies any more."""
+        self._items = None
+        left = [item for item in self.items() if item[0].startswith(f"{namespace}/")]
+        foreign = any(
+            not path and namespace in re.split("[:/]", name) for path, name, *_ in self.items()
+        )
+        if foreign or any(
+            not _MANIFEST_OF_PART.fullmatch(item[0].rpartition("/")[2]) for item in left
+        ):
+            return False
+        return sum(self._place.remove(item) for item in left) == len(left)
+
+    @contextmanager
+    def directory(self, *_names: str) -> Iterator[int | None]:
+        """There are none to open."""
+        yield None
+
+    def items(self) -> list[_Item]:
+        """Everything that lies there."""
+        if self._items is None:
+            self._items = self._place.list()
+            self._by_path = {item[0]: item for item in self._items if item[0]}
+        return self._items
+
+    def item(self, path: str) -> _Item | None:
+        """What lies there under this path."""
+        self.items()
+        return self._by_path.get(path)
+
+    def read(self, item: _Item, start: int, length: int) -> bytes | None:
+        """Bytes of what lies there; ``None`` if it is gone."""
+        return self._place.read(item[1], start, length)
+
+    def _is_in_namespace(self, path: str) -> bool:
+        first, _, rest = path.partition("/")
+        return bool(rest) and first != "space"
+
+    def _json(self, item: _Item) -> Any:
+        if item[2] > _LONGEST_DOCUMENT:
+            raise ValueError(f"more than {_LONGEST_DOCUMENT} bytes")
+        text = self.read(item, 0, item[2])
+        return None if text is None else json.loads(text)
+
+    def _manifest(self, namespace: str) -> Any:
+        whole: dict[str, Any] | None = None
+        for item in self.items():
+            where, _, name = item[0].rpartition("/")
+            if where == namespace and _MANIFEST_OF_PART.fullmatch(name):
+                found = self._json(item)
+                if not isinstance(found, dict) or not isinstance(found.get("parts"), dict):
+                    raise ValueError(f"{item[1]} is no manifest")
+                whole = (
+                    found if whole is None else whole | {"parts": whole["parts"] | found["parts"]}
+                )
+        return whole
+
+    def _read_marker(self) -> dict[str, Any]:
+        if self._words:
+            return {"format": FORMAT}
+        try:
+            marker = self.document(MARKER)
+        except ValueError:
+            marker = {}
+        if marker is None:
+            raise ConfigError(
+                f"{self.shown} is no root of ucm: it has no {MARKER}, so nothing in it is touched"
+            )
+        if not isinstance(marker, dict) or not isinstance(marker.get("format"), int):
+            raise ConfigError(
+                f"{MARKER} of {self.shown} is damaged; restore it, or use another prefix"
+            )
+        if marker["format"] > FORMAT:
+            raise ForeignError(
+                f"{self.shown} was made by a newer ucm (format {marker['format']}, known is"
+                f" {FORMAT}); upgrade ucm"
+            )
+        return marker
+
+
+AnyRoot = Root | RemoteRoot
+
+
+@contextmanager
+def open_root(path: str, told: Mapping[str, str]) -> Iterator[AnyRoot]:
+    """The root at a path or an address; ``told``: keys of the store for an address."""
+    if scheme_of(path):
+        with RemoteRoot(path, told) as remote:
+            yield remote
+        return
+    if told:
+        raise ConfigError("--option is for addresses; a directory needs none")
+    with Root(path) as root:
+        yield root
+
+
+def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
+    """The place at an address, with the keys of its store that are given or stand in the
+    environment."""
+    from pydantic import ValidationError
+
+    from ucm.config.fields import Section, for_core, section_of
+    from ucm.config.words import STORE_OF_SCHEME, STORES
+
+    store = STORE_OF_SCHEME.get(scheme_of(url))
+    if store is None:
+        known = ", ".join(f"{scheme}://" for scheme in STORE_OF_SCHEME)
+        raise ConfigError(
+            f"{shown} is no address that ucm knows; give a directory, or one that begins with"
+            f" {known}"
+        )
+    kind = STORES[store].kind
+    unknown = [key for key in told if key not in kind.options]
+    if unknown:
+        raise ConfigError(f"{store} has no key {unknown[0]!r}; it has {', '.join(kind.options)}")
+    environment = {
+        key: os.environ[name]
+        for key, schema in kind.options.items()
+        for name in schema.get("env", ())
+        if key != "storage_backends" and os.environ.get(name)
+    }
+    try:
+        made: type[Section] = section_of(f"{store}Place", kind.options, kind.defaults)
+        section = made.model_validate({**environment, **told, "storage_backends": [url]})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    options = STORES[store].told(lambda key: getattr(section, key))
+    del options["kind"]
+    return Place(kind.word, for_core(options))
+
+
+def _listed(kind: Kind, item: _Item) -> Found:
+    path, _, size, used_ns, _ = item
+    *directory, name = path.split("/")
+    return Found(kind, tuple(directory), name, size, used_ns, used_ns, 0)
+
+
+#: Bytes that tell what a file is.
+PREAMBLE_LEN = 64
+#: Most entries visited in foreign directories.
+VISITED_MOST = 100_000
+#: Most foreign entries listed by name.
+LISTED_MOST = 100
+
+
+class Foreigners:
+    """Collects what is not ours below one root."""
+
+    def __init__(self, root: AnyRoot) -> None:
+        self._root = root
+        self._listed: list[dict[str, Any]] = []
+        self._count = self._bytes = 0
+        self._seeds = self._seed_bytes = 0
+        self._visited = 0
+
+    def add(self, found: Iterable[Foreign]) -> None:
+        """Counts these; a directory counts as one and is looked into for the original's files."""
+        for one in found:
+            seeds, size = self._seeds, one.size
+            if one.what == "directory":
+                size = self._walk(tuple(one.path.split("/")))
+            elif one.what == "file":
+                self._peek(tuple(one.path.split("/")[:-1]), one.path.rpartition("/")[2], one.size)
+            self._count += 1
+            self._bytes += size
+            if len(self._listed) < LISTED_MOST:
+                listed = {
+                    "path": one.path,
+                    "what": one.what,
+                    "bytes": size,
+                    "seed_form": self._seeds - seeds,
+                }
+                self._listed.append(listed)
+
+    def document(self) -> dict[str, Any]:
+        """What was found, as it stands in the JSON document."""
+        return {
+            "foreign": self._count,
+            "foreign_bytes": self._bytes,
+            "foreign_files": self._listed,
+            "foreign_complete": self._visited <= VISITED_MOST,
+            "seed_form": self._seeds,
+            "seed_form_bytes": self._seed_bytes,
+        }
+
+    def _walk(self, where: tuple[str, ...]) -> int:
+        """Bytes of the files below a foreign directory."""
+        size, waiting = 0, [where]
+        while waiting and self._visited <= VISITED_MOST:
+            names = waiting.pop()
+            with self._root.directory(*names) as here:
+                if here is None:
+                    continue
+                with os.scandir(here) as entries:
+                    for entry in entries:
+                        self._visited += 1
+                        if self._visited > VISITED_MOST:
+                            break
+                        try:
+                            about = entry.stat(follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue
+                        if stat.S_ISDIR(about.st_mode):
+                            waiting.append((*names, entry.name))
+                        elif stat.S_ISREG(about.st_mode):
+                            size += about.st_size
+                            self._peek(names, entry.name, about.st_size)
+        return size
+
+    def _peek(self, where: tuple[str, ...], name: str, size: int) -> None:
+        if size < PREAMBLE_LEN:
+            return
+        with self._root.directory(*where) as here:
+            if here is None:
+                return
+            try:
+                fd = os.open(
+                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here
+                )
+            except OSError:  # gone, or not ours to read
+                return
+        try:
+            _, reason, _ = read_header(os.pread(fd, PREAMBLE_LEN, 0))
+        except OSError:
+            return
+        finally:
+            os.close(fd)
+        if reason == MissReason.SEED_FORM:
+            self._seeds += 1
+            self._seed_bytes += size
+
+
+def pick(names: list[str], wanted: tuple[str, ...], where: str) -> list[str]:
+    """The namespaces that the given beginnings of names stand for, all if none is given.
+
+    Raises :class:`~ucm.errors.ConfigError` for one that fits none or several.
+    """
+    picked = set()
+    for start in wanted:
+        fits = [name for name in names if name.startswith(start)] if start else []
+        if len(fits) != 1:
+            problem = (
+                f"{len(fits)} namespaces of {where} begin"
+                if fits
+                else f"no namespace of {where} begins"
+            )
+            known = ", ".join(name[:12] for name in names) or "none"
+            raise ConfigError(f"{problem} with {start!r}; there are: {known}")
+        picked.add(fits[0])
+    return sorted(picked) if wanted else names
+
+
+def pick_each(
+    roots: Sequence[AnyRoot], wanted: tuple[str, ...]
+) -> Iterable[tuple[AnyRoot, list[str]]]:
+    """The same of each of several roots: a beginning has to fit one namespace of all of them
+    together."""
+    names = {root: root.namespaces() for root in roots}
+    every = sorted({name for some in names.values() for name in some})
+    picked = set(pick(every, wanted, ", ".join(root.shown for root in roots)))
+    return [(root, [name for name in some if name in picked]) for root, some in names.items()]

@@ -8,6 +8,7 @@ still be writing.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -19,17 +20,23 @@ from typing import Any
 
 import click
 
-from ucm.cli import manifest as manifests
-from ucm.cli import options, show
-from ucm.cli.checksum import fastest
-from ucm.cli.options import Rate
-from ucm.cli.remote import AnyRoot, open_root, scheme_of
-from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Kind
-from ucm.cli.verifier import Pace, RecordVerifier, Verdict
+from ucm._core import RecordKeys
+from ucm.cli import terminal
+from ucm.cli.records import READER, Manifest, Pace, RecordVerifier, Refused, Verdict, read_manifest
+from ucm.cli.roots import (
+    DAMAGE,
+    QUARANTINE_BYTES,
+    QUARANTINE_MOST,
+    QUARANTINE_SHARE,
+    AnyRoot,
+    Found,
+    Kind,
+    open_root,
+    pick_each,
+)
+from ucm.cli.terminal import Rate, scheme_of
 from ucm.errors import ConfigError
 from ucm.reasons import MissReason
-from ucm.store.cipher import VARIABLE, Keys, find_open, read_keys
-from ucm.store.record import Refused
 
 #: Nanoseconds below which another host may still be writing what looks damaged.
 YOUNG_NS = 60 * 10**9
@@ -39,10 +46,10 @@ _DEFAULT_RATE = "256MiB"
 
 
 @click.command()
-@options.roots
+@terminal.roots
 @click.option(
     "--rate",
-    type=options.rate,
+    type=terminal.rate,
     metavar="SIZE",
     default=_DEFAULT_RATE,
     show_default=True,
@@ -50,7 +57,7 @@ _DEFAULT_RATE = "256MiB"
 )
 @click.option(
     "--sample",
-    type=options.percent,
+    type=terminal.percent,
     metavar="PERCENT",
     default="100%",
     help="Verify this share of the records, chosen at random.",
@@ -70,8 +77,8 @@ _DEFAULT_RATE = "256MiB"
         " UCM_ENCRYPTION_KEY."
     ),
 )
-@options.of_store
-@options.json_output
+@terminal.of_store
+@terminal.json_output
 @click.pass_context
 def verify(
     ctx: click.Context,
@@ -97,14 +104,14 @@ def verify(
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
         roots = [stack.enter_context(open_root(path, told)) for path in paths]
-        for root, names in options.pick_each(roots, wanted):
+        for root, names in pick_each(roots, wanted):
             results.append(Scrub(root, rate.bytes, quarantine, keys).run(names, sample))
             if results[-1]["interrupted"]:
                 break
     if as_json:
-        show.document(options.together("verify", results))
+        terminal.document(terminal.together("verify", results))
     else:
-        show.each(_show, results)
+        terminal.each(_show, results)
     if results[-1]["interrupted"]:
         ctx.exit(130)
     ctx.exit(
@@ -114,26 +121,24 @@ def verify(
     )
 
 
-def _keys(key_file: str | None) -> Keys | None:
+def _keys(key_file: str | None) -> RecordKeys | None:
     """What decrypts records, if there is a key: that of the file, else that of the environment."""
+    # with all of the configuration, which other commands do not need
+    from ucm.config.fields import read_secret
+    from ucm.config.words import ENCRYPTION_KEY_VARIABLE
+
     try:
-        keys = read_keys(key_file, what="--key-file")
+        if key_file is not None:
+            text = read_secret(key_file, "--key-file", 1 << 16).decode("ascii", "replace")
+        else:
+            text = os.environ.get(ENCRYPTION_KEY_VARIABLE, "").strip()
+        return RecordKeys(text) if text or key_file is not None else None
     except OSError as error:
         raise click.UsageError(
             f"the key file {key_file} cannot be read: {error.strerror}"
         ) from None
     except ConfigError as error:
-        raise click.UsageError(error.message) from None
-    except ValueError as error:
-        raise click.UsageError(f"{key_file or VARIABLE}: {error}") from None
-    if not keys:
-        return None
-    opener = find_open()
-    if opener is None and key_file is not None:
-        raise click.UsageError(
-            "--key-file is given, but nothing here decrypts: pip install cryptography"
-        )
-    return None if opener is None else Keys(keys, opener)
+        raise click.UsageError(f"{key_file or ENCRYPTION_KEY_VARIABLE}: {error.message}") from None
 
 
 @dataclass
@@ -158,7 +163,7 @@ class Scrub:
     root: AnyRoot
     rate: int | None
     quarantine: bool
-    keys: Keys | None = None
+    keys: RecordKeys | None = None
     states: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     bad: list[dict[str, Any]] = field(default_factory=list)
@@ -175,8 +180,7 @@ class Scrub:
         from tqdm import tqdm
 
         start = time.monotonic()
-        checksum = fastest()
-        verifier = RecordVerifier(self.root, checksum, Pace(self.rate), self.keys)
+        verifier = RecordVerifier(self.root, Pace(self.rate), self.keys)
         scanned = {name: self.root.scan(name) for name in namespaces}
         chosen = {
             name: _sample([*inside.records, *inside.segments], percent)
@@ -198,7 +202,7 @@ class Scrub:
         with bar:
             try:
                 for name, records in chosen.items():
-                    manifest = manifests.read(self.root, name)
+                    manifest = read_manifest(self.root, name)
                     for found in records:
                         if found.kind is Kind.SEGMENT:
                             self._take_segment(found, verifier, manifest)
@@ -214,13 +218,13 @@ class Scrub:
             "uuid": self.root.uuid,
             "namespaces": namespaces,
             "sample_percent": percent,
-            "reader": checksum.name,
+            "reader": READER,
             "compressed": self.compressed,
             "encrypted": self.encrypted,
             "decrypted": self.decrypted,
             "sides": self.sides,
             "sides_alone": self.sides_alone,
-            "decoder": verifier.zstd.name if verifier.zstd is not None else None,
+            "decoder": READER,
             "direct_io": verifier.reader.direct,
             "rate": self.rate,
             "records": self.records,
@@ -260,9 +264,7 @@ class Scrub:
             }
         )
 
-    def _take_segment(
-        self, found: Found, verifier: RecordVerifier, manifest: manifests.Manifest
-    ) -> None:
+    def _take_segment(self, found: Found, verifier: RecordVerifier, manifest: Manifest) -> None:
         """Verifies a segment's footer and every record it names. Nothing of it is moved: it goes or
         stays whole."""
         refused: Verdict | None = None
@@ -282,7 +284,7 @@ class Scrub:
             self.records += 1
             verdict = verifier.verify_entry(found, entry, manifest)
             self.compressed += (
-                verdict.state == "good" and verdict.header is not None and verdict.header.compressed
+                verdict.state == "good" and (verdict.header or {}).get("codec") != "as is"
             )
             self._see_sides(f"{found.path}@{entry.offset}", verdict)
             self._blame(found, f"@{entry.offset}", verdict)
@@ -291,10 +293,10 @@ class Scrub:
         """Counts the side shards of a good record. One that is damaged is told and left: its KV is
         good."""
         if verdict.state == "good" and verdict.header is not None:
-            self.encrypted += verdict.header.key_id is not None
-            self.decrypted += self.keys is not None and self.keys.has(verdict.header)
-            self.sides += len(verdict.header.sides)
-            self.sides_alone += verdict.header.without_kv
+            self.encrypted += verdict.header["key"] != "not encrypted"
+            self.decrypted += verdict.decrypted
+            self.sides += len(verdict.header["sides"])
+            self.sides_alone += verdict.header["without_kv"]
             damaged = verdict.damaged_sides.items()
             self.bad_sides += [
                 {"path": path, "name": name, "found": what} for name, what in damaged
@@ -314,9 +316,11 @@ class Scrub:
 
     def _quarantine(self, found: Found, verdict: Verdict, room: _Room) -> str:
         """Moves a bad record, or says why not."""
-        now = show.wall_ns()
+        now = terminal.wall_ns()
         # The time of use is cut to a minute, the writer's own is exact.
-        written = verdict.header.time_ns if verdict.header else found.mtime_ns + YOUNG_NS
+        written = (
+            int(verdict.header["time"]) * 10**9 if verdict.header else found.mtime_ns + YOUNG_NS
+        )
         if verdict.reason not in DAMAGE:
             return "left: it is not damaged, it belongs elsewhere"
         if now < written + YOUNG_NS:
@@ -352,24 +356,17 @@ def _show(result: dict[str, Any]) -> None:
     way = {True: "past the page cache", False: "through the page cache", None: elsewhere}[
         result["direct_io"]
     ]
-    what = show.many(result["records"], "record")
+    what = terminal.many(result["records"], "record")
     if result["segments"]:
-        what += f", some of them in {show.many(result['segments'], 'segment')}"
+        what += f", some of them in {terminal.many(result['segments'], 'segment')}"
     sampled = (
         "" if result["sample_percent"] >= 100 else f", a sample of {result['sample_percent']:g}%"
     )
-    click.echo(f"root {result['root']}: {what}, {show.size(result['bytes'])}{sampled}")
-    rows: list[tuple[str, object]] = [
-        ("reader", f"second reader with CRC-32C by {result['reader']}, {way}")
-    ]
+    click.echo(f"root {result['root']}: {what}, {terminal.size(result['bytes'])}{sampled}")
+    rows: list[tuple[str, object]] = [("reader", f"{result['reader']}, {way}")]
     if result["compressed"]:
-        how = f"decoded (zstd by {result['decoder']}) and judged by the checksums of what came out"
-        if result["decoder"] is None:
-            how = (
-                "those of zstd judged by the checksums of what is stored alone: it is not here (pip"
-                " install zstandard)"
-            )
-        rows.append(("compressed", f"{show.many(result['compressed'], 'record')}, {how}"))
+        how = "decoded and verified by the checksums of what came out"
+        rows.append(("compressed", f"{terminal.many(result['compressed'], 'record')}, {how}"))
     if result["encrypted"]:
         how = f"{result['decrypted']} of them decrypted and judged by their tags"
         if result["decrypted"] < result["encrypted"]:
@@ -377,21 +374,21 @@ def _show(result: dict[str, Any]) -> None:
                 "; the others by the checksums of the ciphertext alone: their key is not here"
                 " (--key-file)"
             )
-        rows.append(("encrypted", f"{show.many(result['encrypted'], 'record')}, {how}"))
+        rows.append(("encrypted", f"{terminal.many(result['encrypted'], 'record')}, {how}"))
     if result["sides"]:
         alone = f", {result['sides_alone']} of them alone" if result["sides_alone"] else ""
         rows.append(("side shards", f"{result['sides']}{alone}, {len(result['bad_sides'])} bad"))
     took = result["seconds"]
-    rate = f", {show.size(result['bytes_read'] / took)}/s" if took > 0 else ""
-    rows.append(("read", f"{show.size(result['bytes_read'])} in {show.span(took)}{rate}"))
+    rate = f", {terminal.size(result['bytes_read'] / took)}/s" if took > 0 else ""
+    rows.append(("read", f"{terminal.size(result['bytes_read'])} in {terminal.span(took)}{rate}"))
     rows += [
         (state, result[state])
         for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")
     ]
-    show.pairs(rows)
+    terminal.pairs(rows)
     if result["bad_records"]:
         click.echo("\nbad records")
-        show.table(
+        terminal.table(
             ("reason", "action", "path", "found"),
             [
                 (bad["reason"], bad["action"], bad["path"], bad["found"])
@@ -403,7 +400,7 @@ def _show(result: dict[str, Any]) -> None:
     if result["bad_sides"]:
         click.echo("\nbad side shards: their KV is good, so nothing was moved")
         sides = [(bad["name"], bad["path"], bad["found"]) for bad in result["bad_sides"][:_SHOWN]]
-        show.table(("name", "path", "found"), sides)
+        terminal.table(("name", "path", "found"), sides)
         if len(result["bad_sides"]) > _SHOWN:
             click.echo(f"  and {len(result['bad_sides']) - _SHOWN} more; --json lists all")
     if result["interrupted"]:

@@ -47,8 +47,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent)\s*")
-_AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
-_AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w)\s*")
+_AGES = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _NFS_ADDRESS = re.compile(
     r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)"
 )
@@ -142,14 +142,17 @@ def parse_floor(value: Any) -> Capacity:
     return parse_capacity(value)
 
 
+def seconds_of(value: Any) -> float | None:
+    """Seconds of a text like ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``; None for another."""
+    match = _AGE.fullmatch(value.lower()) if isinstance(value, str) else None
+    return None if match is None else float(match[1]) * _AGES[match[2]]
+
+
 def parse_age(value: Any) -> int:
     """Whole seconds, at least 60, of a number of seconds or a text: ``90min``, ``12h``, ``30d``,
     ``2w``."""
-    seconds: float | None = None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
-    elif isinstance(value, str) and (match := _AGE.fullmatch(value.lower())):
-        seconds = float(match[1]) * _AGES[match[2]]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    seconds = float(value) if number else seconds_of(value)
     if seconds is None or not 60 <= seconds <= 100 * 365 * 86400:
         raise ValueError(
             f"{value!r} is not an age; write seconds (at least 60), or a text like 12h, 30d, 2w"

@@ -24,7 +24,7 @@ const HOPELESS: u32 = 4;
 const SKIPPED: u32 = 60;
 
 /// What one thread works with, on one layer at a time.
-pub(super) struct LayerCoder {
+pub(crate) struct LayerCoder {
     planes: Vec<u8>,
     packer: Packer,
     hopes: [Hope; MAX_WIDTH],
@@ -57,7 +57,7 @@ impl Hope {
 impl LayerCoder {
     /// Memory for layers of this length, bytes. `Internal` when there is none, `Unsupported` in a
     /// build without codecs.
-    pub(super) fn new(layer_len: usize) -> Result<Self> {
+    pub(crate) fn new(layer_len: usize) -> Result<Self> {
         Ok(Self {
             planes: vec![0; layer_len],
             packer: Packer::new()?,
@@ -101,7 +101,7 @@ impl LayerCoder {
     }
 
     /// Writes a layer from its stored form; false, with anything in `layer`, where that is none.
-    pub(super) fn decode(&mut self, codec: Codec, stored: &[u8], layer: &mut [u8]) -> bool {
+    pub(crate) fn decode(&mut self, codec: Codec, stored: &[u8], layer: &mut [u8]) -> bool {
         let (Some(algorithm), width) = (codec.algorithm(), codec.width()) else {
             return false;
         };

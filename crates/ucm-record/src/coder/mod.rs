@@ -22,7 +22,7 @@ use crate::encoded::{claimed_codec, restore_header, seal_stored};
 use crate::header::RecordHeader;
 use crate::layout::RecordLayout;
 use crate::verify::{Expect, has_layout, verify_stored};
-use layers::LayerCoder;
+pub(crate) use layers::LayerCoder;
 
 /// Different lengths that stored records may have, about: an index of places keeps a table of them.
 const LENGTHS: u64 = 256;

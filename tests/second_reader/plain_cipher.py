@@ -1,6 +1,6 @@
 """Encrypted records in plain Python, by ``docs/format.md`` section 5 alone.
 
-Beside :mod:`ucm.store.record`, which verifies what is stored; this makes of it what was encrypted.
+Beside :mod:`plain_record`, which verifies what is stored; this makes of it what was encrypted.
 AES-256-GCM is that of the package ``cryptography``; without it, or without the key, a record is
 verified by the checksums of its ciphertext.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import importlib
-import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
-    from ucm.store.record import Crc, Header
+    from plain_record import Crc, Header
 
 #: The flag of a record whose layers and side shards are encrypted.
 ENCRYPTED = 2
@@ -27,8 +26,6 @@ ENCRYPTED = 2
 SEAL, SIDE_SEAL = 16, 20
 #: Where the number of the key stands, and what the record's own key is made with.
 KEY_ID, SALT = 176, 236
-#: Environment name of the key.
-VARIABLE = "UCM_ENCRYPTION_KEY"
 _FLAGS, _PREAMBLE_CRC, _CRC_LEN = 64, 60, 4
 _SIDE_TABLE, _SIDE_ENTRY = 256, 40
 _SHARD_TABLE, _SHARD_ENTRY = 576, 24
@@ -192,19 +189,3 @@ def find_open() -> Open | None:
         return bytes(aead.AESGCM(key).decrypt(nonce, sealed, aad))
 
     return opened
-
-
-def read_keys(
-    file: str | None, environ: Mapping[str, str] = os.environ, what: str = "encryption_key_file"
-) -> Mapping[bytes, bytes]:
-    """The keys of a file, else of the environment; none where neither is given.
-
-    ``what`` names the file in errors. Raises :class:`OSError`, :class:`~ucm.errors.ConfigError` for
-    a file that other users may read, and :class:`ValueError` for what is no key.
-    """
-    if file is not None:
-        from ucm.config.fields import read_secret  # with pydantic, which other commands do not need
-
-        return parse_keys(read_secret(file, what, 1 << 16).decode("ascii", "replace"))
-    text = environ.get(VARIABLE, "").strip()
-    return parse_keys(text) if text else {}

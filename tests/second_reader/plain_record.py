@@ -2,8 +2,7 @@
 
 This is the second reader of the format: it shares no code with the core, so an error in one shows
 as a difference between the two. It needs nothing but the standard library and the names of the
-reasons, and is meant for looking at single files, not for speed (about 10 MB/s); a caller that
-verifies many gives it a faster CRC-32C.
+reasons, and is not made for speed (about 10 MB/s).
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from plain_cipher import ENCRYPTED, KEY_ID, Keys, NotAuthenticError, seals_len
+from plain_planes import WIDTHS, Unpack, Zstd, decode_layer, unpacker
+
 from ucm.reasons import MissReason
-from ucm.store.cipher import ENCRYPTED, KEY_ID, Keys, NotAuthenticError, seals_len
-from ucm.store.planes import WIDTHS, Unpack, Zstd, decode_layer, unpacker
 
 MAGIC = b"UCMB"
 MARK = b"UCMR"

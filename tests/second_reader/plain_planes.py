@@ -1,6 +1,6 @@
 """Layers of compressed records in plain Python, by ``docs/format.md`` section 5 alone.
 
-Beside :mod:`ucm.store.record`, which verifies what is stored; this makes of it what was compressed.
+Beside :mod:`plain_record`, which verifies what is stored; this makes of it what was compressed.
 Blocks of lz4 are decoded here. The standard library has a decoder of zstd from Python 3.14 on,
 before that the package ``zstandard`` is one; without either nothing of zstd is decoded, and the
 caller says so.

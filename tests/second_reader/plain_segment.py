@@ -1,7 +1,7 @@
 """Reads the footer of a segment in plain Python, by the offsets of ``docs/format.md`` section 9
 alone.
 
-The second reader of the format for segments, beside :mod:`ucm.store.record` for the records in
+The second reader of the format for segments, beside :mod:`plain_record` for the records in
 them. A footer is believed only whole; what it names is then a record like any other and has to
 prove itself.
 """
@@ -13,8 +13,9 @@ import struct
 from dataclasses import dataclass
 from itertools import pairwise
 
+from plain_record import MAX_RECORD, PAGE, Crc, Part, Refused, crc32c
+
 from ucm.reasons import MissReason
-from ucm.store.record import MAX_RECORD, PAGE, Crc, Part, Refused, crc32c
 
 HEAD_MAGIC = b"UCMS"
 TRAILER_MAGIC = b"UCMF"
@@ -58,13 +59,13 @@ class Footer:
 
 def footer_length(tail: bytes, file_len: int, crc: Crc = crc32c) -> int:
     """Bytes of the footer, by the last bytes of a file of ``file_len``; raises
-    :class:`~ucm.store.record.Refused`."""
+    :class:`~plain_record.Refused`."""
     return _trailer(tail, file_len, crc)[1]
 
 
 def parse_footer(footer: bytes, file_len: int, crc: Crc = crc32c) -> Footer:
     """Verifies a whole footer, the last bytes of a file of ``file_len``; raises
-    :class:`~ucm.store.record.Refused`."""
+    :class:`~plain_record.Refused`."""
     start, length, count = _trailer(footer, file_len, crc)
     if len(footer) < length:
         raise Refused(MissReason.TRUNCATED, f"{len(footer)} bytes of a footer of {length}")

@@ -1,0 +1,499 @@
+"""Records and segments of a root, read and verified by the core, and the manifest of a namespace.
+
+Reads of a live root go past the page cache where that can be, at a bounded rate. A refused record
+is read a second time, through a fresh open, before anything is said of it. A record that is gone by
+then was removed by a process that may do so, and is no error.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ucm import _core
+from ucm.cli.roots import FORMAT, MANIFEST, AnyRoot, Found, RemoteRoot, Root
+from ucm.cli.terminal import short
+from ucm.errors import UcmError
+from ucm.reasons import MissReason
+
+#: How the core is called in results.
+READER = "compiled core"
+#: Pages, in bytes, and the most bytes of a record: of the longest header, the most KV and the most
+#: side shards.
+PAGE, MAX_RECORD = 4096, 102_400 + (1 << 30) + (16 << 20)
+#: What the header of a record says, as ``ucm inspect`` shows it.
+Header = dict[str, Any]
+
+
+class Refused(Exception):  # noqa: N818 - a verdict on bytes, not an error of the program
+    """These bytes are not the record that was asked for: the reason, and in words what was
+    found."""
+
+    def __init__(self, reason: str, found: str) -> None:
+        super().__init__(f"{reason}: {found}")
+        self.reason = MissReason(reason)
+        self.found = found
+
+
+def header_of(data: bytes) -> Header:
+    """What the header at the start of ``data`` says; raises :class:`Refused`."""
+    header, reason, found = _core.read_header(data)
+    if header is None:
+        raise Refused(reason, found)
+    return header
+
+
+def verify_record(
+    data: bytes,
+    record_id: bytes | None,
+    namespace: bytes,
+    shape: Shape | None,
+    keys: _core.RecordKeys | None,
+) -> dict[str, Any]:
+    """What the core found in a record that is sound (:func:`ucm._core.verify_record`); raises
+    :class:`Refused` for another."""
+    whole, reason, found = _core.verify_record(data, record_id, namespace, shape, keys)
+    if whole is None:
+        raise Refused(reason, found)
+    return whole
+
+
+#: Keys of an identity that are told in words.
+_WORDS = (
+    "architecture",
+    "dtype",
+    "kv_dtype",
+    "attention_backend",
+    "kv_layout",
+    "position",
+    "block_tokens",
+    "world_size",
+    "weights",
+)
+#: Most characters of a value in words.
+_SHORT = 100
+
+
+@dataclass
+class Manifest:
+    """A manifest: its state (``ok``, ``missing``, ``damaged``, ``newer``, ``other digest``) and
+    what it says."""
+
+    state: str
+    digest: str = ""
+    identity: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+
+    def words(self) -> list[tuple[str, str]]:
+        """The identity in words: labels first, then what tells models apart, and the shape of a
+        block's parts."""
+        rows = [(str(name), str(value)) for name, value in self.labels.items()]
+        rows += [(key, say(self.identity.get(key))) for key in _WORDS]
+        groups = self.identity.get("kv_groups")
+        rows += [
+            (f"kv group {at}", _group(one))
+            for at, one in enumerate(groups if isinstance(groups, list) else ())
+        ]
+        for key in ("tensor_parallel", "pipeline_parallel", "decode_context_parallel"):
+            value = self.identity.get(key)
+            parallel = value.get("size") if isinstance(value, dict) else value
+            if isinstance(parallel, int) and parallel > 1:
+                rows.append((key, str(parallel)))
+        return [(name, short(value, _SHORT)) for name, value in rows if value]
+
+
+def say(value: Any) -> str:
+    """A value of an identity in words; empty for what says nothing."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {text}" for key, inner in value.items() if (text := say(inner)))
+    if isinstance(value, list):
+        return ", ".join(dict.fromkeys(text for inner in value if (text := say(inner))))
+    return "" if value is None else str(value)
+
+
+def _group(group: Any) -> str:
+    """A KV cache group in words: layers, heads and their size, kind."""
+    if not isinstance(group, dict):
+        return ""
+    layers = group.get("layers")
+    found = group.get("spec")
+    spec: dict[str, Any] = found if isinstance(found, dict) else {}
+    words = [f"{len(layers)} layers" if isinstance(layers, list) else ""]
+    for key, text in (("num_kv_heads", "heads {}"), ("head_size", "head size {}"), ("dtype", "{}")):
+        words.append(text.format(spec[key]) if spec.get(key) is not None else "")
+    words.append(say(group.get("kind")))
+    return ", ".join(word for word in words if word)
+
+
+def read_manifest(root: AnyRoot, namespace: str) -> Manifest:
+    """The manifest of a namespace. Never fails: what is wrong with it is its state."""
+    try:
+        found = root.document(namespace, MANIFEST)
+    except (ValueError, OSError, RecursionError):
+        return Manifest("damaged")
+    if found is None:
+        return Manifest("missing")
+    if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
+        return Manifest("damaged")
+    if not isinstance(found.get("format"), int) or found["format"] > FORMAT:
+        return Manifest("newer" if isinstance(found.get("format"), int) else "damaged")
+    identity: dict[str, Any] = found["identity"]
+    text = json.dumps(identity, separators=(",", ":"), ensure_ascii=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    state = "ok" if digest[:32] == namespace and found.get("digest") == digest else "other digest"
+    labels = found.get("labels")
+    return Manifest(
+        state,
+        str(found.get("digest", "")),
+        identity,
+        labels if isinstance(labels, dict) else {},
+        _shapes(found.get("parts")),
+    )
+
+
+def differences(identities: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By key (dots between levels) the values of each identity, only for keys in which any two
+    differ.
+
+    A key that an identity does not have is absent there.
+    """
+    flat = {name: dict(_flatten(identity)) for name, identity in identities.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    missing = object()
+    return {
+        key: {name: values[key] for name, values in flat.items() if key in values}
+        for key in keys
+        if any(
+            values.get(key, missing) != next(iter(flat.values())).get(key, missing)
+            for values in flat.values()
+        )
+    }
+
+
+def _flatten(value: Any, at: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        dot = f"{at}." if at else ""
+        return [pair for key, inner in value.items() for pair in _flatten(inner, f"{dot}{key}")]
+    if isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        return [pair for i, inner in enumerate(value) for pair in _flatten(inner, f"{at}[{i}]")]
+    return [(at, value)]
+
+
+#: Sizes of a part's blocks, as its manifest lists them: bytes of a layer's tensors, layers, tokens,
+#: name of the type.
+Shape = tuple[list[int], int, int, str]
+_PART = re.compile(r"g[0-9]+p[0-9]+t[0-9]+")
+
+
+def _shapes(parts: Any) -> dict[str, Shape]:
+    """The shapes that can be understood, by the name of their part; the others are left out, and
+    their records verified without."""
+    shapes: dict[str, Shape] = {}
+    for name, entry in parts.items() if isinstance(parts, dict) else ():
+        try:
+            tensors = [int(size) for size in entry["tensors"]]
+            layers, tokens = int(entry["layers"]), int(entry["block_tokens"])
+            dtype = str(entry["dtype"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if _PART.fullmatch(name) and all(
+            0 <= size < 1 << 32 for size in (*tensors, layers, tokens)
+        ):
+            shapes[name] = (tensors, layers, tokens, dtype)
+    return shapes
+
+
+#: Bytes of the first read: nearly every record whole, and longer than every header.
+FIRST = 8 << 20
+#: An entry of a segment that is longer than this is read as far as the header of its record says.
+HEADER_FIRST = 1 << 20
+#: The file system refuses direct I/O.
+_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a record is: ``good``, ``newer``, ``bad``, ``unreadable`` or ``removed``; why, in words;
+    its header.
+
+    ``damaged_sides``: side shards of a good one that are none, with what is wrong with each.
+    """
+
+    state: str
+    reason: str = ""
+    found: str = ""
+    header: Header | None = None
+    inode: int = 0
+    decrypted: bool = False
+    damaged_sides: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def looks_bad(self) -> bool:
+        """Whether something is wrong, so that a second look is due."""
+        return self.state in ("bad", "unreadable") or bool(self.damaged_sides)
+
+
+class Pace:
+    """Holds a stream of bytes to a rate (bytes per second, ``None``: no bound); at most a second is
+    made up for."""
+
+    def __init__(
+        self,
+        rate: int | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rate, self._clock, self._sleep = rate, clock, sleep
+        self._free = clock()
+
+    def spend(self, count: int) -> None:
+        """Waits until ``count`` more bytes may be read."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        self._free = max(self._free, now - 1.0)
+        if self._free > now:
+            self._sleep(self._free - now)
+        self._free += count / self._rate
+
+
+class Reader:
+    """Reads files of a root into one buffer, with direct I/O where the file system has it."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._buffer = mmap.mmap(-1, FIRST)
+        #: Whether reads went past the page cache; ``None`` before the first.
+        self.direct: bool | None = None
+        #: Bytes read so far.
+        self.bytes = 0
+
+    def read(
+        self, found: Found, most: int | None = None, start: int = 0
+    ) -> tuple[bytes, os.stat_result]:
+        """At most ``most`` bytes from ``start`` (a page) on, and what the file is; raises
+        :class:`OSError`."""
+        try:
+            answer = self._read(found, most, start, os.O_DIRECT)
+            self.direct = self.direct is not False
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise
+            self.direct = False
+            return self._read(found, most, start, 0)
+        return answer
+
+    def _read(
+        self, found: Found, most: int | None, start: int, how: int
+    ) -> tuple[bytes, os.stat_result]:
+        with self._root.directory(*found.directory) as here:
+            if here is None:
+                raise FileNotFoundError(errno.ENOENT, "its directory is gone", found.path)
+            fd = os.open(
+                found.name,
+                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how,
+                dir_fd=here,
+            )
+        try:
+            about = os.fstat(fd)
+            there = max(0, about.st_size - start)
+            want = there if most is None else min(most, there)
+            room = -(-want // PAGE) * PAGE
+            if room > len(self._buffer):
+                self._buffer = mmap.mmap(-1, room)
+            at = 0
+            with memoryview(self._buffer) as view:
+                while at < want:
+                    count = os.preadv(fd, [view[at:room]], start + at)
+                    at += count
+                    # the end of the file; direct reads begin at pages only
+                    if count == 0 or (how and at % PAGE):
+                        break
+                self.bytes += min(at, want)
+                return bytes(view[: min(at, want)]), about
+        finally:
+            os.close(fd)
+
+
+def reader_of(root: AnyRoot) -> Reader | RemoteReader:
+    """What reads this root."""
+    return RemoteReader(root) if isinstance(root, RemoteRoot) else Reader(root)
+
+
+class RecordVerifier:
+    """Verifies the records of one root."""
+
+    def __init__(self, root: AnyRoot, pace: Pace, keys: _core.RecordKeys | None = None) -> None:
+        self.reader = reader_of(root)
+        self._pace = pace
+        #: Decrypts records; None: encrypted ones are verified by the checksums of what is stored.
+        self._keys = keys
+
+    def verify(self, found: Found, manifest: Manifest) -> Verdict:
+        """The verdict on a record, after a second look if the first was bad."""
+        verdict = self._once(found, manifest)
+        return self._once(found, manifest) if verdict.looks_bad else verdict
+
+    def _once(self, found: Found, manifest: Manifest) -> Verdict:
+        self._pace.spend(found.size)
+        inode, header = 0, None
+        try:
+            data, about = self.reader.read(found, FIRST)
+            inode = about.st_ino
+            # A file that was swapped for a huge one is not read further than its header says.
+            header = header_of(data)
+            if about.st_size > len(data):
+                data, about = self.reader.read(found, most_to_read(header))
+                inode = about.st_ino
+            record_id = bytes.fromhex(found.name[:32])
+            return self._good(data, record_id, found, manifest.shapes.get(header["part"]), inode)
+        except (FileNotFoundError, NotADirectoryError):
+            return Verdict("removed")
+        except OSError as error:
+            return Verdict("unreadable", "io_error", error.strerror or str(error), inode=inode)
+        except Refused as refused:
+            state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
+            return Verdict(state, str(refused.reason), refused.found, header, inode)
+
+    def _good(
+        self, data: bytes, record_id: bytes, found: Found, shape: Shape | None, inode: int = 0
+    ) -> Verdict:
+        """The verdict on a record that is sound; raises :class:`Refused` for another."""
+        whole = verify_record(data, record_id, bytes.fromhex(found.namespace), shape, self._keys)
+        damaged = {
+            name: text for name, reason, text in whole["lost_sides"] if reason != MissReason.ABSENT
+        }
+        return Verdict(
+            "good",
+            header=whole["header"],
+            inode=inode,
+            decrypted=whole["decrypted"],
+            damaged_sides=damaged,
+        )
+
+    def footer(self, found: Found) -> Segment:
+        """The footer of a segment, after a second look if the first was bad.
+
+        Raises :class:`Refused` or :class:`OSError`.
+        """
+        try:
+            return read_footer(self.reader, found)
+        except Refused:
+            return read_footer(self.reader, found)
+
+    def verify_entry(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
+        """The verdict on a record of a segment, after a second look if the first was bad."""
+        verdict = self._entry_once(found, entry, manifest)
+        return self._entry_once(found, entry, manifest) if verdict.looks_bad else verdict
+
+    def _entry_once(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
+        header = None
+        try:
+            data = self._read_entry(found, entry.length, entry.offset)
+            header = header_of(data)
+            return self._good(data, entry.record_id, found, manifest.shapes.get(header["part"]))
+        except (FileNotFoundError, NotADirectoryError):
+            return Verdict("removed")
+        except OSError as error:
+            return Verdict("unreadable", "io_error", error.strerror or str(error))
+        except Refused as refused:
+            state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
+            return Verdict(state, str(refused.reason), refused.found, header)
+
+    def _read_entry(self, found: Found, length: int, offset: int) -> bytes:
+        """The record at a place; a long one as far as its header says, and a page more."""
+        if length > HEADER_FIRST:
+            data = self._read(found, HEADER_FIRST, offset)
+            length = min(length, most_to_read(header_of(data)))
+            if length <= len(data):
+                return data[:length]
+        return self._read(found, length, offset)
+
+    def _read(self, found: Found, most: int, start: int) -> bytes:
+        self._pace.spend(most)
+        return self.reader.read(found, most, start)[0]
+
+
+def most_to_read(header: Header) -> int:
+    """Bytes by which a record is known to be as long as its header says: those, and a page. Raises
+    :class:`Refused` where no record can be as long."""
+    length = int(header["record_bytes"])
+    if length > MAX_RECORD:
+        raise Refused(MissReason.BAD_HEADER, f"a record of {length} bytes, more than {MAX_RECORD}")
+    return length + PAGE
+
+
+class Entry(NamedTuple):
+    """Where a record lies in its segment, in bytes."""
+
+    record_id: bytes
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What the footer of a segment says."""
+
+    part: str
+    entries: list[Entry]
+
+
+def read_footer(reader: Reader | RemoteReader, found: Found) -> Segment:
+    """The footer of a segment; raises :class:`Refused` or :class:`OSError`."""
+    tail, about = reader.read(found, PAGE, max(0, found.size - 1) // PAGE * PAGE)
+    listed, length, reason = _core.read_footer(tail, about.st_size)
+    if length:
+        tail, about = reader.read(found, length, about.st_size - length)
+        listed, length, reason = _core.read_footer(tail, about.st_size)
+    if listed is None:
+        raise Refused(reason or MissReason.TRUNCATED, "the footer of a segment")
+    name, namespace, part, records = listed
+    if namespace[:16].hex() != found.namespace:
+        raise Refused(MissReason.FOREIGN_IDENTITY, f"identity {namespace.hex()}")
+    if name != found.name:
+        raise Refused(MissReason.FOREIGN_ID, f"segment {name}")
+    return Segment(part, [Entry(*record) for record in records])
+
+
+class About(NamedTuple):
+    """What is known of something that was read."""
+
+    st_size: int
+    st_ino: int = 0
+
+
+class RemoteReader:
+    """Reads what lies on a server or in a bucket."""
+
+    def __init__(self, root: RemoteRoot) -> None:
+        self._root = root
+        #: There is no page cache of ours to go past.
+        self.direct: bool | None = None
+        #: Bytes read so far.
+        self.bytes = 0
+
+    def read(self, found: Found, most: int | None = None, start: int = 0) -> tuple[bytes, About]:
+        """At most ``most`` bytes from ``start`` on, and what it is; raises :class:`OSError`."""
+        item = self._root.item(found.path)
+        try:
+            there = (
+                None
+                if item is None
+                else self._root.read(item, start, found.size if most is None else most)
+            )
+        except UcmError as error:
+            raise OSError(errno.EIO, error.message, found.path) from None
+        if there is None:
+            raise FileNotFoundError(errno.ENOENT, "it is gone", found.path)
+        self.bytes += len(there)
+        return there, About(found.size)

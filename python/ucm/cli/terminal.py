@@ -1,0 +1,237 @@
+"""The terminal: what the commands share of their options, and output for people and for programs.
+
+Sizes and shares are read as the configuration reads them; what is wrong is a
+:class:`click.BadParameter`, to which click adds the option. Output is tables, sizes, times in
+words, and one JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ucm.config.fields import Capacity
+
+
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
+
+
+def _told(
+    _context: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]
+) -> dict[str, str]:
+    told = dict(pair.partition("=")[::2] for pair in pairs)
+    if unclear := next((pair for pair in pairs if "=" not in pair), None):
+        raise click.BadParameter(f"{unclear!r} is no KEY=VALUE")
+    return told
+
+
+def scheme_of(path: str) -> str:
+    """The scheme of an address; empty for a path."""
+    scheme, found, _ = path.partition("://")
+    return scheme.lower() if found else ""
+
+
+#: How a server or a bucket is reached.
+of_store = click.option(
+    "-o",
+    "--option",
+    "told",
+    multiple=True,
+    callback=_told,
+    metavar="KEY=VALUE",
+    help=(
+        "A key of the store, where ROOT is an address: object_endpoint=http://host:port;"
+        " repeatable."
+    ),
+)
+
+
+def _split(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The directories of ``a:b:c``, as ``storage_backends`` names several; a path that is there and
+    an address of a server or a bucket stay as they are."""
+    whole = [bool(scheme_of(text)) or os.path.exists(text) for text in given]
+    paths = [
+        piece
+        for text, one in zip(given, whole, strict=True)
+        for piece in ([text] if one else filter(None, text.split(":")))
+    ]
+    if missing := [path for path in paths if not scheme_of(path) and not os.path.exists(path)]:
+        raise click.BadParameter(f"{missing[0]!r} does not exist")
+    return tuple(paths)
+
+
+#: The roots a command works on.
+roots = click.argument("paths", metavar="ROOT...", nargs=-1, required=True, callback=_split)
+#: For programs.
+json_output = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes per second; ``None`` is no bound."""
+
+    bytes: int | None
+
+
+def rate(text: str) -> Rate:
+    """A size per second, with or without ``/s``; or ``unlimited``."""
+    if text == "unlimited":
+        return Rate(None)
+    size = _size(text.removesuffix("/s"), "or unlimited")
+    if size == 0:
+        raise click.BadParameter("a rate of 0 would never end; write a size, or unlimited")
+    return Rate(size)
+
+
+def target(text: str) -> Capacity:
+    """A size, or a percentage of the root's limit."""
+    from ucm.config.fields import Capacity  # with pydantic: not before it is needed
+
+    if text.rstrip().endswith("%"):
+        return Capacity(percent=percent(text))
+    return Capacity(bytes=_size(text, "or a share of the root's limit like 50%"))
+
+
+def _size(text: str, otherwise: str) -> int:
+    from ucm.config.fields import parse_size  # with pydantic: not before it is needed
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}, {otherwise}") from None
+
+
+def percent(text: str) -> float:
+    """``5%`` or ``5``: a number from 0 to 100."""
+    match = _PERCENT.fullmatch(text)
+    if match is None or float(match[1]) > 100:
+        raise click.BadParameter(
+            f"{text!r} is no percentage; write a number from 0 to 100, like 5%"
+        )
+    return float(match[1])
+
+
+def age(text: str) -> float:
+    """A length of time, ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``, in seconds."""
+    from ucm.config.fields import seconds_of  # with pydantic: not before it is needed
+
+    found = seconds_of(text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no age; write 90s, 30m, 12h, 7d or 2w")
+    return found
+
+
+def together(command: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON document of a command: that of its one root, or those of several."""
+    return documents[0] if len(documents) == 1 else {"command": command, "roots": documents}
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SPANS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
+#: A number or a size, which stand on the right of their column.
+_NUMBER = re.compile(r"-|[0-9][0-9.]*(?: [KMGTPE]?i?B)?")
+
+
+def wall_ns() -> int:
+    """Nanoseconds since 1970; the one clock of the command line."""
+    return time.time_ns()
+
+
+def size(count: float) -> str:
+    """Bytes in the largest binary unit: ``1.5 GiB``."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    return (
+        f"{count:.0f} {_UNITS[unit]}"
+        if unit == 0 or count >= 100
+        else f"{count:.1f} {_UNITS[unit]}"
+    )
+
+
+def span(seconds: float) -> str:
+    """A length of time in its largest unit: ``3 hours``."""
+    for name, length in _SPANS:
+        if seconds >= length:
+            return many(int(seconds // length), name)
+    return "less than a second"
+
+
+def ago(then_ns: int | None, now_ns: int) -> str:
+    """How long ago, in words; ``-`` for never."""
+    if then_ns is None:
+        return "-"
+    seconds = (now_ns - then_ns) / 1e9
+    return f"{span(seconds)} ago" if seconds >= 0 else f"in {span(-seconds)}"
+
+
+def many(count: int, what: str) -> str:
+    """``1 record``, ``2 records``."""
+    return (
+        f"{count} {what}"
+        if count == 1
+        else f"{count} {what[:-1] + 'ies' if what.endswith('ry') else what + 's'}"
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> None:
+    """Prints columns: numbers and sizes to the right, texts to the left."""
+    if not rows:
+        return
+    texts = [[_plain(value) for value in row] for row in rows]
+    widths = [max(len(line[at]) for line in [list(header), *texts]) for at in range(len(header))]
+    right = [all(_NUMBER.fullmatch(text) for text in column) for column in zip(*texts, strict=True)]
+    for line in [list(header), *texts]:
+        cells = [
+            text.rjust(w) if r else text.ljust(w)
+            for text, w, r in zip(line, widths, right, strict=True)
+        ]
+        click.echo((indent + "  ".join(cells)).rstrip())
+
+
+def pairs(rows: Sequence[tuple[str, object]], indent: str = "  ") -> None:
+    """Prints names and values, one pair a line."""
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        click.echo(f"{indent}{_plain(name).ljust(width)}  {_plain(value)}".rstrip())
+
+
+def each(show: Callable[[dict[str, Any]], None], documents: Sequence[dict[str, Any]]) -> None:
+    """Several results for people, with an empty line between."""
+    for at, document in enumerate(documents):
+        if at:
+            click.echo()
+        show(document)
+
+
+def document(value: Any) -> None:
+    """Prints one JSON document."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def seconds(then_ns: int | None) -> int | None:
+    """Nanoseconds as the whole seconds of a JSON document."""
+    return None if then_ns is None else then_ns // 10**9
+
+
+def _plain(value: object) -> str:
+    """A text without what a terminal would obey, or could not print: names of files may hold
+    anything."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)
+    )
+
+
+def short(value: object, most: int = 40) -> str:
+    """A text of at most so many characters."""
+    text = str(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
