@@ -72,7 +72,6 @@ def impls(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
             if found := IMPL.match(line):
                 # The functions of a trait are the trait's, wherever they stand.
                 depth, owner = found[1], "" if " for " in line.split("{")[0] else found[2]
-                inside = True
             elif owner and line == depth + "}":
                 owner = ""
             elif found := FUNCTION.match(line):
@@ -86,7 +85,10 @@ def impls(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
     for (crate, name), files in sorted(places.items()):
         if len(files) > FILES or sum(files.values()) > METHODS:
             most = ", ".join(f"{path} {n}" for path, n in files.most_common(4))
-            yield f"{crate}::{name}", f"{sum(files.values())} functions in {len(files)} files: {most}"
+            yield (
+                f"{crate}::{name}",
+                f"{sum(files.values())} functions in {len(files)} files: {most}",
+            )
 
 
 def names(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
@@ -95,7 +97,9 @@ def names(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
     for path, lines in sources.items():
         for number, line in enumerate(lines):
             found = TYPE.match(line)
-            if found and not any("cfg(" in above or "pyclass" in above for above in lines[number - 4 : number]):
+            if found and not any(
+                "cfg(" in above or "pyclass" in above for above in lines[number - 4 : number]
+            ):
                 places[found[1]].append(f"{path}:{number + 1}")
     for name, where in sorted(places.items()):
         if len(where) > 1:
@@ -103,8 +107,8 @@ def names(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
 
 
 def rust_imports(sources: dict[Path, list[str]]) -> dict[str, set[str]]:
-    """The files that each file of a crate imports from. Names that a parent re-exports count for the file that
-    has them, and ``mod`` and ``pub use`` of a parent count for nothing."""
+    """The files that each file of a crate imports from. Names that a parent re-exports count for
+    the file that has them, and ``mod`` and ``pub use`` of a parent count for nothing."""
     modules = {}
     for path in sources:
         inside = path.relative_to(Path(*path.parts[:3])).with_suffix("").parts
@@ -114,7 +118,9 @@ def rust_imports(sources: dict[Path, list[str]]) -> dict[str, set[str]]:
     uses: dict[Path, list[tuple[tuple[str, ...], bool]]] = {}
     for (crate, inside), path in modules.items():
         uses[path] = []
-        for statement in re.findall(r"^\s*((?:pub(?:\([^)]*\))? )?use [^;]+);", "\n".join(sources[path]), re.M):
+        for statement in re.findall(
+            r"^\s*((?:pub(?:\([^)]*\))? )?use [^;]+);", "\n".join(sources[path]), re.M
+        ):
             for parts in expand(statement.split("use ", 1)[1]):
                 target = resolve(parts, inside)
                 if target is None and (crate, (*inside, parts[0])) in modules:
@@ -129,8 +135,12 @@ def rust_imports(sources: dict[Path, list[str]]) -> dict[str, set[str]]:
         for target, public in uses[path]:
             at = target
             for _ in range(8):
-                module = next((at[:n] for n in range(len(at), -1, -1) if (crate, at[:n]) in modules), ())
-                further = exported[crate, module].get(at[len(module)]) if len(at) > len(module) else None
+                module = next(
+                    (at[:n] for n in range(len(at), -1, -1) if (crate, at[:n]) in modules), ()
+                )
+                further = (
+                    exported[crate, module].get(at[len(module)]) if len(at) > len(module) else None
+                )
                 if further is None or further == at:
                     break
                 at = further + at[len(module) + 1 :]
@@ -160,7 +170,11 @@ def expand(tree: str) -> Iterator[tuple[str, ...]]:
     if not brace:
         path = re.sub(r"\s+as\s+\w+", "", tree).strip()
         if path:
-            yield tuple(part.strip() for part in path.split("::") if part.strip() not in ("*", "self") or part == "self" and path.startswith("self"))
+            yield tuple(
+                part.strip()
+                for part in path.split("::")
+                if part.strip() not in ("*", "self") or (part == "self" and path.startswith("self"))
+            )
         return
     depth, item = 0, ""
     for char in rest:
@@ -177,9 +191,12 @@ def expand(tree: str) -> Iterator[tuple[str, ...]]:
 
 
 def python_imports() -> dict[str, set[str]]:
-    """The files that each file of the package imports from when it is imported; imports within functions and for
-    types alone are not counted."""
-    paths = {path: ".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__") for path in tracked("python/ucm/*.py")}
+    """The files that each file of the package imports from when it is imported; imports within
+    functions and for types alone are not counted."""
+    paths = {
+        path: ".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__")
+        for path in tracked("python/ucm/*.py")
+    }
     files = {name: path for path, name in paths.items()}
     edges: dict[str, set[str]] = defaultdict(set)
     for path, name in paths.items():
@@ -188,9 +205,16 @@ def python_imports() -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             else:
-                base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = (
+                    package.split(".")[: len(package.split(".")) - node.level + 1]
+                    if node.level
+                    else []
+                )
                 module = ".".join([*base, *([node.module] if node.module else [])])
-                targets = [f"{module}.{a.name}" if f"{module}.{a.name}" in files else module for a in node.names]
+                targets = [
+                    f"{module}.{a.name}" if f"{module}.{a.name}" in files else module
+                    for a in node.names
+                ]
             own = (files.get(target) for target in targets)
             edges[str(path)] |= {str(target) for target in own if target and target != path}
     return edges
@@ -204,7 +228,9 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from at_import(node.orelse)
         elif isinstance(node, ast.If | ast.Try | ast.With):
-            yield from at_import([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+            yield from at_import(
+                [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            )
 
 
 def circles(edges: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
@@ -238,7 +264,11 @@ def width() -> Iterator[tuple[str, str]]:
     """Lines of more than 100 columns."""
     for path in tracked("*.rs", "*.py", "*.pyi", "*.md", "Makefile"):
         lines = (ROOT / path).read_text().splitlines()
-        long = [n for n, line in enumerate(lines, 1) if len(line) > COLUMNS and not line.lstrip(" >/!").startswith("|")]
+        long = [
+            n
+            for n, line in enumerate(lines, 1)
+            if len(line) > COLUMNS and not line.lstrip(" >/!").startswith("|")
+        ]
         if long:
             yield str(path), f"{len(long)} lines over {COLUMNS} columns, the first ones: {long[:5]}"
 
@@ -258,7 +288,8 @@ def prose() -> Iterator[tuple[Path, str]]:
 
 
 def words(banned: dict[str, str]) -> tuple[int, int, dict[Path, Counter[str]]]:
-    """How many words of prose there are, how many of them are private ones, and which stand where."""
+    """How many words of prose there are, how many of them are private ones, and which stand
+    where."""
     pattern = re.compile(r"\b(" + "|".join(banned) + r")\b", re.IGNORECASE)
     total, where = 0, {}
     for path, text in prose():
@@ -310,8 +341,11 @@ def main() -> int:
         print(f"words: {rate:.1f} private words a 1000, at most {known['words']['most']}; most in:")
         for path, some in sorted(where.items(), key=lambda item: -item[1].total())[:20]:
             print(f"  {path}: " + ", ".join(f"{word} {n}" for word, n in some.most_common(6)))
-    print(f"{rate:.1f} private words a 1000 of {total}; " + ", ".join(
-        f"{gate} {len(places)}" for gate, places in found.items()) + " known")
+    print(
+        f"{rate:.1f} private words a 1000 of {total}; "
+        + ", ".join(f"{gate} {len(places)}" for gate, places in found.items())
+        + " known"
+    )
     return failed > 0
 
 

@@ -10,7 +10,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use super::inbox::Inbox;
 use super::state::{Phase, State};
 use super::stats::Lane;
-use super::{ExitHook, Shared, StartHook, WorkerPool};
+use super::{ExitHook, Handover, Shared, StartHook, WorkerPool};
 use crate::clock::{Clock, MonotonicTime, SystemClock};
 use crate::notify::Notify;
 
@@ -143,12 +143,14 @@ impl WorkerPoolBuilder {
                 start_within: self.start_within,
                 on_start: self.on_start,
                 on_exit: self.on_exit,
-                inboxes,
-                phase: AtomicU8::new(Phase::Open as u8),
-                monitored: AtomicBool::new(false),
-                growing: AtomicBool::new(state.is_growing()),
-                sleepers: AtomicUsize::new(0),
-                monitor_wakes: AtomicU64::new(MonotonicTime::NEVER.0),
+                handover: Handover {
+                    inboxes,
+                    phase: AtomicU8::new(Phase::Open as u8),
+                    monitored: AtomicBool::new(false),
+                    growing: AtomicBool::new(state.is_growing()),
+                    sleepers: AtomicUsize::new(0),
+                    monitor_wakes: AtomicU64::new(MonotonicTime::NEVER.0),
+                },
                 state: Mutex::new(state),
                 work: Condvar::new(),
                 alarm: Notify::new(),

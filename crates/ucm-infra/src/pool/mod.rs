@@ -126,14 +126,17 @@ impl WorkerPool {
         fence(Ordering::SeqCst); // see `inbox`
         // The monitor sleeps until the earliest deadline that it knows; only an earlier one has to
         // wake it.
-        let known = shared.monitor_wakes.fetch_min(deadline.0, Ordering::AcqRel);
+        let known = shared
+            .handover
+            .monitor_wakes
+            .fetch_min(deadline.0, Ordering::AcqRel);
         if deadline.0 < known {
             shared.alarm.notify();
         }
-        if shared.growing.load(Ordering::Acquire) {
+        if shared.handover.growing.load(Ordering::Acquire) {
             shared.grow();
         }
-        if shared.sleepers.load(Ordering::Relaxed) > 0 {
+        if shared.handover.sleepers.load(Ordering::Relaxed) > 0 {
             // A job whose lane is at its limit is taken by the worker that makes room: it checks
             // its lanes before it sleeps.
             let runnable = shared.collected().has_work();
@@ -202,18 +205,11 @@ impl fmt::Debug for WorkerPool {
 type StartHook = Box<dyn Fn(usize) -> Result<()> + Send + Sync>;
 type ExitHook = Box<dyn Fn(usize) + Send + Sync>;
 
-/// What the handle, the workers and the monitor share. No callback is ever called with `state`
-/// locked.
-struct Shared {
-    name: String,
-    clock: Arc<dyn Clock>,
-    start_within: Duration,
-    on_start: Option<StartHook>,
-    on_exit: Option<ExitHook>,
+/// What is read and written without the lock of the state.
+struct Handover {
     /// One for each lane, in their order.
     inboxes: Vec<Arc<Inbox>>,
-    state: Mutex<State>,
-    /// [`State::phase`], to be read without the lock.
+    /// [`State::phase`].
     phase: AtomicU8,
     /// Whether the monitor thread exists; a pool on demand starts it with the first job.
     monitored: AtomicBool,
@@ -223,6 +219,18 @@ struct Shared {
     sleepers: AtomicUsize,
     /// When the monitor wakes by itself, as of [`MonotonicTime`].
     monitor_wakes: AtomicU64,
+}
+
+/// What the handle, the workers and the monitor share. No callback is ever called with `state`
+/// locked.
+struct Shared {
+    name: String,
+    clock: Arc<dyn Clock>,
+    start_within: Duration,
+    on_start: Option<StartHook>,
+    on_exit: Option<ExitHook>,
+    state: Mutex<State>,
+    handover: Handover,
     /// Workers wait here for jobs.
     work: Condvar,
     /// Wakes the monitor.
@@ -240,7 +248,7 @@ impl Shared {
     }
 
     fn phase(&self) -> Phase {
-        match self.phase.load(Ordering::SeqCst) {
+        match self.handover.phase.load(Ordering::SeqCst) {
             open if open == Phase::Open as u8 => Phase::Open,
             draining if draining == Phase::Draining as u8 => Phase::Draining,
             _ => Phase::Stopped,
@@ -249,13 +257,13 @@ impl Shared {
 
     fn set_phase(&self, state: &mut State, phase: Phase) {
         state.phase = phase;
-        self.phase.store(phase as u8, Ordering::SeqCst);
+        self.handover.phase.store(phase as u8, Ordering::SeqCst);
         fence(Ordering::SeqCst); // see `inbox`: what is collected from here on is complete
     }
 
     /// The inbox of a lane that has a place for one more job.
     fn place_for_job(self: &Arc<Self>, lane: usize) -> Result<&Inbox> {
-        let Some(inbox) = self.inboxes.get(lane) else {
+        let Some(inbox) = self.handover.inboxes.get(lane) else {
             return Err(Error::invalid("the pool has no such lane").with("lane", lane));
         };
         if self.phase() != Phase::Open {
@@ -266,7 +274,7 @@ impl Shared {
             let full = Error::new(ErrorKind::Busy, "the lane's queue is full");
             return Err(full.with("lane", inbox.spec.name));
         }
-        if !self.monitored.load(Ordering::Acquire)
+        if !self.handover.monitored.load(Ordering::Acquire)
             && let Err(error) = self.start_monitor(&mut self.state.lock())
         {
             inbox.release(1);
@@ -282,10 +290,14 @@ impl Shared {
             if !state.grow() {
                 return;
             }
-            self.growing.store(state.is_growing(), Ordering::Release);
+            self.handover
+                .growing
+                .store(state.is_growing(), Ordering::Release);
             let now = self.clock.now();
             let start_by = now.after(self.start_within);
-            self.monitor_wakes.fetch_min(start_by.0, Ordering::AcqRel);
+            self.handover
+                .monitor_wakes
+                .fetch_min(start_by.0, Ordering::AcqRel);
             state.claim_missing(now, start_by, false)
         };
         for slot in claimed {

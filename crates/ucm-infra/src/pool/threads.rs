@@ -104,12 +104,12 @@ impl Shared {
             if leave {
                 return None;
             }
-            self.sleepers.fetch_add(1, Ordering::Relaxed);
+            self.handover.sleepers.fetch_add(1, Ordering::Relaxed);
             fence(Ordering::SeqCst); // see `inbox`
-            if self.inboxes.iter().all(|inbox| inbox.is_empty()) {
+            if self.handover.inboxes.iter().all(|inbox| inbox.is_empty()) {
                 self.work.wait(&mut state);
             }
-            self.sleepers.fetch_sub(1, Ordering::Relaxed);
+            self.handover.sleepers.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
@@ -139,7 +139,9 @@ impl Shared {
             shared.roll_call.notify();
         });
         state.monitored = started.is_ok();
-        self.monitored.store(state.monitored, Ordering::Release);
+        self.handover
+            .monitored
+            .store(state.monitored, Ordering::Release);
         started.map(drop).map_err(|error| {
             Error::from_io(error, "cannot start the monitor thread").with("pool", &self.name)
         })
@@ -157,11 +159,11 @@ impl Shared {
                 let overdue = state.overdue(now);
                 let missing = state.claim_missing(now, now.after(self.start_within), true);
                 let wake = state.next_event(now);
-                self.monitor_wakes.store(wake.0, Ordering::Release);
+                self.handover.monitor_wakes.store(wake.0, Ordering::Release);
                 (overdue, missing, wake)
             };
             fence(Ordering::SeqCst); // see `inbox`
-            let missed = !self.inboxes.iter().all(|inbox| inbox.is_empty());
+            let missed = !self.handover.inboxes.iter().all(|inbox| inbox.is_empty());
             if !overdue.is_empty() {
                 // Shutdown looks again: it does not wait for a worker that is written off. And the
                 // workers: a place in a lane may be free, or the last queued job gone.

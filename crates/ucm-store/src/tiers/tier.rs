@@ -37,11 +37,9 @@ pub(crate) struct Tier {
     pub(super) codec: Option<TierCodec>,
     /// What its records are encrypted with.
     pub(super) keys: Option<Arc<Keys>>,
-    /// Records here that one of the keys is known to fit; of a tier that encrypts.
-    key_fits: IdSet<BlockId>,
     pub(super) breaker: Breaker,
     pub(super) state: State,
-    copies: RefusedCopies,
+    copies: KnownCopies,
     /// Records that the tier above gives up and that are not published here yet.
     demoting: AtomicUsize,
     pub(super) counts: Counts,
@@ -102,14 +100,17 @@ impl FailedRequests {
     }
 }
 
-/// Copies of a tier that are no hits.
+/// What is known of single copies of a tier.
 #[derive(Default)]
-struct RefusedCopies {
+struct KnownCopies {
+    /// They are no hits.
     refused: IdSet<BlockId>,
     /// Whether there was ever one: mostly there was none, and every id of a lookup asks.
     any_refused: AtomicBool,
     /// Refused because they are of a newer version: never replaced.
     newer: IdSet<BlockId>,
+    /// Of a tier that encrypts: one of the keys is known to fit.
+    key_fits: IdSet<BlockId>,
 }
 
 /// What [`TierStats`] says, as it is counted.
@@ -165,7 +166,6 @@ impl Tier {
         Ok(Self {
             codec: codec.transpose()?,
             keys: keys.filter(|_| !memory),
-            key_fits: IdSet::default(),
             backend: config.backend,
             pool: config.pool,
             name,
@@ -173,7 +173,7 @@ impl Tier {
             policy: config.policy,
             breaker: Breaker::new(breaker),
             state: State::new(breaker),
-            copies: RefusedCopies::default(),
+            copies: KnownCopies::default(),
             demoting: AtomicUsize::new(0),
             counts: Counts::default(),
         })
@@ -323,19 +323,22 @@ impl Tier {
 
     /// This record was written here, or read by one of the keys.
     pub(super) fn note_key_fits(&self, id: BlockId) {
-        if self.keys.is_some() && self.key_fits.insert(id) && self.key_fits.len() > REMEMBERED {
-            self.key_fits.clear();
+        if self.keys.is_some()
+            && self.copies.key_fits.insert(id)
+            && self.copies.key_fits.len() > REMEMBERED
+        {
+            self.copies.key_fits.clear();
         }
     }
 
     /// Whether a record that is present here may be of a key that this store has not.
     pub(super) fn may_be_of_another_key(&self, id: BlockId) -> bool {
-        self.keys.is_some() && !self.key_fits.contains(&id)
+        self.keys.is_some() && !self.copies.key_fits.contains(&id)
     }
 
     /// This copy is no hit until another takes its place.
     pub(super) fn refuse(&self, id: BlockId, reason: MissReason) {
-        self.key_fits.remove(&id);
+        self.copies.key_fits.remove(&id);
         let ids = if reason.leaves_alone() {
             &self.copies.newer
         } else {
