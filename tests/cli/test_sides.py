@@ -49,7 +49,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"layout": "segment"}, {"layout": "segment", "codec": "lz4", "dtype": "bfloat16"}],
+    [{}, {"layout": "segment"}, {"layout": "segment", "codec": "zstd", "dtype": "bfloat16"}],
     ids=str,
 )
 def test_a_good_root(keys: dict[str, Any], root: Written, ucm: Run, ucm_json: Json) -> None:

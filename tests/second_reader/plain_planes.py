@@ -1,9 +1,8 @@
 """Layers of compressed records in plain Python, by ``docs/format.md`` section 5 alone.
 
 Beside :mod:`plain_record`, which verifies what is stored; this makes of it what was compressed.
-Blocks of lz4 are decoded here. The standard library has a decoder of zstd from Python 3.14 on,
-before that the package ``zstandard`` is one; without either nothing of zstd is decoded, and the
-caller says so.
+The standard library has a decoder of zstd from Python 3.14 on, before that the package
+``zstandard`` is one; without either nothing is decoded, and the caller says so.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_ZSTD, _LZ4 = 1, 2
-#: Codec numbers -> bytes of an element.
-WIDTHS: dict[int, int] = {
-    width << 8 | algorithm: width for algorithm in (_ZSTD, _LZ4) for width in (1, 2, 4)
-}
+#: Codec numbers of zstd -> bytes of an element.
+WIDTHS: dict[int, int] = {width << 8 | 1: width for width in (1, 2, 4)}
+#: Codec numbers of lz4, which older versions wrote: such a record is refused, and the next dump
+#: replaces it.
+LZ4: frozenset[int] = frozenset(width << 8 | 2 for width in (1, 2, 4))
 _AS_IS = 1 << 31
 
 
@@ -55,44 +54,6 @@ def find_zstd() -> Zstd | None:
         return bytes(package.ZstdDecompressor().decompress(frame, max_output_size=most))
 
     return Zstd("zstandard", unpack)
-
-
-def unpacker(codec: int, zstd: Zstd | None) -> Unpack | None:
-    """What decodes the planes of this codec; None where they are zstd's and there is none of it."""
-    if codec & 0xFF == _LZ4:
-        return unpack_lz4
-    return zstd.decode if zstd is not None else None
-
-
-def unpack_lz4(block: bytes, most: int) -> bytes:
-    """What an lz4 block holds: runs of bytes as they are, each but the last followed by a copy of
-    bytes before it."""
-    out, at = bytearray(), 0
-    while True:
-        token = block[at]
-        literals, at = _lengthened(block, at + 1, token >> 4)
-        end = at + literals
-        if end > len(block) or len(out) + literals > most:
-            raise ValueError(f"{literals} bytes at {at} of {len(block)}")
-        out += block[at:end]
-        if end == len(block):
-            return bytes(out)
-        distance = int.from_bytes(block[end : end + 2], "little")
-        copied, at = _lengthened(block, end + 2, token & 15)
-        copied += 4
-        if not 0 < distance <= len(out) or len(out) + copied > most:
-            raise ValueError(f"{copied} bytes from {distance} before {len(out)}")
-        piece = out[-distance:][:copied]
-        out += (piece * (copied // len(piece) + 1))[:copied]
-
-
-def _lengthened(block: bytes, at: int, length: int) -> tuple[int, int]:
-    """A length that goes on in further bytes where it is 15, and where what follows it begins."""
-    more = 255 if length == 15 else 0
-    while more == 255:
-        more, at = block[at], at + 1
-        length += more
-    return length, at
 
 
 def decode_layer(stored: bytes, width: int, length: int, unpack: Unpack) -> bytes:

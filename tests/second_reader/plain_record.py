@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plain_cipher import ENCRYPTED, KEY_ID, Keys, NotAuthenticError, seals_len
-from plain_planes import WIDTHS, Unpack, Zstd, decode_layer, unpacker
+from plain_planes import LZ4, WIDTHS, Unpack, Zstd, decode_layer
 
 from ucm.reasons import MissReason
 
@@ -261,7 +261,7 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
     _check_crc(crc, data, 0, end, _u32(data, end), MissReason.BAD_HEADER, "header")
     flags, codec = _u32(data, 64), _u32(data, 136)
     shards, sides = _u32(data, 140), _u32(data, 216)
-    if flags & ~(WITHOUT_KV | ENCRYPTED) or (codec and codec not in WIDTHS):
+    if flags & ~(WITHOUT_KV | ENCRYPTED) or (codec and codec not in (*WIDTHS, *LZ4)):
         known = ", ".join(f"{number:#x}" for number in (0, *WIDTHS))
         raise Refused(
             MissReason.NEWER_VERSION,
@@ -270,6 +270,8 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
     without_kv, encrypted = bool(flags & WITHOUT_KV), bool(flags & ENCRYPTED)
     if without_kv and codec:
         raise Refused(MissReason.NEWER_VERSION, f"codec {codec:#x} without KV")
+    if codec in LZ4:
+        raise Refused(MissReason.FOREIGN_SHAPE, f"codec {codec:#x}, of lz4, which is not decoded")
     most = 0 if without_kv else (end - _SHARD_TABLE) // _SHARD_ENTRY
     if (
         shards > most
@@ -369,8 +371,8 @@ def verify(
                 raise Refused(error.reason, str(error)) from None
             verify(plain, expect, crc, zstd)
         return header
-    if header.compressed and (unpack := unpacker(header.codec, zstd)) is not None:
-        for i, raw in enumerate(decoded_layers(data, header, unpack)):
+    if header.compressed and zstd is not None:
+        for i, raw in enumerate(decoded_layers(data, header, zstd.decode)):
             _check_crc(
                 crc,
                 raw,

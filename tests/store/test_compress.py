@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from blocks import SHAPE, Memory, ids
 
@@ -24,15 +23,6 @@ def like_a_model(count: int) -> Memory:
     for pieces in memory.pieces:
         for piece in pieces:
             piece[1::2] &= 3
-    return memory
-
-
-def repeating(count: int) -> Memory:
-    """Blocks that repeat themselves, so that every codec makes them shorter."""
-    memory = Memory(count)
-    for pieces in memory.pieces:
-        for piece in pieces:
-            piece[64:] = np.resize(piece[:64], len(piece) - 64)
     return memory
 
 
@@ -171,12 +161,13 @@ def test_over_files_it_is_refused(opened: Open) -> None:
     with pytest.raises(ConfigError, match="segments only"):
         opened("Compress|Posix", layout="file")
     with pytest.raises(ConfigError, match="segments only"):
-        opened("Posix", layout="file", codec="lz4")
+        opened("Posix", layout="file", codec="zstd")
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_the_codec_of_a_store_of_one_tier(opened: Open, tmp_path: Path, codec: str) -> None:
-    memory, every = repeating(COUNT), range(COUNT)
+    """lz4 of older configurations means zstd."""
+    memory, every = like_a_model(COUNT), range(COUNT)
     store = opened("Pc", codec=codec)
     dump(store, memory, *every)
     check_load(store, memory, *every)
@@ -189,6 +180,3 @@ def test_the_codec_of_a_store_of_one_tier(opened: Open, tmp_path: Path, codec: s
     assert (
         stored(tmp_path / "root") == compression["bytes_stored"] < compression["bytes_compressed"]
     )
-    other = opened("Pc", codec={"lz4": "zstd", "zstd": "lz4"}[codec])
-    check_load(other, memory, *every)
-    assert lowest(other)["compression"]["records_decompressed"] == COUNT

@@ -7,20 +7,19 @@ import hashlib
 import struct
 from pathlib import Path
 
-import plain_planes as planes
 import plain_record as record
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_planes import Zstd, decode_layer, find_zstd, unpack_lz4
+from plain_planes import Zstd, decode_layer, find_zstd
 from plain_record import Expect, Part, Refused, Shape
 
 from ucm.reasons import MissReason
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "record-v1"
 FROZEN = (FIXTURES / "planes.bin").read_bytes()
-FROZEN_LZ4 = (FIXTURES / "planes-lz4.bin").read_bytes()
-FROZEN_SIDED = (FIXTURES / "planes-sided.bin").read_bytes()
+FROZEN_LZ4 = [(FIXTURES / name).read_bytes() for name in ("planes-lz4.bin", "planes-sided.bin")]
+FROZEN_SIDED = (FIXTURES / "planes-zstd-sided.bin").read_bytes()
 LAYERS, LAYER, STRIDE = 4, 8000, 8000
 IDENTITY = (
     '{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"position":{},'
@@ -40,7 +39,7 @@ def plain(packed: bytes, most: int) -> bytes:
     return packed[:most]
 
 
-def contents(lz4: bool = False) -> list[bytes]:
+def contents() -> list[bytes]:
     """What the layers of a frozen record were before they were compressed."""
     state, layers = 1, []
     for _ in range(LAYERS):
@@ -48,9 +47,7 @@ def contents(lz4: bool = False) -> list[bytes]:
         for at in range(LAYER):
             state = (state * 1664525 + 1013904223) % 2**32
             noise = state >> 24
-            layer.append(
-                (noise if at % 256 < 64 else at // 256) if lz4 else noise >> 6 if at % 2 else noise
-            )
+            layer.append(noise >> 6 if at % 2 else noise)
         layers.append(bytes(layer))
     return layers
 
@@ -105,25 +102,22 @@ def test_the_frozen_record_is_decoded() -> None:
     assert list(record.decoded_layers(FROZEN, header, zstd().decode)) == padded(contents())
 
 
-def test_the_frozen_record_of_lz4_is_decoded_without_any_library() -> None:
-    header = record.verify(FROZEN_LZ4, EXPECT)
-    assert (header.codec, len(FROZEN_LZ4) < 4096 + LAYERS * LAYER) == (0x202, True)
-    assert list(record.decoded_layers(FROZEN_LZ4, header, unpack_lz4)) == padded(contents(lz4=True))
+def test_the_frozen_records_of_lz4_are_refused_and_not_newer() -> None:
+    for frozen in FROZEN_LZ4:
+        assert struct.unpack_from("<I", frozen, 136) == (0x202,)
+        assert refusal(frozen) == MissReason.FOREIGN_SHAPE
 
 
 def test_side_shards_of_a_compressed_record_are_stored_as_they_are() -> None:
     header = record.verify(FROZEN_SIDED, EXPECT)
-    assert (header.codec, header.record_len) == (0x202, len(FROZEN_SIDED))
-    assert list(record.decoded_layers(FROZEN_SIDED, header, unpack_lz4)) == padded(
-        contents(lz4=True)
-    )
+    assert (header.codec, header.record_len) == (0x201, len(FROZEN_SIDED))
     lengths = {"mean-k": 100, "codes": 5000}
     assert {side.name: side.length for side in header.sides} == lengths
     for side in header.sides:
         content = bytes((at * 7 + 3) % 256 for at in range(side.length))
         assert record.read_side(FROZEN_SIDED, side) == content
     assert [side.offset for side in header.sides] == [header.kv_len, header.kv_len + 4096]
-    assert FROZEN_SIDED[4096 : header.kv_len] == FROZEN_LZ4[4096:], (
+    assert FROZEN_SIDED[4096 : header.kv_len] == FROZEN[4096:], (
         "the payload is that without side shards"
     )
     for at, name in [(header.kv_len, "mean-k"), (len(FROZEN_SIDED) - 1, "codes")]:
@@ -132,45 +126,9 @@ def test_side_shards_of_a_compressed_record_are_stored_as_they_are() -> None:
         assert list(record.lost_sides(bytes(data), record.verify(bytes(data), EXPECT))) == [name]
 
 
-@pytest.mark.parametrize(
-    ("block", "data"),
-    [
-        (b"\x00", b""),
-        (b"\x30abc", b"abc"),
-        (b"\xf0\x00" + b"x" * 15, b"x" * 15),
-        (b"\xf0\xff\x02" + b"y" * 272, b"y" * 272),
-        (b"\x30abc\x03\x00\x10d", b"abcabcad"),
-        (b"\x1fz\x01\x00\x05\x10!", b"z" * 25 + b"!"),
-    ],
-)
-def test_a_block_of_lz4(block: bytes, data: bytes) -> None:
-    assert unpack_lz4(block, len(data)) == data
-    if data:
-        with pytest.raises(ValueError, match="bytes"):
-            unpack_lz4(block, len(data) - 1)
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        b"",
-        b"\xf0",
-        b"\x40abc",
-        b"\x30abc\x03",
-        b"\x30abc\x00\x00",
-        b"\x30abc\x04\x00",
-        b"\x30abc\x03\x00",
-    ],
-)
-def test_what_is_no_block_of_lz4_is_refused(block: bytes) -> None:
-    with pytest.raises((ValueError, IndexError)):
-        unpack_lz4(block, 100)
-
-
 def test_to_a_reader_without_this_codec_it_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of the readers before: every codec but 0 is newer, and what is newer is left
     alone."""
-    monkeypatch.setattr(planes, "WIDTHS", {})
     monkeypatch.setattr(record, "WIDTHS", {})
     assert refusal(FROZEN) == MissReason.NEWER_VERSION
 
@@ -202,15 +160,13 @@ def test_any_flipped_byte_is_refused(offset: int, mask: int) -> None:
     assert refusal(bytes(data)) == reason
 
 
-@pytest.mark.parametrize("frozen", [FROZEN, FROZEN_LZ4], ids=["zstd", "lz4"])
-def test_what_is_whole_as_stored_and_does_not_decode_is_refused(frozen: bytes) -> None:
-    data = bytearray(frozen)
+def test_what_is_whole_as_stored_and_does_not_decode_is_refused() -> None:
+    data = bytearray(FROZEN)
     first, second = struct.unpack_from("<Q", data, 576)[0], struct.unpack_from("<Q", data, 600)[0]
     data[first + 100] ^= 1
     data[592:596] = record.crc32c(bytes(data[first:second])).to_bytes(4, "little")
     data[4092:4096] = record.crc32c(bytes(data[:4092])).to_bytes(4, "little")
-    if frozen is FROZEN:
-        record.verify(bytes(data), EXPECT)
+    record.verify(bytes(data), EXPECT)
     assert refusal(bytes(data), zstd()) == MissReason.BAD_CHECKSUM
 
 

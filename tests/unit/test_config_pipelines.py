@@ -135,14 +135,14 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
             "segments only",
         ),
         (
-            {"store_pipeline": "Cache|Posix", "path": "/d", "layout": "file", "codec": "lz4"},
-            "codec: lz4 and layout: file",
+            {"store_pipeline": "Cache|Posix", "path": "/d", "layout": "file", "codec": "zstd"},
+            "codec: zstd and layout: file",
         ),
         (
             {"storage_backend": "posix", "path": "/d", "layout": "file", "codec": "zstd"},
             "segments only",
         ),
-        ({"storage_backend": "posix", "path": "/d", "codec": "zst"}, "'off', 'lz4' or 'zstd'"),
+        ({"storage_backend": "posix", "path": "/d", "codec": "zst"}, "'off' or 'zstd'"),
         (
             {"store_pipeline": ["compress", {"type": "pc", "codec": "off"}], "path": "/d"},
             "leave one of the two out",
@@ -152,8 +152,8 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
             "leave one of the two out",
         ),
         (
-            {"store_pipeline": [{"type": "cache", "codec": "lz4"}, "pc"], "path": "/d"},
-            "lz4 of Cache, which has none",
+            {"store_pipeline": [{"type": "cache", "codec": "zstd"}, "pc"], "path": "/d"},
+            "zstd of Cache, which has none",
         ),
         ({"store_pipeline": "Cache|Delegator|Posix", "path": "/d"}, "no stage that ucm has"),
         (
@@ -281,16 +281,19 @@ def test_compress_stands_before_segments(extra: Extra) -> None:
     [
         ({"store_pipeline": "Pc|Posix"}, ["off", "off"]),
         ({"store_pipeline": "Compress|Pc|Posix"}, ["zstd", "off"]),
-        ({"store_pipeline": "Compress|Pc|Posix", "codec": "lz4"}, ["lz4", "lz4"]),
+        ({"store_pipeline": "Compress|Pc|Posix", "codec": "lz4"}, ["zstd", "zstd"]),
         ({"store_pipeline": "Compress|Pc|Posix", "codec": False}, ["zstd", "off"]),
         (
             {
                 "store_pipeline": [{"type": "compress", "codec": "lz4"}, "pc", "posix"],
                 "codec": "zstd",
             },
-            ["lz4", "zstd"],
+            ["zstd", "zstd"],
         ),
-        ({"store_pipeline": ["compress", {"type": "pc", "codec": "LZ4"}, "posix"]}, ["lz4", "off"]),
+        (
+            {"store_pipeline": ["compress", {"type": "pc", "codec": "LZ4"}, "posix"]},
+            ["zstd", "off"],
+        ),
         (
             {"store_pipeline": ["pc", {"type": "posix", "codec": "off"}], "codec": "zstd"},
             ["zstd", "off"],
@@ -306,10 +309,24 @@ def test_which_codec_the_core_is_told_of_each_stage(extra: Extra, codecs: list[s
     assert [stage["codec"] for stage in stages] == codecs
 
 
+@pytest.mark.parametrize(
+    ("extra", "written"),
+    [
+        ({"codec": "lz4"}, "codec"),
+        ({"store_pipeline": [{"type": "pc", "codec": "LZ4"}]}, "store_pipeline[0].codec"),
+    ],
+)
+def test_lz4_means_zstd_with_a_warning(extra: Extra, written: str) -> None:
+    config = load({"path": "/d", **extra}, {})
+    (warning,) = config.warnings
+    assert f'"{written}: lz4"' in warning and "zstd" in warning
+    assert "lz4" not in str(config.store_config())
+
+
 def test_off_is_read_as_yaml_has_it() -> None:
     for written in ("off", False, "OFF"):
         assert load({"path": "/d", "codec": written}, {}).store_config()["codec"] == "off"
-    assert "'off', 'lz4' or 'zstd'" in fails({"path": "/d", "codec": True})
+    assert "'off' or 'zstd'" in fails({"path": "/d", "codec": True})
 
 
 def test_compress_has_no_keys_and_those_of_the_original_mean_nothing() -> None:

@@ -29,7 +29,7 @@ DIRECTORIES = {str(parent) for name in FILES for parent in Path(name).parents}
 TEXT = [pytest.param(text, id=name) for name, text in sorted(DOCUMENTS.items())]
 #: Files of other projects.
 FOREIGN = {
-    *("acl_base_rt.h", "acl_rt.h", "doc/lz4_Block_format.md"),
+    *("acl_base_rt.h", "acl_rt.h"),
     *("driver_types.h", "hip_runtime_api.h", "rt_error_codes.h"),
 }
 #: Names that documents use for files of a user or of a run.

@@ -14,12 +14,7 @@ from plain_record import PAGE, Refused, lost_sides, parse_header, verify
 _core = pytest.importorskip("ucm._core")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "record-v1"
-#: Without lz4, which is not written any more.
-RECORDS = {
-    path.stem: path.read_bytes()
-    for path in sorted(FIXTURES.glob("*.bin"))
-    if path.stem != "planes-lz4"
-}
+RECORDS = {path.stem: path.read_bytes() for path in sorted(FIXTURES.glob("*.bin"))}
 KEY = bytes(range(32))
 OPEN = find_open()
 KEYS = None if OPEN is None else Keys({key_id(KEY): KEY}, OPEN)

@@ -226,7 +226,7 @@ impl Rig {
             backend: Arc::clone(&backend),
             pool: Arc::clone(&io.pool),
             policy: WritePolicy::Through,
-            codec: None,
+            compressed: false,
             max_stuck: usize::MAX,
         };
         let engine = Engine::open(config, vec![tier], Arc::new(HostDevice::new()), clock)?;

@@ -4,27 +4,11 @@ use ucm_core::DType;
 
 use super::layout::RecordLayout;
 
-/// What makes byte planes shorter. Its number is the low byte of a codec's code.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Algorithm {
-    /// zstd frames, tuned for planes of exponents: shorter than by lz4, and slower.
-    Zstd = 1,
-    /// lz4 blocks.
-    Lz4 = 2,
-}
-
-impl Algorithm {
-    /// Every algorithm.
-    pub const ALL: [Self; 2] = [Self::Zstd, Self::Lz4];
-
-    /// Name in the configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Zstd => "zstd",
-            Self::Lz4 => "lz4",
-        }
-    }
-}
+/// In the low byte of a code: byte planes compressed by zstd.
+const ZSTD: u32 = 1;
+/// In the low byte of a code: byte planes compressed by lz4, which older versions wrote. Such a
+/// record is refused and the next dump replaces it; it is not taken for a newer version.
+const LZ4: u32 = 2;
 
 /// How the layers of a record are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -37,26 +21,20 @@ impl Codec {
     /// The layers as they are used.
     pub const AS_IS: Self = Self(0);
 
-    /// Byte planes of elements of so many bytes: 1, 2 or 4.
-    pub fn planes(algorithm: Algorithm, width: usize) -> Option<Self> {
-        let width = match width {
-            1 => 1,
-            2 => 2,
-            4 => 4,
-            _ => return None,
-        };
-        Some(Self(algorithm as u32 | width << WIDTH_SHIFT))
+    /// Byte planes of elements of `width` bytes: 1, 2 or 4.
+    pub fn planes(width: usize) -> Option<Self> {
+        matches!(width, 1 | 2 | 4).then_some(Self(ZSTD | (width as u32) << WIDTH_SHIFT))
     }
 
     /// The codec for records of this layout, by the type of their elements. Layers that are no
     /// whole number of them are taken byte by byte.
-    pub fn of(algorithm: Algorithm, layout: &RecordLayout) -> Self {
+    pub fn of(layout: &RecordLayout) -> Self {
         let width = match layout.dtype {
             DType::F16 | DType::Bf16 => 2,
             DType::F32 => 4,
             _ => 1,
         };
-        let codecs = [width, 1].map(|width| Self::planes(algorithm, width));
+        let codecs = [width, 1].map(Self::planes);
         let fits = |codec: &Self| codec.fits(layout.layer_len);
         codecs
             .into_iter()
@@ -67,12 +45,12 @@ impl Codec {
 
     /// The codec of a code, `None` for one that this version does not know.
     pub fn from_code(code: u32) -> Option<Self> {
-        if code == 0 {
-            return Some(Self::AS_IS);
+        let width = code >> WIDTH_SHIFT;
+        match code & 0xff {
+            0 if width == 0 => Some(Self::AS_IS),
+            ZSTD | LZ4 if matches!(width, 1 | 2 | 4) => Some(Self(code)),
+            _ => None,
         }
-        let known =
-            Algorithm::ALL.map(|algorithm| Self::planes(algorithm, (code >> WIDTH_SHIFT) as usize));
-        known.into_iter().flatten().find(|codec| codec.0 == code)
     }
 
     /// The code in record headers.
@@ -85,10 +63,9 @@ impl Codec {
         self == Self::AS_IS
     }
 
-    /// What made their planes shorter; none where the layers are as they are.
-    pub fn algorithm(self) -> Option<Algorithm> {
-        let mut all = Algorithm::ALL.into_iter();
-        all.find(|&algorithm| algorithm as u32 == self.0 & 0xff)
+    /// True if this version reads layers in this form; false for those of lz4.
+    pub fn is_readable(self) -> bool {
+        self.0 & 0xff != LZ4
     }
 
     /// Bytes of an element; 0 where the layers are as they are.
@@ -115,16 +92,17 @@ mod tests {
         for code in known {
             assert_eq!(Codec::from_code(code).map(Codec::code), Some(code));
         }
-        assert_eq!(Codec::planes(Algorithm::Zstd, 3), None);
+        assert_eq!(Codec::planes(3), None);
         assert!(Codec::from_code(0x1_0201).is_none());
     }
 
     #[test]
-    fn a_codec_knows_its_algorithm() {
-        assert_eq!(Codec::AS_IS.algorithm(), None);
-        for algorithm in Algorithm::ALL {
-            let codec = Codec::planes(algorithm, 4).unwrap();
-            assert_eq!((codec.algorithm(), codec.width()), (Some(algorithm), 4));
+    fn codes_of_lz4_are_known_and_not_readable() {
+        for code in [0x102, 0x202, 0x402] {
+            assert!(!Codec::from_code(code).unwrap().is_readable());
+        }
+        for codec in [Codec::AS_IS, Codec::planes(4).unwrap()] {
+            assert!(codec.is_readable());
         }
     }
 }

@@ -379,6 +379,15 @@ impl RecordHeader {
         if without_kv && !codec.is_as_is() {
             return Err(newer("codec", code, "0 of a record without KV"));
         }
+        if !codec.is_readable() {
+            let expected = "0, or one of zstd";
+            return Err(Refusal::new(
+                MissReason::ForeignShape,
+                "codec",
+                code,
+                expected,
+            ));
+        }
         let room = if without_kv {
             0
         } else {

@@ -26,7 +26,7 @@ mod verify;
 mod whole;
 
 pub use cipher::{Keys, Opened};
-pub use codec::{Algorithm, Codec};
+pub use codec::Codec;
 pub use coder::{Coder, stored_form};
 pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header, seal_side_alone};
 pub use layout::{RecordLayout, SideSpec};

@@ -285,7 +285,7 @@ impl StoreSpec {
                 backend: built.backend,
                 pool: built.pool,
                 policy,
-                codec: built.codec.filter(|_| !self.lookup_only), // else nothing is moved
+                compressed: built.compressed && !self.lookup_only, // else nothing is moved
                 max_stuck: built.max_stuck,
             });
             LevelConfig {

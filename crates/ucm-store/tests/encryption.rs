@@ -24,7 +24,7 @@ fn on_disk() -> [Setup; 2] {
         layout,
         above: Above::Nothing,
         unnamed: false,
-        codec: None,
+        compressed: false,
         ..Setup::default().encrypted(1)
     })
 }
@@ -70,7 +70,10 @@ fn blocks_and_side_shards_come_back_on_every_medium() {
 fn they_come_back_in_every_layout_under_every_codec_and_tier() {
     for setup in columns() {
         let (dir, setup) = (directory(), setup.encrypted(1));
-        let what = format!("{:?} {:?} {:?}", setup.layout, setup.codec, setup.above);
+        let what = format!(
+            "{:?} {:?} {:?}",
+            setup.layout, setup.compressed, setup.above
+        );
         let store = Store::open(dir.path(), setup.clone());
         dump(&store, &ids(4));
         drop(store);

@@ -20,7 +20,7 @@ use crate::common::{
 fn setup(layout: Layout) -> Setup {
     Setup {
         layout,
-        codec: None,
+        compressed: false,
         above: crate::common::Above::Nothing,
         capacity: Some(16 << 20),
         breaker: BreakerConfig::default(),

@@ -28,7 +28,7 @@ const RUN: usize = 8;
 fn large(slots: u64, age: Duration) -> Setup {
     Setup {
         above: Above::Nothing,
-        codec: None,
+        compressed: false,
         tensors: vec![BLOCK],
         layers: 1,
         layers_per_shard: 1,

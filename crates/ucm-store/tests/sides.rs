@@ -5,7 +5,6 @@
 
 use ucm_core::ErrorKind;
 use ucm_io::OpKind;
-use ucm_record::Algorithm;
 use ucm_store::engine::{RowSides, SidesTask};
 use ucm_tier::memory::Policy;
 
@@ -49,7 +48,10 @@ fn they_come_back_in_every_layout_under_every_codec_and_tier() {
     for setup in columns() {
         let dir = directory();
         let root = dir.path().join("root");
-        let what = format!("{:?} {:?} {:?}", setup.layout, setup.codec, setup.above);
+        let what = format!(
+            "{:?} {:?} {:?}",
+            setup.layout, setup.compressed, setup.above
+        );
         let store = Store::open(&root, setup.clone());
         dump(&store, &ids(4));
         dump_alone(&store, &[id(7)], &[MEAN, CODES]);
@@ -81,7 +83,7 @@ fn only_the_header_and_the_side_shard_are_read() {
         layers_per_shard: 4,
         slots: 32,
         above: Above::Nothing,
-        codec: None,
+        compressed: false,
         ..default()
     };
     let memory = Medium::Memory(32, Policy::Lru);
@@ -99,14 +101,17 @@ fn only_the_header_and_the_side_shard_are_read() {
             ..large.clone()
         },
         Setup {
-            codec: Some(Algorithm::Lz4),
+            compressed: true,
             layout: Layout::segments(),
             ..large.clone()
         },
     ];
     for setup in columns {
         let dir = directory();
-        let what = format!("{:?} {:?} {:?}", setup.medium, setup.layout, setup.codec);
+        let what = format!(
+            "{:?} {:?} {:?}",
+            setup.medium, setup.layout, setup.compressed
+        );
         let store = Store::open(dir.path(), setup.clone());
         dump(&store, &ids(BLOCKS));
         // Another process, which has nothing in its memory; one that reads the first one's, where
@@ -149,7 +154,7 @@ fn bytes_that_reach_the_medium_are_those_that_are_counted() {
         let setup = Setup {
             layout,
             above: Above::Nothing,
-            codec: None,
+            compressed: false,
             tensors: vec![64 << 10],
             ..default()
         };

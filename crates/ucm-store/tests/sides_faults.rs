@@ -123,7 +123,7 @@ fn a_torn_file_is_a_block_without_side_shards_or_none() {
     let dir = directory();
     let setup = Setup {
         layout: Layout::File,
-        codec: None,
+        compressed: false,
         above: Above::Nothing,
         ..default()
     };
@@ -236,7 +236,7 @@ fn a_record_that_is_read_back_is_verified_whole() {
         let dir = directory();
         let setup = Setup {
             layout,
-            codec: None,
+            compressed: false,
             above: Above::Nothing,
             paranoid: true,
             ..default()
@@ -259,7 +259,7 @@ fn a_side_shard_that_lies_alone_is_refused_and_replaced_like_any_record() {
     for setup in [
         Setup {
             layout: Layout::File,
-            codec: None,
+            compressed: false,
             ..default()
         },
         Setup {

@@ -6,7 +6,6 @@
 use std::time::Duration;
 
 use ucm_infra::MonotonicTime;
-use ucm_record::Algorithm;
 use ucm_store::engine::Until;
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::backend::Flush;
@@ -150,7 +149,7 @@ fn touching_a_block_touches_its_side_shards() {
     let dir = directory();
     let setup = Setup {
         layout: Layout::File,
-        codec: None,
+        compressed: false,
         above: Above::Nothing,
         ..default()
     };
@@ -172,7 +171,7 @@ fn touching_a_block_touches_its_side_shards() {
         dir.path(),
         Setup {
             layout: Layout::File,
-            codec: None,
+            compressed: false,
             above: Above::Nothing,
             ..default()
         },
@@ -204,10 +203,10 @@ fn touching_a_block_touches_its_side_shards() {
 
 #[test]
 fn merging_keeps_side_shards_and_those_that_lie_alone() {
-    for codec in [None, Some(Algorithm::Lz4)] {
-        let with = |setup: Setup| match codec {
-            None => sided(setup),
-            Some(algorithm) => sided(setup).compressed_by(algorithm),
+    for compressed in [false, true] {
+        let with = |setup: Setup| match compressed {
+            false => sided(setup),
+            true => sided(setup).compressed(),
         };
         // A store without side shards merges them too: it knows their lengths.
         for merger in [

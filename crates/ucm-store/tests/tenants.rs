@@ -32,7 +32,7 @@ fn of(medium: Medium) -> Setup {
     Setup {
         above: Above::Nothing,
         tensors: vec![6144, 2048],
-        codec: None,
+        compressed: false,
         keys: None,
         unnamed: false,
         ..on(medium)

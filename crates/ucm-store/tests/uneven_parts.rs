@@ -17,7 +17,7 @@ fn columns() -> Vec<Setup> {
     let layouts = [Layout::File, Layout::segments()];
     let files = layouts.map(|layout| Setup {
         layout,
-        codec: None,
+        compressed: false,
         ..on(Medium::Posix)
     });
     let others = media()
@@ -114,7 +114,7 @@ fn a_store_to_which_no_part_is_named_learns_them_from_the_manifest() {
 fn a_record_of_another_part_is_refused_by_its_header_and_replaced() {
     let column = Setup {
         layout: Layout::File,
-        codec: None,
+        compressed: false,
         ..Setup::default()
     };
     let dir = directory();

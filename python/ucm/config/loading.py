@@ -246,6 +246,11 @@ def _put_plain(layer: Layer, key: str, value: Any, written: str) -> None:
     if key == "storage_capacity" and is_zero(value):
         _unbounded(layer, written)
         return
+    if key == "codec" and str(value).strip().lower() == "lz4":
+        layer.warnings.append(
+            f'"{written}: lz4" in {layer.source} means zstd here; write `codec: zstd`'
+        )
+        value = "zstd"
     layer.put(key, value, written)
 
 

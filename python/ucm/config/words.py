@@ -336,7 +336,7 @@ MEANINGLESS: dict[str, str] = {
     "data_type": "nothing: the type of the elements is taken from the KV layout",
     "decompress_thread_num": _THREADS,
     "compress_threads": _THREADS,
-    "compress_mode": "`codec`: off, lz4 or zstd, for every block of a stage",
+    "compress_mode": "`codec`: off or zstd, for every block of a stage",
     "enable_event_sync": _ALWAYS,
     "use_request_async_load": _ALWAYS,
     "use_consistency_manager": _ALWAYS,

@@ -155,7 +155,7 @@ fn make(context: &BuildContext<'_>, options: MooncakeOptions) -> Result<BuiltTie
     Ok(BuiltTier {
         backend: Arc::new(Mooncake::new(whose, client, Arc::clone(&threads))),
         pool: threads,
-        codec: None,
+        compressed: false,
         max_stuck: THREADS,
     })
 }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use ucm_core::{BlockId, DType, Geometry, MissReason, Part, crc32c};
 
 use super::*;
-use crate::codec::{Algorithm, Codec};
+use crate::codec::Codec;
 use crate::coder::{Coder, stored_form};
 use crate::header::{RecordMeta, seal_side_alone};
 use crate::layout::{RecordLayout, SideSpec};
@@ -153,7 +153,7 @@ fn a_compressed_record_is_encrypted_as_it_is_stored() {
         .unwrap();
     let plain = record(&layout);
     let (mut coder, mut stored) = (Coder::new(&layout).unwrap(), plain.clone());
-    let codec = Codec::of(Algorithm::Lz4, &layout);
+    let codec = Codec::of(&layout);
     let len = coder.encode(codec, &mut stored, true).unwrap();
     let Some(len) = len.filter(|&len| len < plain.len()) else {
         unreachable!("it gets shorter")

@@ -28,7 +28,7 @@ pub(crate) use layers::LayerCoder;
 const LENGTHS: u64 = 256;
 
 /// What one thread needs to encode and decode the records of one layout: memory for a record and
-/// for a layer, and what the algorithms keep (less than 2 MiB).
+/// for a layer, and what zstd keeps (less than 2 MiB).
 pub struct Coder {
     layout: RecordLayout,
     granule: u64,

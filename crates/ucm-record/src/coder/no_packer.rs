@@ -1,8 +1,6 @@
-//! A build without codecs: nothing is compressed, and what is compressed is not read.
+//! A build without the codec: nothing is compressed, and what is compressed is not read.
 
 use ucm_core::{Error, ErrorKind, Result};
-
-use crate::codec::Algorithm;
 
 /// There is none.
 pub(super) enum Packer {}
@@ -15,11 +13,11 @@ impl Packer {
         Err(Error::new(ErrorKind::Unsupported, text))
     }
 
-    pub(super) fn pack(&mut self, _: Algorithm, _: &[u8], _: &mut [u8]) -> Option<usize> {
+    pub(super) fn pack(&mut self, _: &[u8], _: &mut [u8]) -> Option<usize> {
         match *self {}
     }
 
-    pub(super) fn unpack(&mut self, _: Algorithm, _: &[u8], _: &mut [u8]) -> bool {
+    pub(super) fn unpack(&mut self, _: &[u8], _: &mut [u8]) -> bool {
         match *self {}
     }
 }

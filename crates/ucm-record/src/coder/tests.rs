@@ -4,7 +4,6 @@ use proptest::prelude::*;
 use ucm_core::{BlockId, DType, Geometry, MissReason, Part};
 
 use super::*;
-use crate::codec::Algorithm;
 use crate::{RecordMeta, SideSpec, verify, verify_side};
 
 const LAYERS: u32 = 4;
@@ -34,21 +33,19 @@ fn id() -> BlockId {
     BlockId([7; 16])
 }
 
-/// A sealed record with what the algorithm makes shorter: numbers that are alike, as those of a
-/// model are, or repetitions.
-fn record(algorithm: Algorithm, dtype: DType) -> Vec<u8> {
-    record_of(algorithm, &layout(dtype))
+/// A sealed record of numbers that are alike, as those of a model are.
+fn record(dtype: DType) -> Vec<u8> {
+    record_of(&layout(dtype))
 }
 
-fn record_of(algorithm: Algorithm, layout: &RecordLayout) -> Vec<u8> {
+fn record_of(layout: &RecordLayout) -> Vec<u8> {
     let mut record = vec![0xaa; layout.record_len()];
     let mut state = 1u32;
     for layer in 0..LAYERS {
         for (at, byte) in record[layout.layer_data(layer)].iter_mut().enumerate() {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            *byte = match algorithm {
-                Algorithm::Zstd if at % 2 == 1 => (state >> 30) as u8,
-                Algorithm::Lz4 if at % 256 >= 64 => (at / 256) as u8,
+            *byte = match at % 2 {
+                1 => (state >> 30) as u8,
                 _ => (state >> 24) as u8,
             };
         }
@@ -72,22 +69,20 @@ fn record_of(algorithm: Algorithm, layout: &RecordLayout) -> Vec<u8> {
 }
 
 /// The stored form, or the record as it is.
-fn stored_of(algorithm: Algorithm, dtype: DType, record: &[u8]) -> Vec<u8> {
-    encoded(algorithm, &layout(dtype), record)
+fn stored_of(dtype: DType, record: &[u8]) -> Vec<u8> {
+    encoded(&layout(dtype), record)
 }
 
-fn encoded(algorithm: Algorithm, layout: &RecordLayout, record: &[u8]) -> Vec<u8> {
+fn encoded(layout: &RecordLayout, record: &[u8]) -> Vec<u8> {
     let mut bytes = record.to_vec();
     let mut coder = Coder::new(layout).unwrap();
-    let len = coder
-        .encode(Codec::of(algorithm, layout), &mut bytes, true)
-        .unwrap();
+    let len = coder.encode(Codec::of(layout), &mut bytes, true).unwrap();
     bytes.truncate(len.unwrap_or(record.len()));
     bytes
 }
 
-fn stored(algorithm: Algorithm) -> Vec<u8> {
-    stored_of(algorithm, DType::Bf16, &record(algorithm, DType::Bf16))
+fn stored() -> Vec<u8> {
+    stored_of(DType::Bf16, &record(DType::Bf16))
 }
 
 fn expect(layout: &RecordLayout) -> Expect<'_> {
@@ -125,65 +120,57 @@ fn check(record: &[u8]) -> std::result::Result<RecordHeader, MissReason> {
 
 #[test]
 fn a_record_of_every_type_comes_back_to_the_byte() {
-    for algorithm in Algorithm::ALL {
-        for dtype in DType::ALL {
-            let (layout, record) = (layout(dtype), record(algorithm, dtype));
-            let mut stored = stored_of(algorithm, dtype, &record);
-            assert!(
-                stored.len() * 10 < record.len() * 9,
-                "{algorithm:?} {dtype:?}"
-            );
-            assert!(stored.len().is_multiple_of(4096));
-            let header = stored_form(&stored, stored.len() as u64, &expect(&layout)).unwrap();
-            let read = stored.len();
-            stored.resize(record.len(), 0xee);
-            let decoded = Coder::new(&layout)
-                .unwrap()
-                .decode(&header, &mut stored, read);
-            assert_eq!(decoded, (record.len(), true));
-            assert_eq!(stored, record, "{algorithm:?} {dtype:?}");
-        }
+    for dtype in DType::ALL {
+        let (layout, record) = (layout(dtype), record(dtype));
+        let mut stored = stored_of(dtype, &record);
+        assert!(stored.len() * 10 < record.len() * 9, "{dtype:?}");
+        assert!(stored.len().is_multiple_of(4096));
+        let header = stored_form(&stored, stored.len() as u64, &expect(&layout)).unwrap();
+        let read = stored.len();
+        stored.resize(record.len(), 0xee);
+        let decoded = Coder::new(&layout)
+            .unwrap()
+            .decode(&header, &mut stored, read);
+        assert_eq!(decoded, (record.len(), true));
+        assert_eq!(stored, record, "{dtype:?}");
     }
 }
 
 #[test]
 fn side_shards_are_stored_as_they_are_behind_the_payload() {
     let layout = sided_layout();
-    for algorithm in Algorithm::ALL {
-        let record = record_of(algorithm, &layout);
-        let mut stored = encoded(algorithm, &layout, &record);
-        let (read, plain) = (
-            stored.len(),
-            stored_of(algorithm, DType::Bf16, &record[..layout.kv_len()]),
-        );
-        assert!(read < record.len());
-        assert_eq!(
-            plain.len(),
-            record[..layout.kv_len()].len(),
-            "what is not whole is left as it is"
-        );
-        let header = stored_form(&stored, read as u64, &expect(&layout)).unwrap();
-        for (index, wanted) in layout.sides().iter().enumerate() {
-            let side = verify_side(&stored, read as u64, &expect(&layout), wanted).unwrap();
-            assert_eq!(side, &record[layout.side_data(index).unwrap()]);
-        }
-        stored.resize(layout.record_len(), 0xee);
-        let decode =
-            |bytes: &mut [u8], read| Coder::new(&layout).unwrap().decode(&header, bytes, read);
-        // Into a slot for the KV alone, and of what was read of it.
-        for (room, read) in [
-            (layout.kv_len(), read),
-            (layout.record_len(), header.kv_len() as usize),
-        ] {
-            let mut kv = stored[..room].to_vec();
-            assert_eq!(decode(&mut kv, read), (layout.kv_len(), true));
-            kv.truncate(layout.kv_len());
-            assert_eq!(kv, record[..layout.kv_len()]);
-            verify(&kv, kv.len() as u64, &expect(&layout)).unwrap();
-        }
-        assert_eq!(decode(&mut stored, read), (layout.record_len(), true));
-        assert_eq!(stored, record, "{algorithm:?}");
+    let record = record_of(&layout);
+    let mut stored = encoded(&layout, &record);
+    let (read, plain) = (
+        stored.len(),
+        stored_of(DType::Bf16, &record[..layout.kv_len()]),
+    );
+    assert!(read < record.len());
+    assert_eq!(
+        plain.len(),
+        record[..layout.kv_len()].len(),
+        "what is not whole is left as it is"
+    );
+    let header = stored_form(&stored, read as u64, &expect(&layout)).unwrap();
+    for (index, wanted) in layout.sides().iter().enumerate() {
+        let side = verify_side(&stored, read as u64, &expect(&layout), wanted).unwrap();
+        assert_eq!(side, &record[layout.side_data(index).unwrap()]);
     }
+    stored.resize(layout.record_len(), 0xee);
+    let decode = |bytes: &mut [u8], read| Coder::new(&layout).unwrap().decode(&header, bytes, read);
+    // Into a slot for the KV alone, and of what was read of it.
+    for (room, read) in [
+        (layout.kv_len(), read),
+        (layout.record_len(), header.kv_len() as usize),
+    ] {
+        let mut kv = stored[..room].to_vec();
+        assert_eq!(decode(&mut kv, read), (layout.kv_len(), true));
+        kv.truncate(layout.kv_len());
+        assert_eq!(kv, record[..layout.kv_len()]);
+        verify(&kv, kv.len() as u64, &expect(&layout)).unwrap();
+    }
+    assert_eq!(decode(&mut stored, read), (layout.record_len(), true));
+    assert_eq!(stored, record);
 }
 
 #[test]
@@ -197,18 +184,10 @@ fn a_record_without_kv_is_stored_as_it_is() {
     };
     let len = crate::seal_side_alone(&layout, 0, &meta, &mut alone).unwrap();
     alone.truncate(len);
-    assert_eq!(encoded(Algorithm::Zstd, &layout, &alone), alone);
+    assert_eq!(encoded(&layout, &alone), alone);
 }
 
-fn fixture(algorithm: Algorithm) -> std::path::PathBuf {
-    let name = match algorithm {
-        Algorithm::Zstd => "planes.bin",
-        Algorithm::Lz4 => "planes-lz4.bin",
-    };
-    fixture_named(name)
-}
-
-fn fixture_named(name: &str) -> std::path::PathBuf {
+fn fixture(name: &str) -> std::path::PathBuf {
     [
         env!("CARGO_MANIFEST_DIR"),
         "../../tests/fixtures/record-v1",
@@ -225,9 +204,10 @@ fn fixture_named(name: &str) -> std::path::PathBuf {
 fn writes_the_fixtures() {
     use std::io::Write;
 
-    let sided = (fixture_named(SIDED), sided_stored());
-    let plain = Algorithm::ALL.map(|algorithm| (fixture(algorithm), stored(algorithm)));
-    for (path, stored) in plain.into_iter().chain([sided]) {
+    let layout = sided_layout();
+    let sided = (fixture(SIDED), encoded(&layout, &record_of(&layout)));
+    let plain = (fixture(PLANES), stored());
+    for (path, stored) in [plain, sided] {
         let file = std::fs::File::options()
             .write(true)
             .create_new(true)
@@ -238,28 +218,19 @@ fn writes_the_fixtures() {
     }
 }
 
-/// A compressed record with side shards.
-const SIDED: &str = "planes-sided.bin";
-
-fn sided_stored() -> Vec<u8> {
-    let layout = sided_layout();
-    encoded(Algorithm::Lz4, &layout, &record_of(Algorithm::Lz4, &layout))
-}
+/// A compressed record.
+const PLANES: &str = "planes.bin";
+/// One with side shards.
+const SIDED: &str = "planes-zstd-sided.bin";
 
 /// The same files are decoded by `tests/unit/test_compressed_format.py`, which shares no code with
 /// this.
 #[test]
 fn the_frozen_compressed_records_stay_readable() {
-    for algorithm in Algorithm::ALL {
-        let frozen = std::fs::read(fixture(algorithm)).unwrap();
-        assert_eq!(
-            read(&frozen),
-            record(algorithm, DType::Bf16),
-            "{algorithm:?}"
-        );
-    }
-    let frozen = std::fs::read(fixture_named(SIDED)).unwrap();
-    let (layout, whole) = (sided_layout(), record_of(Algorithm::Lz4, &sided_layout()));
+    let frozen = std::fs::read(fixture(PLANES)).unwrap();
+    assert_eq!(read(&frozen), record(DType::Bf16));
+    let frozen = std::fs::read(fixture(SIDED)).unwrap();
+    let (layout, whole) = (sided_layout(), record_of(&sided_layout()));
     let kv = read(&frozen); // by a reader that has no room for them
     assert_eq!(kv, whole[..layout.kv_len()]);
     for (index, wanted) in layout.sides().iter().enumerate() {
@@ -268,24 +239,45 @@ fn the_frozen_compressed_records_stay_readable() {
     }
 }
 
+/// Older versions wrote them. They are neither decoded nor taken for a newer version, so the next
+/// dump replaces them.
+#[test]
+fn the_frozen_records_of_lz4_are_refused() {
+    for (name, layout) in [
+        ("planes-lz4.bin", layout(DType::Bf16)),
+        ("planes-sided.bin", sided_layout()),
+    ] {
+        let (frozen, expect) = (std::fs::read(fixture(name)).unwrap(), expect(&layout));
+        let len = frozen.len() as u64;
+        assert!(stored_form(&frozen, len, &expect).is_none(), "{name}");
+        for refused in [
+            verify(&frozen, len, &expect),
+            verify_stored(&frozen, len, &expect),
+        ] {
+            assert_eq!(refused.unwrap_err().reason, MissReason::ForeignShape);
+        }
+        for wanted in layout.sides() {
+            let side = verify_side(&frozen, len, &expect, wanted);
+            assert_eq!(side.unwrap_err().reason, MissReason::ForeignShape);
+        }
+    }
+}
+
 #[test]
 fn the_stored_form_is_whole_in_itself_and_newer_to_who_reads_records_as_they_are() {
-    let layout = layout(DType::Bf16);
-    for (algorithm, code) in [(Algorithm::Zstd, 0x201), (Algorithm::Lz4, 0x202)] {
-        let stored = stored(algorithm);
-        let header = verify_stored(&stored, stored.len() as u64, &expect(&layout)).unwrap();
-        assert_eq!(header.codec.code(), code);
-        assert_eq!(header.record_len, stored.len() as u64);
-        assert_eq!(check(&stored).unwrap_err(), MissReason::NewerVersion);
-        // A damaged one is damage, to both.
-        let mut bad = stored.clone();
-        bad[4096 + 100] ^= 1;
-        assert_eq!(check(&bad).unwrap_err(), MissReason::BadChecksum);
-        assert!(
-            RecordHeader::is_newer(&stored),
-            "in a block file, where it has no place"
-        );
-    }
+    let (layout, stored) = (layout(DType::Bf16), stored());
+    let header = verify_stored(&stored, stored.len() as u64, &expect(&layout)).unwrap();
+    assert_eq!(header.codec.code(), 0x201);
+    assert_eq!(header.record_len, stored.len() as u64);
+    assert_eq!(check(&stored).unwrap_err(), MissReason::NewerVersion);
+    // A damaged one is damage, to both.
+    let mut bad = stored.clone();
+    bad[4096 + 100] ^= 1;
+    assert_eq!(check(&bad).unwrap_err(), MissReason::BadChecksum);
+    assert!(
+        RecordHeader::is_newer(&stored),
+        "in a block file, where it has no place"
+    );
 }
 
 /// Other bytes in the header, whose checksum is made right again.
@@ -297,34 +289,21 @@ fn forge(record: &mut [u8], offset: usize, bytes: &[u8]) {
 
 #[test]
 fn a_codec_that_is_not_known_yet_is_left_alone() {
-    let mut stored = stored(Algorithm::Zstd);
+    let mut stored = stored();
     forge(&mut stored, 136, &[9]);
     assert_eq!(read(&stored), stored, "as it was read");
     assert_eq!(check(&stored).unwrap_err(), MissReason::NewerVersion);
 }
 
 #[test]
-fn a_record_that_names_the_other_codec_is_refused() {
-    for (algorithm, other) in [(Algorithm::Zstd, 2), (Algorithm::Lz4, 1)] {
-        let mut stored = stored(algorithm);
-        forge(&mut stored, 136, &[other]);
-        assert_eq!(
-            check(&read(&stored)).unwrap_err(),
-            MissReason::BadChecksum,
-            "{algorithm:?}"
-        );
-    }
-}
-
-#[test]
 fn what_is_no_record_of_this_part_goes_as_it_is() {
-    let stored = |record: &[u8]| stored_of(Algorithm::Zstd, DType::Bf16, record);
-    let other = record(Algorithm::Zstd, DType::F16);
+    let stored = |record: &[u8]| stored_of(DType::Bf16, record);
+    let other = record(DType::F16);
     assert_eq!(stored(&other), other);
     let noise = vec![3; other.len()];
     assert_eq!(stored(&noise), noise);
     // Whole and its own, but what lies behind its last layer would not come back.
-    let mut padded = record(Algorithm::Zstd, DType::Bf16);
+    let mut padded = record(DType::Bf16);
     let (last, end) = (layout(DType::Bf16).layer_data(LAYERS - 1), padded.len());
     padded[end - 1] = 1;
     let crc = ucm_core::crc32c(&padded[last.start..]);
@@ -339,11 +318,7 @@ fn what_is_no_record_of_this_part_goes_as_it_is() {
 
 #[test]
 fn a_header_of_another_layout_decodes_nothing() {
-    let stored = stored_of(
-        Algorithm::Zstd,
-        DType::F16,
-        &record(Algorithm::Zstd, DType::F16),
-    );
+    let stored = stored_of(DType::F16, &record(DType::F16));
     let header = RecordHeader::decode(&stored).unwrap();
     let mut coder = Coder::new(&layout(DType::Bf16)).unwrap();
     let mut bytes = stored.clone();
@@ -355,10 +330,6 @@ fn a_header_of_another_layout_decodes_nothing() {
     assert_eq!(&bytes[..stored.len()], stored);
 }
 
-fn any_algorithm() -> impl Strategy<Value = Algorithm> {
-    (0..Algorithm::ALL.len()).prop_map(|at| Algorithm::ALL[at])
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
@@ -366,12 +337,11 @@ proptest! {
     /// wrong hit.
     #[test]
     fn changed_bytes_are_refused(
-        algorithm in any_algorithm(),
         at in any::<prop::sample::Index>(),
         flip in 1u8..,
         cut in prop::option::of(any::<prop::sample::Index>()),
     ) {
-        let mut bytes = stored(algorithm);
+        let mut bytes = stored();
         let at = at.index(bytes.len());
         bytes[at] ^= flip;
         if let Some(cut) = cut {
@@ -380,15 +350,14 @@ proptest! {
         prop_assert!(check(&read(&bytes)).is_err());
     }
 
-    /// The same where somebody made the checksums of what is stored right again: then the record's
+    /// The same where the checksums of what is stored were made right again: then the record's
     /// own refuse it.
     #[test]
     fn forged_bytes_are_refused(
-        algorithm in any_algorithm(),
         at in any::<prop::sample::Index>(),
         flip in 1u8..,
     ) {
-        let mut bytes = stored(algorithm);
+        let mut bytes = stored();
         let number = |bytes: &[u8], at| crate::bytes::u64_at(bytes, at) as usize;
         let (first, second) = (number(&bytes, 576), number(&bytes, 600));
         let at = first + at.index(second - first);
@@ -398,7 +367,7 @@ proptest! {
         let back = read(&bytes);
         match check(&back) {
             // A byte that the codec does not look at.
-            Ok(_) => prop_assert_eq!(back, record(algorithm, DType::Bf16)),
+            Ok(_) => prop_assert_eq!(back, record(DType::Bf16)),
             Err(reason) => prop_assert_eq!(reason, MissReason::BadChecksum),
         }
     }

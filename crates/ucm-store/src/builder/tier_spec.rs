@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn a_codec_is_for_segments_and_nothing_else() {
-        for codec in ["off", "lz4", "zstd"] {
+        for codec in ["off", "zstd"] {
             assert_eq!(refusal(vec![posix("segment", codec)]), None);
         }
         assert_eq!(refusal(vec![posix("file", "off")]), None);
@@ -107,7 +107,7 @@ mod tests {
             (vec![posix("file", "zstd")], "segments only"),
             (vec![posix("segment", "zip")], "unknown variant `zip`"),
             (
-                vec![tier(json!({"kind": "cache", "codec": "lz4"}))],
+                vec![tier(json!({"kind": "cache", "codec": "zstd"}))],
                 "unknown field `codec`",
             ),
             (vec![tier(json!({"kind": "compress"}))], "keeps nothing"),

@@ -15,7 +15,7 @@ use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
 use ucm_infra::LANE_LOAD;
 use ucm_io::{IoJob, IoPool};
-use ucm_record::{Algorithm, Codec, Coder, RecordLayout, stored_form};
+use ucm_record::{Codec, Coder, RecordLayout, stored_form};
 use ucm_tier::backend::{BlockRead, Outcome, ReadDone, WriteOptions};
 
 use super::Tiers;
@@ -44,7 +44,6 @@ pub struct Compression {
 
 /// The codec of one tier, with what its threads work with.
 pub(super) struct TierCodec {
-    algorithm: Algorithm,
     codec: Codec,
     layout: RecordLayout,
     /// Those that no thread works with, at most `most`.
@@ -60,10 +59,9 @@ pub(super) struct TierCodec {
 
 impl TierCodec {
     /// `Unsupported` in a build without codecs.
-    pub(super) fn new(algorithm: Algorithm, layout: &RecordLayout, pool: &IoPool) -> Result<Self> {
+    pub(super) fn new(layout: &RecordLayout, pool: &IoPool) -> Result<Self> {
         Ok(Self {
-            algorithm,
-            codec: Codec::of(algorithm, layout),
+            codec: Codec::of(layout),
             layout: layout.clone(),
             coders: Mutex::new(vec![Coder::new(layout)?]),
             most: pool.width(LANE_LOAD),
@@ -78,8 +76,10 @@ impl TierCodec {
 
     /// What it does, for the log.
     pub(super) fn words(&self) -> String {
-        let (name, width) = (self.algorithm.name(), self.codec.width());
-        format!("compressed by {name} in {width} byte planes, into ")
+        format!(
+            "compressed by zstd in {} byte planes, into ",
+            self.codec.width()
+        )
     }
 
     pub(super) fn stats(&self) -> Compression {

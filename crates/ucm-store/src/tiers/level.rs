@@ -254,7 +254,7 @@ fn check(levels: &[LevelConfig]) -> Result<()> {
         return wrong("memory can only be the top tier");
     }
     let mut tiers = levels.iter().flat_map(|level| &level.tiers);
-    if tiers.any(|tier| tier.codec.is_some() && is_memory(tier)) {
+    if tiers.any(|tier| tier.compressed && is_memory(tier)) {
         return wrong("memory is faster than any codec; give the codec to a tier below it");
     }
     let policies: Vec<WritePolicy> = levels.iter().map(|level| level.tiers[0].policy).collect();

@@ -34,7 +34,7 @@ use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, LANE_DUMP, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Algorithm, Expect, Keys, verify_stored};
+use ucm_record::{Expect, Keys, verify_stored};
 use ucm_tier::backend::{Backend, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim};
 
 use crate::breaker::{BreakerConfig, Change};
@@ -94,8 +94,8 @@ pub struct TierConfig {
     pub pool: Arc<IoPool>,
     /// When it is written to.
     pub policy: WritePolicy,
-    /// What makes its records shorter, if anything; of a medium that takes such.
-    pub codec: Option<Algorithm>,
+    /// True if its records are compressed; only for a medium that takes such.
+    pub compressed: bool,
     /// Workers lost in operations stuck past their deadline that switch it off at once.
     pub max_stuck: usize,
 }

@@ -159,12 +159,14 @@ impl Tier {
             max_stuck: config.max_stuck,
             ..breaker
         };
-        let codec = config
-            .codec
-            .map(|algorithm| TierCodec::new(algorithm, layout, &config.pool));
+        let codec = if config.compressed {
+            Some(TierCodec::new(layout, &config.pool)?)
+        } else {
+            None
+        };
         let memory = config.backend.features().memory.is_some();
         Ok(Self {
-            codec: codec.transpose()?,
+            codec,
             keys: keys.filter(|_| !memory),
             backend: config.backend,
             pool: config.pool,
@@ -422,7 +424,7 @@ mod tests {
             backend: Arc::new(Nothing),
             pool: IoPool::psync(false, &IoOptions::with_workers(2)).unwrap(),
             policy: WritePolicy::Through,
-            codec: None,
+            compressed: false,
             max_stuck: 4,
         };
         let layout = RecordLayout::new(&Geometry::new(vec![64], 1, 1).unwrap());

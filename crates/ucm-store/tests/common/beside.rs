@@ -188,7 +188,7 @@ impl Beside {
             backend,
             pool,
             policy,
-            codec: None,
+            compressed: false,
             max_stuck: setup.breaker.max_stuck,
         };
         let tiers = media.into_iter().zip(pools);

@@ -357,7 +357,7 @@ pub(crate) fn side_content(id: BlockId, number: usize, len: u64) -> Vec<u8> {
 pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
     let len = setup.tensors.iter().sum::<u64>() as usize * setup.layers as usize;
     (0..len)
-        .map(|i| match setup.codec.is_some() && i % 4 > 1 {
+        .map(|i| match setup.compressed && i % 4 > 1 {
             true => id.0[i % 2], // half of it compresses well
             false => id.0[i % 16].wrapping_add((i / 16) as u8),
         })

@@ -187,7 +187,7 @@ pub(super) fn posix_config(
         geometry,
         record,
         other_parts: other_parts(setup),
-        shorter: setup.codec.is_some() && matches!(setup.layout, Layout::Segment(_)),
+        shorter: setup.compressed && matches!(setup.layout, Layout::Segment(_)),
         direct: false,
         lookup_only: setup.lookup_only,
         capacity: setup

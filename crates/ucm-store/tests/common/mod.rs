@@ -191,9 +191,7 @@ impl Store {
         let in_segments =
             setup.medium == Medium::Posix && matches!(setup.layout, Layout::Segment(_));
         let tier = |(backend, pool): (Arc<dyn Backend>, _), policy| TierConfig {
-            codec: setup
-                .codec
-                .filter(|_| in_segments && backend.features().memory.is_none()),
+            compressed: setup.compressed && in_segments && backend.features().memory.is_none(),
             backend,
             pool,
             policy,

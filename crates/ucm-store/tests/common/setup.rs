@@ -10,7 +10,7 @@ use ucm_io::{OpKind, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
-use ucm_record::{Algorithm, Keys, SideSpec};
+use ucm_record::{Keys, SideSpec};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
 use ucm_store::tiers::WritePolicy;
@@ -87,7 +87,7 @@ pub(crate) struct Setup {
     pub(crate) sides: Vec<(&'static str, u64)>,
     /// What makes them shorter, which needs segments and records of more than a page;
     /// [`Setup::compressed`].
-    pub(crate) codec: Option<Algorithm>,
+    pub(crate) compressed: bool,
     /// What records are encrypted with below memory; [`Setup::encrypted`].
     pub(crate) keys: Option<Arc<Keys>>,
     /// What each tenant may have below memory.
@@ -106,7 +106,7 @@ impl Layout {
     /// or `unnamed-segment` that is what the backend finds.
     pub(crate) fn of_this_run() -> Self {
         match std::env::var("UCM_TEST_LAYOUT").as_deref() {
-            _ if codec_of_this_run().is_some() => Self::segments(),
+            _ if compressed_in_this_run() => Self::segments(),
             Err(_) | Ok("file" | "unnamed-file") => Self::File,
             Ok("segment" | "unnamed-segment") => Self::segments(),
             Ok(other) => unreachable!("UCM_TEST_LAYOUT is no layout: {other}"),
@@ -136,13 +136,9 @@ impl Layout {
     }
 }
 
-/// The codec of most tests: none, unless `UCM_TEST_COMPRESS` names one.
-fn codec_of_this_run() -> Option<Algorithm> {
-    let name = std::env::var("UCM_TEST_COMPRESS").ok()?;
-    let named = Algorithm::ALL
-        .into_iter()
-        .find(|algorithm| algorithm.name() == name);
-    Some(named.unwrap_or_else(|| unreachable!("UCM_TEST_COMPRESS is zstd or lz4, not {name}")))
+/// Most tests compress if `UCM_TEST_COMPRESS` is set.
+fn compressed_in_this_run() -> bool {
+    std::env::var_os("UCM_TEST_COMPRESS").is_some()
 }
 
 /// A key that is made of this byte. With `UCM_TEST_ENCRYPT` most tests encrypt.
@@ -197,12 +193,6 @@ impl Setup {
         self.sides.iter().map(spec).collect()
     }
 
-    /// Larger records, compressed by zstd unless this run names another, in segments.
-    pub(crate) fn compressed(self) -> Self {
-        let algorithm = self.codec.unwrap_or(Algorithm::Zstd);
-        self.compressed_by(algorithm)
-    }
-
     /// Encrypted with a key that is made of this byte.
     pub(crate) fn encrypted(self, key: u8) -> Self {
         Self {
@@ -211,10 +201,10 @@ impl Setup {
         }
     }
 
-    /// The same by this algorithm.
-    pub(crate) fn compressed_by(self, algorithm: Algorithm) -> Self {
+    /// Larger records, compressed, in segments.
+    pub(crate) fn compressed(self) -> Self {
         Self {
-            codec: Some(algorithm),
+            compressed: true,
             tensors: LARGE_TENSORS.to_vec(),
             layout: match self.layout {
                 Layout::File => Layout::segments(),
@@ -236,7 +226,7 @@ impl Default for Setup {
         Self {
             above: Above::of_this_run(),
             medium: Medium::Posix,
-            tensors: if codec_of_this_run().is_some() {
+            tensors: if compressed_in_this_run() {
                 LARGE_TENSORS
             } else {
                 TENSORS
@@ -275,7 +265,7 @@ impl Default for Setup {
             unnamed: std::env::var("UCM_TEST_LAYOUT")
                 .is_ok_and(|layout| layout.starts_with("unnamed")),
             options: Vec::new(),
-            codec: codec_of_this_run(),
+            compressed: compressed_in_this_run(),
             keys: std::env::var_os("UCM_TEST_ENCRYPT").map(|_| keys_of(7)),
             tenant_quota: None,
         }

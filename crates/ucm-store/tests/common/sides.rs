@@ -1,7 +1,6 @@
 //! Stores whose blocks have side shards, and what a test knows of these.
 
 use ucm_core::{BlockId, IdMask};
-use ucm_record::Algorithm;
 use ucm_store::engine::{Engine, SidesTask, Task, Until};
 use ucm_store::tiers::WritePolicy;
 
@@ -171,12 +170,11 @@ pub(crate) fn columns() -> Vec<Setup> {
         Setup::default(),
         Setup {
             layout: Layout::File,
-            codec: None,
+            compressed: false,
             ..Setup::default()
         },
         quick(),
-        Setup::default().compressed_by(Algorithm::Zstd),
-        Setup::default().compressed_by(Algorithm::Lz4),
+        Setup::default().compressed(),
     ];
     let above = [
         Above::Nothing,

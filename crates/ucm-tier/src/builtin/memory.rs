@@ -87,7 +87,7 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
     Ok(BuiltTier {
         pool: Arc::clone(backend.pool()),
         backend,
-        codec: None,
+        compressed: false,
         max_stuck: threads,
     })
 }

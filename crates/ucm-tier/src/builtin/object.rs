@@ -163,11 +163,11 @@ mod built {
             }
             None => None,
         };
-        let codec = options.codec.algorithm();
+        let compressed = options.codec.is_on();
         let threads = options.object_concurrency as usize;
         let config = ObjectConfig {
             place,
-            scope: Scope::of(context, codec.is_some()),
+            scope: Scope::of(context, compressed),
             capacity,
             expire_after: options.expire_after.map(|age| Duration::from_secs(age.0)),
             size: options.object_size.0,
@@ -179,7 +179,7 @@ mod built {
         Ok(BuiltTier {
             backend: Arc::new(ObjectBackend::new(config, Arc::clone(&pool), clock)?),
             pool,
-            codec,
+            compressed,
             max_stuck: threads,
         })
     }

@@ -205,13 +205,12 @@ pub(super) fn make_over<E: IoEngine + 'static>(
             .with("given", directories.len())
             .with("most", MAX_ROOTS));
     }
-    let codec = options.codec.algorithm();
-    if let Some(algorithm) = codec.filter(|_| options.layout == Some(LayoutKind::File)) {
+    let compressed = options.codec.is_on();
+    if compressed && options.layout == Some(LayoutKind::File) {
         let wrong = "compressed records live in segments only, as the lengths of block files are \
                      fixed; write layout: \
                      segment, or codec: off";
-        let error = Error::new(ErrorKind::Config, wrong).with("codec", algorithm.name());
-        return Err(error.with("root", directories[0].display()));
+        return Err(Error::new(ErrorKind::Config, wrong).with("root", directories[0].display()));
     }
     let threads = if context.lookup_only {
         options.posix_lookup_concurrency
@@ -234,7 +233,7 @@ pub(super) fn make_over<E: IoEngine + 'static>(
         roots.push(RootSetup {
             config: config(context, options, directory.clone(), place)?,
             // Compressed records live in segments only.
-            layout: options.layout.or(codec.map(|_| LayoutKind::Segment)),
+            layout: options.layout.or(compressed.then_some(LayoutKind::Segment)),
             segments: segments(options)?,
             io,
         });
@@ -246,7 +245,7 @@ pub(super) fn make_over<E: IoEngine + 'static>(
         .map(|(backend, pool)| BuiltTier {
             backend,
             pool,
-            codec,
+            compressed,
             // As many as are replaced: from there on workers are missing.
             max_stuck: threads.max(2),
         });
@@ -310,7 +309,7 @@ fn config(
         part: context.part,
         record: context.record.clone(),
         other_parts: context.other_parts.to_vec(),
-        shorter: options.codec.algorithm().is_some(),
+        shorter: options.codec.is_on(),
         direct: options.io_direct,
         geometry: context.geometry.clone(),
         lookup_only: context.lookup_only,

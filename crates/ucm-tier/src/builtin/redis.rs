@@ -160,13 +160,13 @@ mod built {
 
     fn make(context: &BuildContext<'_>, options: RedisOptions) -> Result<BuiltTier> {
         let Server { login, tls, life } = Server::of(&options)?;
-        let codec = options.codec.algorithm();
+        let compressed = options.codec.is_on();
         let config = RedisConfig {
             addresses: options.storage_backends.0,
             login,
             tls,
             prefix: options.redis_key_prefix,
-            scope: Scope::of(context, codec.is_some()),
+            scope: Scope::of(context, compressed),
             expire_after: life,
             connections: options.redis_connections as usize,
         };
@@ -176,7 +176,7 @@ mod built {
         Ok(BuiltTier {
             backend: Arc::new(RedisBackend::new(config, Arc::clone(&pool), clock)?),
             pool,
-            codec,
+            compressed,
             max_stuck: threads,
         })
     }

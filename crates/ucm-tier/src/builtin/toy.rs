@@ -62,7 +62,7 @@ fn make(context: &BuildContext<'_>, options: ToyOptions) -> Result<BuiltTier> {
     Ok(BuiltTier {
         backend: Arc::new(Toy { limit, records }),
         pool: context.pool("ucm-toy", 1, false)?,
-        codec: None,
+        compressed: false,
         max_stuck: 1,
     })
 }

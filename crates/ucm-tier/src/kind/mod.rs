@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_infra::Clock;
 use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
-use ucm_record::{Algorithm, RecordLayout};
+use ucm_record::RecordLayout;
 
 use crate::backend::Backend;
 use crate::lengths::PartRecord;
@@ -93,9 +93,9 @@ pub struct BuiltTier {
     pub backend: Arc<dyn Backend>,
     /// Its threads.
     pub pool: Arc<IoPool>,
-    /// What makes its records shorter, as its options say; the medium takes records of any length
-    /// up to the layout's then.
-    pub codec: Option<Algorithm>,
+    /// True if its options say that records are compressed; the medium then takes records of any
+    /// length up to the layout's.
+    pub compressed: bool,
     /// So many threads stuck in operations switch it off.
     pub max_stuck: usize,
 }

@@ -24,7 +24,6 @@ use std::path::PathBuf;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use ucm_quota::Capacity;
-use ucm_record::Algorithm;
 
 use crate::layout_kind::LayoutKind;
 use crate::spread::{Heat, StoragePolicy};
@@ -58,26 +57,20 @@ pub struct Age(pub u64);
 #[serde(transparent)]
 pub struct Mode(pub u32);
 
-/// What makes the records of a tier shorter, by its name.
+/// How the records of a tier are compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CodecName {
     /// Nothing.
     Off,
-    /// [`Algorithm::Lz4`].
-    Lz4,
-    /// [`Algorithm::Zstd`].
+    /// Byte planes, compressed by zstd.
     Zstd,
 }
 
 impl CodecName {
-    /// The algorithm; none if it is off.
-    pub fn algorithm(self) -> Option<Algorithm> {
-        match self {
-            Self::Off => None,
-            Self::Lz4 => Some(Algorithm::Lz4),
-            Self::Zstd => Some(Algorithm::Zstd),
-        }
+    /// True if records are compressed.
+    pub fn is_on(self) -> bool {
+        self == Self::Zstd
     }
 }
 
@@ -156,7 +149,7 @@ described! {
     Directories: { "type": "array", "items": { "type": "string" }, "format": "directories" },
     Addresses: { "type": "array", "items": { "type": "string" }, "format": "addresses" },
     Heats: { "type": "array", "items": { "enum": ["hot", "warm", "cold"] }, "format": "heats" },
-    CodecName: { "type": "string", "enum": ["off", "lz4", "zstd"] },
+    CodecName: { "type": "string", "enum": ["off", "zstd"] },
     LayoutKind: { "type": "string", "enum": ["file", "segment"] },
     StoragePolicy: { "type": "string", "enum": ["tiered", "round_robin", "random"] },
     Size: { "type": "integer", "minimum": 0, "format": "size" },
