@@ -64,11 +64,21 @@ def test_blocks_are_spread_and_found_again(opened: Open, tmp_path: Path, policy:
     check(opened(storage_policy=policy), source)
 
 
-def test_tiered_goes_to_the_hot_one(opened: Open, tmp_path: Path) -> None:
-    heats = {str(tmp_path / "b"): "hot", str(tmp_path / "c"): "cold"}
-    source = dump(opened(storage_policy="tiered", tiers=heats))
-    assert shares(tmp_path) == [0, COUNT, 0]
-    check(opened(storage_policy="tiered", tiers=heats), source)
+def test_tiered_is_tiers_one_below_the_other(opened: Open, tmp_path: Path) -> None:
+    keys = {
+        "storage_policy": "tiered",
+        "tiers": {str(tmp_path / "b"): "hot", str(tmp_path / "c"): "cold"},
+        "move_rate": "1MiB",  # without meaning
+    }
+    with opened(**keys) as store:
+        source = dump(store)
+        assert [tier["level"] for tier in store.stats()["tiers"]] == [0, 1, 2]
+        check(store, source)
+    assert shares(tmp_path)[2] == COUNT, "the coldest has every block"
+    for record in record_files(tmp_path / "b"):
+        record.unlink()
+    with opened(**keys) as store:
+        check(store, source)
 
 
 def test_memory_above_several(opened: Open, tmp_path: Path) -> None:

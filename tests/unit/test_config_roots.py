@@ -60,12 +60,6 @@ def test_what_is_hot_and_what_is_cold() -> None:
         ),
         ({"storage_path": "/a:/b", "storage_policy": "mirrored"}, "storage_policy"),
         ({"storage_path": [f"/{n}" for n in range(17)]}, "16 are the most"),
-        (
-            {"storage_path": "/a:/b", "storage_policy": "tiered", "promote_window": "1s"},
-            "promote_window",
-        ),
-        ({"storage_path": "/a:/b", "promote_hits": -1}, "promote_hits"),
-        ({"storage_path": "/a:/b", "move_rate": "fast"}, "move_rate"),
         ({"storage_path": "/a:server:/b"}, "server"),
         (
             {
@@ -80,6 +74,14 @@ def test_what_is_hot_and_what_is_cold() -> None:
 )
 def test_nonsense_is_refused_with_a_reason(extra: dict[str, Any], words: str) -> None:
     assert words in fails(extra)
+
+
+def test_keys_of_moves_between_directories_have_no_meaning() -> None:
+    keys = {"promote_hits": 3, "promote_window": "10m", "move_rate": "1MiB"}
+    config = load({"storage_path": "/a:/b", "storage_policy": "tiered", **keys}, {})
+    (warning,) = config.warnings
+    assert all(f'"{key}"' in warning for key in keys)
+    assert not keys.keys() & config.store_config().keys()
 
 
 def test_one_stage_without_directories_gets_all_of_them() -> None:

@@ -1,8 +1,8 @@
 //! Counting what lies below a root, sweeping what is left over, and removing what goes first.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -11,7 +11,7 @@ use ucm_infra::MonotonicTime;
 
 use super::documents::Name;
 use super::remove::{Found, Kind, Need, high, low, plan};
-use super::{LANE_WORK, Leaving, OnLeaving, Quota, visit_records};
+use super::{LANE_WORK, Quota, visit_records};
 use crate::evidence::{self, evidence_bytes};
 use crate::layout::{SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private};
 
@@ -40,8 +40,6 @@ pub(super) struct Counting {
     /// Counts begun and ended; odd while one lists.
     counts: AtomicU64,
     outcome: Mutex<Option<Result<Outcome>>>,
-    /// Who is asked before a file is removed to make room.
-    pub(super) leaving: OnceLock<OnLeaving>,
 }
 
 /// What a count came to.
@@ -167,7 +165,7 @@ impl Quota {
                 .map(|age| wall.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX))),
         };
         let going = plan(everything.files, everything.namespaces.len(), &need);
-        let freed = self.remove_all(going, &everything.namespaces, &need, why)?;
+        let freed = self.remove_all(&going, &everything.namespaces, why)?;
         Ok(Outcome {
             freed,
             in_vain: freed < surplus,
@@ -182,58 +180,16 @@ impl Quota {
         Ok((space.free, self.config.rules.floor(space.total)))
     }
 
-    /// Removes what was planned; the answer is how many bytes that freed. Who has to be asked may
-    /// take long: what that is about goes last, each file as soon as it may.
-    fn remove_all(
-        &self,
-        going: Vec<Found>,
-        namespaces: &[PathBuf],
-        need: &Need,
-        why: Why,
-    ) -> Result<u64> {
-        let asks = self.counting.leaving.get().is_some();
-        let expired = |record: &Found| {
-            need.expired_before
-                .is_some_and(|line| record.used_ns < line)
-        };
-        let (at_once, asked): (Vec<_>, Vec<_>) = going
-            .into_iter()
-            .partition(|record| !asks || expired(record));
+    /// Removes what was planned; the answer is how many bytes that freed.
+    fn remove_all(&self, going: &[Found], namespaces: &[PathBuf], why: Why) -> Result<u64> {
         let mut freed = 0;
-        for batch in at_once.chunks(BATCH) {
-            if !self.goes_on(why) {
-                return Ok(freed);
-            }
-            freed += self.remove(batch, namespaces)?;
-        }
-        for record in asked {
+        for batch in going.chunks(BATCH) {
             if !self.goes_on(why) {
                 break;
             }
-            if self.may_leave(&record, namespaces, why) {
-                freed += self.remove(&[record], namespaces)?;
-            }
+            freed += self.remove(batch, namespaces)?;
         }
         Ok(freed)
-    }
-
-    /// Whether this file may be removed to make room: the hook that wants to know of it was told,
-    /// and agrees.
-    fn may_leave(&self, record: &Found, namespaces: &[PathBuf], why: Why) -> bool {
-        let path = record.path(namespaces);
-        let (Some(leaving), Ok(below)) = (
-            self.counting.leaving.get(),
-            path.strip_prefix(&self.config.root),
-        ) else {
-            return true;
-        };
-        let leaves = Leaving {
-            below,
-            len: record.len,
-            records: record.records(),
-            used_ns: record.used_ns,
-        };
-        leaving(leaves, &|| self.goes_on(why)) && self.goes_on(why)
     }
 
     /// Removes records; the answer is how many bytes that freed. What another process removed

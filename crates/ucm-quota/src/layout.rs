@@ -241,10 +241,6 @@ pub struct Marker {
     /// Which layout was decided on here; see docs/stores.md.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<serde_json::Value>,
-    /// What reading a MiB past the caches took when that was measured, ns: once, by the first that
-    /// had to know.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub read_ns: Option<u64>,
 }
 
 impl Marker {
@@ -475,7 +471,6 @@ mod tests {
             created: 1,
             storage_capacity: 2,
             layout: None,
-            read_ns: None,
         };
         assert_eq!(Marker::parse(&marker.to_bytes()).unwrap(), marker);
         let newer = Marker {

@@ -50,7 +50,6 @@ use agent_state::QuotaAgent;
 use count::Counting;
 use grant_table::GrantTable;
 use layout::{BLOCKS, Modes, record_name, shard_name};
-use remove::high;
 use writer_quota::{Answers, PATIENCE, WriterQuota};
 
 pub use capacity::{Capacity, in_units};
@@ -90,24 +89,6 @@ struct Root {
     /// Looks after it before every count and answers the limit.
     tend: Box<dyn Fn(MonotonicTime) -> Result<u64> + Send + Sync>,
 }
-
-/// A file that is about to be removed because it was used longest ago.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Leaving<'a> {
-    /// Where it lies below the root.
-    pub below: &'a Path,
-    /// Bytes of it.
-    pub len: u64,
-    /// Records in it, about.
-    pub records: u64,
-    /// Time of its last use as it was counted, ns of Unix time.
-    pub used_ns: i64,
-}
-
-/// Called before a file is removed to make room, on the collector's thread; it may take its time,
-/// and asks the second argument now and then whether that is still wanted. False where the file is
-/// to stay.
-pub type OnLeaving = Box<dyn Fn(Leaving<'_>, &dyn Fn() -> bool) -> bool + Send + Sync>;
 
 /// What the space below a root goes by.
 #[derive(Debug, Clone, Default)]
@@ -202,21 +183,6 @@ impl Quota {
             self.start_agent();
         }
         self.notify.notify();
-    }
-
-    /// Sets, once, who is asked before a file is removed to make room; not before one that is
-    /// removed for its age.
-    pub fn on_leaving(&self, hook: OnLeaving) {
-        let _ = self.counting.leaving.set(hook);
-    }
-
-    /// Whether `bytes` fit, and the collector has nothing to remove for them yet. Where it says no
-    /// for what is used, the collector is at work.
-    pub fn has_room(&self, bytes: u64) -> bool {
-        let quota = self.writer_quota.lock();
-        let (used, limit) = (quota.used(), quota.told.limit);
-        let had = used <= high(limit) && used.saturating_add(bytes) <= limit;
-        had && !quota.queue.hopeless && !quota.is_barred(self.clock.now())
     }
 
     /// Asks to write `bytes`. `then` is called exactly once, at once or from the quota agent's

@@ -88,7 +88,7 @@ struct OtherOptions {
     other_records: u32,
 }
 
-fn make(context: &BuildContext<'_>, options: OtherOptions) -> ucm_core::Result<BuiltLevel> {
+fn make(context: &BuildContext<'_>, options: OtherOptions) -> ucm_core::Result<Vec<BuiltLevel>> {
     let toy = json!({"toy_records": options.other_records});
     registry::find("toy")?.build(context, toy.as_object().cloned().unwrap_or_default())
 }

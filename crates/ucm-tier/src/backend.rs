@@ -304,8 +304,6 @@ pub struct Features<'a> {
     pub index: Option<&'a dyn Indexed>,
     /// What this process has of it before others, if there can be such.
     pub local: Option<&'a dyn Local>,
-    /// Where its space is bounded and it knows how much of it is left.
-    pub bounded: Option<&'a dyn Bounded>,
 }
 
 impl Features<'_> {
@@ -333,12 +331,6 @@ impl Features<'_> {
         self.index.is_some_and(|index| index.is_published(id))
     }
 
-    /// Whether a record of so many bytes has room without another's having to go, as far as that is
-    /// known.
-    pub fn has_room(&self, bytes: u64) -> bool {
-        self.bounded.is_none_or(|bounded| bounded.has_room(bytes))
-    }
-
     /// What became readable for this process before others can see it: see
     /// [`Local::locally_visible`].
     pub fn locally_visible(&self) -> LocallyVisible {
@@ -357,10 +349,6 @@ pub struct MediumStats {
     pub bytes_removed: u64,
     /// Blocks whose use was noted.
     pub blocks_touched: u64,
-    /// Records that came here from a medium beside it that had to make room, about.
-    pub records_moved_here: u64,
-    /// Records that would have, and did not: it could not take them.
-    pub moves_dropped: u64,
     /// Further counters and gauges of its own, by name.
     pub more: Vec<(&'static str, u64)>,
 }
@@ -401,13 +389,6 @@ pub trait Indexed {
 
     /// Whether it knows where this record lies, also one that only this process can read yet.
     fn knows(&self, id: BlockId) -> bool;
-}
-
-/// A medium with a limit that several writers keep to.
-pub trait Bounded {
-    /// Whether so many bytes are stored without something's being removed for them. Never asks the
-    /// medium.
-    fn has_room(&self, bytes: u64) -> bool;
 }
 
 /// Records that this process can read and others cannot see yet.

@@ -9,7 +9,6 @@
 pub mod backend;
 mod builtin;
 mod damage_rate;
-mod demotion;
 pub mod directory;
 mod kind;
 pub mod layout_kind;
@@ -38,7 +37,6 @@ pub mod secret_file;
 pub mod segment;
 mod shared;
 pub mod side_by_side;
-mod speed;
 pub mod spread;
 mod waiting;
 mod writing;

@@ -53,7 +53,6 @@ impl Backend for PosixBackend {
             name: "posix",
             reads_parts: true,
             writes_cached: self.shared.writes_cached(),
-            bounded: Some(&*self.shared),
             ..Features::default()
         }
     }

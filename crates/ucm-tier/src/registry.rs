@@ -33,8 +33,8 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use crate::builtin;
 pub use crate::kind::{
-    Addresses, Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats,
-    Mode, Size, StoreName, TierKind, TierOptions, seconds,
+    Addresses, Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heat,
+    Heats, Mode, Size, StoreName, TierKind, TierOptions, seconds,
 };
 use crate::place::Place;
 

@@ -125,7 +125,9 @@ impl Shared {
             // Nothing there yet means that nothing is stored yet; but what is there must be ours to
             // read.
             let marker = self.read_marker(deadline)?;
-            marker.iter().for_each(|marker| self.told_by(marker));
+            if let Some(marker) = &marker {
+                self.config.place.facts.learn(&marker.uuid);
+            }
             return Ok(());
         }
         if self.root.lock().uuid.is_none() {
@@ -185,8 +187,7 @@ impl Shared {
         self.tell_of_another_layout(&marker);
         let limit = self.limit(&marker, deadline)?;
         self.compare_with_disk(limit, deadline);
-        let marker = self.measured(marker, deadline)?;
-        self.told_by(&marker);
+        self.config.place.facts.learn(&marker.uuid);
         self.root.lock().uuid = Some(marker.uuid);
         let gone = || Error::new(ErrorKind::Closed, "the backend is gone");
         let weak = Arc::downgrade(self);
@@ -237,7 +238,7 @@ impl Shared {
     /// that another rank wrote over is added again. Answers the limit.
     fn tend(self: &Arc<Self>, deadline: MonotonicTime) -> Result<u64> {
         let marker = self.own_marker(deadline)?;
-        self.told_by(&marker);
+        self.config.place.facts.learn(&marker.uuid);
         self.root.lock().uuid = Some(marker.uuid.clone());
         self.furnish(deadline)?;
         let limit = self.limit(&marker, deadline)?;
@@ -479,7 +480,6 @@ impl Shared {
                 None => Capacity::default_bytes(total, free),
             },
             layout,
-            read_ns: None,
         };
         self.publish_marker(&marker, false, deadline)?;
         // Another process may have done the same at the same time: of all markers one stays.

@@ -16,7 +16,7 @@ use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules};
 use ucm_record::RecordLayout;
 
-use crate::backend::{Bounded, MediumStats, Presence};
+use crate::backend::{MediumStats, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
 use crate::lengths::{Lengths, PartRecord};
 use crate::recency::Recency;
@@ -71,9 +71,7 @@ pub struct PosixConfig {
 pub struct Place {
     /// Its number. Files of one process have names of their own in all roots, by this.
     pub number: u16,
-    /// Whether how fast it is has to be known.
-    pub measured: bool,
-    /// Where what is learnt of it is told.
+    /// Where its UUID is noted.
     pub facts: Arc<RootFacts>,
 }
 
@@ -182,14 +180,11 @@ impl Shared {
     /// What the root holds, and what was removed of it.
     pub(crate) fn stats(&self) -> MediumStats {
         let (records_removed, bytes_removed) = self.space.removed();
-        let (records_moved_here, moves_dropped) = self.config.place.facts.moved();
         MediumStats {
             usage: self.space.usage(),
             records_removed,
             bytes_removed,
             blocks_touched: self.recency.touched(),
-            records_moved_here,
-            moves_dropped,
             ..MediumStats::default()
         }
     }
@@ -260,10 +255,4 @@ impl Shared {
 /// Whether an operation failed at a symbolic link below a root.
 pub(crate) fn is_link(error: &Error) -> bool {
     error.kind() == ErrorKind::Foreign && error.os_code() == Some(ELOOP)
-}
-
-impl Bounded for Shared {
-    fn has_room(&self, bytes: u64) -> bool {
-        self.space.has_room(bytes)
-    }
 }

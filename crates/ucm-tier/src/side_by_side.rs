@@ -7,13 +7,11 @@ use ucm_infra::Clock;
 use ucm_io::IoPool;
 
 use crate::backend::Backend;
-use crate::demotion;
 use crate::directory::DirectoryBackend;
 use crate::layout_kind::LayoutKind;
 use crate::posix::PosixBackend;
 use crate::segment::{SegmentBackend, SegmentConfig};
 use crate::shared::{PosixConfig, Shared};
-use crate::spread::Spread;
 
 /// A root as it is set up.
 pub struct RootSetup {
@@ -27,31 +25,21 @@ pub struct RootSetup {
     pub io: Arc<IoPool>,
 }
 
-/// A medium for each of these roots, which are those of the spread in its order. Where it moves
-/// records, what one would remove to make room goes to the next colder one first. Nothing is
-/// touched before they are opened.
+/// A medium for each of these roots. Nothing is touched before they are opened.
 ///
 /// # Errors
 /// `Config` where a limit is too small, or a segment too long.
-pub fn media(
-    roots: Vec<RootSetup>,
-    spread: &Arc<Spread>,
-    clock: &Arc<dyn Clock>,
-) -> Result<Vec<Arc<dyn Backend>>> {
-    let (mut media, mut all) = (Vec::new(), Vec::new());
+pub fn media(roots: Vec<RootSetup>, clock: &Arc<dyn Clock>) -> Result<Vec<Arc<dyn Backend>>> {
+    let mut media = Vec::new();
     for root in roots {
         let shared = Shared::new(root.config, root.layout, root.io, Arc::clone(clock))?;
         let shared = Arc::new(shared);
-        all.push(Arc::clone(&shared));
         let medium: Arc<dyn Backend> = match root.layout {
             None => Arc::new(DirectoryBackend::over(shared, root.segments)),
             Some(LayoutKind::File) => Arc::new(PosixBackend::over(shared)),
             Some(LayoutKind::Segment) => Arc::new(SegmentBackend::over(shared, root.segments)?),
         };
         media.push(medium);
-    }
-    if spread.moves_records() {
-        demotion::between(spread, &all);
     }
     Ok(media)
 }

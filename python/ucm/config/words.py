@@ -281,6 +281,10 @@ _ALWAYS = "nothing: it is always on"
 _VLLM = "the option of vLLM of that name, on vLLM's own command line"
 _EXPORTED = "vLLM's own `/metrics`, which has ours too"
 _THREADS = "nothing: blocks are read and written by threads, `posix_data_trans_concurrency` of them"
+_BOTH = (
+    "nothing: `storage_policy: tiered` writes every block to the colder directories too, and brings"
+    " up what is read there"
+)
 _NO_PROFILE = "nothing: profiling is not built yet, and nothing is recorded"
 
 #: Known key without meaning here -> what to write instead.
@@ -317,6 +321,7 @@ MEANINGLESS: dict[str, str] = {
     ),
     "data_dir_shard_bytes": "nothing: the layout of a root is fixed by its format",
     "shard_data_dir": "nothing: the layout of a root is fixed by its format",
+    **dict.fromkeys(("move_rate", "promote_hits", "promote_window"), _BOTH),
     "temp_dump_dir": "nothing: the layout of a root is fixed by its format",
     "io_engine": _THREADS,
     "posix_io_engine": _THREADS,

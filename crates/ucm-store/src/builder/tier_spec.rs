@@ -13,12 +13,20 @@ pub(super) fn make_all(
     tiers: Vec<TierSpec>,
     context: &BuildContext<'_>,
 ) -> Result<Vec<(BuiltLevel, WritePolicy)>> {
-    let made = tiers.into_iter().map(|tier| {
+    let mut made = Vec::new();
+    for tier in tiers {
         let policy = tier.policy()?;
         let built = registry::find(&tier.kind)?.build(context, tier.options)?;
-        Ok((built, policy))
-    });
-    made.collect()
+        for (number, level) in built.into_iter().enumerate() {
+            // Below the first of several levels nothing gives records up: it is written through.
+            let policy = match policy {
+                WritePolicy::Back if number > 0 => WritePolicy::Through,
+                policy => policy,
+            };
+            made.push((level, policy));
+        }
+    }
+    Ok(made)
 }
 
 /// One tier as it is asked for: its kind, when it is written to, and the options of its kind.

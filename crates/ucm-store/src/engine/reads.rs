@@ -495,18 +495,12 @@ impl Core {
         let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
         // Where nothing takes it up, the caller that learns that its load is over finds the slot
         // free.
-        let len = read.bytes().len();
         let whole = reading.layers.is_none();
-        let rises_to = whole.then(|| self.tiers.rises_to(tier, id, len)).flatten();
-        let kept = (rises_to.is_some() || whole && self.tiers.is_kept_above(tier)).then_some(read);
+        let kept = (whole && self.tiers.is_kept_above(tier)).then_some(read);
         over.iter().for_each(|(task, _)| self.report(task));
         if let Some(read) = kept {
             self.tiers
                 .promote(tier, id, read.bytes(), header.meta.ordinal);
-            if let Some(hotter) = rises_to {
-                self.tiers
-                    .rise(hotter, id, read.bytes(), header.meta.ordinal);
-            }
         }
         self.pump(); // one read less is running
     }

@@ -69,8 +69,8 @@ impl Tiers {
         until: MonotonicTime,
         under_way: &Arc<AtomicUsize>,
     ) {
-        let (id, len) = (record.id, usize::try_from(record.len).unwrap_or(usize::MAX));
-        let number = self.taker_of_copy(&self.levels[level], id, len);
+        let id = record.id;
+        let number = self.taker_of_copy(&self.levels[level], id);
         let (tiers, under_way) = (Arc::clone(self), Arc::clone(under_way));
         let request = self.request(until);
         let told = move |result: Result<Vec<Outcome>>| {

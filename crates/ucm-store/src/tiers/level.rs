@@ -9,10 +9,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_infra::MonotonicTime;
-use ucm_tier::spread::{Promotion, Spread};
+use ucm_tier::spread::Spread;
 
 use super::{TierConfig, Tiers, WritePolicy};
 
@@ -20,9 +18,6 @@ use super::{TierConfig, Tiers, WritePolicy};
 pub const MAX_LEVELS: usize = 4;
 /// Most tiers of a store.
 pub const MAX_TIERS: usize = 32;
-/// Most blocks of which it is remembered that they were read in a colder medium. To forget one is
-/// to bring it up later.
-const REMEMBERED: usize = 1 << 16;
 
 /// A level as it is set up.
 pub struct LevelConfig {
@@ -48,35 +43,6 @@ pub(super) struct Level {
     /// Answers at once and ends with its processes.
     pub(super) memory: bool,
     spread: Arc<Spread>,
-    often: Mutex<Often>,
-}
-
-/// Blocks that were read in a medium that is not the hottest: how often since the first time of a
-/// window, and when that was.
-#[derive(Default)]
-struct Often(HashMap<BlockId, (u32, MonotonicTime)>);
-
-impl Often {
-    /// One more read; whether these are as many as it takes, and then it begins anew.
-    fn read(&mut self, id: BlockId, now: MonotonicTime, promotion: Promotion) -> bool {
-        let is_old = |began: MonotonicTime| now.since(began) > promotion.window;
-        if self.0.len() >= REMEMBERED && !self.0.contains_key(&id) {
-            self.0.retain(|_, (_, began)| !is_old(*began));
-            if self.0.len() >= REMEMBERED {
-                self.0.clear();
-            }
-        }
-        let (count, began) = self.0.entry(id).or_insert((0, now));
-        if is_old(*began) {
-            (*count, *began) = (0, now);
-        }
-        *count += 1;
-        let often = *count >= promotion.hits;
-        if often {
-            self.0.remove(&id);
-        }
-        often
-    }
 }
 
 impl Level {
@@ -90,7 +56,6 @@ impl Level {
                 policy: level.tiers[0].policy,
                 memory: level.tiers[0].backend.features().memory.is_some(),
                 spread: Arc::clone(&level.spread),
-                often: Mutex::default(),
             };
             first += level.tiers.len();
             made
@@ -146,33 +111,21 @@ impl Tiers {
             .collect()
     }
 
-    /// The member of a level that a new record of `len` bytes goes to: the first that is well, of
-    /// those with room where that matters and some have. `is_well` tells whether one is.
+    /// The member of a level that a new record goes to: the first for which `is_well`.
     pub(super) fn taker(
         &self,
         level: &Level,
         id: BlockId,
-        len: usize,
         is_well: impl Fn(usize) -> bool,
     ) -> Option<usize> {
-        if !level.is_spread() {
-            return Some(level.first).filter(|&number| is_well(number));
-        }
-        let well: Vec<usize> = level.offers(id).filter(|&number| is_well(number)).collect();
-        let roomy = |&number: &usize| self.tiers[number].backend.features().has_room(len as u64);
-        let roomy = level
-            .spread
-            .wants_room()
-            .then(|| well.iter().copied().find(roomy))
-            .flatten();
-        roomy.or_else(|| well.first().copied())
+        level.offers(id).find(|&number| is_well(number))
     }
 
     /// The same for a copy that no one waits for. Where none is well it is the first, which then
     /// drops the copy.
-    pub(super) fn taker_of_copy(&self, level: &Level, id: BlockId, len: usize) -> usize {
+    pub(super) fn taker_of_copy(&self, level: &Level, id: BlockId) -> usize {
         let now = self.clock.now();
-        let well = self.taker(level, id, len, |number| {
+        let well = self.taker(level, id, |number| {
             self.tiers[number].may_write(u64::MAX, now)
         });
         well.unwrap_or_else(|| level.offers(id).next().unwrap_or(level.first))
@@ -195,24 +148,6 @@ impl Tiers {
             return true;
         }
         level.order(id).find(|&number| is_well(number)) == Some(number)
-    }
-
-    /// A record was read in this tier: the hotter one beside it that it goes to, where it is read
-    /// often by now.
-    pub(crate) fn rises_to(&self, number: usize, id: BlockId, len: usize) -> Option<usize> {
-        let level = self.level_of(number);
-        let promotion = level.spread.promotion()?;
-        let now = self.clock.now();
-        let order = level.order(id).take_while(|&hotter| hotter != number);
-        let hotter: Vec<usize> = order
-            .filter(|&hotter| self.tiers[hotter].may_write(u64::MAX, now))
-            .collect();
-        if hotter.is_empty() || !level.often.lock().read(id, now, promotion) {
-            return None;
-        }
-        let roomy = |&hotter: &usize| self.tiers[hotter].backend.features().has_room(len as u64);
-        let to = hotter.into_iter().find(roomy)?;
-        level.spread.moves().try_pass(now, len as u64).then_some(to)
     }
 }
 
@@ -281,43 +216,4 @@ pub(super) fn names<'a>(tiers: impl Iterator<Item = &'a TierConfig>) -> Vec<Stri
         }
     };
     tiers.map(&mut name).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    const SECOND: u64 = 1_000_000_000;
-
-    #[test]
-    fn what_is_read_so_often_within_a_window_rises_and_begins_anew() {
-        let promotion = Promotion {
-            hits: 3,
-            window: Duration::from_secs(10),
-        };
-        let (mut often, id) = (Often::default(), BlockId([1; 16]));
-        let mut read = |second: u64| often.read(id, MonotonicTime(second * SECOND), promotion);
-        assert_eq!([read(0), read(1), read(2)], [false, false, true]);
-        assert_eq!(
-            [read(3), read(4), read(14)],
-            [false, false, false],
-            "too far apart"
-        );
-        assert_eq!([read(15), read(24)], [false, true]);
-    }
-
-    #[test]
-    fn what_is_remembered_is_bounded() {
-        let promotion = Promotion {
-            hits: 2,
-            window: Duration::from_secs(10),
-        };
-        let mut often = Often::default();
-        for n in 0..=REMEMBERED as u128 {
-            often.read(BlockId(n.to_le_bytes()), MonotonicTime(n as u64), promotion);
-            assert!(often.0.len() <= REMEMBERED);
-        }
-    }
 }

@@ -804,8 +804,6 @@ fn together(mut one: MediumStats, other: MediumStats) -> MediumStats {
     one.records_removed += other.records_removed;
     one.bytes_removed += other.bytes_removed;
     one.blocks_touched += other.blocks_touched;
-    one.records_moved_here += other.records_moved_here;
-    one.moves_dropped += other.moves_dropped;
     for (name, count) in other.more {
         match one.more.iter_mut().find(|(known, _)| *known == name) {
             Some((_, sum)) => *sum += count,

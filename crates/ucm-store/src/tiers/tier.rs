@@ -10,7 +10,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{IdSet, MonotonicTime};
 use ucm_io::IoPool;
 use ucm_record::{Keys, RecordLayout};
-use ucm_tier::backend::{Backend, MediumStats};
+use ucm_tier::backend::Backend;
 
 use super::codec::TierCodec;
 use super::{TierConfig, TierStats, WritePolicy};
@@ -372,12 +372,7 @@ impl Tier {
 
     pub(super) fn stats(&self) -> TierStats {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let MediumStats {
-            usage,
-            records_moved_here,
-            moves_dropped,
-            ..
-        } = self.backend.stats();
+        let usage = self.backend.stats().usage;
         TierStats {
             name: self.name.clone(),
             level: self.level,
@@ -390,8 +385,8 @@ impl Tier {
             failures: get(&self.counts.failures),
             copies_refused: get(&self.counts.copies_refused),
             promotions: get(&self.counts.promotions),
-            demotions: get(&self.counts.demotions) + records_moved_here,
-            copies_dropped: get(&self.counts.copies_dropped) + moves_dropped,
+            demotions: get(&self.counts.demotions),
+            copies_dropped: get(&self.counts.copies_dropped),
             quota_removed: get(&self.counts.quota_removed),
             memory: self.is_memory(),
             used_bytes: usage.used,

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::{LANE_DUMP, LANE_SPACE, MonotonicTime, Ticket};
+use ucm_infra::{LANE_DUMP, MonotonicTime, Ticket};
 use ucm_io::IoJob;
 use ucm_tier::backend::{
     Done, Flush, InsertOptions, ReadDone, Victim, WriteOptions, Written, either,
@@ -45,8 +45,6 @@ pub(super) enum Copy {
     Promotion,
     /// The tier above gave it up.
     Demotion,
-    /// It is read often in a colder tier beside this one.
-    Rise,
 }
 
 /// A copy on its way to a tier.
@@ -109,7 +107,7 @@ impl Tiers {
                 continue;
             }
             let moving = Moving {
-                number: self.taker_of_copy(level, id, options.len),
+                number: self.taker_of_copy(level, id),
                 id,
                 len: options.len,
                 options: inserted,
@@ -153,7 +151,7 @@ impl Tiers {
         write: &TierWrite,
         now: MonotonicTime,
     ) -> Option<usize> {
-        let (id, len, request) = (write.id, write.options.len, write.request.number);
+        let (id, request) = (write.id, write.request.number);
         if level.is_spread() {
             let in_doubt = |number: &usize| {
                 let tier = &self.tiers[*number];
@@ -166,13 +164,11 @@ impl Tiers {
             let well = |number: usize| {
                 self.tiers[number].is_well() && self.admits_write(number, request, now)
             };
-            if let Some(number) = self.taker(level, id, len, well) {
+            if let Some(number) = self.taker(level, id, well) {
                 return Some(number);
             }
         }
-        self.taker(level, id, len, |number| {
-            self.admits_write(number, request, now)
-        })
+        self.taker(level, id, |number| self.admits_write(number, request, now))
     }
 
     /// Writes a record to one tier; `done` hears exactly once, by the deadline.
@@ -289,11 +285,7 @@ impl Tiers {
             len: moving.len,
             ordinal: moving.options.ordinal,
             replace: moving.options.replace || tier.replaces(moving.id),
-            read_back: moving.why == Copy::Rise,
-        };
-        let lane = match moving.why {
-            Copy::Rise => LANE_SPACE, // behind dumps
-            Copy::Dump | Copy::Promotion | Copy::Demotion => LANE_DUMP,
+            read_back: false,
         };
         let (tiers, number, id, request) =
             (Arc::clone(self), moving.number, moving.id, moving.request);
@@ -315,14 +307,14 @@ impl Tiers {
             request,
             placed,
         };
-        self.write_to(number, write, On::Lane(lane), Box::new(written));
+        self.write_to(number, write, On::Lane(LANE_DUMP), Box::new(written));
     }
 
     fn copied(&self, moving: &Moving, result: &Result<Written>) {
         self.written(moving.number, moving.id, moving.len, moving.request, result);
         let counts = &self.tiers[moving.number].counts;
         match (result, moving.why) {
-            (Ok(Written::Published), Copy::Promotion | Copy::Rise) => add(&counts.promotions, 1),
+            (Ok(Written::Published), Copy::Promotion) => add(&counts.promotions, 1),
             (Ok(Written::Published), Copy::Demotion) => add(&counts.demotions, 1),
             (Err(_) | Ok(Written::Unsound(_) | Written::InTheWay(_)), _) => {
                 add(&counts.copies_dropped, 1)
@@ -333,20 +325,12 @@ impl Tiers {
 
     /// A verified record of tier `from` goes to the tiers above that take what is written.
     pub(crate) fn promote(self: &Arc<Self>, from: usize, id: BlockId, record: &[u8], ordinal: u32) {
-        for number in self.takers(from, id, record.len()) {
+        for number in self.takers(from, id) {
             self.copy(self.promotion(number, id, record.len(), ordinal), record);
         }
     }
 
-    /// A verified record that is read often goes to a hotter tier beside the one it was read in
-    /// ([`Tiers::rises_to`]): in the background, and it counts there when it was read back.
-    pub(crate) fn rise(self: &Arc<Self>, to: usize, id: BlockId, record: &[u8], ordinal: u32) {
-        let promotion = self.promotion(to, id, record.len(), ordinal);
-        let why = Copy::Rise;
-        self.copy(Moving { why, ..promotion }, record);
-    }
-
-    /// The same with a record that has a spare slot already: the lowest file above is written from
+    /// As [`Tiers::promote`], with a record that has a spare slot already: the lowest file above is written from
     /// that slot, so that what was read is not dropped for want of another. `over` is called when
     /// that has ended.
     pub(super) fn raise(
@@ -357,7 +341,7 @@ impl Tiers {
         ordinal: u32,
         over: impl FnOnce() + Send + 'static,
     ) {
-        let takers: Vec<usize> = self.takers(from, id, read.read).collect();
+        let takers: Vec<usize> = self.takers(from, id).collect();
         let file = takers
             .iter()
             .copied()
@@ -380,12 +364,12 @@ impl Tiers {
     }
 
     /// The tiers above `from` that take what is written, one of each level.
-    fn takers(&self, from: usize, id: BlockId, len: usize) -> impl Iterator<Item = usize> {
+    fn takers(&self, from: usize, id: BlockId) -> impl Iterator<Item = usize> {
         let above = &self.levels[..self.tiers[from].level];
         let above = above
             .iter()
             .filter(|level| level.policy != WritePolicy::Never);
-        above.map(move |level| self.taker_of_copy(level, id, len))
+        above.map(move |level| self.taker_of_copy(level, id))
     }
 
     /// A record that is brought up to a tier.
@@ -407,7 +391,7 @@ impl Tiers {
     /// The memory above a level, which is written back to, gives a record up: verified again, it
     /// goes down. It is let go above when it is below.
     pub(super) fn demote(self: &Arc<Self>, level: usize, victim: Box<dyn Victim>) {
-        let number = self.taker_of_copy(&self.levels[level], victim.id(), victim.record().len());
+        let number = self.taker_of_copy(&self.levels[level], victim.id());
         let counts = &self.tiers[number].counts;
         let request = self.request(self.clock.now().after(self.moves.deadline));
         let well = self.tiers[number].may_write(request.number, self.clock.now());

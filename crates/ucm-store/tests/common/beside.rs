@@ -15,7 +15,7 @@ use ucm_tier::memory::{MemoryBackend, Policy};
 use ucm_tier::posix::Place;
 use ucm_tier::segment::SegmentConfig;
 use ucm_tier::side_by_side::{self, RootSetup};
-use ucm_tier::spread::{Heat, Promotion, RootFacts, Spread, StoragePolicy};
+use ucm_tier::spread::{RootFacts, Spread, StoragePolicy};
 
 use super::media::{posix_config, shape};
 use super::sides::begin_alone;
@@ -27,13 +27,12 @@ pub(crate) struct Several {
     /// Capacity, layout and everything else that each root has.
     pub(crate) setup: Setup,
     pub(crate) policy: StoragePolicy,
-    /// What is said of each root.
-    pub(crate) heats: Vec<Option<Heat>>,
+    /// How many roots there are.
+    pub(crate) roots: usize,
+    /// Each root is a level: one below the other, and not side by side.
+    pub(crate) stacked: bool,
     /// The limit of each, where it is not that of the setup.
     pub(crate) capacities: Vec<u64>,
-    pub(crate) promotion: Promotion,
-    /// Bytes moved in a second.
-    pub(crate) rate: u64,
     /// Records in a memory above them, and how they are written then.
     pub(crate) memory: Option<(u64, WritePolicy)>,
 }
@@ -44,31 +43,22 @@ impl Several {
         Self {
             setup: Setup::default(),
             policy,
-            heats: vec![None; roots],
+            roots,
+            stacked: false,
             capacities: Vec::new(),
-            promotion: Promotion {
-                hits: 2,
-                window: Duration::from_secs(600),
-            },
-            rate: 1 << 40,
             memory: None,
         }
     }
 
     /// Hot above cold, with room for so many records of a test each.
     pub(crate) fn tiered(capacities: &[u64]) -> Self {
-        let heats = [Heat::Hot, Heat::Warm, Heat::Cold];
         Self {
-            heats: heats[..capacities.len()]
-                .iter()
-                .copied()
-                .map(Some)
-                .collect(),
+            stacked: true,
             capacities: capacities
                 .iter()
                 .map(|records| records * super::shared::RECORD)
                 .collect(),
-            ..Self::new(StoragePolicy::Tiered, capacities.len())
+            ..Self::new(StoragePolicy::RoundRobin, capacities.len())
         }
     }
 }
@@ -130,11 +120,7 @@ impl Beside {
             setup: several.setup.clone().unhurried(),
             ..several.clone()
         };
-        Self::over(
-            roots(base, several.heats.len()),
-            &several,
-            SystemClock::shared(),
-        )
+        Self::over(roots(base, several.roots), &several, SystemClock::shared())
     }
 
     /// A store over these.
@@ -145,17 +131,11 @@ impl Beside {
         let (geometry, record) = shape(&setup);
         let identity = identity(setup.weights);
         let facts: Vec<Arc<RootFacts>> = roots.iter().map(|_| Arc::default()).collect();
-        let members = several.heats.iter().zip(&facts);
-        let members = members.map(|(heat, facts)| (heat.unwrap_or(Heat::Warm), Arc::clone(facts)));
-        let spread = Spread::of(several.policy, members.collect());
-        let spread = Arc::new(spread.moving(several.promotion, several.rate));
         let (mut faults, mut setups, mut pools) = (Vec::new(), Vec::new(), Vec::new());
         for (number, root) in roots.iter().enumerate() {
             let mut config = posix_config(root, &setup, &identity, writer);
             config.place = Place {
                 number: number as u16,
-                measured: several.policy == StoragePolicy::Tiered
-                    && several.heats[number].is_none(),
                 facts: Arc::clone(&facts[number]),
             };
             if let Some(bytes) = several.capacities.get(number) {
@@ -180,7 +160,7 @@ impl Beside {
                 io,
             });
         }
-        let media = side_by_side::media(setups, &spread, &clock).unwrap();
+        let media = side_by_side::media(setups, &clock).unwrap();
         let policy = several
             .memory
             .map_or(WritePolicy::Through, |(_, policy)| policy);
@@ -192,12 +172,15 @@ impl Beside {
             max_stuck: setup.breaker.max_stuck,
         };
         let tiers = media.into_iter().zip(pools);
-        let mut levels = vec![LevelConfig {
-            tiers: tiers
-                .map(|(backend, pool)| tier(backend, pool, policy))
-                .collect(),
-            spread,
-        }];
+        let tiers = tiers.map(|(backend, pool)| tier(backend, pool, policy));
+        let mut levels: Vec<LevelConfig> = if several.stacked {
+            tiers.map(LevelConfig::from).collect()
+        } else {
+            vec![LevelConfig {
+                tiers: tiers.collect(),
+                spread: Arc::new(Spread::of(several.policy, facts)),
+            }]
+        };
         if let Some((records, _)) = several.memory {
             let config = super::media::memory_config(&setup, Some(records));
             let config = ucm_tier::memory::MemoryConfig {

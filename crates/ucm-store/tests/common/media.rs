@@ -119,7 +119,7 @@ pub(super) fn of_kind(
             .iter()
             .map(|(key, value)| ((*key).to_owned(), value.clone())),
     );
-    let built = kind.build(&context, options)?.tiers.remove(0);
+    let built = kind.build(&context, options)?.remove(0).tiers.remove(0);
     Ok((built.backend, built.pool))
 }
 

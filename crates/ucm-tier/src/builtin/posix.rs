@@ -16,14 +16,14 @@ use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 
 use crate::kind::{
-    Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats, Mode, Size,
-    StoreName, TierKind, seconds,
+    Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heat, Heats, Mode,
+    RootPolicy, Size, StoreName, TierKind, seconds,
 };
 use crate::layout_kind::LayoutKind;
 use crate::segment::{Merging, SegmentConfig};
 use crate::shared::{Place, PosixConfig};
 use crate::side_by_side::{self, RootSetup};
-use crate::spread::{Heat, MAX_ROOTS, Promotion, RootFacts, Spread, StoragePolicy};
+use crate::spread::{MAX_ROOTS, RootFacts, Spread};
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -37,23 +37,13 @@ pub(super) struct PosixOptions {
          given", "unit" = "path"
     ))]
     pub(super) storage_backends: Directories,
-    /// which of several directories a block goes to: by a stable hash of its id, any, or the
-    /// hottest with room
-    storage_policy: StoragePolicy,
-    /// `tiered`: how fast which of the directories is (`{/mnt/ssd: hot, /mnt/nfs: cold}`), before
-    /// what was measured
-    #[schemars(extend("unit" = "path to hot, warm or cold", "unset" = "what was measured when a root was first used"))]
+    /// which of several directories a block goes to: by a stable hash of its id, any, or a hot one
+    /// and the colder ones below it
+    storage_policy: RootPolicy,
+    /// `tiered`: which of the directories stand above which (`{/mnt/ssd: hot, /mnt/nfs: cold}`);
+    /// the others are warm
+    #[schemars(extend("unit" = "path to hot, warm or cold", "unset" = "the first above the others"))]
     tiers: Heats,
-    /// `tiered`: a block that is loaded so often from a colder directory within `promote_window` is
-    /// brought up. 0: never
-    #[schemars(range(max = 1_000_000), extend("unit" = "loads"))]
-    promote_hits: u32,
-    /// see `promote_hits`
-    promote_window: Age,
-    /// `tiered`: how much is moved between directories in a second at most, behind everything else.
-    /// 0: nothing is moved
-    #[schemars(range(max = 17_179_869_184_u64))]
-    move_rate: Size,
     /// limit of the root, of each where there are several, at least 8 blocks; oldest use goes
     /// first. 0 is refused its old meaning (no limit): the default holds, with a warning
     #[schemars(extend(
@@ -137,11 +127,8 @@ impl Default for PosixOptions {
         let (modes, segments) = (Modes::default(), SegmentConfig::default());
         Self {
             storage_backends: Directories::default(),
-            storage_policy: StoragePolicy::RoundRobin,
+            storage_policy: RootPolicy::RoundRobin,
             tiers: Heats::default(),
-            promote_hits: 2,
-            promote_window: Age(600),
-            move_rate: Size(64 << 20),
             storage_capacity: None,
             free_space_floor: Amount::Percent(5.0),
             namespace_quota: None,
@@ -184,7 +171,7 @@ pub(super) fn kind() -> TierKind {
         .tested_with(|scratch| json!({"storage_backends": [scratch], "storage_capacity": 1 << 26, "free_space_floor": 0}))
 }
 
-fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltLevel> {
+fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<Vec<BuiltLevel>> {
     make_over(context, &options, PsyncEngine::new)
 }
 
@@ -194,7 +181,7 @@ pub(super) fn make_over<E: IoEngine + 'static>(
     context: &BuildContext<'_>,
     options: &PosixOptions,
     engine: impl Fn(bool) -> Arc<E>,
-) -> Result<BuiltLevel> {
+) -> Result<Vec<BuiltLevel>> {
     let directories = &options.storage_backends.0;
     if directories.is_empty() || directories.len() > MAX_ROOTS {
         let wrong = Error::new(
@@ -217,72 +204,76 @@ pub(super) fn make_over<E: IoEngine + 'static>(
     } else {
         options.posix_data_trans_concurrency
     } as usize;
-    let facts: Vec<Arc<RootFacts>> = directories.iter().map(|_| Arc::default()).collect();
-    let spread = Arc::new(spread(options, &facts)?);
-    let (mut roots, mut pools) = (Vec::new(), Vec::new());
-    for (number, directory) in directories.iter().enumerate() {
-        let place = Place {
-            number: u16::try_from(number).unwrap_or(u16::MAX),
-            measured: spread.wants_room()
-                && directories.len() > 1
-                && options.heat(directory).is_none(),
-            facts: Arc::clone(&facts[number]),
-        };
-        let io = context.pool_over(engine(options.io_direct), "ucm-io", threads)?;
-        pools.push(Arc::clone(&io));
-        roots.push(RootSetup {
-            config: config(context, options, directory.clone(), place)?,
-            // Compressed records live in segments only.
-            layout: options.layout.or(compressed.then_some(LayoutKind::Segment)),
-            segments: segments(options)?,
-            io,
-        });
-    }
-    let media = side_by_side::media(roots, &spread, &context.clock)?;
-    let tiers = media
-        .into_iter()
-        .zip(pools)
-        .map(|(backend, pool)| BuiltTier {
+    let (mut levels, mut number) = (Vec::new(), 0);
+    for directories in options.levels()? {
+        let (mut roots, mut pools, mut members) = (Vec::new(), Vec::new(), Vec::new());
+        for directory in directories {
+            let facts: Arc<RootFacts> = Arc::default();
+            members.push(Arc::clone(&facts));
+            let place = Place { number, facts };
+            number += 1;
+            let io = context.pool_over(engine(options.io_direct), "ucm-io", threads)?;
+            pools.push(Arc::clone(&io));
+            roots.push(RootSetup {
+                config: config(context, options, directory, place)?,
+                // Compressed records live in segments only.
+                layout: options.layout.or(compressed.then_some(LayoutKind::Segment)),
+                segments: segments(options)?,
+                io,
+            });
+        }
+        let media = side_by_side::media(roots, &context.clock)?;
+        let tiers = media.into_iter().zip(pools);
+        let tiers = tiers.map(|(backend, pool)| BuiltTier {
             backend,
             pool,
             compressed,
             // As many as are replaced: from there on workers are missing.
             max_stuck: threads.max(2),
         });
-    Ok(BuiltLevel {
-        tiers: tiers.collect(),
-        spread,
-    })
+        levels.push(BuiltLevel {
+            tiers: tiers.collect(),
+            spread: Arc::new(Spread::of(options.storage_policy.side_by_side(), members)),
+        });
+    }
+    Ok(levels)
 }
 
 impl PosixOptions {
-    /// What is said of how fast a directory is.
-    fn heat(&self, directory: &Path) -> Option<Heat> {
-        let said = self.tiers.0.iter().find(|(path, _)| path == directory);
-        said.map(|(_, heat)| *heat)
+    /// The directories of each level, top first: of `tiered` those of one word side by side, or,
+    /// where all have the same word, the first above the others.
+    fn levels(&self) -> Result<Vec<Vec<PathBuf>>> {
+        let directories = &self.storage_backends.0;
+        let strange = |(path, _): &&(PathBuf, Heat)| !directories.contains(path);
+        if let Some((stranger, _)) = self.tiers.0.iter().find(strange) {
+            let wrong = "tiers names a directory that is none of storage_backends";
+            return Err(Error::new(ErrorKind::Config, wrong).with("directory", stranger.display()));
+        }
+        if self.storage_policy != RootPolicy::Tiered {
+            return Ok(vec![directories.clone()]);
+        }
+        let mut levels = Vec::new();
+        for heat in Heat::ALL {
+            let mut level = directories.clone();
+            level.retain(|directory| self.heat(directory) == heat);
+            if !level.is_empty() {
+                levels.push(level);
+            }
+        }
+        if let [level] = &mut levels[..]
+            && level.len() > 1
+        {
+            let others = level.split_off(1);
+            levels.push(others);
+        }
+        Ok(levels)
     }
-}
 
-/// How records are spread over the directories.
-fn spread(options: &PosixOptions, facts: &[Arc<RootFacts>]) -> Result<Spread> {
-    let directories = &options.storage_backends.0;
-    let strange = |(path, _): &&(PathBuf, Heat)| !directories.contains(path);
-    if let Some((stranger, _)) = options.tiers.0.iter().find(strange) {
-        let wrong = "tiers names a directory that is none of storage_backends";
-        return Err(Error::new(ErrorKind::Config, wrong).with("directory", stranger.display()));
+    /// How fast a directory is said to be.
+    fn heat(&self, directory: &Path) -> Heat {
+        let said = self.tiers.0.iter().find(|(path, _)| path == directory);
+        said.map_or(Heat::Warm, |(_, heat)| *heat)
     }
-    let heats = directories
-        .iter()
-        .map(|directory| options.heat(directory).unwrap_or(Heat::Warm));
-    let spread = Spread::of(
-        options.storage_policy,
-        heats.zip(facts.iter().cloned()).collect(),
-    );
-    let promotion = Promotion {
-        hits: options.promote_hits,
-        window: Duration::from_secs(options.promote_window.0),
-    };
-    Ok(spread.moving(promotion, options.move_rate.0))
 }
 
 /// What holds of one of the directories, whatever its layout.
@@ -343,4 +334,38 @@ fn segments(options: &PosixOptions) -> Result<SegmentConfig> {
         },
         ..SegmentConfig::default()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiered_directories_stand_one_below_the_other_by_what_is_said_of_them() {
+        for (policy, tiers, levels) in [
+            ("round_robin", json!([]), json!([["/a", "/b", "/c"]])),
+            ("tiered", json!([]), json!([["/a"], ["/b", "/c"]])),
+            (
+                "tiered",
+                json!([["/b", "hot"]]),
+                json!([["/b"], ["/a", "/c"]]),
+            ),
+            (
+                "tiered",
+                json!([["/a", "cold"]]),
+                json!([["/b", "/c"], ["/a"]]),
+            ),
+            (
+                "tiered",
+                json!([["/c", "hot"], ["/a", "cold"]]),
+                json!([["/c"], ["/b"], ["/a"]]),
+            ),
+        ] {
+            let written = json!({
+                "storage_backends": ["/a", "/b", "/c"], "storage_policy": policy, "tiers": tiers
+            });
+            let options: PosixOptions = serde_json::from_value(written).unwrap();
+            assert_eq!(json!(options.levels().unwrap()), levels, "{policy} {tiers}");
+        }
+    }
 }

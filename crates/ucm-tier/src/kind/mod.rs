@@ -23,7 +23,8 @@ use crate::lengths::PartRecord;
 use crate::place::Place;
 use crate::spread::Spread;
 
-pub use options::{Addresses, Age, Amount, CodecName, Directories, Heats, Mode, Size};
+pub(crate) use options::RootPolicy;
+pub use options::{Addresses, Age, Amount, CodecName, Directories, Heat, Heats, Mode, Size};
 
 /// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are
 /// the keys of the configuration. Keys that must be given stand in `"required"` of its schema.
@@ -108,12 +109,13 @@ pub struct BuiltLevel {
     pub spread: Arc<Spread>,
 }
 
-impl From<BuiltTier> for BuiltLevel {
+impl From<BuiltTier> for Vec<BuiltLevel> {
     fn from(tier: BuiltTier) -> Self {
-        Self {
+        let level = BuiltLevel {
             tiers: vec![tier],
             spread: Arc::new(Spread::alone()),
-        }
+        };
+        vec![level]
     }
 }
 
@@ -150,7 +152,8 @@ impl StoreName {
     }
 }
 
-type MakeMedium = dyn Fn(&BuildContext<'_>, Map<String, Value>) -> Result<BuiltLevel> + Send + Sync;
+type MakeMedium =
+    dyn Fn(&BuildContext<'_>, Map<String, Value>) -> Result<Vec<BuiltLevel>> + Send + Sync;
 
 type Sample = fn(&Path) -> Value;
 
@@ -199,8 +202,9 @@ pub(crate) struct Described<'a> {
 }
 
 impl TierKind {
-    /// A kind that keeps records: on one medium, or on several side by side ([`BuiltLevel`]).
-    pub fn medium<O: TierOptions, T: Into<BuiltLevel> + 'static>(
+    /// A kind that keeps records: on one medium, on several side by side ([`BuiltLevel`]), or in
+    /// several levels, top first.
+    pub fn medium<O: TierOptions, T: Into<Vec<BuiltLevel>> + 'static>(
         name: StoreName,
         make: fn(&BuildContext<'_>, O) -> Result<T>,
     ) -> Self {
@@ -303,7 +307,7 @@ impl TierKind {
         &self,
         context: &BuildContext<'_>,
         options: Map<String, Value>,
-    ) -> Result<BuiltLevel> {
+    ) -> Result<Vec<BuiltLevel>> {
         match &self.build {
             Build::Medium(make) => make(context, options),
             Build::Layer => {

@@ -26,7 +26,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use ucm_quota::Capacity;
 
 use crate::layout_kind::LayoutKind;
-use crate::spread::{Heat, StoragePolicy};
+use crate::spread::StoragePolicy;
 
 /// Directories, as absolute paths.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +37,46 @@ pub struct Directories(pub Vec<PathBuf>);
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Addresses(pub Vec<String>);
+
+/// Which of several directories a block goes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum RootPolicy {
+    /// To one, by a stable hash of the id.
+    RoundRobin,
+    /// To any one.
+    Random,
+    /// To a hot one and, below it, to a colder one.
+    Tiered,
+}
+
+impl RootPolicy {
+    /// How blocks are spread over directories side by side.
+    pub(crate) fn side_by_side(self) -> StoragePolicy {
+        match self {
+            Self::Random => StoragePolicy::Random,
+            Self::RoundRobin | Self::Tiered => StoragePolicy::RoundRobin,
+        }
+    }
+}
+
+/// How fast a directory is said to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Heat {
+    /// The fastest.
+    Hot,
+    /// The word of directories that are not named.
+    Warm,
+    /// The slowest.
+    Cold,
+}
+
+impl Heat {
+    /// Every word, the fastest first.
+    pub(crate) const ALL: [Self; 3] = [Self::Hot, Self::Warm, Self::Cold];
+}
+
 /// Which directory is how fast, as far as anything is said.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -151,7 +191,7 @@ described! {
     Heats: { "type": "array", "items": { "enum": ["hot", "warm", "cold"] }, "format": "heats" },
     CodecName: { "type": "string", "enum": ["off", "zstd"] },
     LayoutKind: { "type": "string", "enum": ["file", "segment"] },
-    StoragePolicy: { "type": "string", "enum": ["tiered", "round_robin", "random"] },
+    RootPolicy: { "type": "string", "enum": ["tiered", "round_robin", "random"] },
     Size: { "type": "integer", "minimum": 0, "format": "size" },
     Age: { "type": "integer", "minimum": 0, "format": "age" },
     Mode: { "type": "integer", "minimum": 0, "maximum": 511, "format": "mode" },

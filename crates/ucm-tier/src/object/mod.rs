@@ -184,7 +184,6 @@ impl Objects {
             created: self.now_ns() / 1_000_000_000,
             storage_capacity: self.config.capacity.unwrap_or(space::DEFAULT_CAPACITY),
             layout: None,
-            read_ns: None,
         };
         let (writes, conditional) = (!self.config.scope.lookup_only, self.has_conditions());
         let found = self.call(deadline, async {

@@ -367,7 +367,6 @@ impl Objects {
             bytes_removed: state.removed.1,
             blocks_touched: state.uses.count,
             more: vec![("segments_open", open), ("segments_uploading", putting)],
-            ..MediumStats::default()
         }
     }
 }

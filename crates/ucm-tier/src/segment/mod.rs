@@ -246,7 +246,6 @@ impl Backend for SegmentBackend {
             memory: None,
             index: Some(self),
             local: Some(self),
-            bounded: Some(&*self.segments.shared),
         }
     }
 
