@@ -6,10 +6,6 @@
 //! to block, as in one long message, since in a chain every compression waits for the one before.
 //! The goal for sha256 and md5 is a ratio of at most 1.3.
 //!
-//! The last column is the same work with each block started afresh: there the CPU overlaps the end
-//! of one block with the start of the next, which a chain cannot have. It is shown for comparison,
-//! not as a yardstick.
-//!
 //! BLAKE3 offers no compression function; its yardstick is one hash of a message of the block's
 //! length.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
@@ -31,7 +27,7 @@ fn main() -> ExitCode {
         .map(|i| i.wrapping_mul(2_654_435_761) >> 15)
         .collect();
     println!("block keys of {TOKENS} tokens from a u32 array, fastest of the runs");
-    println!("method  block_size  ns/token  raw ns/token  ratio  goal    unchained ns/token");
+    println!("method  block_size  ns/token  raw ns/token  ratio  goal");
     for method in HashMethod::ALL {
         for block_size in [16, 32, 64, 128] {
             let Ok(hasher) = BlockHasher::new(&[7; 32], block_size, method) else {
@@ -45,11 +41,7 @@ fn main() -> ExitCode {
                     &[],
                 )))
             };
-            let (mut chained, mut unchained) = (
-                raw(method, block_size, true),
-                raw(method, block_size, false),
-            );
-            let [ours, raw, unchained] = in_turns([&mut ours, &mut chained, &mut unchained])
+            let [ours, raw] = in_turns([&mut ours, &mut raw(method, block_size)])
                 .map(|time| time.as_nanos() as f64 / TOKENS as f64);
             let ratio = ours / raw;
             let goal = match method {
@@ -58,32 +50,31 @@ fn main() -> ExitCode {
                 _ => "missed",
             };
             println!(
-                "{method:<6}  {block_size:>10}  {ours:>8.2}  {raw:>12.2}  {ratio:>5.2}  {goal:<6}  \
-                 {unchained:>18.2}"
+                "{method:<6}  {block_size:>10}  {ours:>8.2}  {raw:>12.2}  {ratio:>5.2}  {goal}"
             );
         }
     }
     ExitCode::SUCCESS
 }
 
-/// The bare work behind the keys of all blocks; `chained` carries the state from block to block.
-fn raw(method: HashMethod, block_size: usize, chained: bool) -> Box<dyn FnMut()> {
+/// The bare work behind the keys of all blocks; the state goes on from block to block.
+fn raw(method: HashMethod, block_size: usize) -> Box<dyn FnMut()> {
     let blocks = TOKENS / block_size;
     let len = 16 + 4 * block_size;
     let pieces = vec![[0x5a; 64]; (len + 9).div_ceil(64)];
     match method {
         HashMethod::Sha256 => Box::new(move || {
-            run(blocks, chained, |state: &mut [u32; 8]| {
+            run(blocks, |state: &mut [u32; 8]| {
                 sha2::block_api::compress256(state, black_box(&pieces));
             })
         }),
         HashMethod::Md5 => Box::new(move || {
-            run(blocks, chained, |state: &mut [u32; 4]| {
+            run(blocks, |state: &mut [u32; 4]| {
                 md5::block_api::compress(state, black_box(&pieces));
             })
         }),
         HashMethod::Blake3 => Box::new(move || {
-            run(blocks, chained, |state: &mut [u32; 1]| {
+            run(blocks, |state: &mut [u32; 1]| {
                 let hash = blake3::hash(black_box(&pieces.as_flattened()[..len]));
                 state[0] ^= u32::from(hash.as_bytes()[0]);
             })
@@ -91,12 +82,9 @@ fn raw(method: HashMethod, block_size: usize, chained: bool) -> Box<dyn FnMut()>
     }
 }
 
-fn run<const N: usize>(blocks: usize, chained: bool, compress: impl Fn(&mut [u32; N])) {
+fn run<const N: usize>(blocks: usize, compress: impl Fn(&mut [u32; N])) {
     let mut state = [1; N];
     for _ in 0..blocks {
-        if !chained {
-            state = black_box([1; N]);
-        }
         compress(&mut state);
     }
     black_box(state);

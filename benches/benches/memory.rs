@@ -7,10 +7,12 @@
     reason = "a bench prints its table, and fails where it must"
 )]
 
+use std::cell::{Cell, RefCell};
+use std::hint::black_box;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use ucm_benches::{asked_for, in_turns};
+use ucm_benches::{asked_for, identity, in_turns};
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{LANE_LOOKUP, MonotonicTime, SystemClock};
@@ -18,10 +20,6 @@ use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{MemoryBackend, MemoryConfig};
 
-const IDENTITY: &str = "{\"format_version\":1,\"architecture\":\"A\",\"world_size\":1,\"dtype\":\"f16\",\"weights\":\"w\",\
-     \"model_config\":{},\"position\":{},\"kv_dtype\":\"f16\",\"attention_backend\":\"a\",\"kv_packing\":{},\
-     \"kv_layout\":\"l\",\"kv_groups\":[],\"block_tokens\":16,\"tensor_parallel\":1,\"pipeline_parallel\":1,\
-     \"decode_context_parallel\":1}";
 /// Bytes of records that take turns: more than the caches of most processors.
 const BYTES: usize = 256 << 20;
 /// Records moved in one turn.
@@ -34,7 +32,7 @@ fn id(n: u64) -> BlockId {
 
 fn tier(dir: &std::path::Path, layout: &RecordLayout, bytes: Option<usize>) -> MemoryBackend {
     let capacity = bytes.and_then(|bytes| NonZeroU64::new(bytes as u64));
-    let identity = Identity::parse(IDENTITY).unwrap();
+    let identity = Identity::parse(&identity("w")).unwrap();
     let config = MemoryConfig {
         registry: Some(dir.to_owned()),
         ..MemoryConfig::new(identity, Part::default(), layout.clone(), capacity)
@@ -80,51 +78,42 @@ fn main() {
         let mut slot = slots.try_acquire().unwrap();
         let out = &mut slot.as_mut_slice()[..len];
         out.fill(1);
-        let (mut at, mut next) = ([0usize; 3], count as u64);
         assert_eq!(sources.len(), count);
-        let mut turn = |which: usize| {
-            at[which] = (at[which] + 1) % count;
-            at[which]
+        // A turn of the first three goes on where the one before it ended.
+        let out = RefCell::new(out);
+        let turns: [Cell<usize>; 3] = Default::default();
+        let ids = |turn: &Cell<usize>| {
+            let first = turn.replace((turn.get() + AT_ONCE) % count);
+            (first..first + AT_ONCE).map(move |at| at % count)
         };
-        let fastest = {
-            let (turn, out) = (
-                std::cell::RefCell::new(&mut turn),
-                std::cell::RefCell::new(&mut *out),
-            );
-            in_turns([
-                &mut || {
-                    for _ in 0..AT_ONCE {
-                        let source = &sources[turn.borrow_mut()(0)].as_slice()[..len];
-                        out.borrow_mut()
-                            .copy_from_slice(std::hint::black_box(source));
-                    }
-                },
-                &mut || {
-                    for _ in 0..AT_ONCE {
-                        own.copy_out(id(turn.borrow_mut()(1) as u64), &mut out.borrow_mut())
-                            .unwrap();
-                    }
-                },
-                &mut || {
-                    for _ in 0..AT_ONCE {
-                        reader
-                            .copy_out(id(turn.borrow_mut()(2) as u64), &mut out.borrow_mut())
-                            .unwrap();
-                    }
-                },
-            ])
+        let copied = |tier: &MemoryBackend, turn| {
+            for at in ids(turn) {
+                tier.copy_out(id(at as u64), &mut out.borrow_mut()).unwrap();
+            }
         };
+        let fastest = in_turns([
+            &mut || {
+                for at in ids(&turns[0]) {
+                    let source = &sources[at].as_slice()[..len];
+                    out.borrow_mut().copy_from_slice(black_box(source));
+                }
+            },
+            &mut || copied(&own, &turns[1]),
+            &mut || copied(&reader, &turns[2]),
+        ]);
         // Keeping takes slots away, so it comes last.
+        let mut next = count as u64;
         let [memcpy, keep] = in_turns([
             &mut || {
                 for source in sources.iter().take(AT_ONCE) {
-                    out.copy_from_slice(std::hint::black_box(&source.as_slice()[..len]));
+                    out.borrow_mut()
+                        .copy_from_slice(black_box(&source.as_slice()[..len]));
                 }
             },
             &mut || {
                 for source in sources.iter().take(AT_ONCE) {
                     next += 1;
-                    own.insert(id(next), std::hint::black_box(&source.as_slice()[..len]), 0)
+                    own.insert(id(next), black_box(&source.as_slice()[..len]), 0)
                         .unwrap();
                 }
             },
@@ -149,28 +138,22 @@ fn lookups(dir: &std::path::Path) {
     let own = tier(dir, &layout, Some(records as usize * (record.len() + 128)));
     fill(&own, records, &record);
     let reader = tier(dir, &layout, None);
-    let mut first = 0;
-    let ids = |first: u64| {
-        (0..1024)
-            .map(move |n| id((first + n * 29) % records))
-            .collect::<Vec<_>>()
+    let first = Cell::new(0);
+    let next = || -> Vec<BlockId> {
+        let first = first.replace((first.get() + 1024) % records);
+        (0..1024).map(|n| id((first + n * 29) % records)).collect()
     };
     let absent: Vec<BlockId> = (0..1024).map(|n| id(records + 1 + n)).collect();
-    let ask = |tier: &MemoryBackend, ids: Vec<BlockId>, hits: usize| {
+    let ask = |tier: &MemoryBackend, ids: &[BlockId], hits: usize| {
         let here = tier.pool().here(LANE_LOOKUP, MonotonicTime::NEVER);
-        let found = tier.lookup(&here, &ids, false).unwrap();
+        let found = tier.lookup(&here, ids, false).unwrap();
         assert_eq!(found.iter().filter(|there| there.is_ok()).count(), hits);
     };
-    let mut next = || {
-        first = (first + 1024) % records;
-        ids(first)
-    };
-    let next = std::cell::RefCell::new(&mut next);
     let times = in_turns([
-        &mut || ask(&own, next.borrow_mut()(), 1024),
-        &mut || ask(&reader, next.borrow_mut()(), 1024),
-        &mut || ask(&reader, absent.clone(), 0),
-        &mut || drop(std::hint::black_box(next.borrow_mut()())),
+        &mut || ask(&own, &next(), 1024),
+        &mut || ask(&reader, &next(), 1024),
+        &mut || ask(&reader, &absent, 0),
+        &mut || drop(black_box(next())),
     ]);
     let ns = |time: Duration| time.as_nanos() as f64 / 1024.0;
     println!("\n| lookup of 1024 ids | ns an id |\n|---|---|");

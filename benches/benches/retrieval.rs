@@ -34,26 +34,8 @@ struct Case<'a> {
     goal: Option<Goal>,
 }
 
-/// How fast a kernel is to be at least.
-#[derive(Clone, Copy)]
-enum Goal {
-    /// So many times as fast as plain Rust.
-    Scalar(f64),
-    /// Such a share of memcpy's bandwidth.
-    Memcpy(f64),
-}
-
-impl Goal {
-    /// The goal, and whether these ratios meet it.
-    fn verdict(self, scalar: f64, memcpy: f64) -> String {
-        let (goal, unit, found) = match self {
-            Self::Scalar(goal) => (goal, "x scalar", scalar),
-            Self::Memcpy(goal) => (goal, "x memcpy", memcpy),
-        };
-        let met = if found >= goal { "met" } else { "MISSED" };
-        format!("goal {goal} {unit}: {met}")
-    }
-}
+/// How fast a kernel is to be at least, by which of the ratios: x scalar, x memcpy.
+type Goal = (f64, &'static str);
 
 fn main() -> ExitCode {
     if !asked_for("retrieval") {
@@ -79,53 +61,41 @@ fn bench() -> Result<()> {
         let blocks = tokens / BLOCK;
         let (of_blocks, of_tokens) = ([blocks as i32], [tokens as i32]);
         let table: Vec<i32> = scattered(blocks);
-        for (name, count, element, quest) in [
-            ("mean bf16", 1, Element::Bf16, false),
-            ("mean f16", 1, Element::F16, false),
-            ("mean int8", 1, Element::I8, false),
-            ("mean bf16 heads", 1, Element::Bf16, false),
-            ("quest bf16", 2, Element::Bf16, true),
-        ] {
-            let len = count * HEADS * DIM * element.size();
-            let layers: Vec<Vec<u8>> = (0..LAYERS)
-                .map(|layer| numbers(blocks * len, layer, element))
-                .collect();
-            let scales = vec![0x3c_u8; blocks * count * HEADS * 4];
+        for quest in [false, true] {
+            let count = if quest { 2 } else { 1 };
+            let len = count * HEADS * DIM * 2;
+            let layers: Vec<Vec<u8>> = (0..LAYERS).map(|layer| bf16(blocks * len, layer)).collect();
             let queries: Vec<f32> = (0..HEADS * DIM).map(|i| (i as f32).sin()).collect();
             let queries = if quest {
                 quest_queries(&queries, HEADS * DIM)
             } else {
                 queries
             };
-            let apart = name.ends_with("heads");
-            let mut out = vec![0.0; blocks * if apart { HEADS } else { 1 }];
+            let mut out = vec![0.0; blocks];
             let case = Case {
-                name,
+                name: if quest { "quest bf16" } else { "mean bf16" },
                 tokens,
                 layers: &layers,
-                goal: (name == "mean bf16").then_some(Goal::Scalar(10.0)),
+                goal: (!quest).then_some((10.0, "scalar")),
             };
             case.measure(&sets, |layer, isa| {
                 let spec = DotScores {
                     rows: Rows::new(Ints::I32(&table), blocks, Ints::I32(&of_blocks), 1)?,
                     reps: Representations {
                         blocks: Blocks::new(layer, len)?,
-                        element,
+                        element: Element::Bf16,
                         count,
                         heads: HEADS,
                         dim: DIM,
                         stride: HEADS * DIM,
                         head_stride: DIM,
-                        scales: match element {
-                            Element::I8 => Some(Blocks::new(&scales, count * HEADS * 4)?),
-                            _ => None,
-                        },
+                        scales: None,
                     },
                     queries: &queries,
                     own_queries: quest,
                     metric: Metric::Dot,
                     over_reps: Reps::Sum,
-                    over_heads: if apart { Heads::Apart } else { Heads::Sum },
+                    over_heads: Heads::Sum,
                     windows: Windows::default(),
                 };
                 dot_scores(&spec, &mut out, blocks, isa, Team::ONE)
@@ -135,37 +105,28 @@ fn bench() -> Result<()> {
             .map(|layer| bytes(tokens * HEADS * CODE, layer))
             .collect();
         let query = bytes(HEADS * CODE, 99);
-        let mut out = vec![0; blocks * HEADS];
-        for heads_apart in [false, true] {
-            let case = Case {
-                name: if heads_apart {
-                    "hamming heads"
-                } else {
-                    "hamming"
-                },
-                tokens,
-                layers: &layers,
-                goal: (!heads_apart && tokens == 32 << 10).then_some(Goal::Memcpy(0.5)),
+        let mut out = vec![0; blocks];
+        let case = Case {
+            name: "hamming",
+            tokens,
+            layers: &layers,
+            goal: (tokens == 32 << 10).then_some((0.5, "memcpy")),
+        };
+        case.measure(&sets, |layer, isa| {
+            let spec = HammingScores {
+                rows: Rows::new(Ints::I32(&table), blocks, Ints::I32(&of_tokens), BLOCK)?,
+                codes: Blocks::new(layer, BLOCK * HEADS * CODE)?,
+                heads: HEADS,
+                code_len: CODE,
+                queries: &query,
+                queries_per_head: 1,
+                heads_apart: false,
+                windows: Windows::default(),
             };
-            let out = &mut out[..if heads_apart { blocks * HEADS } else { blocks }];
-            case.measure(&sets, |layer, isa| {
-                let spec = HammingScores {
-                    rows: Rows::new(Ints::I32(&table), blocks, Ints::I32(&of_tokens), BLOCK)?,
-                    codes: Blocks::new(layer, BLOCK * HEADS * CODE)?,
-                    heads: HEADS,
-                    code_len: CODE,
-                    queries: &query,
-                    queries_per_head: 1,
-                    heads_apart,
-                    windows: Windows::default(),
-                };
-                hamming_scores(&spec, out, blocks, isa, Team::ONE)
-            })?;
-        }
-        choose(tokens, &table)?;
+            hamming_scores(&spec, &mut out, blocks, isa, Team::ONE)
+        })?;
     }
-    latent(&sets)?;
-    codes(&sets)
+    Ok(())
 }
 
 impl Case<'_> {
@@ -210,7 +171,15 @@ impl Case<'_> {
             let of_scalar = scalar.as_secs_f64() / ours.as_secs_f64();
             let of_memcpy = copied.as_secs_f64() / ours.as_secs_f64();
             let verdict = match self.goal {
-                Some(goal) if sets.last() == Some(&isa) => goal.verdict(of_scalar, of_memcpy),
+                Some((goal, unit)) if sets.last() == Some(&isa) => {
+                    let found = if unit == "scalar" {
+                        of_scalar
+                    } else {
+                        of_memcpy
+                    };
+                    let met = if found >= goal { "met" } else { "MISSED" };
+                    format!("goal {goal} x {unit}: {met}")
+                }
                 _ => String::new(),
             };
             println!(
@@ -228,115 +197,6 @@ impl Case<'_> {
         }
         Ok(())
     }
-}
-
-/// The choice alone.
-fn choose(tokens: usize, table: &[i32]) -> Result<()> {
-    let blocks = table.len();
-    let scores: Vec<f32> = (0..blocks).map(|i| (i as f32 * 0.7).sin()).collect();
-    let lengths = [tokens as i32];
-    let rows = Rows::new(Ints::I32(table), blocks, Ints::I32(&lengths), BLOCK)?;
-    let width = 32.min(blocks);
-    let (mut ids, mut places, mut count, mut kept) = (vec![0; width], vec![0; width], [0], [0]);
-    let mut failed = Ok(());
-    let mut run = || {
-        let to = Selected {
-            table: &mut ids,
-            logical: &mut places,
-            counts: &mut count,
-            tokens: &mut kept,
-            width,
-        };
-        let windows = Windows { init: 1, local: 2 };
-        let done = select(
-            Scores::F32(&scores),
-            blocks,
-            1,
-            &rows,
-            &[width - 3],
-            windows,
-            to,
-            Team::ONE,
-        );
-        if done.is_err() {
-            failed = done;
-        }
-    };
-    let [time] = in_turns_of(200, [&mut run]);
-    failed?;
-    println!(
-        "top {width} of {blocks:<6} {tokens:>7}           {:>9.1}",
-        micros(time)
-    );
-    Ok(())
-}
-
-/// Latent attention: 64 reduced query heads against codes of 576 bits.
-fn latent(sets: &[Isa]) -> Result<()> {
-    let (tokens, len, queries) = (32 << 10, 72, 64);
-    let (table, of_tokens) = (scattered(tokens / BLOCK), [tokens as i32]);
-    let layers: Vec<Vec<u8>> = (0..LAYERS)
-        .map(|layer| bytes(tokens * len, layer))
-        .collect();
-    let query = bytes(queries * len, 98);
-    let mut out = vec![0; table.len()];
-    let case = Case {
-        name: "latent, 64 sums",
-        tokens,
-        layers: &layers,
-        goal: None,
-    };
-    case.measure(sets, |layer, isa| {
-        let spec = HammingScores {
-            rows: Rows::new(Ints::I32(&table), table.len(), Ints::I32(&of_tokens), BLOCK)?,
-            codes: Blocks::new(layer, BLOCK * len)?,
-            heads: 1,
-            code_len: len,
-            queries: &query,
-            queries_per_head: queries,
-            heads_apart: false,
-            windows: Windows::default(),
-        };
-        hamming_scores(&spec, &mut out, table.len(), isa, Team::ONE)
-    })
-}
-
-/// Hash codes of keys: of a chunk of a prompt, and of one token.
-fn codes(sets: &[Isa]) -> Result<()> {
-    let weights: Vec<f32> = (0..DIM * CODE * 8)
-        .map(|i| (i as f32 * 0.37).sin())
-        .collect();
-    let encoder = Encoder::new(&weights, 1, DIM, CODE * 8)?;
-    println!(
-        "\nhash codes of {} bits       tokens  set      ns/token  x scalar",
-        CODE * 8
-    );
-    for tokens in [1, 512] {
-        let keys = numbers(tokens * HEADS * DIM * 2, 3, Element::Bf16);
-        let mut to = vec![0_u8; tokens * HEADS * CODE];
-        let mut scalar = None;
-        for &isa in sets {
-            let mut failed = Ok(());
-            let vectors = Vectors::new(&keys, Element::Bf16, [tokens, HEADS, DIM])?;
-            let mut codes = Codes::new(&mut to, HEADS * CODE)?;
-            let mut run = || {
-                let done = encode(&encoder, &vectors, &mut codes, isa, Team::ONE);
-                if done.is_err() {
-                    failed = done;
-                }
-            };
-            let [time] = in_turns_of(10, [&mut run]);
-            failed?;
-            let scalar = *scalar.get_or_insert(time);
-            println!(
-                "{tokens:>35}  {:<7} {:>9.0} {:>9.1}",
-                isa.name(),
-                time.as_nanos() as f64 / tokens as f64,
-                scalar.as_secs_f64() / time.as_secs_f64()
-            );
-        }
-    }
-    Ok(())
 }
 
 fn micros(time: Duration) -> f64 {
@@ -361,14 +221,11 @@ fn bytes(count: usize, seed: usize) -> Vec<u8> {
     std::iter::repeat_with(next).take(count).collect()
 }
 
-/// Elements that are numbers.
-fn numbers(count: usize, seed: usize, element: Element) -> Vec<u8> {
+/// Small positive and negative numbers: the exponent is that of a number near 1.
+fn bf16(count: usize, seed: usize) -> Vec<u8> {
     let mut bytes = bytes(count, seed);
-    if element != Element::I8 {
-        // Small positive and negative ones: the exponent is that of a number near 1.
-        for pair in bytes.chunks_exact_mut(2) {
-            pair[1] = pair[1] & 0x80 | 0x3c;
-        }
+    for pair in bytes.chunks_exact_mut(2) {
+        pair[1] = pair[1] & 0x80 | 0x3c;
     }
     bytes
 }

@@ -32,9 +32,8 @@ class ArmProcess:
         self._rest = b""
         self._process: subprocess.Popen[bytes] | None = None
         if not python or not os.access(python, os.X_OK):
-            self.reason = (
-                "not installed: there is no CPython 3.12 for it (make bench-peers PYTHON312=<file>)"
-            )
+            how = "bench-peers PYTHON312=<CPython 3.12>" if arm.python312 else ".venv-peers/.stamp"
+            self.reason = f"not installed: make {how}"
             return
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         child = [

@@ -17,8 +17,6 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
     #: One of ucm's own.
     own: bool = False
-    #: Names and publishes blocks and finds them again; without that it only moves bytes.
-    store: bool = True
     #: Runs in the environment for CPython 3.12.
     python312: bool = False
     #: A program that answers as ``child.py`` does, called with ``kind``, in place of a class.
@@ -41,8 +39,6 @@ ARMS = (
     Arm("vLLM fs tier", "peer_vllm", "VllmFs"),
     Arm("LMCache fs", "peer_lmcache", "LMCacheL2", {"type": "fs"}),
     Arm("LMCache fs_native", "peer_lmcache", "LMCacheL2", {"type": "fs_native"}),
-    Arm("NIXL POSIX, aio", "peer_nixl", "NixlPosix", {"queue": "use_aio"}, store=False),
-    Arm("NIXL POSIX, io_uring", "peer_nixl", "NixlPosix", {"queue": "use_uring"}, store=False),
     Arm("UCM 0.8.1 psync", "peer_upstream", "Upstream", {"engine": "psync"}, python312=True),
     Arm("UCM 0.8.1 aio", "peer_upstream", "Upstream", {"engine": "aio"}, python312=True),
 )

@@ -3,9 +3,12 @@ path."""
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,9 @@ from typing import Any
 def file_system(directory: Path) -> str:
     """The type of the file system that holds a directory, ``unknown`` where the kernel does not
     say."""
-    device = os.stat(directory).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            left, _, right = line.partition(" - ")
-            if left.split()[2] == wanted:
-                return right.split()[0]
-    except (OSError, IndexError):
-        pass
-    return "unknown"
+    command = ["findmnt", "--noheadings", "--output", "FSTYPE", "--target", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def processor() -> str:
@@ -53,3 +49,26 @@ def describe(directory: Path) -> dict[str, Any]:
         "file_system": file_system(directory),
         "load_before": round(os.getloadavg()[0], 1),
     }
+
+
+def head(directory: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """How the results of a run begin: when, what, where, and how much."""
+    return {
+        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": describe(directory),
+        "settings": {"mib": chosen.mib, "rounds": chosen.rounds, "quick": chosen.quick},
+    }
+
+
+def sentence(head: Mapping[str, Any]) -> str:
+    """The same for people."""
+    about, settings = head["machine"], head["settings"]
+    text = (
+        f"Measured {head['date']} at commit {head['commit']}: {about['cores']} cores"
+        f" ({about['processor']}), {about['memory_gib']} GiB, Linux {about['kernel']},"
+        f" {about['file_system']}; {settings['mib']} MiB in each of {settings['rounds']} rounds,"
+        f" load average {about['load_before']} before."
+    )
+    quick = " A quick run: it shows that every arm runs, and no speed."
+    return text + quick if settings["quick"] else text

@@ -1,5 +1,5 @@
-"""LMCache's L2 adapters ``fs`` and ``fs_native``, driven as LMCache's own ``lmcache bench l2``
-drives them."""
+"""LMCache's L2 adapters ``fs``, ``fs_native`` and ``resp``, driven as LMCache's own ``lmcache bench
+l2`` drives them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class LMCacheL2(Peer):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
-        self._native = options["type"] == "fs_native"
-        self.threads = f"{THREADS}" if self._native else "an event loop and its own pool"
+        self._native = options.get("type") == "fs_native"
+        if options.get("type") == "fs":
+            self.threads = "an event loop and its own pool"
         self._adapter: Any = None
 
     def version(self) -> str:
@@ -136,3 +137,14 @@ class LMCacheL2(Peer):
         if self._adapter is not None:
             self._adapter.close()
             self._adapter = None
+
+
+class LMCacheRedis(LMCacheL2):
+    """The adapter for Redis, with as many requests at once as the stores of ucm have; the directory
+    of a round is the server's address."""
+
+    threads = "16"
+
+    def _spec(self, directory: str, direct: bool) -> dict[str, Any]:
+        host, _, port = directory.partition(":")
+        return {"type": "resp", "host": host, "port": int(port), "num_workers": 16}

@@ -9,20 +9,19 @@ and writes them and every figure to ``--json`` and beside it.
 from __future__ import annotations
 
 import argparse
-import datetime as dt
+import contextlib
 import json
 import os
-import random
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import machine
 import results
 from arm_process import HERE, ArmProcess
 from arms import ARMS, Arm
-from scratch import hollow
+from contest import Contest
 
 ROOT = HERE.parent.parent
 BLOCKS_KIB = (256, 1024, 2048)
@@ -71,112 +70,35 @@ def environment(arm: Arm) -> dict[str, str]:
     return values
 
 
-class Contest:
-    """The arms, their rounds and what went wrong."""
-
-    def __init__(self, chosen: argparse.Namespace, scratch: Path) -> None:
-        self.chosen = chosen
-        self.scratch = scratch
-        self.rounds: results.Rounds = {}
-        #: (arm, reason) -> the cases that it kept the arm out of.
-        self.out: dict[tuple[str, str], list[str]] = {}
-        wanted = [
-            arm for arm in ARMS if not chosen.arm or any(text in arm.name for text in chosen.arm)
-        ]
-        self.arms = [
-            ArmProcess(
-                arm,
-                chosen.python312 if arm.python312 else sys.executable,
-                environment(arm),
-                scratch,
-            )
-            for arm in wanted
-        ]
-
-    def greet(self) -> None:
-        """Say which arms run, and why others do not."""
-        for arm in self.arms:
-            arm.greet()
-            print(
-                f"{arm.arm.name:22} {arm.version or 'cannot run here: ' + arm.reason}", flush=True
-            )
-
-    def case(self, block_bytes: int, mode: str) -> None:
-        """All rounds of one case; an arm that fails in one sits out the rest of it."""
-        count = max(1, (self.chosen.mib << 20) // block_bytes)
-        running = [arm for arm in self.arms if not arm.reason]
-        for number in range(self.chosen.rounds):
-            for arm in random.Random(number).sample(running, len(running)):
-                figures = self._one(arm, block_bytes, count, mode, number)
-                reason = figures.get("unavailable") or figures.get("failed")
-                if reason:
-                    print(f"  {arm.arm.name}: {reason}", flush=True)
-                    self.out.setdefault((arm.arm.name, reason), []).append(
-                        f"{results.size(block_bytes)} {mode}"
-                    )
-                    self.rounds.pop(((block_bytes, mode), arm.arm.name), None)
-                    running.remove(arm)
-                else:
-                    self.rounds.setdefault(((block_bytes, mode), arm.arm.name), []).append(figures)
-
-    def _one(
-        self, arm: ArmProcess, block_bytes: int, count: int, mode: str, number: int
-    ) -> dict[str, Any]:
-        """One round of one arm in a directory of its own, which takes no space afterwards."""
-        directory = tempfile.mkdtemp(prefix="round-", dir=self.scratch)
-        request = {
-            "directory": directory,
-            "block_bytes": block_bytes,
-            "count": count,
-            "direct": mode == "direct",
-            "seed": number,
-        }
-        try:
-            return arm.round(request, self.chosen.timeout)
-        finally:
-            hollow(directory)
-            os.sync()  # the next one finds a file system at rest
-
-    def state(self, arm: ArmProcess) -> str:
-        """Of an arm, in the results."""
-        if any(name == arm.arm.name for _, name in self.rounds):
-            return "measured"
-        return arm.reason or next(
-            (reason for name, reason in self.out if name == arm.arm.name), "not asked"
-        )
-
-    def notes(self) -> list[str]:
-        """Which arms are missing from which cases, and why."""
-        return [
-            f"{name}: {reason} ({', '.join(cases)})" for (name, reason), cases in self.out.items()
-        ]
-
-    def stop(self) -> None:
-        """End every process."""
-        for arm in self.arms:
-            arm.stop()
-
-
 def main() -> None:
     """Measures and reports."""
     chosen = arguments()
     chosen.dir.mkdir(parents=True, exist_ok=True)
-    head: dict[str, Any] = {
-        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
-        "commit": machine.commit(),
-        "machine": machine.describe(chosen.dir),
-        "settings": {"mib": chosen.mib, "rounds": chosen.rounds, "quick": chosen.quick},
-    }
+    head = machine.head(chosen.dir, chosen)
+    wanted = [arm for arm in ARMS if not chosen.arm or any(text in arm.name for text in chosen.arm)]
     with tempfile.TemporaryDirectory(
         prefix="peers-", dir=chosen.dir, ignore_cleanup_errors=True
-    ) as scratch:
-        contest = Contest(chosen, Path(scratch))
+    ) as folder:
+        scratch = Path(folder)
+        arms = []
+        for arm in wanted:
+            python = chosen.python312 if arm.python312 else sys.executable
+            arms.append(ArmProcess(arm, python, environment(arm), scratch))
+        contest = Contest(arms, scratch, chosen.timeout)
         try:
             contest.greet()
             for mode in chosen.mode:
                 for kib in chosen.block_kib:
                     print(f"{kib} KiB, {mode}", flush=True)
-                    contest.case(kib << 10, mode)
+                    block = kib << 10
+                    request = {
+                        "block_bytes": block,
+                        "count": max(1, (chosen.mib << 20) // block),
+                        "direct": mode == "direct",
+                    }
+                    text = f"{results.size(block)} {mode}"
+                    at = lambda directory: contextlib.nullcontext(str(directory))  # noqa: E731
+                    contest.case((block, mode), text, chosen.rounds, request, at)
         finally:
             contest.stop()
     names = [arm.arm.name for arm in contest.arms]
@@ -191,13 +113,15 @@ def main() -> None:
         for arm in contest.arms
     ]
     head["notes"] = contest.notes()
-    movers = [arm.name for arm in ARMS if not arm.store]
-    measured = results.rows(contest.rounds, own, names, movers)
+    measured = results.rows(contest.rounds, own, names)
     judged = [] if chosen.quick else results.goals(measured, own[0], own[1], own[2:])
-    figures = results.document(head, measured, judged)
+    figures = head | {
+        "rows": [asdict(row) | {"median": row.median} for row in measured],
+        "goals": [asdict(goal) for goal in judged],
+    }
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
-    text = results.markdown(figures)
+    text = results.markdown(machine.sentence(head), head, measured, judged)
     chosen.json.with_suffix(".md").write_text(text)
     print(f"\n{text}")
 

@@ -37,8 +37,8 @@ import paired
 from arm_process import ArmProcess
 from arms import Arm
 from builds import Build, BuildError, of_revision, of_this_tree
+from contest import hollow
 from harness import Engine, EngineError
-from scratch import hollow
 from specs import prompt
 
 import model as demo_model
@@ -106,7 +106,7 @@ class StoreCase(Case):
                 answers.append(
                     process.round(self.request | {"directory": str(folder), "seed": number}, 300.0)
                 )
-                hollow(str(folder))
+                hollow(folder)
                 os.sync()
         finally:
             process.stop()

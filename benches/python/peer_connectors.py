@@ -154,17 +154,9 @@ def lmcache(root: Path) -> Iterator[Given]:
         )
     port, http_port = _ports(2)
     shared = f"ucm-bench-{os.getpid()}-{port}"
-    command = [
-        sys.executable,
-        "-m",
-        "lmcache.cli.main",
-        "server",
-        "--host",
-        LOOPBACK,
-        "--port",
-        str(port),
-    ]
-    command += ["--http-host", LOOPBACK, "--http-port", str(http_port), "--disable-observability"]
+    command = [sys.executable, "-m", "lmcache.cli.main", "server", "--disable-observability"]
+    command += [f"--host={LOOPBACK}", f"--port={port}"]
+    command += [f"--http-host={LOOPBACK}", f"--http-port={http_port}"]
     # What workers on a CPU need; the default is for those of an accelerator.
     command += ["--supported-transfer-mode", "auto", "--shm-name", shared]
     command += ["--l1-size-gb", str(POOL_GIB), "--eviction-policy", "LRU"]
@@ -204,43 +196,19 @@ def mooncake(root: Path) -> Iterator[Given]:
             "Mooncake needs libibverbs.so.1: install libibverbs1, a package of the system"
         )
     rpc, metrics, metadata, owner, owner_http = _ports(5)
-    master = [
-        str(package / "mooncake_master"),
-        "--rpc_address",
-        LOOPBACK,
-        "--rpc_port",
-        str(rpc),
-        "--logtostderr",
-    ]
-    master += [
-        "--metrics_host",
-        LOOPBACK,
-        "--metrics_port",
-        str(metrics),
-        "--enable_http_metadata_server=true",
-    ]
-    master += [f"--http_metadata_server_host={LOOPBACK}", f"--http_metadata_server_port={metadata}"]
+    master = [str(package / "mooncake_master"), "--logtostderr", f"--rpc_address={LOOPBACK}"]
+    master += [f"--rpc_port={rpc}", f"--metrics_host={LOOPBACK}", f"--metrics_port={metrics}"]
+    master += ["--enable_http_metadata_server=true", f"--http_metadata_server_host={LOOPBACK}"]
+    master += [f"--http_metadata_server_port={metadata}"]
     place = {
         "metadata_server": f"http://{LOOPBACK}:{metadata}/metadata",
         "master_server_address": f"{LOOPBACK}:{rpc}",
         "protocol": "tcp",
     }
-    client = [
-        str(package / "mooncake_client"),
-        "--host",
-        LOOPBACK,
-        "--port",
-        str(owner),
-        "--logtostderr",
-    ]
+    client = [str(package / "mooncake_client"), "--logtostderr", f"--host={LOOPBACK}"]
+    client += [f"--port={owner}", f"--global_segment_size={POOL_GIB} GB"]
     client += [f"--{name}={value}" for name, value in place.items()]
-    client += [
-        "--global_segment_size",
-        f"{POOL_GIB} GB",
-        "--enable_http_server",
-        "--http_port",
-        str(owner_http),
-    ]
+    client += ["--enable_http_server", f"--http_port={owner_http}"]
     config = root / "mooncake.json"
     config.write_text(
         json.dumps(

@@ -11,7 +11,6 @@ nothing. Named to ucm as ``ucm_connector_module_path``.
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,52 +81,19 @@ def write_model(folder: Path, tokens: int) -> Path:
     """A Llama of random weights for prompts of so many tokens, with the attention that models of 8
     B have."""
     import torch
-    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder.mkdir(parents=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
-        "hidden_act": "silu",
-        "max_position_embeddings": tokens,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-        "dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    source = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=source) / columns**0.5).bfloat16()
-
-    weights = {
-        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN),
-        "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
-    }
-    for layer in range(LAYERS):
-        base = f"model.layers.{layer}."
-        for name, rows, columns in (
-            ("self_attn.q_proj", HEADS * DIM, HIDDEN),
-            ("self_attn.k_proj", KV_HEADS * DIM, HIDDEN),
-            ("self_attn.v_proj", KV_HEADS * DIM, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, HEADS * DIM),
-            ("mlp.gate_proj", FFN, HIDDEN),
-            ("mlp.up_proj", FFN, HIDDEN),
-            ("mlp.down_proj", HIDDEN, FFN),
-        ):
-            weights[f"{base}{name}.weight"] = matrix(rows, columns)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{base}{name}.weight"] = torch.ones(HIDDEN).bfloat16()
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=DIM,
+        max_position_embeddings=tokens,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder

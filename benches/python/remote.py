@@ -5,8 +5,8 @@ For each server (a ``redis-server``, ``s3s-fs``, a master of Mooncake with a pro
 memory over TCP) and each size of block the *arms* take turns, in a random order each round: ucm's
 store with its checksums on; the same client library with as many connections, requests at once and
 values of the same size, and nothing else (the crates ``redis`` and ``object_store``, in
-``benches/src/bin/clients``; Mooncake's Python client); and LMCache's adapter for that server where
-it runs. Each is a process of its own, started once. A round of an arm has a server of its own,
+``benches/src/bin/clients``; Mooncake's Python client); and LMCache's adapter for Redis where it is
+installed. Each is a process of its own, started once. A round of an arm has a server of its own,
 which is empty; as many other blocks are put and got before the clock starts.
 
 Timed: *put*, until every block is on the server, *get*, until every block is in memory of the
@@ -20,10 +20,10 @@ that they are batch work (``ucm_io::use_batch_policy``), so that they never push
 aside, and on a busy machine they wait in turn where the clients alone do not. ucm verifies every
 byte by checksums and copies it from the slot, where it is verified, to the caller's memory, which
 in use is the accelerator's. Over Redis it believes for 30 seconds that what it wrote is there, over
-a bucket it keeps an index, so those answers ask no server; Mooncake is asked each time. A bucket is
-also measured as the store uses it, many blocks in one object: to ucm's *put* belongs asking for
-room, and writing its index. One block alone is an object of its own, and the store lets 200 ms pass
-between two such.
+a bucket it keeps an index, so those answers need no server; Mooncake's master answers each time.
+The client of a bucket puts many blocks into one object, as the store does: ucm's *put* reserves
+room too, and writes its index. One block alone is an object of its own, and the store lets 200 ms
+pass between two such.
 
 A directory (segments, through the page cache) and memory of this host are measured besides, with
 nothing beside them: ``docs/stores.md`` has one table of all stores, which ``--write`` fills in.
@@ -33,10 +33,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime as dt
+import functools
 import json
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -53,9 +52,9 @@ import machine
 import remote_report as report
 from arm_process import ArmProcess
 from arms import Arm
+from contest import Contest
 from mooncake_pool import PACKAGE, Pool
 from remote_report import Row
-from scratch import hollow
 
 from servers import BUCKET, KEYS, MissingError, redis_server, s3_server
 
@@ -72,33 +71,30 @@ class Medium:
     others."""
 
     name: str
-    #: An empty server for the time of a block; its address.
-    start: Callable[[Path, int], contextlib.AbstractContextManager[str]]
+    #: An empty server for the time of a block, for these bytes in this directory; its address.
+    start: Callable[[int, Path], contextlib.AbstractContextManager[str]]
     arms: Sequence[Arm]
 
 
 @contextlib.contextmanager
-def nothing(directory: Path, _bytes: int) -> Iterator[str]:
+def nothing(_bytes: int, directory: Path) -> Iterator[str]:
     """No server: a directory."""
     yield str(directory)
 
 
-@contextlib.contextmanager
-def redis(directory: Path, _bytes: int) -> Iterator[str]:
-    """A Redis server that keeps nothing on disk."""
-    with redis_server(directory) as server:
-        yield server.at
+def served(server: Callable[[Path], Any]) -> Callable[[int, Path], Any]:
+    """What starts a server below a directory."""
+
+    @contextlib.contextmanager
+    def start(_bytes: int, directory: Path) -> Iterator[str]:
+        with server(directory) as running:
+            yield running.at
+
+    return start
 
 
 @contextlib.contextmanager
-def s3(directory: Path, _bytes: int) -> Iterator[str]:
-    """An S3 server over a directory."""
-    with s3_server(directory) as server:
-        yield server.at
-
-
-@contextlib.contextmanager
-def mooncake(directory: Path, most: int) -> Iterator[str]:
+def mooncake(most: int, directory: Path) -> Iterator[str]:
     """A master of Mooncake, and a process that lends more than a round stores."""
     if not (PACKAGE / "mooncake" / "mooncake_master").exists():
         raise MissingError("Mooncake's package is not installed; run: make .tools/.stamp-mooncake")
@@ -117,11 +113,6 @@ def media(clients: Path) -> Sequence[Medium]:
     def ucm(store: str, **keys: Any) -> Arm:
         return Arm("ucm", "peer_remote", "UcmRemote", {"store": store, "keys": keys}, own=True)
 
-    def lmcache(kind: str, **options: str) -> Arm:
-        return Arm(
-            f"LMCache {kind}", "peer_lmcache_remote", "LMCacheRemote", {"type": kind, **options}
-        )
-
     at = {"object_endpoint": "http://{at}", "object_region": "us-east-1"}
     pool = {"master_server_address": "{at}", "global_segment_size": 0, "local_buffer_size": "16MiB"}
     directory = {
@@ -135,21 +126,19 @@ def media(clients: Path) -> Sequence[Medium]:
         Medium("posix", nothing, (ucm("UcmPosixStore", **directory),)),
         Medium(
             "redis",
-            redis,
+            served(redis_server),
             (
                 ucm("UcmRedisStore", storage_backends="redis://{at}"),
                 alone("redis alone", "redis"),
-                lmcache("resp"),
+                Arm("LMCache resp", "peer_lmcache", "LMCacheRedis"),
             ),
         ),
         Medium(
             "s3",
-            s3,
+            served(s3_server),
             (
                 ucm("UcmObjectStore", storage_backends=f"s3://{BUCKET}/bench", **at),
                 alone("object_store alone", "s3"),
-                alone("object_store alone, many blocks in an object", "s3-segments"),
-                lmcache("s3", bucket=BUCKET),
             ),
         ),
         Medium(
@@ -158,7 +147,6 @@ def media(clients: Path) -> Sequence[Medium]:
             (
                 ucm("UcmMooncakeStore", **pool),
                 Arm("Mooncake's client alone", "peer_remote", "MooncakeAlone", own=True),
-                lmcache("mooncake_store"),
             ),
         ),
     )
@@ -195,104 +183,32 @@ def arguments() -> argparse.Namespace:
     return chosen
 
 
-class Contest:
-    """The arms of one medium, their rounds and what went wrong."""
+def environment(arm: Arm) -> dict[str, str]:
+    """What the process of an arm sees: ucm from this source tree, the others what is installed."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "UCM_", "AWS_"))
+    }
+    path = [str(ROOT / "python"), str(PACKAGE)] if arm.own else []
+    return kept | KEYS | {"PYTHONPATH": os.pathsep.join(path), "MC_LOG_LEVEL": "WARNING"}
 
-    def __init__(self, medium: Medium, chosen: argparse.Namespace, scratch: Path) -> None:
-        self.medium, self.chosen, self.scratch = medium, chosen, scratch
-        #: (KiB of a block, arm) -> figures of each round.
-        self.rounds: dict[tuple[int, str], list[dict[str, Any]]] = {}
-        self.notes: list[str] = []
-        self.arms: list[ArmProcess] = []
 
-    def greet(self) -> None:
-        """Starts the arms; why one cannot run is a note."""
-        for arm in self.medium.arms:
-            python = (
-                self.chosen.peers / "bin" / "python"
-                if "lmcache" in arm.module
-                else Path(sys.executable)
-            )
-            if not os.access(python, os.X_OK):
-                self._note(arm, "not installed: make .venv-peers/.stamp")
-                continue
-            process = ArmProcess(
-                arm, arm.program or str(python.absolute()), self._environment(arm), self.scratch
-            )
-            process.greet()
-            if process.reason:
-                self._note(arm, process.reason)
-            else:
-                print(f"  {arm.name}: {process.version}, {process.threads}", flush=True)
-                self.arms.append(process)
-
-    def _environment(self, arm: Arm) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "UCM_", "AWS_"))
-        }
-        path = [str(ROOT / "python"), str(PACKAGE)] if arm.own else []
-        return kept | KEYS | {"PYTHONPATH": os.pathsep.join(path), "MC_LOG_LEVEL": "WARNING"}
-
-    def _note(self, arm: Arm, reason: str) -> None:
-        if (note := f"{self.medium.name}, {arm.name}: {reason}") not in self.notes:
-            self.notes.append(note)
-        print(f"  {arm.name} cannot run here: {reason}", flush=True)
-
-    def case(self, kib: int) -> None:
-        """All rounds with blocks of this size; an arm that fails in one sits out the rest."""
-        block_bytes = kib << 10
-        count = max(1, (self.chosen.mib << 20) // block_bytes)
-        running = list(self.arms)
-        for number in range(self.chosen.rounds):
-            for arm in random.Random(number).sample(running, len(running)):
-                directory = Path(tempfile.mkdtemp(prefix="round-", dir=self.scratch))
-                try:
-                    with self.medium.start(directory, count * block_bytes) as at:
-                        request = {
-                            "directory": at,
-                            "block_bytes": block_bytes,
-                            "count": count,
-                            "direct": False,
-                        }
-                        request |= {"seed": number, "singles": SINGLES}
-                        figures = arm.round(request, PATIENCE)
-                finally:
-                    hollow(str(directory))
-                    os.sync()  # the next one finds a file system at rest
-                if reason := figures.get("unavailable") or figures.get("failed"):
-                    self._note(arm.arm, reason)
-                    self.rounds.pop((kib, arm.arm.name), None)
-                    running.remove(arm)
-                else:
-                    self.rounds.setdefault((kib, arm.arm.name), []).append(figures)
-
-    def rows(self) -> list[Row]:
-        """Of every case and figure: ucm, and each other arm with its ratio."""
-        names = [arm.name for arm in self.medium.arms]
-        return [
-            row
-            for kib in self.chosen.block_kib
-            for row in report.rows(self.medium.name, kib, names, self.rounds)
-        ]
-
-    def stop(self) -> None:
-        """Ends every process."""
-        for arm in self.arms:
-            arm.stop()
+def contest_of(medium: Medium, chosen: argparse.Namespace, scratch: Path) -> Contest:
+    """The arms of a medium, not started yet."""
+    arms = []
+    for arm in medium.arms:
+        lmcache = "lmcache" in arm.module
+        python = str((chosen.peers / "bin" / "python").absolute()) if lmcache else sys.executable
+        arms.append(ArmProcess(arm, arm.program or python, environment(arm), scratch))
+    return Contest(arms, scratch, PATIENCE)
 
 
 def main() -> None:
     """Measures and reports."""
     chosen = arguments()
     chosen.dir.mkdir(parents=True, exist_ok=True)
-    head: dict[str, Any] = {
-        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
-        "commit": machine.commit(),
-        "machine": machine.describe(chosen.dir),
-        "settings": {"mib": chosen.mib, "rounds": chosen.rounds, "quick": chosen.quick},
-    }
+    head = machine.head(chosen.dir, chosen)
     rows: list[Row] = []
     notes: list[str] = []
     with tempfile.TemporaryDirectory(
@@ -302,29 +218,29 @@ def main() -> None:
             if chosen.medium and medium.name not in chosen.medium:
                 continue
             print(medium.name, flush=True)
-            contest = Contest(medium, chosen, Path(scratch))
+            contest = contest_of(medium, chosen, Path(scratch))
+            missing = []
             try:
                 contest.greet()
                 for kib in chosen.block_kib:
-                    contest.case(kib)
-            except MissingError as missing:
-                contest.notes.append(f"{medium.name}: {missing}")
+                    count = max(1, (chosen.mib << 20) // (kib << 10))
+                    request = {"block_bytes": kib << 10, "count": count, "direct": False}
+                    request["singles"] = SINGLES
+                    start = functools.partial(medium.start, count * (kib << 10))
+                    contest.case(kib, f"{kib} KiB", chosen.rounds, request, start)
+            except MissingError as error:
+                missing.append(str(error))
             finally:
                 contest.stop()
-            rows += contest.rows()
-            notes += contest.notes
+            names = [arm.name for arm in medium.arms]
+            for kib in chosen.block_kib:
+                rows += report.rows(medium.name, kib, names, contest.rounds)
+            notes += [f"{medium.name}, {note}" for note in [*contest.notes(), *missing]]
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(
         json.dumps(head | {"rows": [row.__dict__ for row in rows], "notes": notes}, indent=1) + "\n"
     )
-    about, settings = head["machine"], head["settings"]
-    measured = (
-        f"Measured {head['date']} at commit {head['commit']}: {about['cores']} cores"
-        f" ({about['processor']}), {settings['mib']} MiB in each of {settings['rounds']} rounds,"
-        f" load average {about['load_before']} before."
-    )
-    if chosen.quick:
-        measured += " A quick run: it shows that every arm runs, and no speed."
+    measured = machine.sentence(head)
     text = f"{measured}\n\n"
     text += report.table(rows, not chosen.quick) + "\n\n" + "".join(f"- {note}\n" for note in notes)
     chosen.json.with_suffix(".md").write_text(text)

@@ -91,27 +91,20 @@ def _values(rounds: Sequence[Mapping[str, float | None]], figure: str) -> list[f
 
 def table(rows: Sequence[Row], judged: bool) -> str:
     """In Markdown: a line for each arm."""
-    heads = ("server", "block", "", "arm", "median", "ucm to it", "95 % interval", "goal")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = [
+        "| server | block | | arm | median | ucm to it | 95 % interval | goal |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
-        times, bounds, met = "", "", ""
-        if row.ratio is not None:
-            times = f"{row.ratio:.2f}"
-            if row.goal is not None and judged:
-                met = f"{row.goal}: {'met' if row.ratio >= row.goal else '**missed**'}"
-        if row.interval is not None:
-            bounds = f"{row.interval[0]:.2f} to {row.interval[1]:.2f}"
-        cells = (
-            row.medium,
-            f"{row.kib} KiB",
-            row.figure,
-            row.arm,
-            f"{row.median:.3g} {row.unit}",
-            times,
-            bounds,
-            met,
+        times = "" if row.ratio is None else f"{row.ratio:.2f}"
+        bounds = f"{row.interval[0]:.2f} to {row.interval[1]:.2f}" if row.interval else ""
+        met = ""
+        if judged and row.goal is not None and row.ratio is not None:
+            met = f"{row.goal}: {'met' if row.ratio >= row.goal else '**missed**'}"
+        lines.append(
+            f"| {row.medium} | {row.kib} KiB | {row.figure} | {row.arm} |"
+            f" {row.median:.3g} {row.unit} | {times} | {bounds} | {met} |"
         )
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -121,16 +114,11 @@ def own_figures(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.own:
             found.setdefault((row.medium, row.kib), {})[row.figure] = row.median
-    heads = (
-        "store",
-        "block",
-        "read, one block, ms",
-        "write, one block, ms",
-        "read, GB/s",
-        "write, GB/s",
-    )
     figures = ("get, one block", "put, one block", "get", "put")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = [
+        "| store | block | read, one block, ms | write, one block, ms | read, GB/s | write, GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
     for (medium, kib), values in found.items():
         lines.append(
             f"| {medium} | {kib} KiB |"

@@ -213,13 +213,8 @@ def main() -> None:
             for method, case, step_ms, selection_ms in Group(
                 cases, chosen.method, work, model, chosen.steps
             ).measure(chosen.rounds):
-                new = {
-                    "method": method,
-                    "tokens": case[0],
-                    "requests": case[1],
-                    "step_ms": [],
-                    "selection_ms": [],
-                }
+                new = {"method": method, "tokens": case[0], "requests": case[1]}
+                new |= {"step_ms": [], "selection_ms": []}
                 row = rows.setdefault((method, case), new)
                 row["step_ms"].append(step_ms)
                 if selection_ms is not None:

@@ -21,7 +21,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from recall_model import HEADS, KV_HEADS, LAYERS, SIZE, WEIGHTS, Recall
+from recall_model import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    SIZE,
+    WEIGHTS,
+    Recall,
+    after_attention,
+    attended,
+    projected,
+)
 from recall_task import FIRST, KINDS, LINK, LINKS, ONE_HOP, SECOND, Prompt, chain, recall
 from torch import Tensor
 
@@ -116,8 +126,8 @@ def fill(model: Recall, prompts: Sequence[Prompt], together: int = 16) -> Filled
         )
         places = torch.arange(x.shape[1])
         for number, layer in enumerate(model.layers):
-            layers[number].append(layer.self_attn.projected(layer.input_layernorm(x), places))
-            x = layer(x)
+            layers[number].append(projected(layer, x, places))
+            x = after_attention(layer, x, attended(*layers[number][-1]))
     fed = torch.tensor([prompt.queries.tokens for prompt in prompts])
     kinds = torch.tensor([prompt.queries.kinds for prompt in prompts])
     joined = [tuple(torch.cat(parts) for parts in zip(*found, strict=True)) for found in layers]
@@ -181,15 +191,12 @@ class Decoder:
             self._bind(length + step + 1, 1)
             x = self._model.embed_tokens(fed[:, step : step + 1])
             for number, layer in enumerate(self._model.layers):
-                q, k, v = layer.self_attn.projected(
-                    layer.input_layernorm(x), torch.tensor([length + step])
-                )
+                q, k, v = projected(layer, x, torch.tensor([length + step]))
                 table, lengths = self._layer(
                     number, q, k, v, range(length + step, length + step + 1)
                 )
                 found = attend(q[:, 0], self._caches[number], table, lengths)
-                x = x + layer.self_attn.o_proj(found)[:, None]
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
+                x = after_attention(layer, x, found[:, None])
             logits.append(self._model.logits(x)[:, 0])
             self._unbind()
         said = torch.stack(logits, dim=1)
@@ -326,7 +333,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     started, count = time.monotonic(), 4 if given.quick else given.prompts
-    model = Recall.load(given.weights)
+    model = Recall(given.weights)
     recalls = fill(model, prompts(count))
     chains = fill(model, [chain(seed, 1024) for seed in range(count)])
     dense = outcome(model, recalls, None)

@@ -1,5 +1,4 @@
-"""What the recall model is trained on and asked: records in a haystack, in one hop or two, and
-chains of records.
+"""Prompts of the recall model: records in a haystack, in one hop or two, and chains of records.
 
 A prompt is filler, of a Markov chain, in which records stand: ``k v .`` binds a value to a key, ``k
 m .`` and, somewhere else, ``m v .`` do so through a middle. A query is ``? k v`` or ``? k m v``.
@@ -63,47 +62,6 @@ class Filler:
             found.append(FILLER + last)
         self._last = last
         return found
-
-
-def stream(rng: np.random.Generator, length: int, names: int, chains: bool) -> Sequence:
-    """A sequence to train on: records and queries of them, mixed, so that most tokens are answers.
-    ``names``: how many keys, middles and values there are."""
-    found, filler = Sequence(), Filler(rng)
-    keys, middles, values = (rng.permutation(names).tolist() for _ in range(3))
-    chained = chains and rng.random() < 0.3
-    most = int(rng.integers(2, max(3, min(names - LINKS * chained, length // 8)) + 1))
-    gap = float(rng.choice([0.0, 1.0, 2.0, 4.0, 8.0]))
-    eager = float(rng.choice([0.4, 0.85]))
-    waiting: list[tuple[int, int, int]] = []  # second halves of two hops that are not told yet
-    known: list[tuple[int, ...]] = []
-    chain: list[int] = []
-    told = 0
-    while len(found.tokens) < length:
-        if gap:
-            found.add(filler.take(int(rng.geometric(1 / (1 + gap))) - 1))
-        if chained and not chain and rng.random() < 0.1:
-            chain = chain_of(
-                keys[-1], middles[-int(rng.integers(2, min(LINKS, length // 12) + 1)) :], values[-1]
-            )
-            found.add(links(chain))
-        elif chain and rng.random() < 8 / length:
-            found.add(*follow(chain))
-        elif waiting and rng.random() < 0.3:
-            key, middle, value = waiting.pop(int(rng.integers(len(waiting))))
-            found.add([MIDDLES + middle, VALUES + value, STOP])
-            known.append((key, middle, value))
-        elif told < most and (not known or rng.random() < eager):
-            key, middle, value = keys[told], middles[told], values[told]
-            told += 1
-            if rng.random() < 0.3:
-                found.add([KEYS + key, MIDDLES + middle, STOP])
-                waiting.append((key, middle, value))
-            else:
-                found.add([KEYS + key, VALUES + value, STOP])
-                known.append((key, value))
-        elif known:
-            found.add(*query(known[int(rng.integers(len(known)))]))
-    return Sequence(found.tokens[:length], found.kinds[:length])
 
 
 def query(record: tuple[int, ...]) -> tuple[list[int], list[int]]:

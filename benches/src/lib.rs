@@ -1,13 +1,14 @@
-//! Shared pieces of the benches: taking a figure and its yardstick in turns, so that a busy machine
-//! hits both.
+//! Shared pieces of the benches: a figure and its yardstick take turns, so that a busy machine hits
+//! both.
 
-pub mod cli;
 pub mod store;
 
 use std::time::{Duration, Instant};
 
 /// Rounds of which the fastest counts, where a bench has no other number.
 const ROUNDS: usize = 60;
+/// Options of the benches that no value follows, and cargo's.
+const FLAGS: [&str; 2] = ["--quick", "--bench"];
 
 fn time(work: &mut dyn FnMut()) -> Duration {
     let start = Instant::now();
@@ -38,8 +39,45 @@ pub fn in_turns_of<const N: usize>(
     best
 }
 
-/// Whether the argument filter of `cargo bench -- <words>` lets this bench run: no words, or one of
-/// them is its name.
+/// The text of an identity of a model that does not exist, with these weights.
+pub fn identity(weights: &str) -> String {
+    [
+        r#"{"format_version":1,"architecture":"bench","world_size":1,"dtype":"f32","weights":""#,
+        weights,
+        r#"","model_config":{},"position":{},"kv_dtype":"f32","attention_backend":"none","#,
+        r#""kv_packing":{},"kv_layout":"none","kv_groups":[],"block_tokens":128,"#,
+        r#""tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#,
+    ]
+    .concat()
+}
+
+/// True if the filter of `cargo bench -- <words>` includes this bench: it has no words, or one of
+/// them is in the name.
 pub fn asked_for(name: &str) -> bool {
-    cli::is_named(name, std::env::args().skip(1))
+    is_named(name, std::env::args().skip(1))
+}
+
+fn is_named(name: &str, words: impl IntoIterator<Item = String>) -> bool {
+    let (mut words, mut named) = (words.into_iter(), None);
+    while let Some(word) = words.next() {
+        if !word.starts_with('-') {
+            named = Some(named == Some(true) || name.contains(&word));
+        } else if !FLAGS.contains(&word.as_str()) {
+            words.next(); // its value
+        }
+    }
+    named.unwrap_or(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_of_an_option_is_no_name_of_a_bench() {
+        let named = |words: &str| is_named("store", words.split_whitespace().map(str::to_owned));
+        assert!(named("") && named("--quick") && named("--mib 8 --bench"));
+        assert!(named("fio --quick store"));
+        assert!(!named("fio") && !named("--quick fio --json store"));
+    }
 }

@@ -25,7 +25,7 @@ CHOSEN = BUDGETS[0.156]
 
 @pytest.fixture(scope="module")
 def model() -> Recall:
-    return Recall.load()
+    return Recall()
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,7 @@ def test_a_command_that_is_gone_is_found() -> None:
         "cargo test -p ucm-gone"
     )
     assert not _wrong("make test-long") and not _wrong("cargo bench -p ucm-benches --bench store")
-    assert not _wrong(".venv/bin/python benches/python/idle.py --threads") and not _wrong(
+    assert not _wrong(".venv/bin/python benches/python/idle.py --json") and not _wrong(
         "ucm verify /data/ucm"
     )
 

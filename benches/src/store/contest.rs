@@ -1,4 +1,4 @@
-//! Contenders that take turns, so that whatever disturbs the machine disturbs all of them.
+//! Contenders that take turns, so that other load on the machine disturbs all of them.
 
 use std::time::{Duration, Instant};
 
@@ -15,16 +15,21 @@ pub(super) struct Spent {
     pub(super) cpu: Duration,
 }
 
+impl Spent {
+    pub(super) fn add(&mut self, more: Self) {
+        self.wall += more.wall;
+        self.cpu += more.cpu;
+    }
+}
+
 /// A running watch.
 pub(super) struct Watch(Instant, Duration);
 
 impl Watch {
-    /// Starts now.
     pub(super) fn start() -> Self {
         Self(Instant::now(), cpu())
     }
 
-    /// What was spent since.
     pub(super) fn stop(&self) -> Spent {
         Spent {
             wall: self.0.elapsed(),
@@ -33,16 +38,16 @@ impl Watch {
     }
 }
 
-/// Processor time of this process so far.
-pub(super) fn cpu() -> Duration {
+fn cpu() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// One turn: does its work and tells what the part took that counts.
+/// One turn: does its work and returns what the part took that counts.
 pub(super) type Turn<'a> = Box<dyn FnMut() -> Result<Spent> + 'a>;
 
 /// The turns of one contender, by round.
+#[derive(Default)]
 pub(super) struct Times(Vec<Spent>);
 
 impl Times {
@@ -69,12 +74,10 @@ impl Times {
         yardstick.fastest().as_secs_f64() / self.fastest().as_secs_f64()
     }
 
-    /// As [`Times::ratio`], but turn by turn, and of these the one in the middle.
+    /// The median of the ratios turn by turn.
     pub(super) fn median_ratio(&self, yardstick: &Self) -> f64 {
-        let mut ratios: Vec<f64> = self
-            .0
-            .iter()
-            .zip(&yardstick.0)
+        let pairs = self.0.iter().zip(&yardstick.0);
+        let mut ratios: Vec<f64> = pairs
             .map(|(own, other)| other.wall.as_secs_f64() / own.wall.as_secs_f64())
             .collect();
         ratios.sort_unstable_by(f64::total_cmp);
@@ -82,20 +85,16 @@ impl Times {
     }
 }
 
-/// Lets everybody take a turn without counting it, then `rounds` turns each; who begins changes
-/// with every round.
-pub(super) fn hold<const N: usize>(
-    rounds: usize,
-    mut contenders: [Turn<'_>; N],
-) -> Result<[Times; N]> {
-    let mut times: [Times; N] = std::array::from_fn(|_| Times(Vec::with_capacity(rounds)));
+/// One turn of each that does not count, then `rounds` of each; the first changes with every round.
+pub(super) fn hold(rounds: usize, mut contenders: Vec<Turn<'_>>) -> Result<Vec<Times>> {
+    let mut times: Vec<Times> = contenders.iter().map(|_| Times::default()).collect();
     for turn in &mut contenders {
         turn()?;
     }
     for round in 0..rounds {
-        for place in 0..N {
-            let who = (round + place) % N;
-            times[who].0.push(contenders[who]()?);
+        for place in 0..contenders.len() {
+            let at = (round + place) % contenders.len();
+            times[at].0.push(contenders[at]()?);
         }
     }
     Ok(times)
@@ -105,15 +104,12 @@ pub(super) fn hold<const N: usize>(
 mod tests {
     use super::*;
 
-    fn turn(ms: u64) -> Spent {
-        Spent {
+    fn times(ms: &[u64]) -> Times {
+        let turn = |&ms| Spent {
             wall: Duration::from_millis(ms),
             cpu: Duration::ZERO,
-        }
-    }
-
-    fn times(ms: &[u64]) -> Times {
-        Times(ms.iter().copied().map(turn).collect())
+        };
+        Times(ms.iter().map(turn).collect())
     }
 
     #[test]
@@ -121,18 +117,5 @@ mod tests {
         let (own, yardstick) = (times(&[10, 40, 20]), times(&[20, 20, 30]));
         assert_eq!(own.ratio(&yardstick), 2.0);
         assert_eq!(own.median_ratio(&yardstick), 1.5);
-    }
-
-    #[test]
-    fn everybody_has_as_many_turns_and_the_first_one_does_not_count() {
-        let mut turns = [0, 0];
-        let [first, second] = &mut turns;
-        let next = |count: &mut u64| {
-            *count += 1;
-            Ok(turn(*count))
-        };
-        let times = hold(3, [Box::new(|| next(first)), Box::new(|| next(second))]).unwrap();
-        assert_eq!(times.map(|times| times.fastest().as_millis()), [2, 2]);
-        assert_eq!(turns, [4, 4]);
     }
 }

@@ -1,170 +1,342 @@
-//! What the store costs beside plain system calls: loads, dumps, lookups, and an engine that does
-//! nothing.
+//! Loads and dumps of a store beside a yardstick: plain system calls, or fio.
 //!
-//! Every figure stands beside a yardstick of the same run. The two take turns, the one that begins
-//! changes with each round, and the fastest turn of each counts: other load on the machine can only
-//! slow a turn down.
+//! Store and yardstick move the same bytes in turns, the order changes with each round, and the
+//! fastest turn of each counts: other load on the machine can only slow a turn down.
 //!
-//! * Load *to the slot*: a backend's reads, each record judged in its slot, beside a loop of open,
-//!   pread, close.
-//! * Load *to memory*: an engine's load task beside that loop with a memcpy to the same memory.
-//! * Dump *from the slot*: sealing a filled slot and writing it by a backend, beside open, pwrite,
-//!   close, rename.
-//! * Dump *from memory*: an engine's dump task, until published, beside that loop after a memcpy.
+//! * Load *to the slot*: read and verified in the store's memory, beside open, pread and close of a
+//!   file for each record, or fio's reads of one file.
+//! * Load *to memory*: the same and copied to the caller's memory; the loop copies too, fio does
+//!   not.
+//! * Dump: from the caller's memory until published, beside a copy, open, pwrite, close and rename,
+//!   or fio's writes to a file that was allocated just before.
 //!
-//! "Workers" is the number of threads that may work on the records of that row in both: the pool's
-//! lane, the loop's threads. The engine has one thread more that gathers from memory, as it has in
-//! production.
+//! "Workers" is the number of threads that read or write in both. The store has one more that
+//! gathers from memory, as in production.
 
-mod case;
 mod contest;
-mod dumps;
-mod files;
 mod fio;
-mod idle;
-mod loads;
-mod lookup;
-mod machine;
-mod memory;
-mod one_file;
+mod options;
 mod plain;
-mod report;
 mod rig;
+mod scratch;
 
-use std::path::PathBuf;
-use std::time::Duration;
+use std::cell::RefCell;
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
 
-pub use machine::Machine;
-pub use one_file::{OneFileRow, one_file, one_file_table};
-pub use report::{Direction, Figures, Mode, Row};
+use serde::Serialize;
 
-use files::Place;
-use memory::Stock;
-use rig::Shape;
+use contest::{Times, Turn, hold};
+pub use options::{Mode, Options, Yardstick};
+use rig::{Rig, Stock};
+use scratch::Scratch;
 
-/// What went wrong, in words.
+/// A failed step of the bench.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;
 /// Result of a step of the bench.
 pub type Result<T> = std::result::Result<T, Error>;
 
-const KIB: usize = 1 << 10;
-const MIB: usize = 1 << 20;
+/// Layouts of a root, each measured in a store of its own.
+const LAYOUTS: [&str; 2] = ["file", "segment"];
 
-/// Most bytes on disk for each MiB of a turn: the records to load, those of a dump turn, fio's
-/// file, the warm-up.
-const SHARES: u64 = 5;
-/// Bytes on disk that do not depend on the size of a turn: the records of lookups.
-const FIXED: u64 = 256 << 20;
-
-/// What to measure, and how long.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Where the files lie while they are measured; a directory of its own is made there and
-    /// removed.
-    pub dir: PathBuf,
-    /// Sizes of blocks, bytes of KV.
-    pub block_bytes: Vec<usize>,
-    /// Numbers of threads.
-    pub workers: Vec<usize>,
-    /// Ways of reading and writing.
-    pub modes: Vec<Mode>,
-    /// Bytes moved in one turn.
-    pub turn_bytes: usize,
-    /// Turns of each contender.
-    pub rounds: usize,
-    /// Blocks looked up at once.
-    pub prefix: usize,
-    /// Blocks published to see what memory each takes.
-    pub cached: usize,
-    /// How long the idle engine is watched.
-    pub idle: Duration,
-    /// Whether fio is run, if it is installed.
-    pub fio: bool,
+/// One row of the table. Speeds are GB/s of KV, the fastest turn.
+#[derive(Serialize, Debug, Clone)]
+pub struct Row {
+    /// `load to slot`, `load to memory` or `dump`.
+    pub what: &'static str,
+    /// Layout of the root.
+    pub layout: &'static str,
+    /// Bytes of KV of a block.
+    pub block_bytes: usize,
+    /// Threads, on both sides of the ratio.
+    pub workers: usize,
+    /// Through or past the page cache.
+    pub mode: Mode,
+    /// Speed of the store.
+    pub gbps: f64,
+    /// Speed of the yardstick.
+    pub yardstick_gbps: f64,
+    /// The fastest turn of the store against the fastest of the yardstick.
+    pub ratio: f64,
+    /// The median of the ratios of single rounds.
+    pub median_ratio: f64,
+    /// Least ratio wanted.
+    pub goal: f64,
+    /// Processor time of the store, ms for a GB of KV, the least of any turn: other load on the
+    /// machine hardly shows in it.
+    pub cpu_ms_per_gb: f64,
+    /// The same of the yardstick; 0 for fio, which is another process.
+    pub yardstick_cpu_ms_per_gb: f64,
 }
 
-impl Options {
-    /// The sizes of the published table: a few minutes.
-    pub fn full(dir: PathBuf) -> Self {
-        Self {
-            dir,
-            block_bytes: vec![256 * KIB, MIB, 2 * MIB],
-            workers: vec![1, 4],
-            modes: Mode::ALL.to_vec(),
-            turn_bytes: 32 * MIB,
-            rounds: 9,
-            prefix: 1024,
-            cached: 4 * 1024,
-            idle: Duration::from_secs(2),
-            fio: true,
-        }
-    }
+/// One size of blocks, mode and number of threads.
+struct Case<'a> {
+    options: &'a Options,
+    scratch: &'a Scratch,
+    block: usize,
+    workers: usize,
+    mode: Mode,
+}
 
-    /// Every kind of row once, in a few seconds: that it runs, not what it costs.
-    pub fn quick(dir: PathBuf) -> Self {
-        Self {
-            block_bytes: vec![256 * KIB, MIB],
-            turn_bytes: 4 * MIB,
-            rounds: 1,
-            prefix: 128,
-            cached: 512,
-            idle: Duration::from_millis(100),
-            fio: false,
-            ..Self::full(dir)
-        }
+/// The program of a bench: its name is that of its yardstick. An error is printed and ends it with
+/// 1.
+pub fn program(name: &str, yardstick: Yardstick) -> ExitCode {
+    if !crate::asked_for(name) {
+        return ExitCode::SUCCESS;
     }
-
-    /// Most bytes that lie in `dir` at one time.
-    pub fn disk_bytes(&self) -> u64 {
-        self.turn_bytes as u64 * SHARES + FIXED
+    // Standard error may be closed.
+    let say = |text: &str| drop(writeln!(std::io::stderr(), "{name} bench: {text}"));
+    let bench = || -> Result<()> {
+        let options = Options::parse(std::env::args().skip(1), yardstick)?;
+        let rows = run(&options, &say)?;
+        writeln!(std::io::stdout(), "{}", table(&rows))?;
+        if let Some(path) = &options.json {
+            std::fs::write(path, serde_json::to_vec_pretty(&rows)?)?;
+        }
+        Ok(())
+    };
+    match bench() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say(&format!("failed: {error}"));
+            ExitCode::FAILURE
+        }
     }
 }
 
-/// Measures everything; `say` hears what is being done.
-pub fn run(options: &Options, say: &dyn Fn(&str)) -> Result<Figures> {
-    let place = Place::new(options)?;
-    let mut figures = Figures::new(Machine::of(&place, options.fio));
-    say(&format!(
-        "{}: at most {} MiB",
-        place.dir().display(),
-        options.disk_bytes() >> 20
-    ));
-    if !place.direct() {
-        say("no O_DIRECT in this directory: those rows are left out");
+/// Measures all cases; `say` is called with the progress.
+pub fn run(options: &Options, say: &dyn Fn(&str)) -> Result<Vec<Row>> {
+    if options.yardstick == Yardstick::Fio && !fio::is_installed() {
+        return Err("fio is not installed (a package of the system)".into());
     }
-    if figures.machine.fio.is_none() {
-        say("fio is not installed or not wanted: its figures are left out");
-    }
-    say("warming memory");
-    place.warm(options.turn_bytes * 4)?;
-    figures.idle = idle::measure(&place, options)?;
-    say("lookups");
-    (figures.lookups, figures.bytes_per_block) = lookup::measure(&place, options)?;
-    let most_workers = options.workers.iter().copied().max().unwrap_or(1);
+    let scratch = Scratch::new(&options.dir, options.disk_bytes())?;
+    scratch.warm(options.turn_bytes * 4)?;
+    let mut rows = Vec::new();
     for &block in &options.block_bytes {
-        let shape = Shape::of(block)?;
-        let mut stock = Stock::new(&shape, (options.turn_bytes / block).max(most_workers))?;
         for &workers in &options.workers {
-            say(&format!("{} KiB blocks, {workers} workers", block / KIB));
-            let memcpy = plain::memcpy(&mut stock, workers, options.rounds);
-            figures.memcpy.push((block, workers, memcpy));
-            if figures.machine.fio.is_some() {
-                figures
-                    .fio
-                    .extend(fio::measure(&place, block, workers, options)?);
-            }
             for &mode in &options.modes {
-                if mode == Mode::Direct && !place.direct() {
+                if mode == Mode::Direct && !scratch.direct() {
+                    say("no O_DIRECT in this directory: those rows are left out");
                     continue;
                 }
-                figures.rows.extend(loads::measure(
-                    &place, &shape, &mut stock, workers, mode, options,
-                )?);
-                figures.rows.extend(dumps::measure(
-                    &place, &shape, &mut stock, workers, mode, options,
-                )?);
+                say(&format!(
+                    "{} KiB, {workers} workers, {}",
+                    block >> 10,
+                    mode.name()
+                ));
+                let case = Case {
+                    options,
+                    scratch: &scratch,
+                    block,
+                    workers,
+                    mode,
+                };
+                rows.extend(case.rows()?);
             }
         }
     }
-    figures.set_limits();
-    Ok(figures)
+    Ok(rows)
+}
+
+impl Case<'_> {
+    fn direct(&self) -> bool {
+        self.mode == Mode::Direct
+    }
+
+    /// Dumps and loads of both layouts.
+    fn rows(&self) -> Result<Vec<Row>> {
+        let count = (self.options.turn_bytes / self.block).next_multiple_of(self.workers);
+        let open = |layout| {
+            let root = self.scratch.make(layout)?;
+            Rig::open(root, layout, self.block, self.workers, self.direct(), count)
+        };
+        let rigs = LAYOUTS
+            .iter()
+            .map(|layout| open(layout))
+            .collect::<Result<Vec<_>>>()?;
+        let record = rigs[0].record_len();
+        let stock = RefCell::new(Stock::new(self.block, record, count)?);
+        let yard = self.scratch.make("yardstick")?;
+        let mut rows = self.dumps(&rigs, &stock, &yard)?;
+        rows.extend(self.loads(&rigs, &stock, &yard)?);
+        rigs.into_iter().try_for_each(Rig::retire)?;
+        std::fs::remove_dir_all(yard)?;
+        Ok(rows)
+    }
+
+    fn dumps(&self, rigs: &[Rig], stock: &RefCell<Stock>, yard: &Path) -> Result<Vec<Row>> {
+        let mut turns: Vec<Turn<'_>> = vec![Box::new(|| {
+            self.scratch.sync()?;
+            let ids = stock.borrow_mut().fresh_ids();
+            match self.options.yardstick {
+                Yardstick::Loop => self.to_device(|| {
+                    plain::dump(
+                        yard,
+                        &ids,
+                        &mut stock.borrow_mut(),
+                        self.direct(),
+                        self.workers,
+                    )
+                }),
+                Yardstick::Fio => self.fio(yard, &stock.borrow(), "write"),
+            }
+        })];
+        for rig in rigs {
+            turns.push(Box::new(|| {
+                self.scratch.sync()?;
+                let ids = stock.borrow_mut().fresh_ids();
+                let rows = stock.borrow_mut().rows(&ids);
+                self.to_device(|| rig.dump(rows))
+            }));
+        }
+        let times = hold(self.options.rounds, turns)?;
+        let bytes = stock.borrow().bytes();
+        let rows = LAYOUTS.iter().zip(&times[1..]);
+        Ok(rows
+            .map(|(layout, own)| self.row("dump", layout, own, &times[0], bytes))
+            .collect())
+    }
+
+    fn loads(&self, rigs: &[Rig], stock: &RefCell<Stock>, yard: &Path) -> Result<Vec<Row>> {
+        let ids = stock.borrow_mut().fresh_ids();
+        plain::dump(
+            yard,
+            &ids,
+            &mut stock.borrow_mut(),
+            self.direct(),
+            self.workers,
+        )?;
+        for rig in rigs {
+            rig.dump(stock.borrow_mut().rows(&ids))?;
+        }
+        let prepare = |root: &Path| {
+            self.scratch.sync()?;
+            if self.mode == Mode::Synced {
+                scratch::evict(root)
+            } else {
+                Ok(())
+            }
+        };
+        let mut turns: Vec<Turn<'_>> = Vec::new();
+        for to_memory in [false, true] {
+            let ids = &ids;
+            turns.push(Box::new(move || {
+                prepare(yard)?;
+                match self.options.yardstick {
+                    Yardstick::Fio => self.fio(yard, &stock.borrow(), "read"),
+                    Yardstick::Loop => {
+                        let (stock, direct) = (&mut stock.borrow_mut(), self.direct());
+                        plain::load(yard, ids, stock, direct, self.workers, to_memory)
+                    }
+                }
+            }));
+            for rig in rigs {
+                turns.push(Box::new(move || {
+                    prepare(rig.root())?;
+                    if to_memory {
+                        rig.load(stock.borrow_mut().rows(ids))
+                    } else {
+                        rig.verify(ids)
+                    }
+                }));
+            }
+        }
+        let times = hold(self.options.rounds, turns)?;
+        let (slot, memory) = times.split_at(1 + LAYOUTS.len());
+        let bytes = stock.borrow().bytes();
+        let mut rows = Vec::new();
+        for (what, times) in [("load to slot", slot), ("load to memory", memory)] {
+            for (layout, own) in LAYOUTS.iter().zip(&times[1..]) {
+                rows.push(self.row(what, layout, own, &times[0], bytes));
+            }
+        }
+        Ok(rows)
+    }
+
+    /// A dump, in [`Mode::Synced`] up to the end of a syncfs.
+    fn to_device(&self, dump: impl FnOnce() -> Result<contest::Spent>) -> Result<contest::Spent> {
+        let mut spent = dump()?;
+        if self.mode == Mode::Synced {
+            let watch = contest::Watch::start();
+            self.scratch.sync()?;
+            spent.add(watch.stop());
+        }
+        Ok(spent)
+    }
+
+    fn fio(&self, yard: &Path, stock: &Stock, kind: &str) -> Result<contest::Spent> {
+        let file = yard.join("fio.dat");
+        let pass = fio::Pass {
+            file: &file,
+            record: stock.record_len(),
+            count: stock.count(),
+            threads: self.workers,
+            direct: self.direct(),
+        };
+        if kind == "write" {
+            pass.write_new()
+        } else {
+            pass.read()
+        }
+    }
+
+    fn row(
+        &self,
+        what: &'static str,
+        layout: &'static str,
+        own: &Times,
+        yardstick: &Times,
+        bytes: usize,
+    ) -> Row {
+        let gbps = |times: &Times| bytes as f64 / times.fastest().as_secs_f64() / 1e9;
+        let cpu = |times: &Times| times.least_cpu().as_secs_f64() * 1e12 / bytes as f64;
+        let goal = match (self.options.yardstick, what, self.mode) {
+            (Yardstick::Loop, "dump", _) => 1.0,
+            (Yardstick::Loop, _, Mode::Direct) => 0.97,
+            _ => 0.85,
+        };
+        Row {
+            what,
+            layout,
+            block_bytes: self.block,
+            workers: self.workers,
+            mode: self.mode,
+            gbps: gbps(own),
+            yardstick_gbps: gbps(yardstick),
+            ratio: own.ratio(yardstick),
+            median_ratio: own.median_ratio(yardstick),
+            goal,
+            cpu_ms_per_gb: cpu(own),
+            yardstick_cpu_ms_per_gb: cpu(yardstick),
+        }
+    }
+}
+
+/// The rows in Markdown; a ratio in bold reaches its goal.
+pub fn table(rows: &[Row]) -> String {
+    let mut text =
+        "| what | layout | KiB | workers | mode | ucm GB/s | yardstick | ratio | median | \
+                    goal | CPU ms/GB, yardstick |\n|---|---|---|---|---|---|---|---|---|---|---|\n"
+            .to_owned();
+    for row in rows {
+        let bold = if row.ratio >= row.goal { "**" } else { "" };
+        text += &format!(
+            "| {} | {} | {} | {} | {} | {:.2} | {:.2} | {bold}{:.2}{bold} | {:.2} | {:.2} | {:.0}, \
+             {:.0} |\n",
+            row.what,
+            row.layout,
+            row.block_bytes >> 10,
+            row.workers,
+            row.mode.name(),
+            row.gbps,
+            row.yardstick_gbps,
+            row.ratio,
+            row.median_ratio,
+            row.goal,
+            row.cpu_ms_per_gb,
+            row.yardstick_cpu_ms_per_gb,
+        );
+    }
+    text
 }

@@ -1,35 +1,46 @@
-//! The yardsticks: what a plain program does with plain system calls on the same number of threads.
+//! The loop: a plain program with plain system calls on the same number of threads, a file for each
+//! record.
 
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
-use ucm_device::Slot;
+use ucm_core::BlockId;
 
 use super::Result;
 use super::contest::{Spent, Watch};
-use super::memory::Stock;
+use super::rig::Stock;
 
-/// Reads a whole file into the start of `into`.
-pub(super) fn read(path: &Path, direct: bool, into: &mut [u8]) -> Result<()> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let file = rustix::fs::open(path, with(flags, direct), Mode::empty())?;
+fn path(dir: &Path, id: &BlockId) -> PathBuf {
+    dir.join(format!("{:02x}", id.0[0])).join(id.to_string())
+}
+
+fn flags(flags: OFlags, direct: bool) -> OFlags {
+    let direct = if direct {
+        OFlags::DIRECT
+    } else {
+        OFlags::empty()
+    };
+    flags | OFlags::CLOEXEC | direct
+}
+
+fn read(path: &Path, direct: bool, into: &mut [u8]) -> Result<()> {
+    let file = rustix::fs::open(path, flags(OFlags::RDONLY, direct), Mode::empty())?;
     let mut at = 0;
     while at < into.len() {
         match rustix::io::pread(&file, &mut into[at..], at as u64)? {
-            0 => return Err(format!("{} is shorter than it was written", path.display()).into()),
+            0 => return Err(format!("{} is too short", path.display()).into()),
             count => at += count,
         }
     }
     Ok(())
 }
 
-/// Writes a file under a private name, closes it and gives it its name.
-pub(super) fn write(private: &Path, target: &Path, direct: bool, bytes: &[u8]) -> Result<()> {
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-    let file = rustix::fs::open(private, with(flags, direct), Mode::from_raw_mode(0o600))?;
+/// Writes a file under a private name, closes it and renames it.
+fn write(private: &Path, target: &Path, direct: bool, bytes: &[u8]) -> Result<()> {
+    let flags = flags(OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, direct);
+    let file = rustix::fs::open(private, flags, Mode::from_raw_mode(0o600))?;
     let mut at = 0;
     while at < bytes.len() {
         at += rustix::io::pwrite(&file, &bytes[at..], at as u64)?;
@@ -38,17 +49,60 @@ pub(super) fn write(private: &Path, target: &Path, direct: bool, bytes: &[u8]) -
     Ok(rustix::fs::rename(private, target)?)
 }
 
-fn with(flags: OFlags, direct: bool) -> OFlags {
-    if direct {
-        flags | OFlags::DIRECT
+/// Copies each block from the caller's memory into a slot of its thread and writes that.
+pub(super) fn dump(
+    dir: &Path,
+    ids: &[BlockId],
+    stock: &mut Stock,
+    direct: bool,
+    threads: usize,
+) -> Result<Spent> {
+    for id in ids {
+        std::fs::create_dir_all(dir.join(format!("{:02x}", id.0[0])))?;
+    }
+    let (memory, slots, header) = stock.parts();
+    let jobs = ids.iter().zip(memory);
+    share(
+        jobs,
+        slots.iter_mut().enumerate(),
+        threads,
+        |(id, memory), (thread, slot)| {
+            slot.as_mut_slice()[header..].copy_from_slice(memory);
+            let private = dir.join(format!("private-{thread}"));
+            write(&private, &path(dir, id), direct, slot.as_slice())
+        },
+    )
+}
+
+/// Reads each file into a slot of its own, or into one slot of its thread and on to the caller's
+/// memory.
+pub(super) fn load(
+    dir: &Path,
+    ids: &[BlockId],
+    stock: &mut Stock,
+    direct: bool,
+    threads: usize,
+    to_memory: bool,
+) -> Result<Spent> {
+    let (memory, slots, header) = stock.parts();
+    if to_memory {
+        let jobs = ids.iter().zip(memory);
+        share(jobs, slots.iter_mut(), threads, |(id, memory), slot| {
+            read(&path(dir, id), direct, slot.as_mut_slice())?;
+            memory.copy_from_slice(&slot.as_slice()[header..]);
+            Ok(())
+        })
     } else {
-        flags
+        let jobs = ids.iter().zip(slots);
+        share(jobs, std::iter::repeat(()), threads, |(id, slot), ()| {
+            read(&path(dir, id), direct, slot.as_mut_slice())
+        })
     }
 }
 
 /// Does all jobs on `threads` threads, this one among them; each thread has its own state. The
 /// clock starts when all threads are there and stops when all are done.
-pub(super) fn share<J: Send, S: Send>(
+fn share<J: Send, S: Send>(
     jobs: impl Iterator<Item = J> + Send,
     states: impl Iterator<Item = S>,
     threads: usize,
@@ -77,71 +131,11 @@ pub(super) fn share<J: Send, S: Send>(
             began.push(
                 other
                     .join()
-                    .map_err(|_| "a thread of the yardstick panicked")??,
+                    .map_err(|_| "a thread of the loop panicked")??,
             );
         }
         // Since the first one began.
-        Ok(began
-            .iter()
-            .map(Watch::stop)
-            .max_by_key(|spent| spent.wall)
-            .unwrap_or_default())
+        let spent = began.iter().map(Watch::stop).max_by_key(|spent| spent.wall);
+        Ok(spent.unwrap_or_default())
     })
-}
-
-/// Reads files into slots, one each.
-pub(super) fn read_to_slots(
-    paths: &[PathBuf],
-    slots: &mut [Slot],
-    direct: bool,
-    threads: usize,
-) -> Result<Spent> {
-    let jobs = paths.iter().zip(slots);
-    share(jobs, std::iter::repeat(()), threads, |(path, slot), ()| {
-        read(path, direct, slot.as_mut_slice())
-    })
-}
-
-/// Reads files and copies their bytes behind the header to the caller's memory. Every thread has
-/// one slot that it uses again and again, which is the best that such a loop can do.
-pub(super) fn read_to_memory(
-    paths: &[PathBuf],
-    stock: &mut Stock,
-    direct: bool,
-    threads: usize,
-) -> Result<Spent> {
-    let slots = stock.slots();
-    let header = slots
-        .first()
-        .map_or(0, |slot| slot.len() - stock.bytes() / stock.count());
-    let jobs = paths.iter().zip(stock.caller());
-    share(jobs, slots.into_iter(), threads, |(path, memory), slot| {
-        read(path, direct, slot.as_mut_slice())?;
-        memory.copy_from_slice(&slot.as_slice()[header..]);
-        Ok(())
-    })
-}
-
-/// Copies to and from the caller's memory: bytes per second of `threads` threads, in GB/s, the
-/// fastest of the rounds.
-pub(super) fn memcpy(stock: &mut Stock, threads: usize, rounds: usize) -> f64 {
-    let bytes = stock.bytes();
-    let mut slots = stock.slots();
-    let mut once = || {
-        let jobs = slots.iter_mut().zip(stock.caller());
-        share(
-            jobs,
-            std::iter::repeat(()),
-            threads,
-            |(slot, memory), ()| {
-                memory.copy_from_slice(&slot.as_slice()[..memory.len()]);
-                Ok(())
-            },
-        )
-    };
-    let best = (0..=rounds)
-        .filter_map(|_| Some(once().ok()?.wall))
-        .min()
-        .unwrap_or(Duration::MAX);
-    bytes as f64 / best.as_secs_f64() / 1e9
 }

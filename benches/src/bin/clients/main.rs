@@ -1,5 +1,5 @@
 //! Client libraries alone, beside which `make bench-remote` measures the stores that are built on
-//! them: `clients redis`, `clients s3` or `clients s3-segments`.
+//! them: `clients redis` or `clients s3`.
 //!
 //! It answers as `benches/peers/child.py` does: for each round a line of JSON that names the
 //! address of an empty server, and a line with the figures. A round puts as many other blocks as
@@ -48,17 +48,15 @@ struct Round {
 /// The client of a server.
 enum Client {
     Redis(redis::Redis),
-    S3(s3::Bucket),
-    Segments(s3::Segments),
+    S3(s3::Segments),
 }
 
 impl Client {
     async fn open(kind: &str, at: &str) -> Result<Self> {
         match kind {
             "redis" => Ok(Self::Redis(redis::Redis::open(at).await?)),
-            "s3" => Ok(Self::S3(s3::Bucket::open(at)?)),
-            "s3-segments" => Ok(Self::Segments(s3::Segments::open(at)?)),
-            other => Err(format!("{other} is no client; write redis, s3 or s3-segments").into()),
+            "s3" => Ok(Self::S3(s3::Segments::open(at)?)),
+            other => Err(format!("{other} is no client; write redis or s3").into()),
         }
     }
 
@@ -66,7 +64,6 @@ impl Client {
         match self {
             Self::Redis(client) => client.put(keys, values).await,
             Self::S3(client) => client.put(keys, values).await,
-            Self::Segments(client) => client.put(keys, values).await,
         }
     }
 
@@ -75,16 +72,14 @@ impl Client {
         match self {
             Self::Redis(client) => client.get(keys, into).await,
             Self::S3(client) => client.get(keys, into).await,
-            Self::Segments(client) => client.get(keys, into).await,
         }
     }
 
-    /// None where the library cannot be asked.
+    /// None where there is nothing to compare.
     async fn exist(&self, keys: &[String]) -> Result<Option<Vec<bool>>> {
         match self {
             Self::Redis(client) => client.exist(keys).await.map(Some),
-            Self::S3(client) => client.exist(keys).await.map(Some),
-            Self::Segments(_) => Ok(None),
+            Self::S3(_) => Ok(None), // the store's answers come from an index
         }
     }
 }
@@ -111,7 +106,7 @@ fn content(seed: u64, block: usize, len: usize) -> Bytes {
     words.take(len).collect::<Vec<u8>>().into()
 }
 
-/// Microseconds for each key, the median of [`LOOKUPS`]; none where the library cannot be asked.
+/// Microseconds for each key, the median of [`LOOKUPS`]; none where there is nothing to compare.
 async fn lookup_us(client: &Client, keys: &[String], there: bool) -> Result<Option<f64>> {
     let mut took = Vec::with_capacity(LOOKUPS);
     for _ in 0..LOOKUPS {

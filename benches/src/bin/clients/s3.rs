@@ -1,5 +1,5 @@
-//! The crate `object_store` alone, in two ways: an object for each block, and, as the store does
-//! it, many blocks in one object, which is put in parts and read in ranges.
+//! The crate `object_store` alone. As in the store many blocks are one object, which is put in
+//! parts and read in ranges.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use bytes::Bytes;
 use futures_util::stream::TryStreamExt;
 use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::path::Path;
-use object_store::{ClientOptions, GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutPayload};
+use object_store::{ClientOptions, GetOptions, GetRange, ObjectStore, ObjectStoreExt};
 
 use crate::{AT_ONCE, Result, each};
 
@@ -22,10 +22,11 @@ const PART: usize = 16 << 20;
 const LEAST: usize = 1 << 20;
 const MOST: usize = 8 << 20;
 
-/// A bucket in which each block is an object.
-pub(crate) struct Bucket(Arc<AmazonS3>);
+/// A bucket in which an object has many blocks, one behind the other in the order in which they are
+/// put.
+pub(crate) struct Segments(Arc<AmazonS3>);
 
-impl Bucket {
+impl Segments {
     pub(crate) fn open(at: &str) -> Result<Self> {
         let options = ClientOptions::new()
             .with_allow_http(true)
@@ -40,51 +41,10 @@ impl Bucket {
     }
 
     pub(crate) async fn put(&self, keys: &[String], values: &[Bytes]) -> Result<()> {
-        let jobs = keys.iter().zip(values).map(|(key, value)| {
-            let (store, path, value) = (Arc::clone(&self.0), Path::from(&key[..]), value.clone());
-            async move { Ok(store.put(&path, PutPayload::from(value)).await.map(drop)?) }
-        });
-        each(jobs).await.map(drop)
-    }
-
-    pub(crate) async fn get(&self, keys: &[String], into: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-        let jobs = keys.iter().zip(into).map(|(key, into)| {
-            let (store, path) = (Arc::clone(&self.0), Path::from(&key[..]));
-            async move { fill(&store, &path, None, vec![into]).await }
-        });
-        Ok(each(jobs).await?.into_iter().flatten().collect())
-    }
-
-    /// A request for each.
-    pub(crate) async fn exist(&self, keys: &[String]) -> Result<Vec<bool>> {
-        let jobs = keys.iter().map(|key| {
-            let (store, path) = (Arc::clone(&self.0), Path::from(&key[..]));
-            async move {
-                match store.head(&path).await {
-                    Ok(_) => Ok(true),
-                    Err(object_store::Error::NotFound { .. }) => Ok(false),
-                    Err(error) => Err(error.into()),
-                }
-            }
-        });
-        each(jobs).await
-    }
-}
-
-/// A bucket in which an object has many blocks, one behind the other in the order in which they are
-/// put.
-pub(crate) struct Segments(Bucket);
-
-impl Segments {
-    pub(crate) fn open(at: &str) -> Result<Self> {
-        Bucket::open(at).map(Self)
-    }
-
-    pub(crate) async fn put(&self, keys: &[String], values: &[Bytes]) -> Result<()> {
         let blocks = blocks_in(SEGMENT, values);
         let (mut uploads, mut parts) = (Vec::new(), Vec::new());
         for (keys, values) in keys.chunks(blocks).zip(values.chunks(blocks)) {
-            let mut upload = self.0.0.put_multipart(&Path::from(&keys[0][..])).await?;
+            let mut upload = self.0.put_multipart(&Path::from(&keys[0][..])).await?;
             for part in values.chunks(blocks_in(PART, values)) {
                 let sending = upload.put_part(part.iter().cloned().collect());
                 parts.push(async move { Ok(sending.await?) });
@@ -119,8 +79,8 @@ impl Segments {
                     .map(std::mem::take)
                     .collect();
                 let range = (start * len) as u64..((start + count) * len) as u64;
-                let (store, path) = (Arc::clone(&self.0.0), path.clone());
-                jobs.push(async move { fill(&store, &path, Some(range), run).await });
+                let (store, path) = (Arc::clone(&self.0), path.clone());
+                jobs.push(async move { fill(&store, &path, range, run).await });
             }
         }
         Ok(each(jobs.into_iter())
@@ -136,15 +96,15 @@ fn blocks_in(bytes: usize, blocks: &[Bytes]) -> usize {
     (bytes / blocks.first().map_or(1, Bytes::len).max(1)).max(1)
 }
 
-/// Fills blocks, one behind the other, with an object or a range of it, as its bytes arrive.
+/// Fills blocks, one behind the other, with a range of an object, as its bytes arrive.
 async fn fill(
     store: &AmazonS3,
     path: &Path,
-    range: Option<Range<u64>>,
+    range: Range<u64>,
     mut into: Vec<Vec<u8>>,
 ) -> Result<Vec<Vec<u8>>> {
     let options = GetOptions {
-        range: range.map(GetRange::Bounded),
+        range: Some(GetRange::Bounded(range)),
         ..GetOptions::default()
     };
     let mut stream = store.get_opts(path, options).await?.into_stream();
