@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Most lines and files. Today's counts, rounded up: who deletes lowers them, and what grows past
 #: one replaces something. The goals of issue 35: Rust 53,000, Python 29,000 in 100 files, benches
 #: 7,500.
-BUDGETS = {"Rust": 64_700, "Python": 33_000, "Python files": 100, "benches": 7_500}
+BUDGETS = {"Rust": 64_000, "Python": 33_000, "Python files": 100, "benches": 7_500}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

@@ -179,7 +179,8 @@ def test_it_is_one_file_and_one_line() -> None:
         for path in sources()
         if path.suffix in (".rs", ".py", ".pyi")
     }
-    assert knowing.pop("crates/ucm-tier/src/builtin/toy.rs")
+    assert knowing.pop("crates/ucm-testkit/src/toy.rs")
+    assert knowing.pop("crates/ucm-testkit/src/lib.rs"), "which exports it"
     assert {path: lines for path, lines in knowing.items() if lines} == {
-        "crates/ucm-tier/src/builtin/mod.rs": ["mod toy;", "toy::kind(),"]
+        "crates/ucm-py/src/lib.rs": ["ucm_testkit::register_toy();"]
     }

@@ -1,19 +1,15 @@
-//! How bytes reach files: the engine that does operations, the threads that it works on, its
-//! fault-injecting twin.
+//! How bytes reach files: the engine that does operations and the threads that it works on.
 //!
 //! [`IoEngine`] does one operation on the thread that calls; [`PsyncEngine`] with plain system
 //! calls, or what moves slots through the rings of 3FS. [`IoPool`]
 //! has the threads, and bounds how long anybody waits for them: a job is straight-line code there,
-//! which does to files what its [`IoJob`] has a method for. With the feature `test-utils` there is
-//! a `FaultyEngine` too, which stands before an engine in tests and makes it fail, stall, tear and
-//! lie by script.
+//! which does to files what its [`IoJob`] has a method for. The twin that fails by script in tests
+//! is in `ucm-testkit`.
 
 mod append;
 mod below;
 mod bounce_buffer;
 mod engine;
-#[cfg(feature = "test-utils")]
-mod fault;
 mod fd_cache;
 mod file;
 mod job;
@@ -36,8 +32,6 @@ pub const EROFS: i32 = 30;
 pub const ELOOP: i32 = 40;
 
 pub use engine::{Caller, Close, Closed, IoEngine};
-#[cfg(feature = "test-utils")]
-pub use fault::{Fault, FaultyEngine, Gate, OpKind, Rule, RuleId, Seen, Tail, errno};
 pub use job::IoJob;
 pub use op::{FileMeta, Finish, MAX_LIST, Publish, Read, ReadMode, SpaceInfo, StillWanted};
 pub use policy::use_batch_policy;

@@ -9,10 +9,8 @@ use std::time::Duration;
 use crate::common::*;
 use ucm_core::{ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime};
-use ucm_io::{
-    Fault, FaultyEngine, FileMeta, Gate, IoJob, OpKind, PsyncEngine, ReadMode, Rule, RuleId, Tail,
-    errno,
-};
+use ucm_io::{FileMeta, IoJob, PsyncEngine, ReadMode};
+use ucm_testkit::{Fault, FaultyEngine, Gate, OpKind, Rule, RuleId, Tail, errno};
 
 struct Bench {
     place: tempfile::TempDir,

@@ -9,10 +9,8 @@ use crate::common::*;
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{Clock, MonotonicTime};
-use ucm_io::{
-    Close, Fault, FaultyEngine, Gate, IoEngine, IoJob, IoOptions, IoPool, OpKind, PsyncEngine,
-    Rule, errno,
-};
+use ucm_io::{Close, IoEngine, IoJob, IoOptions, IoPool, PsyncEngine};
+use ucm_testkit::{Fault, FaultyEngine, Gate, OpKind, Rule, errno};
 
 const PIECE: usize = 8192;
 

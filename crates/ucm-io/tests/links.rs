@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use crate::common::*;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_io::{FaultyEngine, Finish, IoEngine, IoJob, PsyncEngine, ReadMode};
+use ucm_io::{Finish, IoEngine, IoJob, PsyncEngine, ReadMode};
+use ucm_testkit::FaultyEngine;
 
 /// A root with `ns/blocks/file` and `ns/tmp`, and a directory outside with the same below it.
 struct Roots {

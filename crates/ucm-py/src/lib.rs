@@ -58,6 +58,8 @@ mod _core {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         ucm_infra::log::keep();
         super::mooncake::register();
+        #[cfg(feature = "test-utils")]
+        ucm_testkit::register_toy();
         module.add(
             "__commit_id__",
             option_env!("UCM_COMMIT_ID").unwrap_or("unknown"),

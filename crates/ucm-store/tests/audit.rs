@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
-use ucm_io::{Fault, OpKind, Rule};
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::{Device, Medium, Setup, Store, directory, id, ids, media, on, only_over};
 

@@ -7,9 +7,9 @@
 use std::path::Path;
 
 use ucm_core::{BlockId, ErrorKind};
-use ucm_io::OpKind;
 use ucm_record::RecordHeader;
 use ucm_store::tiers::WritePolicy;
+use ucm_testkit::OpKind;
 
 use crate::common::device::content;
 use crate::common::segments::finds;

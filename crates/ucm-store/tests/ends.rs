@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Task, Until};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::{
     Device, Layout, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::Gate;
 use ucm_store::engine::{Deadlines, Task, Until};
+use ucm_testkit::Gate;
 
 use crate::common::{
     Device, Medium, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,

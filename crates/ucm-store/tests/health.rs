@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::{Deadlines, Until};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::only_over;
 use crate::common::{

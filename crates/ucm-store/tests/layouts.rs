@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, OpKind, Rule};
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::shared::{LONG, in_time};
 use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};

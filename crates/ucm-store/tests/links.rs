@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use ucm_infra::SystemClock;
-use ucm_io::{Fault, IoJob, PsyncEngine};
+use ucm_io::{IoJob, PsyncEngine};
 use ucm_store::breaker::BreakerConfig;
+use ucm_testkit::Fault;
 
 use crate::common::mount::copy_all;
 use crate::common::{

@@ -10,10 +10,10 @@ use crate::common::shared::on;
 use crate::common::{Above, Device, Setup, Store, directory, eventually, id, ids};
 use ucm_core::ErrorKind;
 use ucm_infra::{LANE_LOAD, ManualClock};
-use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Until;
 use ucm_store::tiers::{Priority, WritePolicy};
+use ucm_testkit::{Fault, OpKind, Rule};
 
 const LONG: Duration = Duration::from_secs(100);
 

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind};
 use ucm_infra::{LANE_DUMP, SystemClock};
-use ucm_io::{Fault, IoJob, OpKind, PsyncEngine, Rule};
+use ucm_io::{IoJob, PsyncEngine};
 use ucm_quota::{Capacity, Rules, in_units};
 use ucm_store::breaker::BreakerConfig;
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::mount::{Place, copy_all};
 use crate::common::only_over;

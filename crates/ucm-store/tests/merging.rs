@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Part};
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
-use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
+use ucm_testkit::{Fault, OpKind, Rule};
 use ucm_tier::backend::Flush;
 
 use crate::common::merging::{

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::merging::{eager, fill, filling, finds, gone, loads, privates, there};
 use crate::common::segments::{change, places};

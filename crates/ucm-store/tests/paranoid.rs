@@ -7,8 +7,8 @@
 use ucm_core::ErrorKind;
 use ucm_device::DeviceSpan;
 use ucm_infra::LANE_DUMP;
-use ucm_io::{Fault, OpKind, Rule, Tail};
 use ucm_store::engine::Pieces;
+use ucm_testkit::{Fault, OpKind, Rule, Tail};
 
 use crate::common::{
     Device, Layout, Setup, Store, directory, eventually, id, ids, of_records, only_over,

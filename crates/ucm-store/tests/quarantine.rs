@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::crc32c;
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::evidence::QuarantineConfig;
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::bench::Bench;
 use crate::common::only_over;

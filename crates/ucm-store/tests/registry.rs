@@ -14,7 +14,8 @@ use ucm_store::engine::{Engine, Until};
 use ucm_tier::registry::{self, BuildContext, BuiltLevel, StoreName, TierKind};
 
 use common::{
-    Device, Medium, Setup, directory, eventually, id, identity, ids, is_here, media, sample, shape,
+    Device, Medium, Setup, directory, eventually, id, identity, ids, is_here, kinds, media, sample,
+    shape,
 };
 
 /// An engine over these stages, with blocks as most tests have them.
@@ -59,7 +60,7 @@ fn check(engine: &Engine) {
 
 #[test]
 fn every_medium_of_the_registry_makes_a_store() {
-    let media = registry::kinds().into_iter().filter(|kind| is_here(kind));
+    let media = kinds().into_iter().filter(|kind| is_here(kind));
     for kind in media.filter(|kind| kind.word() != "other") {
         let dir = directory();
         let mut stage = sample(&kind, dir.path());
@@ -99,13 +100,17 @@ fn a_device_that_is_not_built_is_refused_with_those_that_are() {
     assert_eq!(error.kind(), ucm_core::ErrorKind::Config);
     let text = error.to_string();
     assert!(
-        text.contains("device=abacus") && text.contains("known=host, simu, cuda"),
+        text.contains("device=abacus") && text.contains("known=host, simu, cpu, cuda"),
         "{text}"
     );
 }
 
 #[test]
 fn another_crate_adds_a_kind() {
+    assert!(
+        kinds().iter().any(|kind| kind.word() == "toy"),
+        "before the other"
+    );
     let name = StoreName::new("other", "UcmOtherStore", "of another crate");
     registry::register(TierKind::medium(name.clone(), make)).unwrap();
     let again = registry::register(TierKind::medium(name, make));

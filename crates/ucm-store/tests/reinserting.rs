@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
-use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 use ucm_tier::segment::SegmentConfig;
 
 use crate::common::merging::{eager, fill, filling, finds, loads, many, mtime, privates, seal};

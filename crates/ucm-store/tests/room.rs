@@ -10,10 +10,10 @@ use std::time::{Duration, SystemTime};
 
 use ucm_core::{BlockId, ErrorKind, MissReason};
 use ucm_infra::{Clock, LANE_DUMP, LANE_SPACE, ManualClock, SystemClock};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::evidence::evidence_name;
 use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Deadlines, Until};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::only_over;
 use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
@@ -67,7 +67,7 @@ fn below_the_floor_nothing_is_stored_and_what_is_stored_goes() {
 #[test]
 fn a_full_medium_pauses_dumps_makes_room_and_goes_on() {
     only_over!(Files, "its limit is a number of block files");
-    for errno in [ucm_io::errno::ENOSPC, ucm_io::errno::EDQUOT] {
+    for errno in [ucm_testkit::errno::ENOSPC, ucm_testkit::errno::EDQUOT] {
         let (dir, setup, clock) = (directory(), Setup::default(), ManualClock::new());
         let store = Store::with_clock(
             dir.path(),

@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::layout::Modes;
 use ucm_store::engine::{Deadlines, Until};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::{Device, Setup, Store, directory, eventually, id, identity, ids, of_records};
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::{
     Device, Layout, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, OpKind, Rule};
+use ucm_testkit::{Fault, OpKind, Rule};
 use ucm_tier::backend::Flush;
 use ucm_tier::segment::Merging;
 

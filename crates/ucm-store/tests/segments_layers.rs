@@ -4,9 +4,9 @@
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use ucm_core::BlockId;
-use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Task;
 use ucm_store::tiers::WritePolicy;
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::segments::{change, write};
 use crate::common::{Above, Device, Layout, Setup, Store, content, directory, eventually, id, ids};

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, OpKind, Rule, Tail};
 use ucm_store::engine::Until;
+use ucm_testkit::{Fault, OpKind, Rule, Tail};
 use ucm_tier::backend::{Flush, LocallyVisible};
 use ucm_tier::segment::SegmentConfig;
 

@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::Until;
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::merging::gone;
 use crate::common::segments::{await_taken_over, change, die_at_seal, finds, loads, quick};

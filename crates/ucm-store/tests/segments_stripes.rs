@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 use ucm_tier::segment::SegmentConfig;
 
 use crate::common::segments::Place;

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_store::tiers::WritePolicy;
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::segments::{change, is_over};
 use crate::common::{

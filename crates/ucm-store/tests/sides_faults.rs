@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use ucm_core::ErrorKind;
-use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::device::side_content;
 use crate::common::segments::quick;
@@ -294,7 +294,7 @@ fn a_side_shard_that_lies_alone_is_refused_and_replaced_like_any_record() {
 #[test]
 fn a_block_with_the_id_of_anothers_side_shard_is_refused() {
     let dir = directory();
-    let gate = ucm_io::Gate::new();
+    let gate = ucm_testkit::Gate::new();
     let store = Store::open(
         dir.path(),
         Setup {

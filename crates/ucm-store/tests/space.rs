@@ -8,7 +8,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, OpKind, Process, Rule};
+use ucm_io::Process;
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::only_over;
 use crate::common::shared::{

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use ucm_core::{ErrorKind, MissReason, crc32c};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::evidence::evidence_name;
 use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Task, Until};
+use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::mount::{Place, copy_all};
 use crate::common::only_over;

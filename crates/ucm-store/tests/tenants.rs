@@ -12,10 +12,11 @@ use std::time::Duration;
 
 use ucm_core::BlockId;
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
-use ucm_io::{Fault, IoOptions, IoPool, OpKind, Rule};
+use ucm_io::{IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_store::engine::Hint;
 use ucm_store::tiers::WritePolicy;
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::merging::{eager, there};
 use crate::common::segments::{finds, loads};

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use ucm_core::{ErrorKind, MissReason, crc32c};
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, OpKind};
 use ucm_store::breaker::BreakerConfig;
+use ucm_testkit::{Fault, OpKind};
 
 use crate::common::segments::change;
 use crate::common::shared::LONG;

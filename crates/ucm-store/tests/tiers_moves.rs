@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, Part};
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::tiers::{Priority, WritePolicy};
+use ucm_testkit::{Fault, OpKind, Rule};
 use ucm_tier::segment::SegmentConfig;
 
 use crate::common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};

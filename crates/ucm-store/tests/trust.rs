@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, LANE_LOAD, ManualClock};
-use ucm_io::{Fault, OpKind, Rule};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Pieces;
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::shared::LONG;
 use crate::common::{Device, Setup, Store, directory, eventually, id, ids, only_over};

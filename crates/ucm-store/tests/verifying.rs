@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, limits};
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Gate, OpKind};
 use ucm_store::engine::Until;
+use ucm_testkit::{Gate, OpKind};
 
 use crate::common::{
     Device, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
@@ -114,7 +114,7 @@ fn it_is_over_at_its_deadline() {
         .unwrap();
     store.fault(of_records(
         OpKind::Read,
-        ucm_io::Fault::HangAfter(gate.clone()),
+        ucm_testkit::Fault::HangAfter(gate.clone()),
     ));
     let task = store
         .engine

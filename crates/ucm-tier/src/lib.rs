@@ -16,8 +16,6 @@ pub mod lengths;
 pub mod memory;
 #[cfg(feature = "network")]
 mod network;
-#[cfg(any(test, feature = "test-utils"))]
-pub mod nothing;
 #[cfg(feature = "object")]
 pub mod object;
 mod pending_looks;

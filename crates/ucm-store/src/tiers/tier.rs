@@ -404,7 +404,7 @@ mod tests {
 
     use ucm_core::Geometry;
     use ucm_io::IoOptions;
-    use ucm_tier::nothing::Nothing;
+    use ucm_testkit::Nothing;
 
     use super::*;
 

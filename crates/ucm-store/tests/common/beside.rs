@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, DType, Error};
 use ucm_infra::{Clock, MonotonicTime, Notify, SystemClock, log};
-use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool, PsyncEngine};
+use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
 use ucm_store::engine::{Engine, EngineConfig, Until};
 use ucm_store::tiers::{LevelConfig, TierConfig, WritePolicy};
+use ucm_testkit::FaultyEngine;
 use ucm_tier::layout_kind::LayoutKind;
 use ucm_tier::memory::{MemoryBackend, Policy};
 use ucm_tier::posix::Place;

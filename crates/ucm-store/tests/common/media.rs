@@ -7,9 +7,10 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 use ucm_core::{DType, Geometry, Identity, Part};
 use ucm_infra::Clock;
-use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
+use ucm_io::{IoEngine, IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
+use ucm_testkit::FaultyEngine;
 use ucm_tier::backend::Backend;
 use ucm_tier::directory::DirectoryBackend;
 use ucm_tier::lengths::PartRecord;
@@ -35,13 +36,19 @@ pub(crate) enum Medium {
 /// What tests that need no faults of files run over: every medium of the registry, of which this
 /// machine has the server. Files and memory are made so that a test can reach into them.
 pub(crate) fn media() -> Vec<Medium> {
-    let kinds = registry::kinds().into_iter().filter(|kind| is_here(kind));
+    let kinds = kinds().into_iter().filter(|kind| is_here(kind));
     let column = |kind: Arc<TierKind>| match kind.word() {
         "posix" => Medium::Posix,
         "cache" => Medium::Memory(64, Policy::Lru),
         other => Medium::Kind(other),
     };
     kinds.map(column).collect()
+}
+
+/// Every kind of the registry, the toy among them.
+pub(crate) fn kinds() -> Vec<Arc<TierKind>> {
+    ucm_testkit::register_toy();
+    registry::kinds()
 }
 
 /// Whether a kind is a medium, and its server, if it has one, is on this machine.

@@ -30,9 +30,10 @@ use parking_lot::Mutex;
 use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Identity};
 use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock, log};
-use ucm_io::{Fault, FaultyEngine, Gate, IoOptions, IoPool, OpKind, PsyncEngine, Rule};
+use ucm_io::{IoOptions, IoPool, PsyncEngine};
 use ucm_store::engine::{Engine, EngineConfig, Task, Until};
 use ucm_store::tiers::{TierConfig, WritePolicy};
+use ucm_testkit::{Fault, FaultyEngine, Gate, OpKind, Rule};
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{MemoryBackend, MemoryConfig, Policy};
 
@@ -45,7 +46,7 @@ pub(crate) use setup::{Above, Layout, Setup};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use device::{Device, SlowDevice, SoftCuda, content};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
-pub(crate) use media::{Medium, is_here, media, memory_config, on, sample, shape, soft3fs};
+pub(crate) use media::{Medium, is_here, kinds, media, memory_config, on, sample, shape, soft3fs};
 
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {

@@ -5,8 +5,8 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use ucm_core::BlockId;
-use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
+use ucm_testkit::{Fault, OpKind, Rule};
 use ucm_tier::backend::Flush;
 use ucm_tier::registry;
 use ucm_tier::segment::SegmentConfig;

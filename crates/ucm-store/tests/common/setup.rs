@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 use ucm_core::Part;
 use ucm_device::Transfer;
-use ucm_io::{OpKind, Process};
+use ucm_io::Process;
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
@@ -14,6 +14,7 @@ use ucm_record::{Keys, SideSpec};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
 use ucm_store::tiers::WritePolicy;
+use ucm_testkit::OpKind;
 use ucm_tier::segment::{Merging, SegmentConfig};
 
 use super::servers::shared_redis;

@@ -1,8 +1,8 @@
 //! Stores of two tiers.
 
 use ucm_core::BlockId;
-use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::tiers::WritePolicy;
+use ucm_testkit::{Fault, OpKind, Rule};
 
 use super::{Above, Device, Setup, Store, directory, ids};
 

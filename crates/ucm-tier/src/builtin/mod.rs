@@ -9,8 +9,6 @@ mod object;
 mod posix;
 mod python;
 mod redis;
-#[cfg(feature = "test-utils")]
-mod toy;
 
 use crate::kind::TierKind;
 
@@ -25,7 +23,5 @@ pub(crate) fn built_in() -> Vec<TierKind> {
         redis::kind(),
         python::empty(),
         python::fake(),
-        #[cfg(feature = "test-utils")]
-        toy::kind(),
     ]
 }

@@ -1,5 +1,5 @@
-//! The kind `toy`, in builds for tests: a map in this process. It shows what a new kind of tier has
-//! to say, and proves that nothing else knows of it by name.
+//! The kind `toy`: a map in this process. It shows what a new kind of tier has to define, and
+//! proves that no other file names it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -14,19 +14,21 @@ use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
-
-use crate::backend::{
+use ucm_tier::backend::{
     Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, ReadDone,
     WriteOptions, Written,
 };
-use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
+use ucm_tier::registry::{self, BuildContext, BuiltTier, StoreName, TierKind};
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 struct ToyOptions {
     /// how many records the map takes; what comes then is refused
-    #[schemars(range(min = 1, max = 1_000_000), extend("unit" = "records", "aliases" = ["toy_size"]))]
+    #[schemars(
+        range(min = 1, max = 1_000_000),
+        extend("unit" = "records", "aliases" = ["toy_size"])
+    )]
     toy_records: u32,
     /// maps of this process that have the same name are one; empty: a map of its own
     toy_name: String,
@@ -41,7 +43,13 @@ impl Default for ToyOptions {
     }
 }
 
-pub(super) fn kind() -> TierKind {
+/// Adds the kind to the registry, once however often it is called.
+pub fn register_toy() {
+    // Refused when it was added before.
+    let _ = registry::register(kind());
+}
+
+fn kind() -> TierKind {
     let name = StoreName::new("toy", "UcmToyStore", "built, in builds for tests alone");
     TierKind::medium(name, make).tested_with(|scratch| json!({"toy_name": scratch}))
 }

@@ -15,13 +15,13 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
+use ucm_io::{
+    Caller, Close, Closed, FileMeta, Finish, IoEngine, Probe, Publish, Read, ReadMode, SpaceInfo,
+};
 
 pub use gate::Gate;
 pub use rule::{Fault, OpKind, Rule, Tail, errno};
 
-use crate::engine::{Caller, Close, Closed, IoEngine};
-use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
-use crate::probe::Probe;
 use harm::{Harm, died, os_error};
 use hidden::Hidden;
 use rule::{Active, draw};

@@ -9,29 +9,29 @@ use super::gate::Gate;
 pub enum OpKind {
     /// A read of any kind.
     Read,
-    /// [`IoEngine::publish`](crate::IoEngine::publish).
+    /// [`IoEngine::publish`](ucm_io::IoEngine::publish).
     Publish,
-    /// [`IoEngine::stat`](crate::IoEngine::stat).
+    /// [`IoEngine::stat`](ucm_io::IoEngine::stat).
     Stat,
-    /// [`IoEngine::touch`](crate::IoEngine::touch).
+    /// [`IoEngine::touch`](ucm_io::IoEngine::touch).
     Touch,
-    /// [`IoEngine::remove`](crate::IoEngine::remove).
+    /// [`IoEngine::remove`](ucm_io::IoEngine::remove).
     Remove,
-    /// [`IoEngine::rename`](crate::IoEngine::rename).
+    /// [`IoEngine::rename`](ucm_io::IoEngine::rename).
     Rename,
-    /// [`IoEngine::list`](crate::IoEngine::list).
+    /// [`IoEngine::list`](ucm_io::IoEngine::list).
     List,
-    /// [`IoEngine::make_dir`](crate::IoEngine::make_dir).
+    /// [`IoEngine::make_dir`](ucm_io::IoEngine::make_dir).
     MakeDir,
-    /// [`IoEngine::space`](crate::IoEngine::space).
+    /// [`IoEngine::space`](ucm_io::IoEngine::space).
     Space,
-    /// [`IoEngine::probe`](crate::IoEngine::probe).
+    /// [`IoEngine::probe`](ucm_io::IoEngine::probe).
     Probe,
-    /// [`IoEngine::create`](crate::IoEngine::create).
+    /// [`IoEngine::create`](ucm_io::IoEngine::create).
     Create,
-    /// [`IoEngine::write_at`](crate::IoEngine::write_at).
+    /// [`IoEngine::write_at`](ucm_io::IoEngine::write_at).
     WriteAt,
-    /// [`IoEngine::finish`](crate::IoEngine::finish).
+    /// [`IoEngine::finish`](ucm_io::IoEngine::finish).
     Finish,
 }
 

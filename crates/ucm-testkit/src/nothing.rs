@@ -6,8 +6,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
-
-use crate::backend::{
+use ucm_tier::backend::{
     Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, WriteOptions,
     Written,
 };
