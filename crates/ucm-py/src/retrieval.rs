@@ -3,6 +3,10 @@
 //!
 //! The GIL is released while anything is computed.
 #![allow(unsafe_code, reason = "tensors come from Python as addresses")]
+#![allow(
+    clippy::too_many_arguments,
+    reason = "Python passes each tensor and each word by itself"
+)]
 
 use pyo3::prelude::*;
 use ucm_core::{Error, Result};
@@ -49,6 +53,12 @@ impl Run {
     }
 }
 
+/// Computes without the GIL.
+fn computed(py: Python<'_>, work: impl FnOnce() -> Result<()> + Send) -> PyResult<()> {
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
 /// Rows of a batch.
 ///
 /// # Safety
@@ -93,10 +103,6 @@ pub(crate) fn retrieval_openmp() -> bool {
 /// Scores of blocks from products of queries and representations; see
 /// `ucm.sparse.retrieval.dot_scores`.
 #[pyfunction]
-#[allow(
-    clippy::too_many_arguments,
-    reason = "each is a tensor or a word of the caller"
-)]
 pub(crate) fn dot_scores(
     py: Python<'_>,
     query: Tensor,
@@ -108,7 +114,7 @@ pub(crate) fn dot_scores(
     words: (String, String, String),
     run: Run,
 ) -> PyResult<()> {
-    let work = || -> Result<()> {
+    computed(py, || {
         let (isa, team) = run.how()?;
         let element = reps.element("reps")?;
         let [_, count, heads, dim] = reps.sizes("reps")?;
@@ -177,9 +183,7 @@ pub(crate) fn dot_scores(
         };
         let [_, _, stride] = out.sizes("out")?;
         ucm_retrieval::dot_scores(&spec, out_rows, stride, isa, team)
-    };
-    let done = py.detach(work);
-    to_py(py, done)
+    })
 }
 
 /// Queries `[row, heads * group, dim]` as means of the groups.
@@ -237,7 +241,7 @@ pub(crate) fn hash_encode(
     slots: Option<Tensor>,
     run: Run,
 ) -> PyResult<()> {
-    let work = || -> Result<()> {
+    computed(py, || {
         let (isa, team) = run.how()?;
         let encoder = encoder(&weights)?;
         // SAFETY: Python says that these tensors may be read.
@@ -261,9 +265,7 @@ pub(crate) fn hash_encode(
         // SAFETY: Python says that the codes are its own to write, and names no slot twice.
         let mut codes = unsafe { Codes::from_raw(base, [blocks, block_size], strides, slots) };
         ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)
-    };
-    let done = py.detach(work);
-    to_py(py, done)
+    })
 }
 
 /// Directions `[dim, bits]` or `[heads, dim, bits]`.
@@ -288,7 +290,7 @@ pub(crate) fn hash_encode_query(
     codes: Tensor,
     run: Run,
 ) -> PyResult<()> {
-    let work = || -> Result<()> {
+    computed(py, || {
         let shape = codes.sizes("codes")?;
         codes.is("codes", "torch.uint8")?;
         // SAFETY: Python says that these tensors may be read, and that the codes are its own to
@@ -298,9 +300,7 @@ pub(crate) fn hash_encode_query(
             codes.slice_mut::<u8>("codes")?.copy_from_slice(&made);
         }
         Ok(())
-    };
-    let done = py.detach(work);
-    to_py(py, done)
+    })
 }
 
 /// Codes `[row, heads, bytes]` of the means of the queries that share a head.
@@ -342,7 +342,6 @@ unsafe fn query_codes(
 /// Scores of blocks from queries and the hash codes of keys; see
 /// `ucm.sparse.retrieval.hash_scores`.
 #[pyfunction]
-#[allow(clippy::too_many_arguments, reason = "each is a tensor of the caller")]
 pub(crate) fn hash_scores(
     py: Python<'_>,
     query: Tensor,
@@ -354,7 +353,8 @@ pub(crate) fn hash_scores(
     heads_apart: bool,
     run: Run,
 ) -> PyResult<()> {
-    let work = || -> Result<()> {
+    computed(py, || {
+        let scored = ScoredCodes(&codes, heads_apart, &run);
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
         let [count, _] = table.sizes("table")?;
         // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
@@ -366,17 +366,13 @@ pub(crate) fn hash_scores(
                 .collect();
             let rows = rows_of(&table, Ints::I64(&tokens), block_size)?;
             let queries = query_codes(&query, &weights, [count, heads, code_len], run.how()?)?;
-            let (out, stride) = room_for_scores(&out)?;
-            score_codes(rows, &queries, 1, &codes, out, stride, heads_apart, &run)
+            scored.score(rows, &queries, 1, room_for_scores(&out)?)
         }
-    };
-    let done = py.detach(work);
-    to_py(py, done)
+    })
 }
 
 /// Scores of blocks from hash codes; see `ucm.sparse.retrieval.hamming_scores`.
 #[pyfunction]
-#[allow(clippy::too_many_arguments, reason = "each is a tensor of the caller")]
 pub(crate) fn hamming_scores(
     py: Python<'_>,
     queries: Tensor,
@@ -387,10 +383,11 @@ pub(crate) fn hamming_scores(
     heads_apart: bool,
     run: Run,
 ) -> PyResult<()> {
-    let work = || -> Result<()> {
+    computed(py, || {
+        let scored = ScoredCodes(&codes, heads_apart, &run);
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
         queries.is("queries", "torch.uint8")?;
-        let [count, query_heads, queries_per_head, query_len] = queries.sizes("queries")?;
+        let [count, query_heads, per_head, query_len] = queries.sizes("queries")?;
         // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
         unsafe {
             let rows = rows(&table, &tokens, block_size)?;
@@ -401,58 +398,45 @@ pub(crate) fn hamming_scores(
                 ));
             }
             let queries = queries.slice::<u8>("queries")?;
-            let (out, stride) = room_for_scores(&out)?;
-            score_codes(
-                rows,
-                queries,
-                queries_per_head,
-                &codes,
-                out,
-                stride,
-                heads_apart,
-                &run,
-            )
+            scored.score(rows, queries, per_head, room_for_scores(&out)?)
         }
-    };
-    let done = py.detach(work);
-    to_py(py, done)
+    })
 }
 
-/// Scores of blocks from codes of queries `[row, head, queries_per_head, bytes]` and of keys,
-/// `stride` for each row and head that has its own.
-///
-/// # Safety
-/// The codes may be read.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "each is a tensor or a number of the caller"
-)]
-unsafe fn score_codes(
-    rows: Rows<'_>,
-    queries: &[u8],
-    queries_per_head: usize,
-    codes: &Tensor,
-    out: &mut [i32],
-    stride: usize,
-    heads_apart: bool,
-    run: &Run,
-) -> Result<()> {
-    let (isa, team) = run.how()?;
-    let [_, block_size, heads, code_len] = codes.sizes("codes")?;
-    codes.is("codes", "torch.uint8")?;
-    // SAFETY: as the caller vouches.
-    let codes = unsafe { codes.blocks("codes", 1, 1, block_size * heads * code_len)? };
-    let spec = HammingScores {
-        rows,
-        codes,
-        heads,
-        code_len,
-        queries,
-        queries_per_head,
-        heads_apart,
-        windows: run.windows(),
-    };
-    ucm_retrieval::hamming_scores(&spec, out, stride, isa, team)
+/// Hash codes of keys, whether each head has scores of its own, and how the call is run.
+struct ScoredCodes<'a>(&'a Tensor, bool, &'a Run);
+
+impl ScoredCodes<'_> {
+    /// Scores of blocks from `per_head` codes of queries for each row and head, `stride` for each
+    /// row and head that has its own.
+    ///
+    /// # Safety
+    /// The codes may be read.
+    unsafe fn score(
+        &self,
+        rows: Rows<'_>,
+        queries: &[u8],
+        per_head: usize,
+        (out, stride): (&mut [i32], usize),
+    ) -> Result<()> {
+        let Self(codes, heads_apart, run) = *self;
+        let (isa, team) = run.how()?;
+        let [_, block_size, heads, code_len] = codes.sizes("codes")?;
+        codes.is("codes", "torch.uint8")?;
+        // SAFETY: as the caller vouches.
+        let codes = unsafe { codes.blocks("codes", 1, 1, block_size * heads * code_len)? };
+        let spec = HammingScores {
+            rows,
+            codes,
+            heads,
+            code_len,
+            queries,
+            queries_per_head: per_head,
+            heads_apart,
+            windows: run.windows(),
+        };
+        ucm_retrieval::hamming_scores(&spec, out, stride, isa, team)
+    }
 }
 
 /// Room for scores `[row, heads, places]`, and `places`.
@@ -469,7 +453,6 @@ unsafe fn room_for_scores<'a>(out: &Tensor) -> Result<(&'a mut [i32], usize)> {
 /// The blocks that rows keep by the hash codes of their queries and of keys; see
 /// `ucm.sparse.retrieval.hash_select`.
 #[pyfunction]
-#[allow(clippy::too_many_arguments, reason = "each is a tensor of the caller")]
 pub(crate) fn hash_select(
     py: Python<'_>,
     query: Tensor,
@@ -483,7 +466,8 @@ pub(crate) fn hash_select(
     heads_apart: bool,
     run: Run,
 ) -> PyResult<()> {
-    let work = || -> Result<()> {
+    computed(py, || {
+        let scored = ScoredCodes(&codes, heads_apart, &run);
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
         let [count, stride] = code_table.sizes("code_table")?;
         let apart = if heads_apart { heads } else { 1 };
@@ -492,23 +476,12 @@ pub(crate) fn hash_select(
         // are its own.
         unsafe {
             let queries = query_codes(&query, &weights, [count, heads, code_len], run.how()?)?;
-            let scored = rows(&code_table, &tokens, block_size)?;
-            score_codes(
-                scored,
-                &queries,
-                1,
-                &codes,
-                &mut scores,
-                stride,
-                heads_apart,
-                &run,
-            )?;
+            let asked = rows(&code_table, &tokens, block_size)?;
+            scored.score(asked, &queries, 1, (&mut scores, stride))?;
             let rows = rows(&table, &tokens, block_size)?;
             kept.choose(Scores::I32(&scores), stride, apart, &rows, &budgets, &run)
         }
-    };
-    let done = py.detach(work);
-    to_py(py, done)
+    })
 }
 
 /// Where a choice is written: `ucm.sparse.retrieval.Kept`.
@@ -565,10 +538,6 @@ impl KeptTensors {
 
 /// The best blocks of every row; see `ucm.sparse.retrieval.select_blocks`.
 #[pyfunction]
-#[allow(
-    clippy::too_many_arguments,
-    reason = "each is a tensor or one number of the caller"
-)]
 pub(crate) fn select_blocks(
     py: Python<'_>,
     scores: Tensor,
@@ -579,7 +548,7 @@ pub(crate) fn select_blocks(
     kept: KeptTensors,
     run: Run,
 ) -> PyResult<()> {
-    let work = || -> Result<()> {
+    computed(py, || {
         let [_, heads, stride] = scores.sizes("scores")?;
         // SAFETY: Python says that the first three may be read, and that the places for what is
         // kept are its own.
@@ -592,17 +561,11 @@ pub(crate) fn select_blocks(
             };
             kept.choose(scores, stride, heads, &rows, &budgets, &run)
         }
-    };
-    let done = py.detach(work);
-    to_py(py, done)
+    })
 }
 
 /// Decode attention over a block table; see `ucm.sparse.retrieval.paged_attention`.
 #[pyfunction]
-#[allow(
-    clippy::too_many_arguments,
-    reason = "each is a tensor or one number of the caller"
-)]
 pub(crate) fn paged_attention(
     py: Python<'_>,
     query: Tensor,
@@ -613,7 +576,7 @@ pub(crate) fn paged_attention(
     scale: f32,
     run: Run,
 ) -> PyResult<()> {
-    let work = || -> Result<()> {
+    computed(py, || {
         let (isa, team) = run.how()?;
         let [_, heads, block_size, both] = pages.sizes("pages")?;
         if both % 2 != 0 {
@@ -646,7 +609,5 @@ pub(crate) fn paged_attention(
             dim: both / 2,
         };
         ucm_retrieval::attention(&queries, &pages, &rows, scale, &mut target, isa, team)
-    };
-    let done = py.detach(work);
-    to_py(py, done)
+    })
 }
