@@ -198,7 +198,8 @@ test-long-rust: ## of these, the store's suites over all columns and devices, an
 	@$(foreach column,segment$(comma)none file$(comma)memory,$(call over_device,cuda,$(column),$(LONG_SUITES));)
 	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none,$(LONG_SUITES));)
 	@UCM_TEST_LONG=1 $(STAGE) "copies over the software driver" \
-		$(call tests_in,ucm-device,policy properties)
+		$(if $(NEXTEST),$(RUST_TESTS) -E 'binary(policy) + (package(ucm-device) & test(/^properties::/))',\
+		cargo test --locked --quiet -p ucm-device --test policy --test all)
 	@UCM_TEST_LONG=1 $(STAGE) "the store over objects" \
 		$(call tests_in,ucm-store,object rules model)
 

@@ -1,5 +1,5 @@
-//! The tests of this crate as one program, which is built and linked once. Tests that leave their
-//! process in another state (`broken`, `second_device`) are programs of their own.
+//! The tests of this crate as one program, which is built and linked once. Tests that change their
+//! process for all others (`broken`, `policy`, `second_device`) are programs of their own.
 
 mod accelerator;
 mod beside;
@@ -8,7 +8,6 @@ mod last_resort;
 mod order;
 mod over;
 mod pinning;
-mod policy;
 mod properties;
 mod region_processes;
 mod trans;

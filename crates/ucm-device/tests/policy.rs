@@ -3,9 +3,11 @@
 //! said here holds of that model.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
+mod common;
+
 use std::sync::Arc;
 
-use crate::common::{Driver, Memory, TO_DEVICE, TO_HOST, open};
+use common::{Driver, Memory, TO_DEVICE, TO_HOST, open};
 use ucm_device::{ArenaOptions, Device, DeviceSpan, Piece, Slot, SlotPool, Stream, Transfer};
 
 /// Bytes of a transfer.
