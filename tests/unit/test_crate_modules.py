@@ -77,7 +77,7 @@ def graph(crate: Path) -> dict[str, set[str]]:
 )
 def test_modules_have_no_cycles(crate: str) -> None:
     modules = graph(CRATES / crate)
-    assert len(list(TopologicalSorter(modules).static_order())) == len(modules) > 3
+    assert len(list(TopologicalSorter(modules).static_order())) == len(modules) >= 3
 
 
 def test_there_are_edges_to_judge() -> None:
