@@ -259,6 +259,7 @@ test-gpu: $(RUN_ENV) ## copies, order, processes, errors and Triton's kernels on
 lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of Rust and Python
 	@$(STAGE) "cargo fmt" cargo fmt --all --check
 	@$(STAGE) "lines" $(BIN)/python tools/lines.py --budget
+	@$(STAGE) "shape" $(BIN)/python tools/gates.py
 	@$(STAGE) "clippy" cargo clippy --locked --quiet --workspace --all-targets -- -D warnings
 	@$(STAGE) "without codecs" cargo check --locked --quiet -p ucm-store --no-default-features --lib
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'

@@ -49,3 +49,4 @@ mod transfer;
 mod trust;
 mod uneven_parts;
 mod verifying;
+mod way;

@@ -7,6 +7,7 @@ mod harm;
 mod hidden;
 mod rule;
 
+use std::backtrace::Backtrace;
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::ops::Range;
@@ -60,6 +61,9 @@ struct State {
     ops: u64,
     counts: [u64; OpKind::ALL.len()],
     log: VecDeque<Seen>,
+    /// Operations whose callers are recorded, and these callers.
+    traced: Option<OpKind>,
+    traces: Vec<String>,
 }
 
 impl FaultyEngine {
@@ -109,6 +113,18 @@ impl FaultyEngine {
         self.state.lock().log.iter().cloned().collect()
     }
 
+    /// Records the backtrace of every operation of this kind from now on.
+    pub fn trace(&self, kind: OpKind) {
+        let mut state = self.state.lock();
+        state.traced = Some(kind);
+        state.traces.clear();
+    }
+
+    /// The backtraces since [`FaultyEngine::trace`].
+    pub fn traces(&self) -> Vec<String> {
+        self.state.lock().traces.clone()
+    }
+
     /// Forgets the log and the counts, not the rules.
     pub fn forget(&self) {
         let mut state = self.state.lock();
@@ -122,6 +138,9 @@ impl FaultyEngine {
         let number = state.ops;
         state.ops += 1;
         state.counts[kind as usize] += 1;
+        if state.traced == Some(kind) {
+            state.traces.push(Backtrace::force_capture().to_string());
+        }
         let fault =
             state.rules.iter_mut().zip(1u64..).find_map(|(rule, salt)| {
                 rule.strike(lane, kind, paths, draw(self.seed, number, salt))

@@ -1,0 +1,61 @@
+//! The way of one block through the code, from the job of a pool to the system call, by function.
+//! ARCHITECTURE.md shows it.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+use ucm_testkit::OpKind;
+
+use crate::common::{Device, Layout, Setup, Store, directory, ids};
+
+/// Most functions of ours on the way out and on the way back, closures counted. The goal is 14.
+const MOST: [usize; 2] = [20, 14];
+
+/// The functions of ours in a backtrace, from the operation up to the job of a pool. Whose a
+/// function is, its file says.
+fn way(trace: &str) -> Vec<String> {
+    let lines: Vec<&str> = trace.lines().map(str::trim_start).collect();
+    let frames = lines.windows(2).filter_map(|pair| {
+        let (number, name) = pair[0].split_once(": ")?;
+        number.parse::<usize>().ok()?;
+        Some((name, pair[1].strip_prefix("at ")?))
+    });
+    let ours = |file: &str| !["/rustc/", "/registry/"].iter().any(|of| file.contains(of));
+    frames
+        .skip_while(|(_, file)| !file.contains("fault"))
+        .skip_while(|(_, file)| file.contains("fault"))
+        .filter(|(_, file)| ours(file))
+        .take_while(|(_, file)| !file.contains("ucm-infra/src/pool"))
+        .map(|(name, file)| format!("{} ({file})", name.split('<').next().unwrap_or(name)))
+        .collect()
+}
+
+#[test]
+fn the_way_of_a_block() {
+    let (dir, setup) = (
+        directory(),
+        Setup {
+            layout: Layout::segments(),
+            ..Setup::default()
+        },
+    );
+    let blocks = ids(1);
+    let device = Device::filled(&setup, &blocks);
+    let store = Store::open(dir.path(), setup.clone());
+    for (number, kind) in [OpKind::WriteAt, OpKind::Read].into_iter().enumerate() {
+        store.faults.trace(kind);
+        if kind == OpKind::WriteAt {
+            store.dump(&device, &blocks).unwrap();
+        } else {
+            let target = Device::blank(&setup, &blocks);
+            store.load(&target, &blocks).unwrap();
+        }
+        let traces = store.faults.traces();
+        let way = way(&traces[0]);
+        eprintln!("{kind:?}: {} functions\n  {}", way.len(), way.join("\n  "));
+        assert!(way.len() > 3, "{traces:?}");
+        assert!(
+            way.len() <= MOST[number],
+            "the way is longer than before: {way:#?}"
+        );
+    }
+}
