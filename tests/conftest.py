@@ -28,7 +28,12 @@ ENGINE_LIMIT = 39
 _hosts: list[EngineHost] = []
 
 
-sys.path.append(str(Path(__file__).with_name("second_reader")))
+# The second reader of records, for tests and for the programs that they start.
+SECOND_READER = str(Path(__file__).with_name("second_reader"))
+sys.path.append(SECOND_READER)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    path for path in (os.environ.get("PYTHONPATH"), SECOND_READER) if path
+)
 if os.environ.get("UCM_TEST_ISA"):  # before anything imports vLLM
     sys.path.append(str(Path(__file__).with_name("vllm")))
     importlib.import_module("instruction_sets").pin()
