@@ -66,7 +66,8 @@ SAMPLES = samples()
 
 
 def keys_read() -> set[str]:
-    """Dotted keys of the configuration that code outside of it reads, as ``config.<key>``."""
+    """Dotted keys of the configuration that code outside of it reads, as ``config.<key>`` or
+    ``self._config.<key>``."""
     package = REPOSITORY / "python" / "ucm"
     read = set()
     for file in package.rglob("*.py"):
@@ -77,6 +78,8 @@ def keys_read() -> set[str]:
             while isinstance(node, ast.Attribute):
                 parts.insert(0, node.attr)
                 node = node.value
+            if isinstance(node, ast.Name) and node.id == "self" and parts[:1] == ["_config"]:
+                node, parts = ast.Name("config"), parts[1:]
             if parts and isinstance(node, ast.Name) and node.id == "config":
                 read |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
     return read
