@@ -24,9 +24,10 @@ import sys
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from lines import is_test
+from lines import rust_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES, METHODS, COLUMNS = 2, 40, 100
@@ -48,16 +49,12 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def rust() -> dict[Path, list[str]]:
-    """The product's Rust: the lines of each file, without modules of tests."""
-    paths = [path for path in tracked("crates/*/src/*.rs") if not is_test(path)]
-    texts = {path: (ROOT / path).read_text() for path in paths if path.parts[1] != "ucm-testkit"}
-    declared = re.compile(r"#\[cfg\((?:all\()?test\b.*\n\s*(?:pub(?:\(.*\))? )?mod (\w+);")
-    tests = {
-        (path.parent if path.stem in ("mod", "lib") else path.with_suffix("")) / f"{name}.rs"
-        for path, text in texts.items()
-        for name in declared.findall(text)
+    """The product's Rust: the lines of each file; those of tests are empty."""
+    return {
+        path: [line or "" for line in lines]
+        for path, lines in rust_sources().items()
+        if path.parts[1] != "ucm-testkit"
     }
-    return {path: product(text) for path, text in texts.items() if path not in tests}
 
 
 def impls(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
@@ -236,30 +233,18 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]
 
 
 def circles(edges: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
-    """Files that import each other, each group once (Tarjan's strongly connected components)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-
-    def visit(node: str) -> Iterator[list[str]]:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in sorted(edges.get(node, ())):
-            if other not in index:
-                yield from visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            at = stack.index(node)
-            group, stack[at:] = stack[at:], []
-            if len(group) > 1:
-                yield sorted(group)
-
-    for node in sorted(edges):
-        if node not in index:
-            for group in visit(node):
-                yield group[0], "import each other: " + ", ".join(group)
+    """Files that import each other: one circle after the other, each without its edges then."""
+    left = {node: set(others) for node, others in edges.items()}
+    while True:
+        try:
+            TopologicalSorter({node: sorted(left[node]) for node in sorted(left)}).prepare()
+        except CycleError as error:
+            group = sorted(set(error.args[1]))
+            yield group[0], "import each other: " + ", ".join(group)
+            for node in group:
+                left[node] -= set(group)
+        else:
+            return
 
 
 def width() -> Iterator[tuple[str, str]]:
@@ -299,19 +284,6 @@ def words(banned: dict[str, str]) -> tuple[int, int, dict[Path, Counter[str]]]:
         if found := Counter(word.lower() for word in pattern.findall(text)):
             where[path] = found
     return total, sum(sum(found.values()) for found in where.values()), where
-
-
-def product(text: str) -> list[str]:
-    """The lines of a file of Rust; those of modules of tests are empty."""
-    lines, end = text.splitlines(), ""
-    for number, line in enumerate(lines):
-        follows = lines[number + 1].strip() if number + 1 < len(lines) else ""
-        if end:
-            end = "" if line == end else end
-            lines[number] = ""
-        elif re.match(r"\s*#\[cfg\(.*test", line) and re.match(r"mod \w+ \{$", follows):
-            end = line[: len(line) - len(line.lstrip())] + "}"
-    return lines
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """Prints how many lines there are; with ``--budget`` fails where they are too many.
 
 * Rust: every line of ``crates/*/src`` without ``ucm-testkit``, without files of tests
-  (``tests.rs``, ``tests_*.rs``, ``tests/``) and without modules under ``#[cfg(test)]``.
+  (``tests.rs``, ``tests_*.rs``, ``tests/``) and without modules under ``#[cfg(test)]``, in files
+  of their own too.
 * Python: every line of ``python/ucm``, without files of at most 5 lines, which re-export.
 * Benches: every line of Rust and Python in ``benches``.
 
@@ -11,42 +12,61 @@ The share of lines that are comments, docstrings among them, is counted for the 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Most lines and files. Today's counts, rounded up: who deletes lowers them, and what grows past
-#: one replaces something. The goals of issue 35: Rust 53,000, Python 29,000 in 100 files, benches
+#: Most lines and files: today's counts, rounded up. A change that deletes lowers them; code that
+#: grows past one replaces other code. The goals: Rust 53,000, Python 29,000 in 100 files, benches
 #: 7,500.
-BUDGETS = {"Rust": 64_000, "Python": 33_000, "Python files": 100, "benches": 7_500}
+BUDGETS = {"Rust": 62_500, "Python": 33_000, "Python files": 100, "benches": 7_500}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.
 RE_EXPORT = 5
 
+#: Begins a module of tests, and names one that is a file.
+TEST_MODULE = re.compile(r"\s*#\[cfg\((?:all\()?test\b")
+TEST_FILE = re.compile(TEST_MODULE.pattern + r".*\n\s*(?:pub(?:\(.*\))? )?mod (\w+);")
+
 
 def is_test(path: Path) -> bool:
-    """Whether a file holds nothing but tests."""
+    """True if a file has only tests, by its name."""
     return "tests" in path.parts or path.stem == "tests" or path.stem.startswith("tests_")
 
 
-def built(path: Path) -> list[str]:
-    """Lines of a file of Rust without its modules of tests: each ends with the brace that stands
-    where it began."""
-    kept, end = [], ""
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines):
-        follows = lines[number + 1].strip() if number + 1 < len(lines) else ""
+def rust_sources() -> dict[Path, list[str | None]]:
+    """The files of Rust that are built, below the root. Each has None for the lines of a module of
+    tests, which ends with the brace that stands where it began."""
+    texts = {
+        path: path.read_text()
+        for path in sorted((ROOT / "crates").glob("*/src/**/*.rs"))
+        if not is_test(path.relative_to(ROOT))
+    }
+    tests = {
+        (path.parent if path.stem in ("mod", "lib") else path.with_suffix("")) / f"{name}.rs"
+        for path, text in texts.items()
+        for name in TEST_FILE.findall(text)
+    }
+    return {
+        path.relative_to(ROOT): _without_tests(text.splitlines())
+        for path, text in texts.items()
+        if path not in tests
+    }
+
+
+def _without_tests(lines: list[str]) -> list[str | None]:
+    kept: list[str | None] = []
+    end = ""
+    for line, follows in zip(lines, [*lines[1:], ""], strict=True):
         if end:
+            kept.append(None)
             end = "" if line == end else end
-        elif (
-            line.strip().startswith("#[cfg(")
-            and "test" in line
-            and follows.startswith("mod ")
-            and follows[-1] == "{"
-        ):
+        elif TEST_MODULE.match(line) and re.match(r"\s*mod \w+ \{$", follows):
+            kept.append(None)
             end = line[: len(line) - len(line.lstrip())] + "}"
         else:
             kept.append(line)
@@ -71,14 +91,13 @@ def main() -> int:
     rust: dict[str, int] = {}
     counted = dict.fromkeys(BUDGETS, 0)
     commented = {"Rust": 0, "Python": 0}
-    for crate in sorted((ROOT / "crates").iterdir()):
-        for path in (crate / "src").rglob("*.rs"):
-            if not is_test(path.relative_to(crate)):
-                lines = built(path)
-                rust[crate.name] = rust.get(crate.name, 0) + len(lines)
-                if crate.name != "ucm-testkit":
-                    counted["Rust"] += len(lines)
-                    commented["Rust"] += comments(path, lines)
+    for path, sources in rust_sources().items():
+        lines = [line for line in sources if line is not None]
+        crate = path.parts[1]
+        rust[crate] = rust.get(crate, 0) + len(lines)
+        if crate != "ucm-testkit":
+            counted["Rust"] += len(lines)
+            commented["Rust"] += comments(path, lines)
     for path in (ROOT / "python" / "ucm").rglob("*.py"):
         lines = path.read_text().splitlines()
         if len(lines) > RE_EXPORT:
