@@ -2,7 +2,8 @@
 //!
 //! A submitter takes a place and pushes. Whoever holds the pool's state (a worker that wants a job,
 //! the monitor, a shutdown) first moves what was pushed into the lane, so that all decisions are
-//! made under the lock. A submitter takes the lock only to wake a sleeping worker.
+//! made under the lock. A submitter takes the lock only to wake a sleeping worker, or to make room in
+//! the queue, which is shorter than the lane.
 //!
 //! Nothing is missed, because each side writes, passes a full fence and then reads: a submitter
 //! pushes and then reads whether someone sleeps; a worker or the monitor announces its sleep and
@@ -16,6 +17,10 @@ use crossbeam_queue::ArrayQueue;
 use super::job::Job;
 use super::stats::{Lane, LaneCounters};
 use crate::clock::MonotonicTime;
+
+/// Most jobs of a lane that are handed over and not collected; the memory for them is taken at
+/// once.
+const MOST_PUSHED: usize = 256;
 
 pub(super) struct Queued {
     pub(super) job: Arc<dyn Job>,
@@ -35,7 +40,7 @@ impl Inbox {
         Self {
             spec,
             counters: Arc::default(),
-            pushed: ArrayQueue::new(spec.capacity),
+            pushed: ArrayQueue::new(spec.capacity.min(MOST_PUSHED)),
             waiting: AtomicUsize::new(0),
         }
     }
@@ -53,7 +58,7 @@ impl Inbox {
         self.waiting.fetch_sub(jobs, Ordering::AcqRel);
     }
 
-    /// Hands over a job that has a place; the job itself if there is none, which is a bug.
+    /// Hands over a job that has a place; the job itself if as many as fit were not collected yet.
     pub(super) fn push(&self, queued: Queued) -> Result<(), Queued> {
         self.pushed.push(queued)
     }

@@ -117,11 +117,10 @@ impl WorkerPool {
         };
         inbox.counters.submitted();
         let job = Arc::new(JobCell::new(work, done, Arc::clone(&inbox.counters)));
-        if let Err(queued) = inbox.push(Queued { job, deadline }) {
-            inbox.release(1);
-            let error = Error::internal("a job with a place found none; please report");
-            shared.tell(|| queued.job.fail(Verdict::Closed, error));
-            return Ok(());
+        let mut queued = Queued { job, deadline };
+        while let Err(full) = inbox.push(queued) {
+            queued = full;
+            drop(shared.collected());
         }
         fence(Ordering::SeqCst); // see `inbox`
         // The monitor sleeps until the earliest deadline that it knows; only an earlier one has to

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ucm_core::ErrorKind;
 
-use super::lane;
+use super::{Rig, lane};
 use crate::clock::MonotonicTime;
 use crate::pool::WorkerPool;
 
@@ -82,5 +82,21 @@ fn a_job_handed_over_while_the_pool_is_shut_down_is_refused_or_reported() {
         });
         pool.shutdown(Duration::from_secs(60)); // for the jobs that were running
         assert_eq!(reported.load(Ordering::Acquire), accepted);
+    }
+}
+
+#[test]
+fn a_lane_holds_more_than_is_handed_over_at_once() {
+    let rig = Rig::new(|pool| pool.lanes(&[lane("long", 1000, 1)]));
+    let release = rig.hang(0, MonotonicTime::NEVER, 0);
+    for id in 1..=1000 {
+        rig.submit(0, MonotonicTime::NEVER, id, move || id).unwrap();
+    }
+    let full = rig.submit(0, MonotonicTime::NEVER, 1001, || 0).unwrap_err();
+    assert_eq!(full.kind(), ErrorKind::Busy);
+    assert_eq!(rig.pool.stats().lanes[0].queued, 1000);
+    drop(release);
+    for id in 0..=1000 {
+        assert_eq!(rig.next(), (id, Ok(id)), "in their order");
     }
 }
