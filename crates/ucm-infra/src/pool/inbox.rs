@@ -2,8 +2,8 @@
 //!
 //! A submitter takes a place and pushes. Whoever holds the pool's state (a worker that wants a job,
 //! the monitor, a shutdown) first moves what was pushed into the lane, so that all decisions are
-//! made under the lock. A submitter takes the lock only to wake a sleeping worker, or to make room in
-//! the queue, which is shorter than the lane.
+//! made under the lock. A submitter takes the lock only to wake a sleeping worker, or to make room
+//! in the queue, which is shorter than the lane.
 //!
 //! Nothing is missed, because each side writes, passes a full fence and then reads: a submitter
 //! pushes and then reads whether someone sleeps; a worker or the monitor announces its sleep and
