@@ -99,7 +99,7 @@ test: servers $(RUN_ENV) .tools/.stamp-mooncake ## everything this machine can t
 # Suites that say of every test what store it needs (crates/ucm-store/tests/common/over.rs), and what they run over:
 # layout, what stands above. The first run below is over file,none; the other columns are for test-long.
 # The model has a matrix of its own: it runs once, and over every column in test-long.
-SUITES := rules first_failure ends transfer audit paranoid verifying trust quarantine health lost_roots room
+SUITES := rules first_failure ends transfer verifying trust damage health lost_roots room
 LONG_SUITES := $(SUITES) model
 COLUMNS := segment,none file,memory
 MORE_COLUMNS := segment,memory file,map
@@ -120,7 +120,7 @@ over_device = cargo build --locked --quiet -p softcuda; \
 	UCM_TEST_DEVICE=$(1) UCM_TEST_DRIVER=$(SOFTCUDA) $(call over,$(2), on $(1),$(3))
 VENDORS := hip musa maca ascend
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
-COMPRESSED := test(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)::/) \
+COMPRESSED := test(/^(rules|first_failure|ends|segments|segments_sealing|merging|merging_faults)::/) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 

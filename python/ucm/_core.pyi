@@ -313,14 +313,11 @@ class Store:
         """Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the
         tag of the tenant whose blocks they are, 32 bytes."""
 
-    def audit(self, block_ids: Sequence[bytes]) -> None:
-        """The next dump of these blocks is compared with what is stored."""
-
-    def distrust(self, block_ids: Sequence[bytes]) -> None:
+    def mark_bad(self, block_ids: Sequence[bytes]) -> None:
         """Another rank could not use these records: no hits until the next dump has replaced
         them."""
 
-    def trust(self, block_ids: Sequence[bytes]) -> None:
+    def clear_bad(self, block_ids: Sequence[bytes]) -> None:
         """Another rank replaces these records: what was refused of them is forgotten."""
 
     def touch(self, block_ids: Sequence[bytes], first: int = 0) -> None:

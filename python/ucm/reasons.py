@@ -45,7 +45,6 @@ class MissReason(StrEnum):
     NOT_TAKEN = "not_taken"
     ABORTED = "aborted"
     INTERNAL = "internal"
-    AUDIT = "audit"
     DECLINED = "declined"
     WRONG_KEY = "wrong_key"
     NOT_ENCRYPTED = "not_encrypted"

@@ -21,7 +21,7 @@ from ucm.errors import StoreIOError
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
 
-EVERYTHING = Wish(Capacity(bytes=0), None, chosen=False, stale=True, quarantine=True)
+EVERYTHING = Wish(Capacity(bytes=0), None, chosen=False, stale=True)
 
 
 def by_use(paths: list[Path]) -> list[Path]:
@@ -39,7 +39,7 @@ def relative(root: Written, paths: list[Path]) -> list[str]:
         ("--to", "0"),
         ("--older-than", "1s"),
         ("--namespace", "NAME"),
-        ("--stale", "--quarantine"),
+        ("--stale",),
     ],
 )
 def test_a_dry_run_changes_nothing(root: Written, ucm: Run, options: tuple[str, ...]) -> None:
@@ -99,9 +99,10 @@ def test_older_than(root: Written, ucm_json: Json, ucm: Run) -> None:
 def test_a_whole_namespace_goes_and_the_other_stays(root: Written, ucm_json: Json) -> None:
     root.fill("one").fill("two", 2)
     one, two = root.namespace("one"), root.namespace("two")
-    evidence = root.path / one / "quarantine" / f"{'ab' * 16}.bad_header.1.bin"
-    evidence.parent.mkdir()
-    evidence.write_bytes(b"bad")
+    kept = root.path / one / "quarantine" / f"{'ab' * 16}.bad_header.1.bin"
+    kept.parent.mkdir()
+    kept.write_bytes(b"bad")
+    os.utime(kept, (time.time() - 2 * HOUR,) * 2)
     done = ucm_json("gc", root.path, "--namespace", one[:8], "--yes")
     assert (done["exit"], done["removed"], done["namespaces_removed"]) == (0, 7, [one])
     assert not (root.path / one).exists()
@@ -170,21 +171,16 @@ def test_private_files_of_the_dead(root: Written, ucm_json: Json) -> None:
     assert len(root.records()) == 6, "records are not asked for"
 
 
-def test_quarantined_records(root: Written, ucm_json: Json) -> None:
+def test_damaged_records_that_an_older_version_kept(root: Written, ucm_json: Json) -> None:
     root.fill("one")
     kept = root.path / root.namespace("one") / "quarantine"
     kept.mkdir()
-    old, new, foreign = (
-        kept / f"{'ab' * 16}.{reason}.1.bin" for reason in ("bad_header", "truncated", "because")
-    )
-    for path in (old, new, foreign):
+    old, foreign = (kept / f"{'ab' * 16}.{reason}.1.bin" for reason in ("bad_header", "because"))
+    for path in (old, foreign):
         path.write_bytes(b"x")
-    before = time.time() - 2 * HOUR
-    os.utime(old, (before, before))
-    assert ucm_json("gc", root.path, "--quarantine", "--older-than", "1h", "--yes")["removed"] == 1
-    assert [path.exists() for path in (old, new, foreign)] == [False, True, True]
-    assert ucm_json("gc", root.path, "--quarantine", "--yes")["removed"] == 1
-    assert [path.exists() for path in (old, new, foreign)] == [False, False, True]
+        os.utime(path, (time.time() - 2 * HOUR,) * 2)
+    assert ucm_json("gc", root.path, "--stale", "--yes")["removed"] == 1
+    assert [path.exists() for path in (old, foreign)] == [False, True]
     assert len(root.records()) == 6
 
 
@@ -217,7 +213,7 @@ def test_nothing_but_our_own_names_is_ever_removed(
     directory.mkdir()
     inner = Written(root.path / "inner").fill("three", 2)
     before = outside.tree()
-    every = ("--to", "0", "--stale", "--quarantine", "--yes")
+    every = ("--to", "0", "--stale", "--yes")
     assert ucm_json("gc", root.path, *every)["removed"] == 6
     assert ucm_json("gc", root.path, "--namespace", name, "--yes")["namespaces_removed"] == []
     assert outside.tree() == before

@@ -1,4 +1,4 @@
-"""``ucm verify``: every kind of damage is found, on a live root, and only damage is moved."""
+"""``ucm verify``: every kind of damage is found, on a live root, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -17,24 +17,12 @@ from cli_damage import DAMAGES, flip, newer
 from cli_roots import RECORD, Written
 from click.testing import Result
 
-from ucm.cli import roots, terminal
 from ucm.cli.records import Pace, Reader, RecordVerifier
 from ucm.cli.roots import Found
 from ucm.errors import UcmError
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line runs an hour from now: nothing is young any more."""
-    now = terminal.wall_ns
-    monkeypatch.setattr(terminal, "wall_ns", lambda: now() + 3600 * 10**9)
-
-
-def quarantined(root: Written) -> list[str]:
-    return sorted(path.name for path in root.path.glob("*/quarantine/*"))
 
 
 def around_verifying(
@@ -57,7 +45,7 @@ def around_verifying(
 def test_a_good_root(root: Written, ucm: Run, ucm_json: Json) -> None:
     root.fill("one").fill("two", 2)
     before = root.tree()
-    document = ucm_json("verify", root.path, "--quarantine")
+    document = ucm_json("verify", root.path)
     assert document["exit"] == 0
     assert (document["records"], document["good"], document["bad"]) == (8, 8, 0)
     assert document["bytes"] == document["bytes_read"] == 8 * RECORD
@@ -79,88 +67,40 @@ def test_damage_of_each_kind_is_found(name: str, root: Written, ucm: Run, ucm_js
     assert (document["good"], document["bad"]) == (2, 1)
     assert document["reasons"] == {reason: 1}
     (bad,) = document["bad_records"]
-    assert (bad["path"], bad["action"]) == (str(path.relative_to(root.path)), "left")
+    assert bad["path"] == str(path.relative_to(root.path))
     done = ucm("verify", root.path)
     assert done.exit_code == 1
     assert reason in done.stdout
     assert path.name in done.stdout
 
 
-def test_what_is_whole_but_belongs_elsewhere_is_found_and_left(
-    root: Written, ucm_json: Json, later: None
-) -> None:
+def test_what_is_whole_but_belongs_elsewhere_is_found(root: Written, ucm_json: Json) -> None:
     root.fill("one", 3).fill("two", 1)
     one, other = root.records(root.namespace("one")), root.records(root.namespace("two"))
     shutil.copy(one[1], one[2])
     shutil.copy(other[0], one[0])
-    document = ucm_json("verify", root.path, "--quarantine")
+    document = ucm_json("verify", root.path)
     assert document["exit"] == 1
     assert document["reasons"] == {"foreign_id": 1, "foreign_identity": 1}
-    assert document["quarantined"] == 0
-    assert {bad["action"] for bad in document["bad_records"]} == {
-        "left: it is not damaged, it belongs elsewhere"
-    }
 
 
-def test_a_part_of_other_sizes_is_told_and_never_moved(
-    root: Written, ucm_json: Json, later: None
-) -> None:
+def test_a_part_of_other_sizes_is_reported(root: Written, ucm_json: Json) -> None:
     root.fill("one", 2)
     manifest = root.path / root.namespace("one") / "manifest.json"
     document = json.loads(manifest.read_text())
     document["parts"]["g0p0t0"]["layers"] = 4
     manifest.write_text(json.dumps(document))
-    found = ucm_json("verify", root.path, "--quarantine")
+    found = ucm_json("verify", root.path)
     assert found["reasons"] == {"foreign_shape": 2}
-    assert found["quarantined"] == 0
-    assert len(root.records()) == 2
-
-
-def test_quarantine_moves_what_is_damaged_and_the_store_heals(
-    root: Written, ucm_json: Json, later: None
-) -> None:
-    root.fill("one", 3)
-    path = root.records()[1]
-    flip(4100)(path)
-    damaged = path.read_bytes()
-    document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["exit"], document["bad"], document["quarantined"]) == (1, 1, 1)
-    assert document["bad_records"][0]["action"] == "quarantined"
-    assert not path.exists()
-    (name,) = quarantined(root)
-    assert roots.QUARANTINED.fullmatch(name)
-    assert name.startswith(f"{path.stem}.bad_checksum.")
-    kept = root.path / root.namespace("one") / "quarantine"
-    assert (kept / name).read_bytes() == damaged
-    assert kept.stat().st_mode == kept.parent.stat().st_mode
-    assert ucm_json("verify", root.path)["exit"] == 0
-    assert ucm_json("inspect", root.path)["roots"][0]["quarantined"] == 1
-    with root.open() as store:
-        assert store.lookup(root.ids).count(False) == 1
-        root.dump(store, 3)
-        assert all(store.lookup(root.ids))
-    assert ucm_json("verify", root.path)["good"] == 3
-
-
-def test_what_may_still_be_written_is_not_moved(root: Written, ucm_json: Json) -> None:
-    root.fill("one", 2)
-    young, headless = root.records()
-    flip(4100)(young)  # its header says that it was written just now
-    flip(0)(headless)  # does not say; its file was used just now
-    os.utime(headless)
-    document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["bad"], document["quarantined"]) == (2, 0)
-    assert all("younger than 60 s" in bad["action"] for bad in document["bad_records"])
-    assert len(root.records()) == 2
 
 
 def test_a_newer_version_is_good_news_and_left_alone(
-    root: Written, ucm_json: Json, ucm: Run, later: None
+    root: Written, ucm_json: Json, ucm: Run
 ) -> None:
     root.fill("one", 2)
     newer(root.records()[0])
     before = root.tree()
-    document = ucm_json("verify", root.path, "--quarantine")
+    document = ucm_json("verify", root.path)
     assert (document["exit"], document["good"], document["newer"], document["bad"]) == (0, 1, 1, 0)
     assert root.tree() == before
 
@@ -169,7 +109,6 @@ def test_encrypted_records_are_judged_with_and_without_their_key(
     root: Written,
     ucm_json: Json,
     ucm: Run,
-    later: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -203,50 +142,6 @@ def test_encrypted_records_are_judged_with_and_without_their_key(
     assert f"chmod 600 {key}" in wrong.output.replace("\n", " "), wrong.output
 
 
-def test_a_root_that_may_only_be_read_is_judged_all_the_same(
-    root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root.fill("one", 2)
-    flip(4100)(root.records()[0])
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "mkdir", refused)
-    document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (
-        1,
-        1,
-        1,
-        0,
-    )
-    assert document["bad_records"][0]["action"] == f"left: {os.strerror(errno.EROFS)}"
-
-
-def test_the_quarantine_is_bounded(
-    root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root.fill("one", 4)
-    for path in root.records():
-        flip(4100)(path)
-    monkeypatch.setattr("ucm.cli.verify.QUARANTINE_MOST", 3)
-    document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["bad"], document["quarantined"]) == (4, 3)
-    assert [bad["action"] for bad in document["bad_records"]].count(
-        "left: the quarantine is full"
-    ) == 1
-    again = ucm_json("verify", root.path, "--quarantine")
-    assert (again["bad"], again["quarantined"]) == (1, 0), "what lies there already counts"
-
-
-def test_the_quarantine_is_bounded_in_bytes(root: Written, ucm_json: Json, later: None) -> None:
-    root.fill("one", 3)
-    root.limit(16 * (2 * RECORD + 1))
-    for path in root.records():
-        flip(4100)(path)
-    assert ucm_json("verify", root.path, "--quarantine")["quarantined"] == 2
-
-
 def test_records_removed_meanwhile_are_no_errors(
     root: Written, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +154,7 @@ def test_records_removed_meanwhile_are_no_errors(
         shutil.rmtree(paths[3].parent, ignore_errors=True)
 
     around_verifying(monkeypatch, after=remove)
-    document = ucm_json("verify", root.path, "--quarantine")
+    document = ucm_json("verify", root.path)
     assert (document["exit"], document["good"], document["removed"], document["bad"]) == (
         0,
         2,
@@ -279,12 +174,11 @@ def test_while_an_engine_writes_and_its_collector_removes(root: Written, ucm_jso
 
         writer = threading.Thread(target=write)
         writer.start()
-        seen = [ucm_json("verify", root.path, "--quarantine") for _ in range(5)]
+        seen = [ucm_json("verify", root.path) for _ in range(5)]
         writer.join()
     for document in (*seen, ucm_json("verify", root.path)):
         assert (document["exit"], document["bad"], document["unreadable"]) == (0, 0, 0)
         assert document["good"] + document["removed"] == document["records"]
-    assert quarantined(root) == []
 
 
 def test_a_bad_read_is_read_again_before_it_is_believed(
@@ -307,51 +201,8 @@ def test_a_bad_read_is_read_again_before_it_is_believed(
     assert (document["exit"], document["good"]) == (0, 3)
 
 
-def test_a_record_replaced_at_the_last_moment_stays(
-    root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root.fill("one", 2)
-    path = root.records()[0]
-    good = path.read_bytes()
-    flip(4100)(path)
-
-    def replace(found: Found) -> None:
-        new = path.with_name("new")
-        new.write_bytes(good)
-        new.rename(path)
-
-    around_verifying(monkeypatch, after=replace)
-    document = ucm_json("verify", root.path, "--quarantine")
-    assert (document["bad"], document["quarantined"]) == (1, 0)
-    assert "meanwhile" in document["bad_records"][0]["action"]
-    assert path.read_bytes() == good
-    assert quarantined(root) == []
-
-
-def test_replaced_between_the_look_and_the_rename(
-    root: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root.fill("one", 2)
-    path = root.records()[0]
-    bad = path.stat().st_ino
-    rename = os.rename
-
-    def replaced(*arguments: Any, **more: Any) -> None:
-        new = path.with_name("new")
-        new.write_bytes(b"newer bytes")
-        rename(new, path)
-        rename(*arguments, **more)
-
-    with roots.Root(root.path) as opened:
-        (found, _) = opened.scan(root.namespace("one")).records
-        monkeypatch.setattr(os, "rename", replaced)
-        assert not opened.quarantine(found, bad, f"{path.stem}.bad_header.1.bin")
-    assert path.read_bytes() == b"newer bytes"
-    assert quarantined(root) == []
-
-
 def test_what_cannot_be_read_is_told_and_left(
-    root: Written, ucm_json: Json, ucm: Run, later: None, monkeypatch: pytest.MonkeyPatch
+    root: Written, ucm_json: Json, ucm: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.fill("one", 2)
     name = root.records()[0].name
@@ -365,13 +216,8 @@ def test_what_cannot_be_read_is_told_and_left(
         return read(self, found, most)
 
     monkeypatch.setattr(Reader, "read", failing)
-    document = ucm_json("verify", root.path, "--quarantine")
-    assert (
-        document["exit"],
-        document["unreadable"],
-        document["good"],
-        document["quarantined"],
-    ) == (1, 1, 1, 0)
+    document = ucm_json("verify", root.path)
+    assert (document["exit"], document["unreadable"], document["good"]) == (1, 1, 1)
     assert document["reasons"] == {"io_error": 1}
     assert os.strerror(errno.EIO) in ucm("verify", root.path).stdout
 

@@ -260,7 +260,6 @@ class Rig:
             UcmConfig(
                 min_hit_tokens=settings.pop("min_hit_tokens", 0),
                 dump=settings.pop("dump", "all"),
-                audit_one_in=settings.pop("audit_one_in", 0),
                 on_reset=settings.pop("on_reset", "keep"),
             ),
             self.readiness,

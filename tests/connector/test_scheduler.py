@@ -308,26 +308,6 @@ def test_a_preempted_request_is_looked_up_again_with_its_output() -> None:
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (4 * BLOCK, True)
 
 
-def test_one_hit_in_n_is_computed_and_offered_to_be_compared() -> None:
-    rig = Rig(audit_one_in=2)
-    first = rig.request("a", 3 * BLOCK + 2)
-    rig.stored(first, 2)
-    rig.later.run()
-    for _ in range(2):  # asked again, decided once
-        assert rig.scheduler.get_num_new_matched_tokens(first, 0) == (2 * BLOCK, True)
-    second = rig.request("b", 3 * BLOCK + 2)
-    rig.later.run()
-    for _ in range(2):
-        assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
-    rig.scheduler.update_state_after_alloc(second, rig.tables.allocate(second, 4), 0)
-    assert rig.scheduler.miss_stats.total.missed == {"audit": 2, "absent": 1}
-    (dump,) = rig.step(second).dumps
-    assert (dump.first, len(dump.blocks), dump.audit) == (0, 3, True)
-    third = rig.request("c", 3 * BLOCK + 2)
-    rig.later.run()
-    assert rig.scheduler.get_num_new_matched_tokens(third, 0) == (2 * BLOCK, True)
-
-
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("owner", ["miss_stats", "scheduler", "job"])
 def test_jobs_that_were_planned_are_sent_whatever_fails_after_them(
@@ -370,13 +350,13 @@ def test_jobs_that_were_planned_are_sent_whatever_fails_after_them(
     assert all(rig.scheduler._block_tracker.is_stored(key) for key in keys)
 
 
-def test_without_an_audit_nothing_stored_is_offered() -> None:
+def test_what_is_stored_is_not_offered() -> None:
     rig = Rig()
     request = rig.request("a", 3 * BLOCK + 2)
     rig.stored(request, 2)
     rig.no_room(request, 2)
     (dump,) = rig.step(request).dumps
-    assert (dump.first, len(dump.blocks), dump.audit) == (2, 1, False)
+    assert (dump.first, len(dump.blocks)) == (2, 1)
 
 
 # Offering

@@ -59,9 +59,8 @@ class Scripted(UcmKVStoreBaseV1):
         self.refusal: Exception | None = None
         self.check_error: Exception | None = None
         self.described: dict[bytes, tuple[bytes, int]] = {}
-        self.audited: list[bytes] = []
-        self.distrusted: list[bytes] = []
-        self.trusted: list[bytes] = []
+        self.marked_bad: list[bytes] = []
+        self.cleared: list[bytes] = []
         self.slots: int | None = None
         self.events: list[int] = []
         self.sizes = config["tensor_size_list"] * (
@@ -117,14 +116,11 @@ class Scripted(UcmKVStoreBaseV1):
     ) -> None:
         self.described.update(zip(block_ids, zip(parents, ordinals, strict=True), strict=True))
 
-    def audit(self, block_ids: Sequence[bytes]) -> None:
-        self.audited += block_ids
+    def mark_bad(self, block_ids: Sequence[bytes]) -> None:
+        self.marked_bad += block_ids
 
-    def distrust(self, block_ids: Sequence[bytes]) -> None:
-        self.distrusted += block_ids
-
-    def trust(self, block_ids: Sequence[bytes]) -> None:
-        self.trusted += block_ids
+    def clear_bad(self, block_ids: Sequence[bytes]) -> None:
+        self.cleared += block_ids
 
     def free_dump_slots(self) -> int | None:
         return self.slots
@@ -303,18 +299,8 @@ def test_a_rank_says_whether_it_goes_by_touches_and_passes_hints_on() -> None:
     assert worker.store.described[b"touched"] == (record_ids(KEYS[:1], part_mask(0, 0, 0))[0], 3)
 
 
-def test_blocks_to_be_compared_are_marked_before_their_dump() -> None:
-    worker = Worker()
-    store = worker.open()
-    marked = dump(2, [3], first=1)
-    marked.audit = True
-    worker.step(dumps=[dump(1, [2]), marked])
-    assert store.audited == record_ids(KEYS[1:2], part_mask(0, 0, 0))
-    assert len(store.tasks) == 2
-
-
 @pytest.mark.parametrize("writer", [True, False])
-def test_what_a_rank_refused_is_replaced_where_it_is_written_and_trusted_again_elsewhere(
+def test_what_a_rank_refused_is_replaced_where_it_is_written_and_read_again_elsewhere(
     writer: bool,
 ) -> None:
     worker = Worker(writer=writer)
@@ -323,8 +309,25 @@ def test_what_a_rank_refused_is_replaced_where_it_is_written_and_trusted_again_e
     again.refused = (1,)
     worker.step(dumps=[again, dump(2, [4], first=3)])
     (refused,) = record_ids(KEYS[1:2], part_mask(0, 0, 0))
-    assert (store.distrusted, store.trusted) == (([refused], []) if writer else ([], [refused]))
+    assert (store.marked_bad, store.cleared) == (([refused], []) if writer else ([], [refused]))
     assert len(store.tasks) == (2 if writer else 0)
+
+
+def test_a_store_with_the_older_names_of_marking_is_still_called() -> None:
+    class Older(Scripted):
+        mark_bad = UcmKVStoreBaseV1.mark_bad
+        clear_bad = UcmKVStoreBaseV1.clear_bad
+
+        def distrust(self, block_ids: Sequence[bytes]) -> None:
+            self.marked_bad += block_ids
+
+        def trust(self, block_ids: Sequence[bytes]) -> None:
+            self.cleared += block_ids
+
+    store = Older({"tensor_size_list": [8], "shard_size": 8})
+    store.mark_bad([b"bad"])
+    store.clear_bad([b"good"])
+    assert (store.marked_bad, store.cleared) == ([b"bad"], [b"good"])
 
 
 def test_the_tag_of_a_tenant_goes_to_a_store_that_takes_one() -> None:

@@ -29,7 +29,7 @@ HOUR = 3600
 COMMANDS = ("inspect", "verify", "gc")
 #: Bytes of a block's record before its payload.
 HEADER = 4096
-EVERYTHING = Wish(Capacity(bytes=0), None, chosen=False, stale=True, quarantine=True)
+EVERYTHING = Wish(Capacity(bytes=0), None, chosen=False, stale=True)
 
 
 class Tools:
@@ -208,12 +208,10 @@ def test_verify(
     assert (found["exit"], found["good"], found["bad"], found["unreadable"]) == (1, 5, 1, 0)
     assert found["reasons"] == {"bad_checksum": 1}
     (bad,) = found["bad_records"]
-    assert (bad["path"], bad["reason"], bad["action"]) == (damaged.record, "bad_checksum", "left")
+    assert (bad["path"], bad["reason"]) == (damaged.record, "bad_checksum")
     text = tools.run("verify")
     assert text.exit_code == 1 and damaged.record in text.stdout
     assert tools.json("verify", "--namespace", tools.namespace("another")[:12])["exit"] == 0
-    refused = tools.run("verify", "--quarantine")
-    assert refused.exit_code == 2 and "--quarantine is for directories" in refused.stderr
     assert everything(contents) == before
     assert come_back(4) == [True, True, False, True], "a store says the same"
     assert come_back(2, identity="another") == [True] * 2
@@ -237,7 +235,7 @@ def test_a_dry_run(
         (("--to", "50%"), 2),
         (("--namespace", name), 3),
         (("--namespace", name, "--to", 0), 3),
-        (("--stale", "--quarantine"), 0),
+        (("--stale",), 0),
     ):
         planned = tools.json("gc", *wish, "--list")
         assert (planned["exit"], planned["dry_run"], planned["planned"]) == (0, True, most), wish

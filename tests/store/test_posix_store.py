@@ -225,8 +225,7 @@ def test_a_load_may_end_in_the_verified_slot(store: UcmPosixStore) -> None:
 def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(
     opened: Open, tmp_path: Path
 ) -> None:
-    # else the record may be moved away between two questions
-    store = opened(quarantine={"enabled": False})
+    store = opened()
     names, source, target = ids(1), Memory(1), Memory(1, fill=3)
     store.wait(store.dump_data(names, [0], source.rows(0)))
     records(tmp_path / "root")[0].flip(5000)
@@ -257,7 +256,7 @@ def test_what_lies_before_the_first_bad_record_is_loaded(opened: Open, tmp_path:
     rest = [0, 1, 2, 4]
     store.wait(store.dump_data([names[row] for row in rest], [0] * 4, source.rows(*rest)))
     store.close()
-    store = opened(quarantine={"enabled": False})  # with nothing in memory
+    store = opened()  # with nothing in memory
     for reason in ("bad_checksum", "refused"):  # found out by the first load, known to the second
         with pytest.raises(TaskError) as caught:
             store.wait(store.load_data(names, [0] * 5, target.rows(*range(5))))

@@ -1,9 +1,7 @@
-"""Refusal as users configure it: the keys of quarantine, breaker and paranoid verification reach
-the core."""
+"""Refusal as users configure it: the keys of the breaker reach the core."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,8 @@ import pytest
 from blocks import PATIENT
 
 from ucm.config import load
-from ucm.errors import InvalidInputError, TaskError
+from ucm.errors import ConfigError, TaskError
+from ucm.store.engine import read_settings, settings_of
 from ucm.store.posix import UcmPosixStore
 
 BLOCK = 8192
@@ -70,62 +69,27 @@ def refuse(store: UcmPosixStore, root: Path, block: list[bytes] = ID) -> None:
     assert not target.any()
 
 
-def until(store: UcmPosixStore, counter: str) -> None:
-    """Waits for something that happens in the background."""
-    wait = threading.Event()
-    for _ in range(3000):
-        if store.stats()[counter]:
-            return
-        wait.wait(0.01)
-    raise AssertionError(f"{counter} stays 0: {store.stats()}")
-
-
-def test_evidence_is_kept_under_the_documented_name(opened: Open, tmp_path: Path) -> None:
-    store = opened()
-    dump(store)
-    refuse(store, tmp_path / "root")
-    until(store, "records_quarantined")
-    (kept,) = (tmp_path / "root").glob("*/quarantine/*")
-    name, reason, seconds, suffix = kept.name.split(".")
-    assert (name, reason, suffix) == (ID[0].hex(), "bad_checksum", "bin")
-    assert abs(int(seconds) - kept.stat().st_ctime) < 120
-    dump(store)
-    target = np.zeros(BLOCK, dtype=np.uint8)
-    store.wait(store.load_data(ID, [0], row(target)))
-    assert np.array_equal(target, np.arange(BLOCK, dtype=np.uint8))
-
-
-def test_keys_of_quarantine_and_breaker_reach_the_core(opened: Open, tmp_path: Path) -> None:
-    store = opened(
-        quarantine={
-            "enabled": False,
-            "max_per_minute": 1,
-            "max_records": 2,
-            "max_bytes": "1MiB",
-            "keep_s": 60,
-        },
-        breaker={"threshold": 3, "window_s": 5, "cool_down_s": 3000},
-    )
+def test_keys_of_the_breaker_reach_the_core(opened: Open, tmp_path: Path) -> None:
+    keys = {"threshold": 3, "window_s": 5, "cool_down_s": 3000, "damaged_per_minute": 1}
+    store = opened(breaker=keys)
     for block in (ID, OTHER):
         dump(store, block)
-    for block in (ID, OTHER):
-        refuse(store, tmp_path / "root", block)
-    until(store, "quarantine_stopped")
+    refuse(store, tmp_path / "root", ID)
+    assert store.stats()["healthy"] == 1
+    refuse(store, tmp_path / "root", OTHER)
     stats = store.stats()
-    assert (stats["healthy"], stats["breaker_opened"], stats["records_quarantined"]) == (0, 1, 0)
-    assert not list((tmp_path / "root").glob("*/quarantine"))
+    assert (stats["healthy"], stats["breaker_opened"], stats["records_refused"]) == (0, 1, 2)
 
 
 def test_an_open_breaker_says_so_until_a_lookup_finds_the_medium_well(
     opened: Open, tmp_path: Path
 ) -> None:
-    store = opened(quarantine={"max_per_minute": 1}, breaker={"cool_down_s": 0.05})
+    store = opened(breaker={"cool_down_s": 0.05, "damaged_per_minute": 1})
     assert store.healthy()
     for block in (ID, OTHER):
         dump(store, block)
     for block in (ID, OTHER):
         refuse(store, tmp_path / "root", block)
-    until(store, "quarantine_stopped")
     assert not store.healthy()  # and stays so: time alone closes no breaker
     while not store.healthy():
         store.lookup([bytes(16)])
@@ -133,34 +97,11 @@ def test_an_open_breaker_says_so_until_a_lookup_finds_the_medium_well(
     assert store.lookup(ID) == [True]
 
 
-def test_marked_blocks_are_compared_when_they_are_dumped(opened: Open) -> None:
-    store = opened()
-    dump(store)
-    store.audit(ID)
-    dump(store)
-    store.audit(ID)
-    other = np.zeros(BLOCK, dtype=np.uint8)
-    store.wait(store.dump_data(ID, [0], row(other)))
-    stats = store.stats()
-    assert (stats["audits"], stats["audit_deviations"], stats["blocks_present"]) == (2, 1, 2)
-    with pytest.raises(InvalidInputError):
-        store.audit([b"short"])
-
-
-def test_paranoid_stores_and_loads(opened: Open) -> None:
-    store = opened(verify="paranoid")
-    dump(store)
-    target = np.zeros(BLOCK, dtype=np.uint8)
-    store.wait(store.load_data(ID, [0], row(target)))
-    assert np.array_equal(target, np.arange(BLOCK, dtype=np.uint8))
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         {"quarantine": {"max_per_minute": 0}},
-        {"quarantine": {"keep_s": 0}},
-        {"quarantine": {"max_bytes": 0}},
+        {"breaker": {"damaged_per_minute": 0}},
         {"breaker": {"threshold": 0}},
         {"breaker": {"cool_down_s": -1}},
     ],
@@ -168,3 +109,37 @@ def test_paranoid_stores_and_loads(opened: Open) -> None:
 def test_values_that_cannot_be_meant_are_refused(opened: Open, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"quarantine|breaker"):
         opened(**wrong)
+
+
+def test_the_section_of_older_versions_is_understood(caplog: pytest.LogCaptureFixture) -> None:
+    old = {"enabled": False, "max_per_minute": 5, "max_records": 2, "keep_s": 60}
+    config = load({"storage_backends": "/data/ucm", "quarantine": old}, {})
+    assert config.breaker.damaged_per_minute == 5
+    (warning,) = (text for text in config.warnings if "quarantine" in text)
+    assert all(f'"quarantine.{key}"' in warning for key in ("enabled", "max_records", "keep_s"))
+    dotted = load({"storage_backends": "/data/ucm", "quarantine.max_per_minute": 6}, {})
+    assert dotted.breaker.damaged_per_minute == 6
+    sizes = {"tensor_size": BLOCK, "shard_size": BLOCK, "block_size": BLOCK}
+    keys = {**sizes, "storage_backends": "/data/ucm", "quarantine": old}
+    settings = read_settings(keys, settings_of("UcmPosixStore"), "UcmPosixStore")
+    assert settings.breaker.damaged_per_minute == 5
+    assert '"UcmPosixStore.quarantine.keep_s"' in caplog.text
+    for wrong in ({"quarantine": {"keep": 1}}, {"quarantine": True}):
+        with pytest.raises(ConfigError, match="quarantine"):
+            read_settings({**keys, **wrong}, settings_of("UcmPosixStore"), "UcmPosixStore")
+        with pytest.raises(ConfigError, match="quarantine"):
+            load({"storage_backends": "/data/ucm", **wrong}, {})
+    with pytest.raises(ConfigError, match="differ"):
+        load({"quarantine": {"max_per_minute": 1}, "breaker": {"damaged_per_minute": 2}}, {})
+
+
+def test_keys_of_checks_that_older_versions_had_are_understood() -> None:
+    config = load({"storage_backends": "/data/ucm", "verify": "paranoid", "audit_one_in": 9}, {})
+    assert config.problems == ()
+    for key in ("verify", "audit_one_in"):
+        (warning,) = (text for text in config.warnings if f'"{key}"' in text)
+        assert "without effect" in warning
+    on = load({"storage_backends": "/data/ucm", "verify": True}, {})  # YAML reads a bare `on` so
+    assert on.verify == "on"
+    with pytest.raises(ConfigError, match="cannot be switched off"):
+        load({"storage_backends": "/data/ucm", "verify": False}, {})

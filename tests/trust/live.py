@@ -30,8 +30,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "deadlines": (
         PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0, "dump_s": 10.0}
     ),
-    "breaker": {"cool_down_s": 0.5},
-    "quarantine": {"max_per_minute": 1_000_000},
+    "breaker": {"cool_down_s": 0.5, "damaged_per_minute": 1_000_000},
 }
 
 #: Bytes of memory above a root: so little that the blocks of a few prompts are all there is room

@@ -586,7 +586,7 @@ PROCESS_ROWS = [
         "dead root", "no answer from start to end", (), processes.dead_root, needs_root=True
     ),
     ProcessRow(
-        "much damage", "more than is kept as evidence", ("bad_checksum",), processes.much_damage
+        "much damage", "more than the breaker tolerates", ("bad_checksum",), processes.much_damage
     ),
     ProcessRow(
         "root missing", "a file where its parent should be", ("unhealthy",), processes.missing_root

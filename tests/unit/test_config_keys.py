@@ -251,7 +251,6 @@ def test_what_the_prefix_cache_store_of_the_seeds_is_tuned_by_does_nothing_and_i
         ({"hash_method": "MD5"}, "hash_method", "md5"),
         ({"dump": "prompt"}, "dump", "prompt"),
         ({"on_reset": "Forget"}, "on_reset", "forget"),
-        ({"verify": True}, "verify", "on"),  # what YAML makes of a bare `on`
         ({"enable_prefix_cache": "no"}, "enable_prefix_cache", False),
         ({"load_only_first_rank": True}, "load_only_first_rank", True),
         ({"hash_method": None}, "hash_method", "sha256"),  # `hash_method:` with nothing behind it

@@ -53,8 +53,9 @@ impl Rig {
             "labels": {}, "processes": 1, "scheduler_elsewhere": false, "lookup_only": false,
             "staging_bytes": (count * 4 / 3 + 4) * (block + 4096), "copy_threads": 1,
             "lookup_s": seconds, "load_s": seconds, "dump_s": seconds, "probe_s": seconds,
-            "shutdown_s": 3.0, "paranoid": false, "breaker_threshold": 4,
+            "shutdown_s": 3.0, "breaker_threshold": 4,
             "breaker_window_s": 60.0, "breaker_cool_down_s": 10.0,
+            "breaker_damaged_per_minute": 16,
         });
         let engine = StoreSpec::parse(&spec.to_string())?.open(SystemClock::shared())?;
         // Before the root is counted a store takes a few hundred blocks and no more.

@@ -65,8 +65,6 @@ pub enum MissReason {
     Aborted,
     /// Code of ucm or of a store broke a promise; the log has the details.
     Internal,
-    /// Declined by the self-audit, to be compared with what is computed.
-    Audit,
     /// Loading it would have been slower than computing it, or `admission: never`.
     Declined,
     /// Encrypted with a key that this process does not have; left alone.
@@ -77,7 +75,7 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in order.
-    pub const ALL: [Self; 34] = [
+    pub const ALL: [Self; 33] = [
         Self::Absent,
         Self::WrongLength,
         Self::Truncated,
@@ -108,7 +106,6 @@ impl MissReason {
         Self::NotTaken,
         Self::Aborted,
         Self::Internal,
-        Self::Audit,
         Self::Declined,
         Self::WrongKey,
         Self::NotEncrypted,
@@ -147,7 +144,6 @@ impl MissReason {
             Self::NotTaken => "not_taken",
             Self::Aborted => "aborted",
             Self::Internal => "internal",
-            Self::Audit => "audit",
             Self::Declined => "declined",
             Self::WrongKey => "wrong_key",
             Self::NotEncrypted => "not_encrypted",
@@ -176,6 +172,18 @@ impl MissReason {
                 | Self::ForeignPart
                 | Self::ForeignShape
                 | Self::NotEncrypted
+        )
+    }
+
+    /// Whether the stored bytes are damaged. A whole record that belongs elsewhere is not.
+    pub fn is_damage(self) -> bool {
+        matches!(
+            self,
+            Self::WrongLength
+                | Self::Truncated
+                | Self::NotARecord
+                | Self::BadHeader
+                | Self::BadChecksum
         )
     }
 

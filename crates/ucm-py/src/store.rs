@@ -330,18 +330,13 @@ impl Store {
         to_py(py, told)
     }
 
-    /// The next dump of these blocks is compared with what is stored.
-    fn audit(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        to_py(block_ids.py(), self.0.audit(&ids(block_ids)?))
-    }
-
     /// Another rank could not use these records: no hits until the next dump has replaced them.
-    fn distrust(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn mark_bad(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         to_py(block_ids.py(), self.0.mark_bad(&ids(block_ids)?))
     }
 
     /// Another rank replaces these records: what was refused of them is forgotten.
-    fn trust(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn clear_bad(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         to_py(block_ids.py(), self.0.clear_bad(&ids(block_ids)?))
     }
 

@@ -12,8 +12,9 @@ use ucm_infra::MonotonicTime;
 use super::documents::Name;
 use super::remove::{Found, Kind, Need, high, low, plan};
 use super::{LANE_WORK, Quota, visit_records};
-use crate::evidence::{self, evidence_bytes};
-use crate::layout::{SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private};
+use crate::layout::{
+    QUARANTINE, SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private, is_quarantined,
+};
 
 /// Age at which a private file counts as left behind by a process that ended.
 const STALE: Duration = Duration::from_secs(3600);
@@ -74,7 +75,7 @@ struct Everything {
     namespaces: Vec<PathBuf>,
     /// Records and segments.
     files: Vec<Found>,
-    /// Bytes, with private files and quarantines.
+    /// Bytes, with private files and what is left in quarantine.
     total: u64,
 }
 
@@ -193,7 +194,8 @@ impl Quota {
     }
 
     /// Removes records; the answer is how many bytes that freed. What another process removed
-    /// before counts too, but not in the grant table: it may have been moved to quarantine.
+    /// before counts too, but not in the grant table: an older version may have moved it to
+    /// quarantine.
     fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
         let paths: Vec<_> = batch.iter().map(|record| record.path(namespaces)).collect();
         let answers = self.call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
@@ -216,7 +218,8 @@ impl Quota {
     }
 
     /// Everything below the root that is ours: namespaces, records, and bytes with private files
-    /// and quarantines included. What processes that ended left behind is removed on the way.
+    /// included. Files of ended processes and damaged records that older versions kept are removed
+    /// on the way.
     fn count(&self, why: Why) -> Result<Everything> {
         let mut found = Everything::default();
         let oldest = self.dead_before(why)?;
@@ -261,8 +264,7 @@ impl Quota {
                 });
             }
             found.total += self.sweep_private(dir.join("tmp"), oldest)?;
-            found.total +=
-                evidence_bytes(&self.entries(dir.join(evidence::DIR), MonotonicTime::NEVER)?);
+            found.total += self.remove_quarantined(dir.join(QUARANTINE))?;
             found.namespaces.push(dir);
         }
         self.sweep_private(self.directory(), oldest)?;
@@ -292,6 +294,22 @@ impl Quota {
             self.call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
         }
         Ok(())
+    }
+
+    /// Removes the damaged records in a directory, which older versions kept. The answer is the
+    /// bytes that could not be removed.
+    fn remove_quarantined(&self, dir: PathBuf) -> Result<u64> {
+        let mut files = self.entries(dir.clone(), MonotonicTime::NEVER)?;
+        files.retain(|(name, meta)| is_quarantined(name) && !meta.is_dir);
+        if files.is_empty() {
+            return Ok(0);
+        }
+        let paths: Vec<_> = files.iter().map(|(name, _)| dir.join(name)).collect();
+        let removed = self.call(MonotonicTime::NEVER, move |io| io.remove(&paths));
+        let removed = removed.unwrap_or_default();
+        let is_left = |at: usize| !matches!(removed.get(at), Some(Ok(_)));
+        let left = files.iter().enumerate().filter(|(at, _)| is_left(*at));
+        Ok(left.map(|(_, (_, meta))| meta.len).sum())
     }
 
     /// Bytes of the private files in a directory, without those of the dead, which are removed.

@@ -8,7 +8,7 @@
 //! <root>/<namespace>/blocks/<hh>/<32 hex>.bin       one record
 //! <root>/<namespace>/segments/<16 hex>-<16 hex>.seg  many records: writer, sequence; see [`crate::segment`]
 //! <root>/<namespace>/tmp/<16 hex>-<16 hex>.tmp      a record or a segment being written
-//! <root>/<namespace>/quarantine/<32 hex>.<reason>.<unix seconds>.bin    evidence, see [`crate::evidence`]
+//! <root>/<namespace>/quarantine/<32 hex>.<reason>.<unix seconds>.bin    a damaged record, as older versions kept it
 //! ```
 //! Only names of exactly these patterns are ever removed.
 
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_record::RecordLayout;
 
 /// Permission bits of what we make; the process's umask takes away from them.
@@ -44,6 +44,8 @@ impl Default for Modes {
 pub const FORMAT: u32 = 1;
 /// Name of the root marker.
 pub const MARKER: &str = "ucm-root.json";
+/// Name of the directory below a namespace in which older versions kept damaged records.
+pub const QUARANTINE: &str = "quarantine";
 /// Name of a namespace's manifest.
 pub const MANIFEST: &str = "manifest.json";
 
@@ -218,6 +220,21 @@ pub fn is_private(name: &OsStr) -> bool {
     name.to_str()
         .and_then(|name| name.strip_suffix(".tmp")?.split_once('-'))
         .is_some_and(|(writer, sequence)| is_hex(writer, 16) && is_hex(sequence, 16))
+}
+
+/// Whether a file name below [`QUARANTINE`] is that of a damaged record.
+pub fn is_quarantined(name: &OsStr) -> bool {
+    let parts = name.to_str().and_then(|name| {
+        let (id, rest) = name.strip_suffix(".bin")?.split_once('.')?;
+        let (reason, seconds) = rest.split_once('.')?;
+        Some((id.parse::<BlockId>().ok()?, reason, seconds))
+    });
+    parts.is_some_and(|(_, reason, seconds)| {
+        let known = MissReason::ALL
+            .into_iter()
+            .any(|known| known.name() == reason);
+        known && seconds.parse::<u64>().is_ok() && seconds.bytes().all(|c| c.is_ascii_digit())
+    })
 }
 
 /// Whether a file name in the root is that of a marker being written.
@@ -406,6 +423,25 @@ mod tests {
         assert!(
             is_namespace(OsStr::new(&"0a".repeat(16))) && !is_namespace(OsStr::new("lost+found"))
         );
+    }
+
+    #[test]
+    fn only_exact_names_in_quarantine_are_ours() {
+        let id = "ab".repeat(16);
+        let name = format!("{id}.bad_checksum.1700000000.bin");
+        assert!(is_quarantined(OsStr::new(&name)));
+        for bad in [
+            format!("{id}.bin"),
+            format!("{id}.1700000000.bin"),
+            format!("{id}.no_reason.1700000000.bin"),
+            format!("{id}.bad_header.+170.bin"),
+            format!("{id}.bad_header..bin"),
+            format!("{id}.bad_header.1.2.bin"),
+            "x.bad_header.1.bin".to_owned(),
+            name.replace(".bin", ".tmp"),
+        ] {
+            assert!(!is_quarantined(OsStr::new(&bad)), "{bad}");
+        }
     }
 
     #[test]

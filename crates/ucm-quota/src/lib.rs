@@ -16,7 +16,7 @@
 //!
 //! [`space_document`]: the same rules where a medium has compare-and-swap, and one document is enough.
 //!
-//! [`layout`] says where things lie below a root, [`evidence`] what is kept of damaged records.
+//! [`layout`] says where things lie below a root.
 
 #![forbid(unsafe_code)]
 
@@ -27,7 +27,6 @@ mod count;
 mod documents;
 mod documents_io;
 mod election;
-pub mod evidence;
 mod grant_table;
 pub mod layout;
 mod notes;

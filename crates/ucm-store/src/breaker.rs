@@ -2,7 +2,11 @@
 //! everything answers at once for a while, then a single request is let through to see whether it
 //! is back. A tier has a second one for writes alone: a medium that is read and takes no writes is
 //! used for what it has.
+//!
+//! More than a few damaged records a minute speak of the medium too, whichever it is: its answers
+//! are wrong, so the breaker stays open for all of the cool-down.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -29,7 +33,12 @@ pub struct BreakerConfig {
     pub cool_down: Duration,
     /// Workers lost in operations stuck past their deadline that open it at once.
     pub max_stuck: usize,
+    /// Damaged records within a minute that it tolerates: the next one opens it.
+    pub damaged_per_minute: u32,
 }
+
+/// The span in which damaged records are counted.
+const MINUTE: Duration = Duration::from_secs(60);
 
 impl Default for BreakerConfig {
     fn default() -> Self {
@@ -38,6 +47,7 @@ impl Default for BreakerConfig {
             window: Duration::from_secs(60),
             cool_down: Duration::from_secs(10),
             max_stuck: 8,
+            damaged_per_minute: 16,
         }
     }
 }
@@ -77,6 +87,8 @@ impl State {
 pub struct Breaker {
     config: BreakerConfig,
     state: Mutex<State>,
+    /// Times of the damaged records within the last minute, oldest first.
+    damaged: Mutex<VecDeque<MonotonicTime>>,
 }
 
 /// What a failed operation says of a medium.
@@ -141,6 +153,7 @@ impl Breaker {
         Self {
             config,
             state: Mutex::new(CLOSED),
+            damaged: Mutex::default(),
         }
     }
 
@@ -251,9 +264,21 @@ impl Breaker {
         self.open(now, false)
     }
 
-    /// Opens at once, for all of the cool-down whatever is answered meanwhile (answers that are
-    /// wrong).
-    pub fn hold(&self, now: MonotonicTime) -> Option<Change> {
+    /// A record was damaged. More than [`BreakerConfig::damaged_per_minute`] open the breaker, for
+    /// all of the cool-down whatever is answered in that time.
+    pub fn damaged(&self, now: MonotonicTime) -> Option<Change> {
+        let mut damaged = self.damaged.lock();
+        while damaged
+            .front()
+            .is_some_and(|&first| now.since(first) >= MINUTE)
+        {
+            damaged.pop_front();
+        }
+        if damaged.len() < self.config.damaged_per_minute as usize {
+            damaged.push_back(now);
+            return None;
+        }
+        drop(damaged);
         self.open(now, true)
     }
 
@@ -280,6 +305,7 @@ mod tests {
             cool_down: Duration::from_secs(1),
             window: Duration::from_secs(60),
             max_stuck: 1,
+            ..BreakerConfig::default()
         };
         let breaker = Breaker::new(config);
         let timeout = Error::new(ErrorKind::Timeout, "t");
@@ -312,6 +338,7 @@ mod tests {
             cool_down: Duration::from_secs(1),
             window: Duration::from_secs(60),
             max_stuck: 1,
+            ..BreakerConfig::default()
         });
         let fail =
             |kind, ms: u64| breaker.failure(&Error::new(kind, "x"), MonotonicTime(ms * 1_000_000));
@@ -337,6 +364,7 @@ mod tests {
             cool_down: Duration::from_secs(1),
             window: Duration::from_secs(60),
             max_stuck: 1,
+            ..BreakerConfig::default()
         });
         let busy = Error::new(ErrorKind::Busy, "b");
         assert_eq!(breaker.failure(&busy, MonotonicTime(0)), None);
@@ -385,6 +413,7 @@ mod tests {
             cool_down: Duration::from_secs(1),
             window: Duration::from_secs(60),
             max_stuck: 1,
+            ..BreakerConfig::default()
         })
     }
 
@@ -402,9 +431,35 @@ mod tests {
     }
 
     #[test]
+    fn a_minute_passes_before_more_damaged_records_are_few_again() {
+        let breaker = Breaker::new(BreakerConfig {
+            damaged_per_minute: 2,
+            cool_down: Duration::ZERO,
+            ..BreakerConfig::default()
+        });
+        assert_eq!(
+            (breaker.damaged(at(0)), breaker.damaged(at(30))),
+            (None, None)
+        );
+        assert_eq!(
+            breaker.damaged(at(59)),
+            Some(Change::Opened),
+            "the third within a minute"
+        );
+        assert!(breaker.allows(1, at(59)));
+        assert_eq!(breaker.success(), Some(Change::Recovered));
+        assert_eq!(breaker.damaged(at(60)), None, "the first is a minute ago");
+        assert_eq!(breaker.damaged(at(61)), Some(Change::Opened));
+    }
+
+    #[test]
     fn a_medium_whose_answers_are_wrong_stays_off_for_its_time() {
-        let breaker = two_in_a_row();
-        assert_eq!(breaker.hold(at(0)), Some(Change::Opened));
+        let breaker = Breaker::new(BreakerConfig {
+            damaged_per_minute: 0,
+            cool_down: Duration::from_secs(1),
+            ..BreakerConfig::default()
+        });
+        assert_eq!(breaker.damaged(at(0)), Some(Change::Opened));
         assert_eq!((breaker.success(), breaker.trip(at(0))), (None, None));
         assert_eq!(breaker.success(), None);
         assert!(!breaker.allows(14, at(0)) && breaker.allows(15, at(1)));

@@ -38,8 +38,9 @@ use tier_spec::make_all;
 ///     "stages": [{"kind": "cache", "cache_size": 1 << 22}], "identity": identity, "part": [0, 0, 0], "tensor_sizes": [4096],
 ///     "shard_size": 4096, "block_size": 4096, "block_tokens": 16, "dtype": "f32", "labels": {}, "processes": 1,
 ///     "scheduler_elsewhere": false, "lookup_only": false, "staging_bytes": 1 << 20, "copy_threads": 1,
-///     "lookup_s": 20.0, "load_s": 5.0, "dump_s": 30.0, "probe_s": 5.0, "shutdown_s": 3.0, "paranoid": false,
+///     "lookup_s": 20.0, "load_s": 5.0, "dump_s": 30.0, "probe_s": 5.0, "shutdown_s": 3.0,
 ///     "breaker_threshold": 4, "breaker_window_s": 60.0, "breaker_cool_down_s": 10.0,
+///     "breaker_damaged_per_minute": 16,
 /// });
 /// let engine = StoreSpec::parse(&spec.to_string()).unwrap().open(SystemClock::shared()).unwrap();
 ///
@@ -120,8 +121,6 @@ pub struct StoreSpec {
     pub probe_s: f64,
     /// Deadline of draining.
     pub shutdown_s: f64,
-    /// Reads back what was published.
-    pub paranoid: bool,
     /// Where the keys stand that records are encrypted with ([`Keys::parse`]); where none is named
     /// they stand in the environment, in `UCM_ENCRYPTION_KEY`, or nothing is encrypted.
     #[serde(default)]
@@ -136,6 +135,8 @@ pub struct StoreSpec {
     pub breaker_window_s: f64,
     /// How long it stays open.
     pub breaker_cool_down_s: f64,
+    /// Damaged records within a minute that it tolerates.
+    pub breaker_damaged_per_minute: u32,
 }
 
 /// Another part of the namespace and its sizes, in bytes.
@@ -261,6 +262,7 @@ impl StoreSpec {
             threshold: self.breaker_threshold,
             window: seconds("breaker_window_s", self.breaker_window_s)?,
             cool_down: seconds("breaker_cool_down_s", self.breaker_cool_down_s)?,
+            damaged_per_minute: self.breaker_damaged_per_minute,
             ..BreakerConfig::default()
         };
         let writer = ucm_infra::random_u64();
@@ -305,7 +307,6 @@ impl StoreSpec {
             deadlines,
             breaker,
             writer,
-            paranoid: self.paranoid,
             keys,
             tenant_quota: self.tenant_quota.and_then(Amount::limit),
         };

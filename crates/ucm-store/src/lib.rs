@@ -8,7 +8,6 @@
 pub mod breaker;
 pub mod builder;
 pub mod engine;
-pub mod numeric_diff;
 mod records;
 pub mod stats;
 pub mod tiers;

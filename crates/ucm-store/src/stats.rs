@@ -173,14 +173,6 @@ counters! {
     records_refused,
     /// Refused records that a dump replaced.
     records_replaced,
-    /// Damaged records moved aside as evidence.
-    records_quarantined,
-    /// Damaged records left in place because too many were of late.
-    quarantine_stopped,
-    /// Blocks computed again and compared with the stored ones.
-    audits,
-    /// Of these, blocks that differed beyond the tolerance of their element type.
-    audit_deviations,
 }
 
 impl Stats {

@@ -25,6 +25,7 @@ fn opened(threshold: u32, max_stuck: usize) -> (tempfile::TempDir, Store, Arc<Ma
         max_stuck,
         cool_down: 10 * SECOND,
         window: Duration::from_secs(60),
+        ..BreakerConfig::default()
     };
     let setup = Setup {
         breaker,

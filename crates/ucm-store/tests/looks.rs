@@ -188,6 +188,7 @@ fn a_lookup_from_memory_does_not_heal_a_medium_that_cannot_read() {
             max_stuck: usize::MAX,
             cool_down: Duration::from_secs(10),
             window: Duration::from_secs(60),
+            ..BreakerConfig::default()
         },
         ..roomy(segments::patient())
     };

@@ -1,10 +1,10 @@
 //! The tests of this crate as one program, which is built and linked once. Tests that change their
 //! process for all others are programs of their own: `on_softcuda` and `registry`.
 
-mod audit;
 mod beside;
 mod common;
 mod compress;
+mod damage;
 mod ds3fs;
 mod encryption;
 mod ends;
@@ -21,8 +21,6 @@ mod merging;
 mod merging_faults;
 mod model;
 mod object;
-mod paranoid;
-mod quarantine;
 mod record_fixture;
 mod redis;
 mod reinserting;

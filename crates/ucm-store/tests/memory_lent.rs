@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use crate::common::memory::{keep, setup};
-use crate::common::{Device, Setup, SoftCuda, Store, directory, eventually, id, ids, pages};
+use crate::common::{Device, SoftCuda, Store, directory, eventually, id, ids, pages};
 use ucm_tier::memory::MemoryBackend;
 
 fn memory(store: &Store) -> &Arc<MemoryBackend> {
@@ -17,10 +17,7 @@ fn memory(store: &Store) -> &Arc<MemoryBackend> {
 fn records_of_the_own_memory_go_to_the_device_from_where_they_lie() {
     let driver = SoftCuda::beside();
     let (dir, before) = (directory(), driver.registrations());
-    let setup = Setup {
-        paranoid: true,
-        ..setup(8)
-    };
+    let setup = setup(8);
     let store = Store::open(dir.path(), setup.clone());
     store
         .dump(&Device::filled(&setup, &ids(4)), &ids(4))

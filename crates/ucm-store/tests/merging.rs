@@ -240,19 +240,9 @@ fn store_again(store: &Store, device: &Device, blocks: &[BlockId], file: &Path) 
     flip();
 }
 
-/// Damaged records stay where they are.
-fn without_evidence(setup: Setup) -> Setup {
-    let mut quarantine = setup.quarantine;
-    quarantine.enabled = false;
-    Setup {
-        quarantine,
-        ..setup
-    }
-}
-
 #[test]
 fn of_a_sparse_segment_only_what_is_taken_from_it_is_kept() {
-    let (dir, setup) = (directory(), without_evidence(filling()));
+    let (dir, setup) = (directory(), filling());
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(4));
     seal(&store, &device, &ids(4));
@@ -279,7 +269,7 @@ fn sealed(file: &Path) -> u64 {
 
 #[test]
 fn a_copy_is_no_newer_than_what_it_was_made_of() {
-    let (dir, setup) = (directory(), without_evidence(filling()));
+    let (dir, setup) = (directory(), filling());
     fill(dir.path(), &setup, &ids(8));
     // Before there is one that merges: it may be done before anything else is looked at.
     let still = Store::open(dir.path(), setup.clone());

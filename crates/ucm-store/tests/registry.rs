@@ -31,8 +31,9 @@ fn open_on(device: &str, stages: &Value) -> ucm_core::Result<Engine> {
         "stages": stages, "device": device, "identity": identity("w").json(), "part": [0, 0, 0], "tensor_sizes": sizes.tensors,
         "shard_size": block, "block_size": block, "block_tokens": 16, "dtype": "f32", "labels": {}, "processes": 1,
         "scheduler_elsewhere": false, "lookup_only": false, "staging_bytes": 1 << 20, "copy_threads": 1,
-        "lookup_s": 20.0, "load_s": 30.0, "dump_s": 30.0, "probe_s": 30.0, "shutdown_s": 3.0, "paranoid": false,
+        "lookup_s": 20.0, "load_s": 30.0, "dump_s": 30.0, "probe_s": 30.0, "shutdown_s": 3.0,
         "breaker_threshold": 4, "breaker_window_s": 60.0, "breaker_cool_down_s": 10.0,
+        "breaker_damaged_per_minute": 16,
     });
     let setup = builder::StoreSpec::parse(&described.to_string())?;
     setup.open(SystemClock::shared())

@@ -8,9 +8,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use ucm_core::{BlockId, ErrorKind, MissReason};
-use ucm_infra::{Clock, LANE_DUMP, LANE_SPACE, ManualClock, SystemClock};
-use ucm_quota::evidence::evidence_name;
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, LANE_DUMP, LANE_SPACE, ManualClock};
 use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Deadlines, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
@@ -177,22 +176,19 @@ fn what_the_dead_left_is_swept_and_nothing_else() {
         path
     };
     let tmp = "0123456789abcdef-0123456789abcdef.tmp";
-    let evidence = |n: u8, days: u64| {
-        let moved = SystemClock.wall_ns() / 1_000_000_000 - days * 86400 - 60;
-        let name = evidence_name(id(n), MissReason::BadChecksum, moved);
-        namespace.join("quarantine").join(name)
-    };
+    // Older versions kept damaged records.
+    let damaged = namespace.join(format!("quarantine/{}.bad_checksum.1700000000.bin", id(1)));
     let gone = [
         make(namespace.join("tmp").join(tmp), 1),
         make(dir.path().join("space").join(tmp), 1),
         make(dir.path().join(format!(".{}.tmp", "0a".repeat(16))), 1),
-        make(evidence(1, 8), 0),
+        make(damaged, 0),
     ];
     let stay = [
         make(namespace.join("tmp/of-a-user.txt"), 30),
         make(namespace.join("quarantine/notes.txt"), 30),
         make(dir.path().join("README"), 30),
-        make(evidence(2, 1), 0),
+        make(namespace.join(format!("quarantine/{}.bin", id(2))), 30),
     ];
     let store = Store::open(dir.path(), Setup::default());
     for path in gone {
@@ -201,11 +197,7 @@ fn what_the_dead_left_is_swept_and_nothing_else() {
     for path in stay {
         assert!(path.exists(), "{path:?}");
     }
-    assert_eq!(
-        store.stat("storage_used_bytes"),
-        1000,
-        "the evidence counts"
-    );
+    assert_eq!(store.stat("storage_used_bytes"), 0);
 }
 
 #[test]

@@ -448,7 +448,7 @@ fn stores_that_write_read_and_lose_segments_at_once_never_give_wrong_bytes() {
 }
 
 #[test]
-fn a_damaged_record_of_a_segment_is_kept_as_evidence_and_its_neighbours_stay() {
+fn a_damaged_record_of_a_segment_is_refused_and_its_neighbours_stay() {
     let dir = directory();
     let store = Store::open(dir.path(), patient());
     let device = Device::filled(&patient(), &ids(3));
@@ -458,47 +458,7 @@ fn a_damaged_record_of_a_segment_is_kept_as_evidence_and_its_neighbours_stay() {
     let places = store.places();
     let bad = places.iter().find(|place| place.id == id(1)).unwrap();
     change(&bad.file, |bytes| bytes[bad.offset + 4096 + 5] ^= 1);
-    let damaged = std::fs::read(&bad.file).unwrap()[bad.offset..bad.offset + bad.len].to_vec();
     assert!(!loads(&store, &[id(1)]));
-    eventually("it is kept", || store.stat("records_quarantined") == 1);
-    let kept: Vec<_> = std::fs::read_dir(store.namespace().join("quarantine"))
-        .unwrap()
-        .flatten()
-        .collect();
-    assert_eq!(kept.len(), 1);
-    let name = kept[0].file_name().into_string().unwrap();
-    assert!(
-        name.starts_with(&format!("{}.bad_checksum.", id(1))),
-        "{name}"
-    );
-    assert_eq!(std::fs::read(kept[0].path()).unwrap(), damaged);
     assert!(bad.file.exists() && loads(&store, &[id(0)]) && loads(&store, &[id(2)]));
     assert_eq!(finds(&store, &ids(3)), [true, false, true]);
-}
-
-#[test]
-fn who_closes_while_evidence_is_written_makes_room_for_the_next_at_once() {
-    let (dir, clock) = (directory(), ManualClock::new());
-    let store = Store::with_clock(dir.path(), quick(), Arc::clone(&clock) as Arc<dyn Clock>);
-    let device = Device::filled(&store.setup, &ids(3));
-    store.dump(&device, &ids(2)).unwrap();
-    let bad = store.places().remove(0);
-    change(&bad.file, |bytes| bytes[bad.offset + 4200] ^= 1);
-    let gate = store.gate();
-    let hang = Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone()));
-    store.fault(hang.path("/quarantine/"));
-    assert!(!loads(&store, &[bad.id]));
-    gate.await_waiting(1);
-    std::thread::scope(|scope| {
-        let closing = scope.spawn(|| store.engine.close());
-        eventually("it is closed", || store.engine.lookup(&ids(1)).is_err());
-        gate.open();
-        closing.join().unwrap();
-    });
-    // Its clock stands still: if the first had not resigned, this would wait for its silence for
-    // ever.
-    let next = Store::with_clock(dir.path(), quick(), Arc::clone(&clock) as Arc<dyn Clock>);
-    let task = next.engine.dump(device.rows(&[id(2)])).unwrap();
-    eventually("room is granted", || is_over(&next, &task));
-    assert!(task.failures().is_empty());
 }

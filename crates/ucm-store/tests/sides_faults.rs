@@ -48,12 +48,7 @@ fn damage_in_a_side_shard_is_a_miss_of_that_one_alone() {
         assert_eq!(store.engine.lookup(&ids(5)).unwrap(), [true; 5]);
         assert!(loads(&store, &ids(5)), "the KV is as good as before");
         assert_eq!(store.stat("sides_refused"), 2, "each once");
-        let untouched = [
-            "records_refused",
-            "records_quarantined",
-            "refused_now",
-            "breaker_opened",
-        ];
+        let untouched = ["records_refused", "refused_now", "breaker_opened"];
         assert!(untouched.iter().all(|name| store.stat(name) == 0));
         // It is made again, and lies alone; what is damaged stays as it is.
         let before = store.record(block);
@@ -231,30 +226,6 @@ fn closing_ends_what_waits() {
 }
 
 #[test]
-fn a_record_that_is_read_back_is_verified_whole() {
-    for layout in [Layout::File, Layout::segments()] {
-        let dir = directory();
-        let setup = Setup {
-            layout,
-            compressed: false,
-            above: Above::Nothing,
-            paranoid: true,
-            ..default()
-        };
-        let store = Store::open(dir.path(), setup);
-        dump(&store, &ids(1));
-        assert!(has_all(&store, &ids(1)));
-        // The medium keeps something else than was written, behind the KV.
-        let kind = store.setup.layout.writing();
-        store.fault(Rule::on(kind, Fault::Flip(vec![8192 + 10])).times(1));
-        let failed = store.dump(&Device::filled(&store.setup, &[id(1)]), &[id(1)]);
-        assert_eq!(failed.unwrap_err()[0].1.kind(), ErrorKind::Corrupt);
-        dump(&store, &[id(1)]);
-        assert!(has_all(&store, &[id(1)]));
-    }
-}
-
-#[test]
 fn a_side_shard_that_lies_alone_is_refused_and_replaced_like_any_record() {
     for setup in [
         Setup {
@@ -278,9 +249,6 @@ fn a_side_shard_that_lies_alone_is_refused_and_replaced_like_any_record() {
         dump_alone(&store, &[block], &[MEAN]);
         store.edit(alone(block, MEAN), |record| record[4096] ^= 1);
         assert_eq!(sides(&store, &[block], MEAN), [false]);
-        eventually("it is kept as evidence", || {
-            store.stat("records_quarantined") == 1
-        });
         assert_eq!(
             (store.stat("sides_refused"), store.stat("records_refused")),
             (1, 1)

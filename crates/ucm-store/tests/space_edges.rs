@@ -9,9 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ucm_core::{ErrorKind, MissReason, crc32c};
+use ucm_core::{ErrorKind, crc32c};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
-use ucm_quota::evidence::evidence_name;
 use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Task, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
@@ -110,7 +109,33 @@ fn a_root_that_comes_back_with_more_in_it_is_counted_before_anything_is_granted(
 }
 
 #[test]
-fn what_became_evidence_while_room_was_made_still_counts() {
+fn a_damaged_record_that_an_older_version_kept_counts_until_it_is_removed() {
+    let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
+    let store = on(&clock, dir.path(), &setup);
+    let device = Device::filled(&setup, &ids(1));
+    let quarantine = store.namespace().join("quarantine");
+    std::fs::create_dir(&quarantine).unwrap();
+    let kept = quarantine.join(format!("{}.bad_header.1700000000.bin", id(1)));
+    std::fs::write(&kept, vec![1; 1000]).unwrap();
+    // A full medium is counted.
+    let full = || {
+        let full = Rule::on(OpKind::Publish, Fault::Errno(28)).path("/blocks/");
+        store.fault(full.times(1));
+        attempt(&store, &clock, &device, id(0)).unwrap_err();
+    };
+    store.fault(Rule::on(OpKind::Remove, Fault::Errno(5)).path("/quarantine/"));
+    full();
+    in_time(&clock, LONG, "it is counted", || {
+        store.stat("storage_used_bytes") == 1000
+    });
+    assert!(kept.exists());
+    store.faults.clear();
+    full();
+    in_time(&clock, LONG, "it is removed", || !kept.exists());
+}
+
+#[test]
+fn records_that_an_older_version_moves_while_room_is_made_still_count() {
     let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
     let store = on(&clock, dir.path(), &setup);
     let device = Device::filled(&setup, &ids(20));
@@ -120,7 +145,7 @@ fn what_became_evidence_while_room_was_made_still_counts() {
     drop(store);
     let store = on(&clock, dir.path(), &setup);
     assert_eq!(store.stat("storage_used_bytes"), 20 * RECORD);
-    // A full medium has room made; meanwhile another process finds damage in all of it.
+    // A full medium has room made. At the same time an older version moves all records aside.
     let gate = Gate::new();
     store.fault(Rule::on(OpKind::Remove, Fault::HangBefore(gate.clone())).path("/blocks/"));
     store.fault(
@@ -137,7 +162,7 @@ fn what_became_evidence_while_room_was_made_still_counts() {
         .join("quarantine");
     std::fs::create_dir(&quarantine).unwrap();
     for block in ids(20) {
-        let name = evidence_name(block, MissReason::BadChecksum, 1_700_000_000);
+        let name = format!("{block}.bad_checksum.1700000000.bin");
         std::fs::rename(store.file(block), quarantine.join(name)).unwrap();
     }
     let counts = store.faults.count(OpKind::Remove);

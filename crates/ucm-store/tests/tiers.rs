@@ -281,6 +281,7 @@ fn brittle(setup: Setup) -> Setup {
             cool_down: Duration::from_secs(10),
             window: Duration::from_secs(60),
             max_stuck: 64,
+            ..BreakerConfig::default()
         },
         ..setup
     }

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, LANE_LOAD, ManualClock};
-use ucm_quota::evidence::QuarantineConfig;
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Pieces;
 use ucm_testkit::{Fault, OpKind, Rule};
@@ -105,16 +104,7 @@ fn a_record_that_cannot_be_read_is_written_anew_by_the_next_dump() {
 #[test]
 fn what_one_rank_refused_another_replaces_and_then_both_read_it() {
     only_over!(NothingKept, "memory has a sound copy");
-    let (dir, setup) = (
-        directory(),
-        Setup {
-            quarantine: QuarantineConfig {
-                enabled: false,
-                ..QuarantineConfig::default()
-            },
-            ..Setup::default()
-        },
-    );
+    let (dir, setup) = (directory(), Setup::default());
     let (writer, other) = (
         Store::open(dir.path(), setup.clone()),
         Store::open(dir.path(), setup.clone()),
@@ -327,6 +317,7 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
         cool_down: Duration::from_secs(10),
         window: Duration::from_secs(60),
         max_stuck: usize::MAX,
+        ..BreakerConfig::default()
     };
     let setup = Setup {
         breaker,

@@ -208,18 +208,6 @@ pub enum Written {
     Unsound(MissReason),
 }
 
-/// What became of a record that was refused for damage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Quarantined {
-    /// It was moved aside, as evidence.
-    Kept,
-    /// It stays where it is, or is gone: nothing is kept here, it was replaced meanwhile, or it may
-    /// yet be finished.
-    LeftAlone,
-    /// Too many are damaged of late: the medium is sick.
-    Stopped,
-}
-
 /// How a record is written.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteOptions {
@@ -517,12 +505,6 @@ pub trait Backend: Send + Sync {
 
     /// Publishes what is written and waits for others to be published with it. Never blocks.
     fn flush(&self, _how: Flush) {}
-
-    /// A record was refused for damage: keeps it as evidence, where the medium can, later and best
-    /// effort. Never blocks; nothing depends on it.
-    fn quarantine(&self, _id: BlockId, done: Done<Quarantined>) {
-        done(Ok(Quarantined::LeftAlone));
-    }
 
     /// What it holds and did.
     fn stats(&self) -> MediumStats;

@@ -15,7 +15,7 @@ use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Flush, Listed, MediumStats, Outcome, Presence, Quarantined,
+    Backend, BlockRead, Done, Features, Flush, Listed, MediumStats, Outcome, Presence,
     WriteOptions, Written,
 };
 use crate::layout_kind::LayoutKind;
@@ -180,7 +180,6 @@ impl Backend for DirectoryBackend {
         fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize>;
         fn list(&self, io: &IoJob) -> Result<Vec<Listed>>;
         fn flush(&self, how: Flush);
-        fn quarantine(&self, id: BlockId, done: Done<Quarantined>);
         fn stats(&self) -> MediumStats;
         fn close(&self, drain: Duration);
     }

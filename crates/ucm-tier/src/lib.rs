@@ -8,7 +8,6 @@
 
 pub mod backend;
 mod builtin;
-mod damage_rate;
 pub mod directory;
 mod kind;
 pub mod layout_kind;
@@ -21,7 +20,6 @@ pub mod object;
 mod pending_looks;
 pub mod place;
 pub mod posix;
-mod quarantine;
 mod reading;
 pub mod recency;
 #[cfg(feature = "redis")]
@@ -36,7 +34,6 @@ pub mod segment;
 mod shared;
 pub mod side_by_side;
 pub mod spread;
-mod waiting;
 mod writing;
 
 /// 128 random bits as 32 hex digits.

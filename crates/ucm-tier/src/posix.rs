@@ -14,8 +14,8 @@ use ucm_io::{IoJob, IoPool};
 use ucm_quota::visit_records;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, Quarantined,
-    WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, WriteOptions,
+    Written,
 };
 use crate::layout_kind::LayoutKind;
 use crate::shared::Shared;
@@ -153,10 +153,6 @@ impl Backend for PosixBackend {
             },
         )?;
         Ok(records)
-    }
-
-    fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
-        self.shared.quarantine(id, done);
     }
 
     fn stats(&self) -> MediumStats {

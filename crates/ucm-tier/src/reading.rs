@@ -1,6 +1,4 @@
-//! Reading records, for a load and for a verification on the side of the medium: one just published
-//! is read back before it counts (`verify: paranoid`), a refused one is looked at once more before
-//! it is moved ([`crate::quarantine`]).
+//! Reading records for a load, and reading back one just published where the writer asks for that.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};

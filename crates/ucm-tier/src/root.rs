@@ -241,9 +241,7 @@ impl Shared {
         self.config.place.facts.learn(&marker.uuid);
         self.root.lock().uuid = Some(marker.uuid.clone());
         self.furnish(deadline)?;
-        let limit = self.limit(&marker, deadline)?;
-        self.sweep_quarantine(limit, deadline)?;
-        Ok(limit)
+        self.limit(&marker, deadline)
     }
 
     /// The marker of the root that was opened, which is taken up again first where it was lost; an

@@ -11,7 +11,6 @@ use tracing::warn;
 use ucm_core::{Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_infra::Clock;
 use ucm_io::{ELOOP, FileMeta, IoPool, Probe, Process};
-use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules};
 use ucm_record::RecordLayout;
@@ -21,7 +20,6 @@ use crate::layout_kind::{LayoutKind, RootLayout};
 use crate::lengths::{Lengths, PartRecord};
 use crate::recency::Recency;
 use crate::spread::RootFacts;
-use crate::waiting::Waiting;
 
 /// How long making the namespace's directories again may take.
 pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
@@ -60,8 +58,6 @@ pub struct PosixConfig {
     pub writer: u64,
     /// Permissions of what is made below the root.
     pub modes: Modes,
-    /// What is kept of damaged records.
-    pub quarantine: QuarantineConfig,
     /// Its place among several roots; [`Place::default`] for one alone.
     pub place: Place,
 }
@@ -89,7 +85,6 @@ pub(crate) struct Shared {
     pub(crate) sequence: AtomicU64,
     pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
-    pub(crate) waiting: Waiting,
     pub(crate) lengths: Lengths,
 }
 
@@ -160,7 +155,6 @@ impl Shared {
             sequence: AtomicU64::new(u64::from(config.place.number) << 48),
             space,
             recency: Recency::default(),
-            waiting: Waiting::default(),
             lengths: Lengths::new(
                 config.part,
                 &config.record,

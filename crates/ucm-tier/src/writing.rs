@@ -196,7 +196,6 @@ impl Shared {
             io.make_dir(&self.layout.shard_dir(id), self.config.modes.dir)?;
             self.dirs.lock()[dir] = true;
         }
-        let _writing = self.waiting.begin_write(id, &*self.clock, io.deadline())?;
         let publish = Publish {
             private: &self.next_private(),
             target: record,

@@ -57,9 +57,10 @@ _BATCH = 256
     help="Only this namespace (how its name begins); alone: all of it.",
 )
 @click.option(
-    "--stale", is_flag=True, help="Remove private files of dead writers, untouched for an hour."
+    "--stale",
+    is_flag=True,
+    help="Remove private files of dead writers and old quarantine, untouched for an hour.",
 )
-@click.option("--quarantine", is_flag=True, help="Remove quarantined records.")
 @click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
 @click.option("--list", "listing", is_flag=True, help="Name every file.")
 @terminal.of_store
@@ -72,7 +73,6 @@ def gc(
     older_than: float | None,
     wanted: tuple[str, ...],
     stale: bool,
-    quarantine: bool,
     yes: bool,
     listing: bool,
     told: Mapping[str, str],
@@ -85,7 +85,7 @@ def gc(
     """
     if to is not None and older_than is not None:
         raise click.UsageError("--to and --older-than exclude each other; run gc twice")
-    wish = Wish(to, older_than, bool(wanted), stale, quarantine)
+    wish = Wish(to, older_than, bool(wanted), stale)
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
         roots = [stack.enter_context(open_root(path, told)) for path in paths]
@@ -112,21 +112,18 @@ class Wish:
     older_than: float | None
     chosen: bool
     stale: bool
-    quarantine: bool
 
     @property
     def whole(self) -> bool:
         """Whether namespaces go whole."""
-        return self.chosen and not (
-            self.to or self.older_than is not None or self.stale or self.quarantine
-        )
+        return self.chosen and not (self.to or self.older_than is not None or self.stale)
 
     @property
     def target(self) -> Capacity | None:
         """What to come down to, if that is asked for."""
         from ucm.config.fields import Capacity  # with pydantic: not before it is needed
 
-        nothing = self.older_than is None and not (self.chosen or self.stale or self.quarantine)
+        nothing = self.older_than is None and not (self.chosen or self.stale)
         return Capacity(percent=LOW * 100) if self.to is None and nothing else self.to
 
 
@@ -162,11 +159,7 @@ def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
         contents[""] = root.beside()
     private = [found for inside in contents.values() for found in inside.private]
     dead = [found for found in private if found.mtime_ns < now - STALE_NS]
-    kept = [
-        found
-        for inside in contents.values()
-        for found in (*inside.records, *inside.segments, *inside.quarantined)
-    ]
+    kept = [found for inside in contents.values() for found in (*inside.records, *inside.segments)]
     used = sum(found.size for found in (*kept, *private))
     by_age = wish.older_than is not None or wish.target is not None
     if by_age and isinstance(root, RemoteRoot) and not all(found.mtime_ns for found in kept):
@@ -185,12 +178,7 @@ def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
         removals += kept
     elif wish.older_than is not None:
         before = now - int(wish.older_than * 1e9)
-        old = [found for found in kept if found.mtime_ns < before]
-        removals += [
-            found for found in old if found.kind is Kind.QUARANTINED or not wish.quarantine
-        ]
-    elif wish.quarantine:
-        removals += [found for found in kept if found.kind is Kind.QUARANTINED]
+        removals += [found for found in kept if found.mtime_ns < before]
     if wish.target is not None:
         if wish.target.bytes is None and not root.limit:
             raise ConfigError(
@@ -294,7 +282,6 @@ def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]
         "records": kinds[Kind.RECORD],
         "segments": kinds[Kind.SEGMENT],
         "private": kinds[Kind.PRIVATE],
-        "quarantined": kinds[Kind.QUARANTINED],
         "bytes": sum(found.size for found in mine),
         "oldest_use": terminal.seconds(min(used, default=None)),
         "newest_use": terminal.seconds(max(used, default=None)),
@@ -317,7 +304,6 @@ def _show(result: dict[str, Any]) -> None:
             "records",
             "segments",
             "private",
-            "quarantined",
             "bytes",
             "oldest use",
             "newest use",
@@ -329,16 +315,13 @@ def _show(result: dict[str, Any]) -> None:
                 space["records"],
                 space["segments"],
                 space["private"],
-                space["quarantined"],
                 terminal.size(space["bytes"]),
                 _when(space["oldest_use"], now),
                 _when(space["newest_use"], now),
                 space["records_left"],
             )
             for space in result["namespaces"]
-            if any(
-                space[kind] for kind in ("bytes", "records", "segments", "private", "quarantined")
-            )
+            if any(space[kind] for kind in ("bytes", "records", "segments", "private"))
         ],
     )
     for name in result.get("files", ()):

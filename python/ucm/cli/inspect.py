@@ -59,7 +59,7 @@ def inspect(paths: Sequence[str], tenants: bool, told: Mapping[str, str], as_jso
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
 
     Namespaces with their identity in words, how identities differ, use against storage_capacity,
-    private, quarantined, foreign and seed-form files. Changes nothing.
+    private, foreign and seed-form files. Changes nothing.
     """
     roots, records = [], []
     for path in paths:
@@ -113,8 +113,6 @@ def describe(root: AnyRoot) -> dict[str, Any]:
         "segment_records": sum(space["segment_records"] for space in namespaces),
         "private": total["private"],
         "private_bytes": total["private_bytes"],
-        "quarantined": total["quarantined"],
-        "quarantined_bytes": total["quarantined_bytes"],
         "file_system_bytes": size,
         "file_system_free_bytes": free,
         "space_documents": dict(
@@ -184,11 +182,6 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest)
         "newest_use": terminal.seconds(max(used, default=None)),
         "private": len(contents.private),
         "private_bytes": sum(found.size for found in contents.private),
-        "quarantined": len(contents.quarantined),
-        "quarantined_bytes": sum(found.size for found in contents.quarantined),
-        "quarantined_reasons": dict(
-            sorted(Counter(f.name.split(".")[1] for f in contents.quarantined).items())
-        ),
     }
 
 
@@ -287,7 +280,6 @@ def _show_root(root: dict[str, Any]) -> None:
             _amount(root["segments"], root["segment_bytes"]) + _inside(root["segment_records"]),
         ),
         ("private", _amount(root["private"], root["private_bytes"])),
-        ("quarantined", _amount(root["quarantined"], root["quarantined_bytes"])),
         ("foreign", _amount(root["foreign"], root["foreign_bytes"])),
         ("seed form", _amount(root["seed_form"], root["seed_form_bytes"])),
     ]
@@ -317,12 +309,11 @@ def _show_root(root: dict[str, Any]) -> None:
             list(space["words"].items())
             or [("identity", f"not known: the manifest is {space['manifest']}")]
         )
-        for what in ("sides_present", "headers_refused", "quarantined_reasons"):
+        for what, preposition in (("sides_present", "in"), ("headers_refused", "of")):
             if space[what]:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in space[what].items())
-                preposition = {"sides_present": "in", "headers_refused": "of"}.get(what)
-                of = f" {preposition} {space['headers_read']} headers read" if preposition else ""
-                click.echo(f"  {what.replace('_', ' ')}: {reasons}{of}")
+                of = f"{preposition} {space['headers_read']} headers read"
+                click.echo(f"  {what.replace('_', ' ')}: {reasons} {of}")
     _show_differences(root)
     if "tenants" in root:
         click.echo("\ntenants")

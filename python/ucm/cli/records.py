@@ -232,7 +232,6 @@ class Verdict:
     reason: str = ""
     found: str = ""
     header: Header | None = None
-    inode: int = 0
     decrypted: bool = False
     damaged_sides: Mapping[str, str] = field(default_factory=dict)
 
@@ -345,28 +344,24 @@ class RecordVerifier:
 
     def _once(self, found: Found, manifest: Manifest) -> Verdict:
         self._pace.spend(found.size)
-        inode, header = 0, None
+        header = None
         try:
             data, about = self.reader.read(found, FIRST)
-            inode = about.st_ino
             # A file that was swapped for a huge one is not read further than its header says.
             header = header_of(data)
             if about.st_size > len(data):
-                data, about = self.reader.read(found, most_to_read(header))
-                inode = about.st_ino
+                data, _ = self.reader.read(found, most_to_read(header))
             record_id = bytes.fromhex(found.name[:32])
-            return self._good(data, record_id, found, manifest.shapes.get(header["part"]), inode)
+            return self._good(data, record_id, found, manifest.shapes.get(header["part"]))
         except (FileNotFoundError, NotADirectoryError):
             return Verdict("removed")
         except OSError as error:
-            return Verdict("unreadable", "io_error", error.strerror or str(error), inode=inode)
+            return Verdict("unreadable", "io_error", error.strerror or str(error))
         except Refused as refused:
             state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
-            return Verdict(state, str(refused.reason), refused.found, header, inode)
+            return Verdict(state, str(refused.reason), refused.found, header)
 
-    def _good(
-        self, data: bytes, record_id: bytes, found: Found, shape: Shape | None, inode: int = 0
-    ) -> Verdict:
+    def _good(self, data: bytes, record_id: bytes, found: Found, shape: Shape | None) -> Verdict:
         """The verdict on a record that is sound; raises :class:`Refused` for another."""
         whole = verify_record(data, record_id, bytes.fromhex(found.namespace), shape, self._keys)
         damaged = {
@@ -375,7 +370,6 @@ class RecordVerifier:
         return Verdict(
             "good",
             header=whole["header"],
-            inode=inode,
             decrypted=whole["decrypted"],
             damaged_sides=damaged,
         )

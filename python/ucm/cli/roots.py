@@ -22,7 +22,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -38,12 +38,10 @@ MARKER = "ucm-root.json"
 DIGESTS = "ucm-digests.json"
 RATES = "ucm-rates.json"
 MANIFEST = "manifest.json"
+#: Directory in which older versions kept the damaged records of a namespace.
 QUARANTINE = "quarantine"
 #: Where the writers of a root agree who counts it and who may write how much; theirs alone.
 SPACE = "space"
-#: Most quarantined records below a root, most bytes of them, and the part of the limit that they
-#: may take.
-QUARANTINE_MOST, QUARANTINE_BYTES, QUARANTINE_SHARE = 64, 256 << 20, 16
 #: Share of the limit down to which the collector removes.
 LOW = 0.85
 #: Nanoseconds after which a private file is taken for that of a dead writer.
@@ -54,21 +52,13 @@ NAMESPACE = re.compile(r"[0-9a-f]{32}")
 PRIVATE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
 SPACE_DOCUMENT = re.compile(r"(collector|grants|writer)-[0-9a-f]{16}\.json")
 ROOT_PRIVATE = re.compile(r"\.[0-9a-f]{32}\.tmp")
-#: Reasons that are damage, of which evidence is kept; what is whole but belongs elsewhere is not.
-DAMAGE = frozenset(
-    {
-        MissReason.WRONG_LENGTH,
-        MissReason.TRUNCATED,
-        MissReason.NOT_A_RECORD,
-        MissReason.BAD_HEADER,
-        MissReason.BAD_CHECKSUM,
-    }
-)
 #: A segment's file name: its writer's number and that writer's number for it.
 SEGMENT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.seg")
 #: Directory of a namespace's segments.
 SEGMENTS = "segments"
-QUARANTINED = re.compile(rf"[0-9a-f]{{32}}\.(?:{'|'.join(sorted(DAMAGE))})\.[0-9]{{1,20}}\.bin")
+QUARANTINED = re.compile(
+    r"[0-9a-f]{32}\.(?:wrong_length|truncated|not_a_record|bad_header|bad_checksum)\.[0-9]{1,20}\.bin"
+)
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
 
@@ -78,7 +68,6 @@ class Kind(StrEnum):
     RECORD = "record"
     SEGMENT = "segment"
     PRIVATE = "private"
-    QUARANTINED = "quarantined"
     SPACE = "space"
 
 
@@ -130,14 +119,13 @@ class Contents:
     records: list[Found] = field(default_factory=list)
     segments: list[Found] = field(default_factory=list)
     private: list[Found] = field(default_factory=list)
-    quarantined: list[Found] = field(default_factory=list)
     space: list[Found] = field(default_factory=list)
     foreign: list[Foreign] = field(default_factory=list)
 
     @property
     def files(self) -> list[Found]:
         """Everything that counts as use."""
-        return [*self.records, *self.segments, *self.private, *self.quarantined]
+        return [*self.records, *self.segments, *self.private]
 
 
 class Root:
@@ -245,7 +233,7 @@ class Root:
         places = {
             SEGMENTS: (Kind.SEGMENT, SEGMENT, contents.segments),
             "tmp": (Kind.PRIVATE, PRIVATE, contents.private),
-            QUARANTINE: (Kind.QUARANTINED, QUARANTINED, contents.quarantined),
+            QUARANTINE: (Kind.PRIVATE, QUARANTINED, contents.private),
         }
         with self.directory(namespace) as here:
             for entry in _entries(here):
@@ -357,35 +345,6 @@ class Root:
             except FileNotFoundError:
                 return False
         return True
-
-    def quarantine(self, found: Found, inode: int, name: str) -> bool:
-        """Moves a record into its namespace's quarantine under ``name``; false if it is gone or was
-        replaced."""
-        with self.directory(found.namespace) as above:
-            if above is None:
-                return False
-            with suppress(FileExistsError):
-                os.mkdir(QUARANTINE, stat.S_IMODE(os.fstat(above).st_mode), dir_fd=above)
-        with (
-            self.directory(*found.directory) as here,
-            self.directory(found.namespace, QUARANTINE) as there,
-        ):
-            if here is None or there is None:
-                return False
-            try:
-                if os.stat(found.name, dir_fd=here, follow_symlinks=False).st_ino != inode:
-                    return False
-                os.rename(found.name, name, src_dir_fd=here, dst_dir_fd=there)
-            except FileNotFoundError:
-                return False
-            if os.stat(name, dir_fd=there, follow_symlinks=False).st_ino == inode:
-                return True
-            # Replaced between the two calls: what was moved is a newer record, and goes back where
-            # nothing lies yet.
-            with suppress(FileExistsError):
-                os.link(name, found.name, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
-            os.unlink(name, dir_fd=there)
-            return False
 
     def written_ns(self, namespace: str) -> int:
         """When somebody last began or ended to write a record of a namespace; 0 if no one can."""
@@ -594,10 +553,6 @@ class RemoteRoot:
             return item is not None and self._place.remove(item)
         except UcmError as error:
             raise OSError(errno.EIO, error.message) from None
-
-    def quarantine(self, _found: Found, _inode: int, _name: str) -> bool:
-        """Nothing is moved there."""
-        return False
 
     def written_ns(self, namespace: str) -> int:
         """When something of a namespace was last used."""

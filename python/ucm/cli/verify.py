@@ -1,9 +1,8 @@
 """``ucm verify``: reads every record of a root and verifies it whole, at a bounded rate, while
 engines go on.
 
-What is wrong is told; with ``--quarantine`` it is moved out of the way, within the bounds that the
-engine's own quarantine keeps. A newer version is never touched, nor a record that somebody may
-still be writing.
+What is wrong is reported and stays where it is: an engine refuses it and replaces it with the next
+dump of that block.
 """
 
 from __future__ import annotations
@@ -23,23 +22,11 @@ import click
 from ucm._core import RecordKeys
 from ucm.cli import terminal
 from ucm.cli.records import READER, Manifest, Pace, RecordVerifier, Refused, Verdict, read_manifest
-from ucm.cli.roots import (
-    DAMAGE,
-    QUARANTINE_BYTES,
-    QUARANTINE_MOST,
-    QUARANTINE_SHARE,
-    AnyRoot,
-    Found,
-    Kind,
-    open_root,
-    pick_each,
-)
-from ucm.cli.terminal import Rate, scheme_of
+from ucm.cli.roots import AnyRoot, Found, Kind, open_root, pick_each
+from ucm.cli.terminal import Rate
 from ucm.errors import ConfigError
 from ucm.reasons import MissReason
 
-#: Nanoseconds below which another host may still be writing what looks damaged.
-YOUNG_NS = 60 * 10**9
 #: Bad records shown to people.
 _SHOWN = 20
 _DEFAULT_RATE = "256MiB"
@@ -68,7 +55,6 @@ _DEFAULT_RATE = "256MiB"
     multiple=True,
     help="Only this namespace (how its name begins); repeatable.",
 )
-@click.option("--quarantine", is_flag=True, help="Move damaged records to <namespace>/quarantine/.")
 @click.option(
     "--key-file",
     metavar="FILE",
@@ -86,7 +72,6 @@ def verify(
     rate: Rate,
     sample: float,
     wanted: tuple[str, ...],
-    quarantine: bool,
     key_file: str | None,
     told: Mapping[str, str],
     as_json: bool,
@@ -96,16 +81,12 @@ def verify(
     Exit status: 0 all good, 1 bad records or side shards found, 2 it could not be done, 130
     interrupted.
     """
-    if quarantine and any(map(scheme_of, paths)):
-        raise click.UsageError(
-            "--quarantine is for directories; damage on a server is replaced by the next dump"
-        )
     keys = _keys(key_file)
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
         roots = [stack.enter_context(open_root(path, told)) for path in paths]
         for root, names in pick_each(roots, wanted):
-            results.append(Scrub(root, rate.bytes, quarantine, keys).run(names, sample))
+            results.append(Scrub(root, rate.bytes, keys).run(names, sample))
             if results[-1]["interrupted"]:
                 break
     if as_json:
@@ -142,27 +123,11 @@ def _keys(key_file: str | None) -> RecordKeys | None:
 
 
 @dataclass
-class _Room:
-    """What the quarantine may still take."""
-
-    records: int
-    bytes: int
-
-    def take(self, size: int) -> bool:
-        fits = self.records > 0 and self.bytes >= size
-        if fits:
-            self.records -= 1
-            self.bytes -= size
-        return fits
-
-
-@dataclass
 class Scrub:
     """One pass over a root."""
 
     root: AnyRoot
     rate: int | None
-    quarantine: bool
     keys: RecordKeys | None = None
     states: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -186,7 +151,6 @@ class Scrub:
             name: _sample([*inside.records, *inside.segments], percent)
             for name, inside in scanned.items()
         }
-        room = self._room() if self.quarantine else _Room(0, 0)
         total = sum(found.size for records in chosen.values() for found in records)
         interrupted = False
         # Nothing is drawn where no one looks: the bar is for terminals only.
@@ -207,7 +171,9 @@ class Scrub:
                         if found.kind is Kind.SEGMENT:
                             self._take_segment(found, verifier, manifest)
                         else:
-                            self._take(found, verifier.verify(found, manifest), room)
+                            verdict = verifier.verify(found, manifest)
+                            self._see_sides(found.path, verdict)
+                            self._blame(found, "", verdict)
                             self.records += 1
                         bar.update(found.size)
             except KeyboardInterrupt:
@@ -236,7 +202,7 @@ class Scrub:
             "seconds": round(time.monotonic() - start, 3),
             **{
                 state: self.states[state]
-                for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")
+                for state in ("good", "bad", "unreadable", "newer", "removed")
             },
             "reasons": dict(sorted(self.reasons.items())),
             "bad_records": self.bad,
@@ -244,29 +210,8 @@ class Scrub:
             "interrupted": interrupted,
         }
 
-    def _take(self, found: Found, verdict: Verdict, room: _Room) -> None:
-        self.states[verdict.state] += 1
-        self._see_sides(found.path, verdict)
-        if verdict.state not in ("bad", "unreadable"):
-            return
-        self.reasons[verdict.reason] += 1
-        action = "left"
-        if self.quarantine and verdict.state == "bad":
-            action = self._quarantine(found, verdict, room)
-            self.states["quarantined"] += action == "quarantined"
-        self.bad.append(
-            {
-                "path": found.path,
-                "bytes": found.size,
-                "reason": verdict.reason,
-                "found": verdict.found,
-                "action": action,
-            }
-        )
-
     def _take_segment(self, found: Found, verifier: RecordVerifier, manifest: Manifest) -> None:
-        """Verifies a segment's footer and every record it names. Nothing of it is moved: it goes or
-        stays whole."""
+        """Verifies a segment's footer and every record it names."""
         refused: Verdict | None = None
         try:
             footer = verifier.footer(found)
@@ -312,35 +257,7 @@ class Scrub:
                 "reason": verdict.reason,
                 "found": verdict.found,
             }
-            self.bad.append({**bad, "action": "left"})
-
-    def _quarantine(self, found: Found, verdict: Verdict, room: _Room) -> str:
-        """Moves a bad record, or says why not."""
-        now = terminal.wall_ns()
-        # The time of use is cut to a minute, the writer's own is exact.
-        written = (
-            int(verdict.header["time"]) * 10**9 if verdict.header else found.mtime_ns + YOUNG_NS
-        )
-        if verdict.reason not in DAMAGE:
-            return "left: it is not damaged, it belongs elsewhere"
-        if now < written + YOUNG_NS:
-            return "left: younger than 60 s, it may still be written"
-        if not room.take(found.size):
-            return "left: the quarantine is full"
-        self.root.check()
-        name = f"{found.name.removesuffix('.bin')}.{verdict.reason}.{now // 10**9}.bin"
-        try:
-            moved = self.root.quarantine(found, verdict.inode, name)
-        except OSError as error:  # a root that may only be read is verified all the same
-            return f"left: {error.strerror or error}"
-        return "quarantined" if moved else "left: it was replaced or removed meanwhile"
-
-    def _room(self) -> _Room:
-        kept = [
-            found for name in self.root.namespaces() for found in self.root.scan(name).quarantined
-        ]
-        most = min(QUARANTINE_BYTES, self.root.limit // QUARANTINE_SHARE)
-        return _Room(QUARANTINE_MOST - len(kept), most - sum(found.size for found in kept))
+            self.bad.append(bad)
 
 
 def _sample(records: list[Found], percent: float) -> list[Found]:
@@ -381,24 +298,18 @@ def _show(result: dict[str, Any]) -> None:
     took = result["seconds"]
     rate = f", {terminal.size(result['bytes_read'] / took)}/s" if took > 0 else ""
     rows.append(("read", f"{terminal.size(result['bytes_read'])} in {terminal.span(took)}{rate}"))
-    rows += [
-        (state, result[state])
-        for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")
-    ]
+    rows += [(state, result[state]) for state in ("good", "bad", "unreadable", "newer", "removed")]
     terminal.pairs(rows)
     if result["bad_records"]:
         click.echo("\nbad records")
         terminal.table(
-            ("reason", "action", "path", "found"),
-            [
-                (bad["reason"], bad["action"], bad["path"], bad["found"])
-                for bad in result["bad_records"][:_SHOWN]
-            ],
+            ("reason", "path", "found"),
+            [(bad["reason"], bad["path"], bad["found"]) for bad in result["bad_records"][:_SHOWN]],
         )
         if len(result["bad_records"]) > _SHOWN:
             click.echo(f"  and {len(result['bad_records']) - _SHOWN} more; --json lists all")
     if result["bad_sides"]:
-        click.echo("\nbad side shards: their KV is good, so nothing was moved")
+        click.echo("\nbad side shards: their KV is good")
         sides = [(bad["name"], bad["path"], bad["found"]) for bad in result["bad_sides"][:_SHOWN]]
         terminal.table(("name", "path", "found"), sides)
         if len(result["bad_sides"]) > _SHOWN:

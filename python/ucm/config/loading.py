@@ -487,6 +487,17 @@ def _read_mapping(layer: Layer, value: Any, written: str) -> None:
     _read(layer, value, f"{written}.")
 
 
+def _read_quarantine(layer: Layer, value: Any, written: str) -> None:
+    """A section of older versions: one key moved to `breaker`, the others mean nothing."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f'"{written}" in {layer.source} is a section with keys below it, got'
+            f" {type(value).__name__}"
+        )
+    for key, item in value.items():
+        _read_key(layer, f"quarantine.{key}", item, f"{written}.{key}")
+
+
 def _read_nfs_path(layer: Layer, value: Any, written: str) -> None:
     try:
         check_local(str(value))
@@ -612,6 +623,7 @@ _HANDLERS: dict[str, Callable[[Layer, Any, str], None]] = {
     "storage": _read_mapping,
     "vllm": _read_mapping,
     "nfs_path": _read_nfs_path,
+    "quarantine": _read_quarantine,
     "ucm_sparse_config": _read_sparse_config,
 }
 

@@ -66,7 +66,7 @@ def _verify_word(value: Any) -> Any:
         raise ValueError(
             "verification cannot be switched off: a record that is not verified is never served"
         )
-    return "on" if value is True or word(value) in ("true", "yes", "1") else word(value)
+    return "on" if value is True or word(value) in ("true", "yes", "1", "paranoid") else word(value)
 
 
 def _log_format(value: str | None) -> str | None:
@@ -100,11 +100,13 @@ class Deadlines(Section):
 
 
 class BreakerConfig(Section):
-    """When a store that does not answer is switched off, and for how long."""
+    """When a store that does not answer, or answers with damage, is switched off, and for how
+    long."""
 
     threshold: Annotated[Count, Field(le=1_000_000)] = 4
     window_s: Seconds = 60.0
     cool_down_s: Seconds = 10.0
+    damaged_per_minute: Annotated[Count, Field(le=1_000_000)] = 16
 
 
 DEADLINE_KEYS: tuple[str, ...] = tuple(Deadlines.model_fields)
@@ -206,7 +208,7 @@ class StoreSettings(_TierKeys):
     #: None: for two steps of the engine (``ucm_store::builder``).
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] | None = None
     transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
-    verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
+    verify: Annotated[Literal["on"], BeforeValidator(_verify_word)] = "on"
     encryption_key_file: str | None = None
     tenant_quota: Annotated[Capacity, BeforeValidator(parse_capacity)] | None = None
 
@@ -274,7 +276,6 @@ class UcmConfig(StoreSettings):
     min_hit_tokens: Number = 0
     admission: Annotated[Literal["measured", "always", "never"], BeforeValidator(word)] = "measured"
     admission_share: Annotated[float, BeforeValidator(no_flag), Field(gt=0, le=1)] = 0.8
-    audit_one_in: Number = 0
     tenant_key_file: str | None = None
     dump: Annotated[Literal["all", "prompt"], BeforeValidator(word)] = "all"
     on_reset: Annotated[Literal["keep", "forget"], BeforeValidator(word)] = "keep"

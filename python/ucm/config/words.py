@@ -253,6 +253,7 @@ TIER_UNSET: dict[str, str] = {
 #: :data:`GIBIBYTES`.
 ALIASES: dict[str, str] = {
     **TIER_ALIASES,
+    "quarantine.max_per_minute": "breaker.damaged_per_minute",
     "scatter_gather_enable": "options.use_scatter_gather",
     "load_tokens_threshold": "min_hit_tokens",
     "sparse_type": "sparse.type",
@@ -285,6 +286,7 @@ _BOTH = (
     "nothing: `storage_policy: tiered` writes every block to the colder directories too, and brings"
     " up what is read there"
 )
+_NOT_KEPT = "nothing: a damaged record stays where it is until the next dump replaces it"
 _NO_PROFILE = "nothing: profiling is not built yet, and nothing is recorded"
 
 #: Known key without meaning here -> what to write instead.
@@ -337,6 +339,11 @@ MEANINGLESS: dict[str, str] = {
     "recycle_enable": _CAPACITY,
     "recycle_threshold_ratio": _CAPACITY,
     "hotness_interval": _CAPACITY,
+    "audit_one_in": "nothing: what is stored is no longer compared with what is computed",
+    "quarantine.enabled": _NOT_KEPT,
+    "quarantine.max_records": _NOT_KEPT,
+    "quarantine.max_bytes": _NOT_KEPT,
+    "quarantine.keep_s": _NOT_KEPT,
     "compress_ratio": "nothing: compression is lossless, and what it gains is measured (`stats()`)",
     "data_type": "nothing: the type of the elements is taken from the KV layout",
     "decompress_thread_num": _THREADS,
@@ -365,6 +372,7 @@ MEANINGLESS: dict[str, str] = {
 #: Key of the model that is read and checked, but does nothing yet -> what to write instead, as
 #: above.
 UNUSED: dict[str, str] = {
+    "verify": "nothing: every record is verified when it is read, which cannot be switched off",
     "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
     "metrics.port": _EXPORTED,
     "metrics.config_path": _EXPORTED,

@@ -262,7 +262,6 @@ class EngineSettings(StoreSettings):
                 "dump_s": self.deadlines.dump_s,
                 "probe_s": self.deadlines.probe_s,
                 "shutdown_s": self.deadlines.shutdown_s,
-                "paranoid": self.verify == "paranoid",
                 "encryption_key_file": (
                     self.encryption_key_file and os.path.expanduser(self.encryption_key_file)
                 ),
@@ -306,7 +305,7 @@ def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -
     """``config`` with the spellings of a configuration file for keys that are ``known``; what means
     nothing there means nothing here either, and is left out with the same warning."""
     ours: dict[str, Any] = {}
-    for key, value in config.items():
+    for key, value in _without_quarantine(config, store).items():
         name = "device_id" if key == "device" else ALIASES.get(key, key).removeprefix("options.")
         instead = UNUSED.get(name) or (None if name in known else MEANINGLESS.get(name))
         if instead is not None:
@@ -321,6 +320,29 @@ def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -
                 f'"{key}" and another spelling of {name} for {store} differ; keep one of them'
             )
     return ours
+
+
+def _without_quarantine(config: Mapping[str, Any], store: str) -> dict[str, Any]:
+    """``config`` without the section of older versions, of which one key moved to `breaker`."""
+    config = dict(config)
+    section = config.pop("quarantine", None) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"quarantine of {store} is a section with keys below it")
+    for key, value in section.items():
+        name = f"quarantine.{key}"
+        if name in MEANINGLESS:
+            warn_once(without_effect([f"{store}.{name}"], MEANINGLESS[name]))
+        elif name in ALIASES:
+            target = ALIASES[name].removeprefix("breaker.")
+            breaker = dict(config.get("breaker") or {})
+            if breaker.setdefault(target, value) != value:
+                raise ConfigError(
+                    f'"{name}" and breaker.{target} of {store} differ; keep one of them'
+                )
+            config["breaker"] = breaker
+        else:
+            raise ConfigError(f"{store} has no key {name!r}", context={"key": name})
+    return config
 
 
 def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
@@ -697,14 +719,13 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     ) -> None:
         self._open().describe(block_ids, parents, ordinals, tokens, tenant)
 
-    def audit(self, block_ids: Sequence[bytes]) -> None:
-        self._open().audit(block_ids)
+    def mark_bad(self, block_ids: Sequence[bytes]) -> None:
+        self._open().mark_bad(block_ids)
 
-    def distrust(self, block_ids: Sequence[bytes]) -> None:
-        self._open().distrust(block_ids)
+    def clear_bad(self, block_ids: Sequence[bytes]) -> None:
+        self._open().clear_bad(block_ids)
 
-    def trust(self, block_ids: Sequence[bytes]) -> None:
-        self._open().trust(block_ids)
+    distrust, trust = mark_bad, clear_bad
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         self._open().touch(block_ids)

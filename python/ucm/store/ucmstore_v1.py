@@ -367,18 +367,22 @@ class UcmKVStoreBaseV1(ABC):
         tokens; ``tenant``: the 32-byte tag of the tenant whose blocks they all are. A store that
         overrides this without ``tenant`` is told the rest."""
 
-    def audit(self, block_ids: Sequence[bytes]) -> None:
-        """A hint before a dump: where it would find a block stored, compare the two and count those
-        that differ."""
-
-    def distrust(self, block_ids: Sequence[bytes]) -> None:
+    def mark_bad(self, block_ids: Sequence[bytes]) -> None:
         """A rank of this engine could not use these records. The next dump replaces them, even
         where this store finds them stored and sound; until then they are no hits. Without it, such
         a dump would change nothing."""
+        self.distrust(block_ids)
 
-    def trust(self, block_ids: Sequence[bytes]) -> None:
+    def clear_bad(self, block_ids: Sequence[bytes]) -> None:
         """Another rank, which writes for this one too, replaces these records: a store that refused
         them may read them again."""
+        self.trust(block_ids)
+
+    def distrust(self, block_ids: Sequence[bytes]) -> None:
+        """Older name of :meth:`mark_bad`, called for stores that define it."""
+
+    def trust(self, block_ids: Sequence[bytes]) -> None:
+        """Older name of :meth:`clear_bad`, called for stores that define it."""
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """These blocks, in chain order, were used by a request, even if found elsewhere; keeps them

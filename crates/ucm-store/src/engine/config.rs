@@ -67,9 +67,6 @@ pub struct EngineConfig {
     pub keys: Option<Arc<Keys>>,
     /// What the blocks of each tenant may come to in every level below memory, if that is bounded.
     pub tenant_quota: Option<Capacity>,
-    /// Reads back what was published before it counts, and what was loaded from the device before
-    /// it is reported.
-    pub paranoid: bool,
 }
 
 /// One row of a load or dump: block, shard, and where the device pieces of that shard lie.

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
-use ucm_infra::{IdSet, MonotonicTime, Notify, Ticket};
+use ucm_infra::{MonotonicTime, Notify, Ticket};
 use ucm_record::{RecordMeta, encode_header, seal_side_alone};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
 
@@ -35,8 +35,6 @@ const REMEMBERED: usize = 1 << 16;
 pub(super) struct Dumps {
     pub(super) builders: BlockBuilders,
     pub(super) hints: Mutex<LruCache<BlockId, Hint>>,
-    /// Blocks whose next dump is compared with what is stored.
-    pub(super) marked: IdSet<BlockId>,
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,
     copy_limit: usize,
@@ -58,7 +56,6 @@ impl Dumps {
         Self {
             builders: Mutex::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
-            marked: IdSet::default(),
             copying: AtomicUsize::new(0),
             copy_limit,
             copy_threads,
@@ -332,9 +329,6 @@ impl Core {
             After::Publish(mut slot, crcs, sided) => {
                 match self.seal(builder, &mut slot, crcs, sided) {
                     Err(error) => self.write_done(builder, None, Err(error)),
-                    Ok(options) if self.dumps.marked.remove(&builder.id) && !options.replace => {
-                        self.write_audited(builder, slot, options);
-                    }
                     Ok(options) => self.write(builder, slot, options, here),
                 }
             }
@@ -441,7 +435,7 @@ impl Core {
             len,
             ordinal,
             replace: self.refused.replaces(builder.id),
-            read_back: self.paranoid,
+            read_back: false,
         })
     }
 

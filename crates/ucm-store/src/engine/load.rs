@@ -18,7 +18,6 @@ use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
 use ucm_device::Event;
 use ucm_infra::{BlockState, Cancelled, LoadState, MonotonicTime};
 
-use super::audit::compare;
 use super::reads::MAX_PENDING;
 use super::task::{Task, TaskState};
 use super::verify::reason_of;
@@ -282,11 +281,7 @@ impl Core {
             self.device
                 .streams
                 .with(ready, task.state.deadline, |stream| {
-                    stream.scatter(record, &pieces)?;
-                    if self.paranoid {
-                        compare(stream, &pieces, record)?;
-                    }
-                    Ok(())
+                    stream.scatter(record, &pieces)
                 })
         });
         match copied {

@@ -6,7 +6,6 @@
 //! verification of everything that comes from a medium. Deadlines of I/O are kept by the backend's
 //! pool, those of tasks by the caller that looks at them.
 
-mod audit;
 mod availability;
 mod block_builder;
 mod config;
@@ -72,7 +71,6 @@ pub struct Engine(Arc<Core>);
 /// Shared by the handle and the callbacks under way.
 pub struct Core {
     records: Arc<StoredRecords>,
-    paranoid: bool,
     deadlines: Deadlines,
     clock: Arc<dyn Clock>,
     tiers: Arc<Tiers>,
@@ -202,7 +200,6 @@ impl Engine {
             .build()?;
         let core = Arc::new(Core {
             records,
-            paranoid: config.paranoid,
             deadlines: config.deadlines,
             clock,
             tiers,

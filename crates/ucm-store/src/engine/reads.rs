@@ -16,7 +16,6 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
-use ucm_quota::evidence::is_damage;
 use ucm_record::{LayerEntry, RecordHeader, verify_layers};
 use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
@@ -474,7 +473,7 @@ impl Core {
         let (read, header) = match self.verified(&reading, result) {
             Ok(sound) => sound,
             Err((Failed::Refused(reason, _), Some(slot)))
-                if is_damage(reason) && !reading.again =>
+                if reason.is_damage() && !reading.again =>
             {
                 return self.read_again(reading, slot);
             }

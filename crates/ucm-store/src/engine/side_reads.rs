@@ -17,7 +17,6 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, PAGE, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
-use ucm_quota::evidence::is_damage;
 use ucm_record::{RecordHeader, RecordLayout, Refusal, verify_side};
 use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
@@ -370,7 +369,7 @@ impl Core {
                         return self.pump_sides();
                     }
                     // The medium or the way from it? A second read past every cache tells.
-                    Err(refused) if is_damage(refused.reason) && !again => {
+                    Err(refused) if refused.reason.is_damage() && !again => {
                         let again = Reading {
                             read,
                             id,
@@ -387,7 +386,7 @@ impl Core {
                 }
             }
         };
-        if is_damage(reason) {
+        if reason.is_damage() {
             self.side_refused(&read, id, tier, reason);
         }
         if error.kind() == ErrorKind::Closed {

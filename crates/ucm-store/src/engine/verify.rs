@@ -1,13 +1,11 @@
 //! Verification of what was read, and records that were refused.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use tracing::{info, warn};
+use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_quota::evidence::is_damage;
 use ucm_record::{Expect, RecordHeader, Refusal, verify_layers, verify_rest};
-use ucm_tier::backend::{Quarantined, ReadDone};
+use ucm_tier::backend::ReadDone;
 
 use super::Core;
 use crate::stats::Stats;
@@ -63,12 +61,7 @@ impl Core {
 
     /// Remembers that a record is not what it should be, in the last tier that had it (`None`:
     /// where it was just written); the answer is the error for those who wanted it.
-    pub(super) fn refuse(
-        self: &Arc<Self>,
-        id: BlockId,
-        tier: Option<usize>,
-        reason: MissReason,
-    ) -> Error {
+    pub(super) fn refuse(&self, id: BlockId, tier: Option<usize>, reason: MissReason) -> Error {
         let error = self.refuse_id(id, reason);
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
@@ -78,11 +71,13 @@ impl Core {
             reason = name,
             "record {id} was refused ({name}) and will be recomputed"
         );
-        self.set_aside(id, tier, reason);
+        if let Some(tier) = tier {
+            self.tiers.discard(tier, id, reason);
+        }
         error
     }
 
-    /// The same where the copy itself was told of and set aside before.
+    /// The same where the copy itself was reported and discarded before.
     pub(super) fn refuse_id(&self, id: BlockId, reason: MissReason) -> Error {
         self.stats.misses.add(reason, 1);
         self.refused.add(id, reason);
@@ -90,7 +85,7 @@ impl Core {
     }
 
     /// The copy of one tier is not what it should be; a lower one is asked instead.
-    pub(super) fn discard(self: &Arc<Self>, id: BlockId, tier: usize, reason: MissReason) {
+    pub(super) fn discard(&self, id: BlockId, tier: usize, reason: MissReason) {
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
         warn!(
@@ -99,49 +94,7 @@ impl Core {
             reason = name,
             "a copy of record {id} was refused ({name}); another tier is asked for it"
         );
-        self.set_aside(id, Some(tier), reason);
-    }
-
-    fn set_aside(self: &Arc<Self>, id: BlockId, tier: Option<usize>, reason: MissReason) {
-        let (core, name) = (Arc::downgrade(self), reason.name());
-        let done = Box::new(move |ended| {
-            if let Some(core) = core.upgrade() {
-                core.quarantined(id, name, ended);
-            }
-        });
-        match tier {
-            Some(tier) => self.tiers.discard(tier, id, reason, done),
-            None if is_damage(reason) => self.tiers.discard_written(id, done),
-            None => {}
-        }
-    }
-
-    /// Evidence of damage was kept or not.
-    fn quarantined(&self, id: BlockId, reason: &str, ended: Result<Quarantined>) {
-        match ended {
-            Ok(Quarantined::LeftAlone) => {}
-            Ok(Quarantined::Kept) => {
-                Stats::add(&self.stats.records_quarantined, 1);
-                info!(
-                    store = self.records.writer,
-                    block = %id,
-                    reason,
-                    "record {id} was moved to quarantine ({reason})"
-                );
-            }
-            Ok(Quarantined::Stopped) => {
-                Stats::add(&self.stats.quarantine_stopped, 1);
-            }
-            Err(error) => {
-                info!(
-                    store = self.records.writer,
-                    block = %id,
-                    reason,
-                    error = error.kind().name(),
-                    "record {id} ({reason}) could not be moved to quarantine: {error}"
-                );
-            }
-        }
+        self.tiers.discard(tier, id, reason);
     }
 }
 

@@ -33,9 +33,8 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, LANE_DUMP, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
-use ucm_quota::evidence::is_damage;
 use ucm_record::{Expect, Keys, verify_stored};
-use ucm_tier::backend::{Backend, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim};
+use ucm_tier::backend::{Backend, Flush, LocallyVisible, MediumStats, Victim};
 
 use crate::breaker::{BreakerConfig, Change};
 use crate::records::StoredRecords;
@@ -650,45 +649,17 @@ impl Tiers {
         }
     }
 
-    /// The copy in this tier was refused for this reason: it is no hit any more, and if it is
-    /// damaged it is kept as evidence. One of a newer version is never replaced.
-    pub(crate) fn discard(
-        self: &Arc<Self>,
-        number: usize,
-        id: BlockId,
-        reason: MissReason,
-        done: Done<Quarantined>,
-    ) {
-        let refused = &self.tiers[number];
-        refused.refuse(id, reason);
-        add(&refused.counts.copies_refused, 1);
-        if is_damage(reason) {
-            self.quarantine(number, id, done);
-        } else {
-            done(Ok(Quarantined::LeftAlone));
+    /// The copy in this tier was refused for this reason: it is no hit any more. One of a newer
+    /// version is never replaced.
+    pub(crate) fn discard(&self, number: usize, id: BlockId, reason: MissReason) {
+        let tier = &self.tiers[number];
+        tier.refuse(id, reason);
+        add(&tier.counts.copies_refused, 1);
+        if reason.is_damage() {
+            let sick = Error::new(ErrorKind::Corrupt, "too many damaged records in a minute");
+            let change = tier.breaker.damaged(self.clock.now());
+            self.changed(number, change, Some(&sick));
         }
-    }
-
-    /// What was read back and is not sound was refused when it was written: keeps it as evidence.
-    pub(crate) fn discard_written(self: &Arc<Self>, id: BlockId, done: Done<Quarantined>) {
-        match self.tiers.iter().rposition(|tier| tier.has_refused(id)) {
-            Some(number) => self.quarantine(number, id, done),
-            None => done(Ok(Quarantined::LeftAlone)),
-        }
-    }
-
-    /// Keeps evidence of damage. Too much of it speaks against the medium.
-    fn quarantine(self: &Arc<Self>, number: usize, id: BlockId, done: Done<Quarantined>) {
-        let tiers = Arc::clone(self);
-        let ended = move |ended: Result<Quarantined>| {
-            if let Ok(Quarantined::Stopped) = ended {
-                let sick = Error::new(ErrorKind::Corrupt, "too many damaged records in a minute");
-                let held = tiers.tiers[number].breaker.hold(tiers.clock.now());
-                tiers.changed(number, held, Some(&sick));
-            }
-            done(ended);
-        };
-        self.tiers[number].backend.quarantine(id, Box::new(ended));
     }
 
     /// Another process replaces these records: copies that were refused in some tier are read

@@ -414,6 +414,7 @@ mod tests {
             window: Duration::from_secs(60),
             cool_down: Duration::from_secs(1),
             max_stuck: 4,
+            ..BreakerConfig::default()
         };
         let config = TierConfig {
             backend: Arc::new(Nothing),

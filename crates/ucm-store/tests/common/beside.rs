@@ -205,7 +205,6 @@ impl Beside {
             breaker: setup.breaker,
             writer,
             sides: setup.side_specs(),
-            paranoid: setup.paranoid,
             keys: None,
             tenant_quota: setup.tenant_quota,
         };

@@ -205,7 +205,6 @@ pub(super) fn posix_config(
         process: setup.process.clone(),
         writer,
         modes: setup.modes,
-        quarantine: setup.quarantine,
         place: Place::default(),
     }
 }

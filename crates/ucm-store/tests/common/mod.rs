@@ -3,7 +3,6 @@
 #![allow(unsafe_code, reason = "device addresses of the tests' own buffers")]
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
-pub(crate) mod bench;
 pub(crate) mod beside;
 pub(crate) mod device;
 pub(crate) mod harm;
@@ -251,7 +250,6 @@ impl Store {
             deadlines: setup.deadlines,
             breaker: setup.breaker,
             writer,
-            paranoid: setup.paranoid,
             keys: setup.keys.clone(),
             tenant_quota: setup.tenant_quota,
         };

@@ -7,7 +7,6 @@ use serde_json::Value;
 use ucm_core::Part;
 use ucm_device::Transfer;
 use ucm_io::Process;
-use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 use ucm_record::{Keys, SideSpec};
@@ -69,8 +68,6 @@ pub(crate) struct Setup {
     pub(crate) other_parts: Vec<(Part, u32)>,
     pub(crate) deadlines: Deadlines,
     pub(crate) breaker: BreakerConfig,
-    pub(crate) quarantine: QuarantineConfig,
-    pub(crate) paranoid: bool,
     pub(crate) lookup_only: bool,
     pub(crate) workers: usize,
     pub(crate) copy_threads: usize,
@@ -223,6 +220,7 @@ impl Default for Setup {
             cool_down: Duration::from_secs(1),
             window: Duration::from_secs(60),
             max_stuck: usize::MAX,
+            damaged_per_minute: u32::MAX,
         };
         Self {
             above: Above::of_this_run(),
@@ -254,8 +252,6 @@ impl Default for Setup {
                 ..Deadlines::default()
             },
             breaker: never,
-            quarantine: QuarantineConfig::default(),
-            paranoid: false,
             lookup_only: false,
             workers: 4,
             copy_threads: 1,

@@ -35,7 +35,7 @@ pub(crate) fn elsewhere(setup: &Setup) -> Setup {
     }
 }
 
-/// Bytes of all records below a root, evidence too.
+/// Bytes of all records below a root, those in quarantine too.
 pub(crate) fn stored(dir: &Path) -> u64 {
     let mut bytes = 0;
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {

@@ -11,7 +11,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_io::{IoEngine, Process, PsyncEngine};
-use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 
@@ -97,29 +96,6 @@ pub(super) struct PosixOptions {
     /// threads that look blocks up
     #[schemars(range(min = 1, max = 1024), extend("unit" = "threads"))]
     posix_lookup_concurrency: u32,
-    /// what is kept of damaged records
-    quarantine: QuarantineOptions,
-}
-
-/// What is kept of damaged records.
-#[derive(Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-struct QuarantineOptions {
-    /// false: damaged records stay where they are until they are replaced
-    enabled: bool,
-    /// damaged records within a minute, beyond which the medium counts as sick: no more are moved,
-    /// and the breaker opens. Holds without quarantine too
-    #[schemars(range(min = 1, max = 1_000_000), extend("unit" = "records"))]
-    max_per_minute: u32,
-    /// evidence below the root, the oldest goes first
-    #[schemars(range(min = 1, max = 1_000_000), extend("unit" = "records"))]
-    max_records: u32,
-    /// likewise; never more than a sixteenth of `storage_capacity`. Evidence counts as used
-    #[schemars(range(min = 1), extend("unit" = "size"))]
-    max_bytes: Size,
-    /// age at which evidence is removed
-    #[schemars(range(max = 31_622_400), extend("exclusiveMinimum" = 0, "unit" = "s"))]
-    keep_s: f64,
 }
 
 impl Default for PosixOptions {
@@ -143,20 +119,6 @@ impl Default for PosixOptions {
             segment_merge_rate: Size(segments.merging.rate),
             posix_data_trans_concurrency: 16,
             posix_lookup_concurrency: 8,
-            quarantine: QuarantineOptions::default(),
-        }
-    }
-}
-
-impl Default for QuarantineOptions {
-    fn default() -> Self {
-        let quarantine = QuarantineConfig::default();
-        Self {
-            enabled: quarantine.enabled,
-            max_per_minute: quarantine.max_per_minute,
-            max_records: quarantine.max_records,
-            max_bytes: Size(quarantine.max_bytes),
-            keep_s: quarantine.keep.as_secs_f64(),
         }
     }
 }
@@ -283,7 +245,6 @@ fn config(
     root: PathBuf,
     place: Place,
 ) -> Result<PosixConfig> {
-    let quarantine = &options.quarantine;
     let rules = Rules {
         // No bytes: no floor, while nothing at all is the default.
         free_floor: options
@@ -311,13 +272,6 @@ fn config(
         modes: Modes {
             file: options.file_mode.0,
             dir: options.dir_mode.0,
-        },
-        quarantine: QuarantineConfig {
-            enabled: quarantine.enabled,
-            max_per_minute: quarantine.max_per_minute,
-            max_records: quarantine.max_records,
-            max_bytes: quarantine.max_bytes.0,
-            keep: seconds("quarantine.keep_s", quarantine.keep_s)?,
         },
         place,
     })

@@ -32,7 +32,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, MonotonicTime};
@@ -41,9 +40,8 @@ use ucm_quota::layout::{FORMAT, Manifest, Marker};
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
-    Outcome, Presence, Quarantined, WriteOptions, Written,
+    Outcome, Presence, WriteOptions, Written,
 };
-use crate::damage_rate::DamageRate;
 use crate::lengths::Lengths;
 use crate::scope::Scope;
 use crate::segment::index::{Hit, Index};
@@ -70,8 +68,6 @@ const AT_ONCE: usize = 16;
 const DOCUMENT: u64 = 16 << 20;
 /// Most records in the index in memory; further ones are misses.
 const MOST_BLOCKS: usize = 1 << 24;
-/// Damaged records in a minute above which the store counts as sick.
-const MOST_DAMAGED: u32 = 16;
 
 /// What the backend needs to know.
 #[derive(Debug, Clone)]
@@ -112,7 +108,6 @@ struct Objects {
     writer: Writer,
     discovery: Discovery,
     space: Space,
-    damage: Mutex<DamageRate>,
     upkeep: Upkeep,
 }
 
@@ -130,7 +125,6 @@ impl ObjectBackend {
             writer: Writer::default(),
             discovery: Discovery::default(),
             space: Space::default(),
-            damage: Mutex::default(),
             upkeep: Upkeep::new(&clock)?,
             config,
             clock,
@@ -392,22 +386,6 @@ impl Backend for ObjectBackend {
             Flush::Now => self.objects.flush(false),
             Flush::Last => self.objects.flush(true),
         }
-    }
-
-    /// A damaged copy is no hit here any more; it goes with its segment.
-    fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
-        let objects = &self.objects;
-        if !objects
-            .damage
-            .lock()
-            .count(objects.clock.now(), MOST_DAMAGED)
-        {
-            return done(Ok(Quarantined::Stopped));
-        }
-        if let Some(hit) = objects.index.find(id).filter(|hit| !hit.private) {
-            objects.index.drop_copy(id, &hit);
-        }
-        done(Ok(Quarantined::LeftAlone));
     }
 
     fn stats(&self) -> MediumStats {

@@ -31,9 +31,8 @@ use ucm_record::{Expect, RecordHeader, verify_stored};
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, InPlace, Indexed, Lent, Listed, MediumStats, Outcome,
-    Presence, Quarantined, ReadDone, WriteOptions, Written,
+    Presence, ReadDone, WriteOptions, Written,
 };
-use crate::damage_rate::DamageRate;
 use crate::lengths::Lengths;
 use crate::recency::Recency;
 use crate::scope::Scope;
@@ -54,8 +53,6 @@ const ASK_FIRST: usize = 128 << 10;
 const OF_SET: usize = 64;
 /// Records that one step of a listing asks for.
 const TOGETHER: usize = 1024;
-/// Damaged records in a minute above which the server counts as sick.
-const MOST_DAMAGED: u32 = 16;
 /// How old what is known of the server's memory may be before somebody looks again, and how long a
 /// look may take.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
@@ -97,7 +94,6 @@ struct Shared {
     lengths: Lengths,
     recency: Recency,
     pause: Mutex<Pause>,
-    damage: Mutex<DamageRate>,
     server: Mutex<Seen>,
 }
 
@@ -133,7 +129,6 @@ impl RedisBackend {
             lengths: config.scope.lengths(),
             recency: Recency::default(),
             pause: Mutex::default(),
-            damage: Mutex::default(),
             server: Mutex::default(),
             config,
             clock,
@@ -221,19 +216,6 @@ impl Backend for RedisBackend {
 
     fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
         self.shared.list(io)
-    }
-
-    fn quarantine(&self, _id: BlockId, done: Done<Quarantined>) {
-        let few = self
-            .shared
-            .damage
-            .lock()
-            .count(self.shared.clock.now(), MOST_DAMAGED);
-        done(Ok(if few {
-            Quarantined::LeftAlone
-        } else {
-            Quarantined::Stopped
-        }));
     }
 
     fn stats(&self) -> MediumStats {

@@ -14,14 +14,12 @@
 //! * [`discovery`]: the segments of others; [`recheck`]: whether their footers, and ours, are still
 //!   there for the next one; [`runs`] and [`reader`]: reading records; [`recovery`]: what dead
 //!   writers left;
-//!   [`evidence`]: what is damaged;
 //! * [`reclaim`]: small and sparse segments become one, records in use outlive their segment.
 //!
 //! Root, space and everything else that is not about records are those of the file layout.
 
 mod append;
 mod discovery;
-mod evidence;
 pub(crate) mod footer;
 pub(crate) mod format;
 pub(crate) mod index;
@@ -48,7 +46,7 @@ use ucm_quota::Capacity;
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
-    Outcome, Presence, Quarantined, WriteOptions, Written,
+    Outcome, Presence, WriteOptions, Written,
 };
 use crate::layout_kind::LayoutKind;
 use crate::shared::{PosixConfig, Shared};
@@ -324,10 +322,6 @@ impl Backend for SegmentBackend {
             Flush::Now => self.segments.flush(false),
             Flush::Last => self.segments.flush(true),
         }
-    }
-
-    fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
-        self.segments.keep_evidence(id, done);
     }
 
     fn stats(&self) -> MediumStats {

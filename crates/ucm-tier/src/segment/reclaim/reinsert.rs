@@ -15,7 +15,6 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
-use ucm_quota::evidence::is_damage;
 use ucm_quota::layout::SegmentName;
 use ucm_record::RecordMeta;
 
@@ -221,7 +220,7 @@ impl Reinsertion<'_> {
             };
             match self.verified(id, &bytes, len) {
                 Ok(meta) => return Ok(Some((meta, bytes))),
-                Err(reason) if !is_damage(reason) => break,
+                Err(reason) if !reason.is_damage() => break,
                 Err(_) => {}
             }
         }

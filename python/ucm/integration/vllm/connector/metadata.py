@@ -69,7 +69,6 @@ class Dump:
     parent: bytes  # key of the block before the first, empty for the start of a chain
     keys: bytes
     blocks: npt.NDArray[np.int64]
-    audit: bool = False  # compare with what is stored
     # rows whose stored record some rank could not use: to be replaced
     refused: tuple[int, ...] = ()
     tenant: bytes = b""  # tag of the tenant whose blocks these are, empty for none

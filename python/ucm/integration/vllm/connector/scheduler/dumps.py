@@ -270,8 +270,6 @@ class DumpPlanner:
 
     def _offerable(self, tracker: RequestTracker, at: int) -> bool:
         key = tracker.keys[at]
-        if at in tracker.audit:
-            return not self._block_tracker.is_writing(key)
         return self._block_tracker.offerable(key) and not self._held_back(tracker, at)
 
     def _held_back(self, tracker: RequestTracker, at: int) -> bool:
@@ -302,7 +300,6 @@ class DumpPlanner:
             blocks=np.fromiter(
                 (block.block_id for block in sources), dtype=np.int64, count=len(sources)
             ),
-            audit=start < tracker.audit.stop and end > tracker.audit.start,
             refused=tuple(
                 row for row, key in enumerate(keys) if self._block_tracker.is_refused(key)
             ),

@@ -29,8 +29,6 @@ class RequestTracker:
 
     __slots__ = (
         "asked",
-        "audit",
-        "audit_decided",
         "banned_from",
         "confirming",
         "cursor",
@@ -78,8 +76,6 @@ class RequestTracker:
         #: Blocks computed before a time, and that time: they wait for a check of the adapter
         #: that begins after it.
         self.confirming: tuple[int, float] | None = None
-        self.audit_decided = False  # whether this hit is audited was decided
-        self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
         self.decided_hit = range(0)  # ordinals of the hit that was decided about last
         self.decided_tiers = b""  # where its blocks were
         self.load_end = 0  # ordinal of the first that is not to be loaded
@@ -129,7 +125,7 @@ class RequestTracker:
     def rekey(self) -> None:
         """The identity is another one: what was hashed and looked up was under the one before."""
         self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
-        self.audit_decided, self.audit, self.decided_hit = False, range(0), range(0)
+        self.decided_hit = range(0)
         self.cursor, self.banned_from, self.confirming = 0, FAR, None
         self.stored, self.private_at = 0, None
         self.offered_below = None
@@ -296,19 +292,15 @@ class HitPolicy:
     def __init__(
         self,
         admission: Admission,
-        audit_one_in: int,
         block_tokens: int,
         block_bytes: Callable[[], int],
         min_hit_tokens: int = 0,
     ) -> None:
-        """``audit_one_in``: one hit in that number is computed and compared, 0 for none;
-        ``block_bytes``: of all ranks; ``min_hit_tokens``: nothing shorter is loaded."""
+        """``block_bytes``: of all ranks; ``min_hit_tokens``: nothing shorter is loaded."""
         self._admission = admission
-        self._audit_one_in = audit_one_in
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._min_hit_tokens = min_hit_tokens
-        self._loaded = 0
 
     def taken(self, tracker: RequestTracker, first: int, end: int) -> tuple[int, MissReason | None]:
         """Up to where the blocks from ``first`` to ``end`` are loaded, and why the others are not
@@ -322,8 +314,6 @@ class HitPolicy:
             tracker.load_end = first + (0 if cut is None else cut.tokens // self._block_tokens)
         if tracker.load_end == first:
             return first, MissReason.DECLINED
-        if self._audits(tracker, first, end):
-            return first, MissReason.AUDIT
         return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
 
     def begin_load(self, tracker: RequestTracker, tokens: int) -> float:
@@ -357,16 +347,6 @@ class HitPolicy:
         known = b"" if tracker.lookup is None else tracker.lookup.tiers[first:end]
         return known.ljust(end - first, b"\0")
 
-    def _audits(self, tracker: RequestTracker, first: int, end: int) -> bool:
-        """Whether this hit is the one in N that is computed all the same; decided once per
-        request."""
-        if self._audit_one_in and not tracker.audit_decided:
-            tracker.audit_decided = True
-            self._loaded += 1
-            if self._loaded % self._audit_one_in == 0:
-                tracker.audit = range(first, end)
-        return bool(tracker.audit)
-
 
 def misses(
     tracker: RequestTracker,
@@ -391,7 +371,7 @@ def misses(
         most = max(tracker.most_claimable(block_tokens), at)
         found[MissReason.TOO_SHORT], found[MissReason.LAST_TOKEN] = most - at, full - most
         return {reason: count for reason, count in found.items() if count > 0}
-    chosen = tracker.reason if tracker.reason in (MissReason.AUDIT, MissReason.DECLINED) else None
+    chosen = MissReason.DECLINED if tracker.reason is MissReason.DECLINED else None
     if (tracker.reason and not chosen) or lookup is None:
         return {tracker.reason or MissReason.INTERNAL: full - at}
     stored = min(max(lookup.hits, at), full)

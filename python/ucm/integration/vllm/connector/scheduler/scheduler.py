@@ -131,7 +131,6 @@ class UCMConnectorScheduler:
             self._offload.stored = self._stored_keys
         self._hit_policy = HitPolicy(
             admission,
-            config.audit_one_in,
             block_tokens,
             lambda: readiness.block_bytes,
             config.min_hit_tokens,

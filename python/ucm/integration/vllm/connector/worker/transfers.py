@@ -356,7 +356,7 @@ class Dumps:
         self.last_job = max(self.last_job, dump.job)
         if dump.refused and store is not None:
             try:
-                store.trust(record_ids(_rows(dump), mask))
+                store.clear_bad(record_ids(_rows(dump), mask))
             except Exception as error:  # they are refused for longer than need be
                 throttle.warning("trust", "the store's trust() failed: %r", error)
         self._done.append(DumpResult(dump.job))
@@ -392,10 +392,8 @@ class Dumps:
                         else {}
                     ),
                 )
-                if dump.audit:
-                    store.audit(ids)
                 if dump.refused:
-                    store.distrust([ids[row] for row in dump.refused])
+                    store.mark_bad([ids[row] for row in dump.refused])
                 sides = (
                     None if representations is None else representations.beside(dump.blocks, store)
                 )
