@@ -130,8 +130,11 @@ fn a_damaged_record_that_an_older_version_kept_counts_until_it_is_removed() {
     });
     assert!(kept.exists());
     store.faults.clear();
-    full();
-    in_time(&clock, LONG, "it is removed", || !kept.exists());
+    // After a count that freed too little the next ones are some time apart.
+    in_time(&clock, LONG, "it is removed", || {
+        full();
+        !kept.exists()
+    });
 }
 
 #[test]
