@@ -57,7 +57,8 @@ SEGMENT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.seg")
 #: Directory of a namespace's segments.
 SEGMENTS = "segments"
 QUARANTINED = re.compile(
-    r"[0-9a-f]{32}\.(?:wrong_length|truncated|not_a_record|bad_header|bad_checksum)\.[0-9]{1,20}\.bin"
+    r"[0-9a-f]{32}\.(?:wrong_length|truncated|not_a_record|bad_header|bad_checksum)"
+    r"\.[0-9]{1,20}\.bin"
 )
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
