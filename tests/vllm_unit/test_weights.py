@@ -288,6 +288,14 @@ def test_a_file_that_changes_under_the_hash_is_unknown(
     assert digest_of(model).state.kind == "unknown"
 
 
+def test_samples_are_64_pieces_of_64_kib(tmp_path: Path) -> None:
+    file, read = tmp_path / "m.safetensors", list[int]()
+    with file.open("wb") as made:
+        made.truncate(64 << 20)
+    hash_file(str(file), True, read.append)
+    assert read == [64 << 10] * 64
+
+
 def test_hash_file_notices_a_file_cut_short_or_replaced(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_bytes(bytes(10 << 20))

@@ -16,11 +16,11 @@ vLLM can replace the weights of a running engine in many ways (``reload_weights`
 sleep level 2, a worker extension that writes them) and reports none to connectors. So
 :class:`ModelMemory` takes a fingerprint on each rank right after loading, compares when the
 scheduler side requests it, and answers with a :class:`WeightsReport`. The fingerprint is a SHA-256
-over samples of every parameter and persistent buffer: small ones whole, of others :data:`SAMPLES`
-bytes at even distances. Training, merging and loading change every sample of a tensor they touch;
-an edit of single numbers that misses all samples of a large tensor is not detected. Some kernels
-pack a weight into an object of their own and leave an empty parameter behind (oneDNN on a CPU):
-such an object counts as unchanged while it is the same object.
+over samples of every parameter and persistent buffer: small ones whole, of others
+:data:`MEMORY_SAMPLES` bytes at even distances. Training, merging and loading change every sample of
+a tensor they touch; an edit of single numbers that misses all samples of a large tensor is not
+detected. Some kernels pack a weight into an object of their own and leave an empty parameter behind
+(oneDNN on a CPU): such an object counts as unchanged while it is the same object.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ MEMORY_NAME = "ucm-digests.json"
 MEMORY_LIMIT = 4096
 
 #: Samples of a file, spread evenly, the first and the last bytes among them.
-SAMPLES, SAMPLE_BYTES = 64, 65536
+FILE_SAMPLES, SAMPLE_BYTES = 64, 65536
 
 
 class FileChangedError(UcmError):
@@ -370,10 +370,10 @@ def hash_file(
 
 
 def _sample_ranges(size: int) -> Iterable[tuple[int, int]]:
-    if size <= SAMPLES * SAMPLE_BYTES:
+    if size <= FILE_SAMPLES * SAMPLE_BYTES:
         return [(0, size)]
     last = size - SAMPLE_BYTES
-    return [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
+    return [(last * i // (FILE_SAMPLES - 1), SAMPLE_BYTES) for i in range(FILE_SAMPLES)]
 
 
 def _feed(
@@ -798,7 +798,7 @@ class _Work:
 #: A tensor of at most this many bytes is fingerprinted whole.
 WHOLE = 64 << 10
 #: Bytes that are looked at of a larger one, at least.
-SAMPLES = 1024
+MEMORY_SAMPLES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -941,7 +941,7 @@ def _samples(tensor: torch.Tensor) -> torch.Tensor:
     first = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     # An odd step meets high and low bytes of the numbers in turn.
-    step = 1 if size <= WHOLE else (size // SAMPLES - 1) | 1
+    step = 1 if size <= WHOLE else (size // MEMORY_SAMPLES - 1) | 1
     return memory[first : first + size : step]
 
 
