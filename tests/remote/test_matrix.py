@@ -255,7 +255,8 @@ def test_below_memory(column: Column, server: Server, source: Memory) -> None:
     keys = dict(column.keys(server.at))
     stages = [{"type": "cache"}, {"type": word, "path": keys.pop("storage_backends"), **keys}]
     told = {**keys, "storage_backends": [], "store_pipeline": stages, "cache_size": "8MiB"}
-    with opened(column, server.at) as store:
+    told["identity"] = server.at  # processes of one identity read each other's memory
+    with opened(column, server.at, identity=server.at) as store:
         store_all(store, source, 0, 8)
     with opened(replace(column, store="UcmPipelineStore"), server.at, **told) as store:
         store_all(store, source, 8, 8)
