@@ -159,20 +159,16 @@ impl MissReason {
     /// process) until the next dump replaces it. A newer version is left alone, and so is what
     /// another key has encrypted.
     pub fn refuses(self) -> bool {
-        matches!(
-            self,
-            Self::WrongLength
-                | Self::Truncated
-                | Self::NotARecord
-                | Self::BadHeader
-                | Self::BadChecksum
-                | Self::SeedForm
-                | Self::ForeignId
-                | Self::ForeignIdentity
-                | Self::ForeignPart
-                | Self::ForeignShape
-                | Self::NotEncrypted
-        )
+        self.is_damage()
+            || matches!(
+                self,
+                Self::SeedForm
+                    | Self::ForeignId
+                    | Self::ForeignIdentity
+                    | Self::ForeignPart
+                    | Self::ForeignShape
+                    | Self::NotEncrypted
+            )
     }
 
     /// Whether the stored bytes are damaged. A whole record that belongs elsewhere is not.

@@ -232,7 +232,7 @@ pub fn is_quarantined(name: &OsStr) -> bool {
     parts.is_some_and(|(_, reason, seconds)| {
         let known = MissReason::ALL
             .into_iter()
-            .any(|known| known.name() == reason);
+            .any(|known| known.is_damage() && known.name() == reason);
         known && seconds.parse::<u64>().is_ok() && seconds.bytes().all(|c| c.is_ascii_digit())
     })
 }
@@ -434,6 +434,7 @@ mod tests {
             format!("{id}.bin"),
             format!("{id}.1700000000.bin"),
             format!("{id}.no_reason.1700000000.bin"),
+            format!("{id}.foreign_id.1700000000.bin"),
             format!("{id}.bad_header.+170.bin"),
             format!("{id}.bad_header..bin"),
             format!("{id}.bad_header.1.2.bin"),

@@ -358,7 +358,7 @@ class Dumps:
             try:
                 store.clear_bad(record_ids(_rows(dump), mask))
             except Exception as error:  # they are refused for longer than need be
-                throttle.warning("trust", "the store's trust() failed: %r", error)
+                throttle.warning("clear_bad", "the store's clear_bad() failed: %r", error)
         self._done.append(DumpResult(dump.job))
 
     def start(
