@@ -94,8 +94,8 @@ def test_each_serves_what_it_has(beside: Beside, runner: str, reference: dict[st
     assert_reused(again, case)
     assert beside.loaded() - before == (case.full_blocks if runner == "v1" else 0)
 
-    stored = len(beside.disk.files())
     beside.engine.wait_idle()
+    stored = len(beside.disk.files())
     beside.engine.reset()
     salted = beside.ask(case, salt="ours knows it apart, theirs does not")
     assert_same(salted, right)
@@ -132,6 +132,7 @@ def test_blocks_that_another_was_to_fill_are_not_stored(
 ) -> None:
     """The client goes away while the other connector loads: vLLM calls those tokens computed, and
     nobody wrote them."""
+    beside.engine.wait_idle()  # what the test before dumped is there
     case, right, before = ALL["crowd_1"], reference["crowd_1"], len(beside.disk.files())
     stalled = beside.engine.submit(case.ask(extra_args=load_of_sibling("stall")))
     wait_until(lambda: beside.engine.scheduler_eval(LOADING) == "True", "the other connector loads")
@@ -150,6 +151,7 @@ def test_nothing_computed_on_a_failed_load_is_stored(
 ) -> None:
     """vLLM computes the blocks again. Its V2 runner does so in the wrong place (vllm#49250): then
     nothing is right until its own cache is empty, and nothing of it may be found afterwards."""
+    beside.engine.wait_idle()  # what the test before dumped is there
     case, right, before = ALL["crowd_2"], reference["crowd_2"], len(beside.disk.files())
     answer = beside.ask(case, extra_args=load_of_sibling("fail"))
     assert answer.finish == "length"

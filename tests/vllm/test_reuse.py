@@ -73,6 +73,7 @@ def test_restarted_engine_stores_nothing_again(warm: Engine, cold: Life) -> None
 def test_prompt_shorter_than_a_block(
     warm: Engine, cold: Life, reference: dict[str, Result]
 ) -> None:
+    warm.wait_idle()  # what the test before dumped is there
     before = len(cold.disk.files())
     answer = warm.generate(FRESH["less_than_a_block"].ask())[0]
     assert_same(answer, reference["less_than_a_block"])
@@ -84,6 +85,7 @@ def test_prompt_shorter_than_a_block(
 def test_shared_prefix_of_a_new_prompt(
     warm: Engine, cold: Life, reference: dict[str, Result]
 ) -> None:
+    warm.wait_idle()  # what the test before dumped is there
     before = len(cold.disk.files())
     answer = warm.generate(FRESH["shared_c"].ask())[0]
     assert_same(answer, reference["shared_c"])

@@ -14,6 +14,7 @@ def test_shutdown_publishes_what_is_under_way(
 ) -> None:
     """Dumps are held until the engine was told to end; every one of them is published all the
     same."""
+    warm.wait_idle()  # what the test before dumped is there
     case, before = FRESH["drained"], len(cold.disk.files())
     salted = case.ask(salt="drained")
     since = len(cold.disk.faults.events("dump"))

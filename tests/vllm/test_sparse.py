@@ -298,6 +298,7 @@ def test_dense_engine_meets_prompts_and_never_output(
 ) -> None:
     """What was stored here is what a dense engine would have stored, up to the length from which on
     blocks are chosen."""
+    sparse.wait_idle()  # what the test before dumped is there
     before = len(cold.disk.files())
     case, low = Case(prompt(76, 400), 70), Case(prompt(77, 200), 150)
     fresh = sparse.generate(case.ask(), low.ask())
