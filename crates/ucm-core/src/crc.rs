@@ -34,14 +34,14 @@ impl Crc32c {
         Self(crc_fast::Digest::new(Crc32Iscsi))
     }
 
-    /// Takes in the next bytes.
+    /// Adds `bytes` to the checksum.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    /// Copies `from` over the first bytes of `to` and takes them in, piece by piece, each while it
-    /// is in cache. What is taken in is what arrived in `to`. Bytes of `from` beyond the length of
-    /// `to` are neither copied nor taken in; the number of bytes copied is returned.
+    /// Copies `from` over the first bytes of `to` and adds the copied bytes, piece by piece while
+    /// each piece is in cache. The checksum is of the bytes in `to`. Bytes of `from` beyond the
+    /// length of `to` are neither copied nor added. Returns the number of bytes copied.
     pub fn copy(&mut self, from: &[u8], to: &mut [u8]) -> usize {
         for (from, to) in from.chunks(CRC_PIECE).zip(to.chunks_mut(CRC_PIECE)) {
             let len = from.len().min(to.len());
@@ -51,7 +51,7 @@ impl Crc32c {
         from.len().min(to.len())
     }
 
-    /// The checksum of everything taken in so far.
+    /// The checksum of all bytes added so far.
     pub fn finish(&self) -> u32 {
         self.0.finalize() as u32
     }

@@ -20,7 +20,7 @@ pub enum DType {
     Fp8E5m2 = 5,
     /// 8-bit integer.
     Int8 = 6,
-    /// Bytes whose meaning the caller keeps to itself.
+    /// Bytes of a type that only the caller knows.
     #[default]
     Opaque = 7,
 }
@@ -43,7 +43,7 @@ impl DType {
         self as u32
     }
 
-    /// The type of a code, `None` for one that this version does not know.
+    /// The type of a code; `None` if this version does not know the code.
     pub fn from_code(code: u32) -> Option<Self> {
         Self::ALL.get(usize::try_from(code).ok()?).copied()
     }
@@ -62,8 +62,8 @@ impl DType {
         }
     }
 
-    /// From a name as frameworks write it (`torch.bfloat16`, `float16`, `fp8_e4m3`, `half`); a name
-    /// of a type that has no code of its own is `Other`.
+    /// Parses a name that frameworks use (`torch.bfloat16`, `float16`, `fp8_e4m3`, `half`). A type
+    /// without a code of its own is `Other`.
     pub fn from_name(name: &str) -> Self {
         match name.strip_prefix("torch.").unwrap_or(name) {
             "f16" | "float16" | "half" => Self::F16,

@@ -1,7 +1,7 @@
-//! One error for the whole core: what kind, what was wrong and where, and what caused it.
+//! One error type for the whole core: kind, message, context and cause.
 //!
-//! `Display` is one line fit for a log; `Debug` adds the chain of causes. The numeric code is the
-//! one that users of the original UCM know from the text of its exceptions.
+//! `Display` is one line fit for a log; `Debug` adds the chain of causes. The numeric codes are
+//! those of the original UCM, whose exceptions print them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// Result of the core.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What kind of thing went wrong; decides what a caller can do about it.
+/// The kind of an error. It decides what a caller can do about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -18,21 +18,21 @@ pub enum ErrorKind {
     InvalidInput,
     /// The configuration is wrong. Not retryable.
     Config,
-    /// What was asked for is not there (a miss, for a block).
+    /// The requested thing does not exist (for a block: a miss).
     NotFound,
     /// A bounded queue or pool is full right now. Retryable at once or later; nothing was changed.
     Busy,
     /// A deadline passed. Retryable.
     Timeout,
-    /// The operating system refused. Retryable or not, the source says.
+    /// An operation of the operating system failed. The source says whether it is retryable.
     Io,
-    /// The medium or the configured limit is full. Retryable once space was made.
+    /// The medium or the configured limit is full. Retryable after space was freed.
     NoSpace,
     /// Stored bytes failed verification: a miss, never data.
     Corrupt,
     /// A stored record belongs to another identity, part, id or a newer format: a miss.
     Foreign,
-    /// The backend is switched off for now by its breaker. Retryable after the cool-down.
+    /// The breaker of the backend is open. Retryable after the cool-down.
     Unhealthy,
     /// The object was closed.
     Closed,
@@ -40,12 +40,12 @@ pub enum ErrorKind {
     Forked,
     /// The operation is not supported by this backend, device or build.
     Unsupported,
-    /// A promise of our own code was broken. Please report.
+    /// A bug in ucm. Please report it.
     Internal,
 }
 
 impl ErrorKind {
-    /// The numeric code shown to users; the original's where one exists.
+    /// The numeric code shown to users; that of the original where one exists.
     pub fn code(self) -> i32 {
         match self {
             Self::InvalidInput | Self::Config => -50000,
@@ -84,7 +84,7 @@ impl ErrorKind {
         }
     }
 
-    /// Whether the same call may succeed later without a change of its arguments.
+    /// True if the same call may succeed later with the same arguments.
     pub fn retryable(self) -> bool {
         matches!(
             self,
@@ -131,12 +131,12 @@ impl Error {
         Self::new(ErrorKind::InvalidInput, message)
     }
 
-    /// Shorthand for a broken promise of our own.
+    /// Shorthand for a bug in ucm.
     pub fn internal(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::Internal, message)
     }
 
-    /// Adds where or with what it happened.
+    /// Adds one context pair, such as a path or an id.
     pub fn with(mut self, key: &'static str, value: impl fmt::Display) -> Self {
         Arc::make_mut(&mut self.0)
             .context
@@ -150,8 +150,8 @@ impl Error {
         self
     }
 
-    /// An operating-system failure, its kind chosen by the error number (ENOENT and ESTALE are
-    /// `NotFound`, ENOSPC and EDQUOT `NoSpace`, ETIMEDOUT `Timeout`, anything else `Io`).
+    /// A failure of the operating system; the kind follows from the error number (ENOENT and ESTALE
+    /// are `NotFound`, ENOSPC and EDQUOT `NoSpace`, ETIMEDOUT `Timeout`, anything else `Io`).
     pub fn from_io(error: std::io::Error, what: impl Into<Cow<'static, str>>) -> Self {
         use std::io::ErrorKind as K;
         let kind = match error.kind() {
@@ -179,7 +179,7 @@ impl Error {
         &self.0.context
     }
 
-    /// Whether a later attempt may succeed.
+    /// True if a later attempt may succeed.
     pub fn retryable(&self) -> bool {
         self.0.kind.retryable()
     }

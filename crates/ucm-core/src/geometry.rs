@@ -1,4 +1,4 @@
-//! Sizes: tensor, layer, shard, block. They divide each other, and that is checked once, here.
+//! Sizes: tensor, layer, shard, block. Each divides the next; this module checks that, once.
 //!
 //! *tensor*: one contiguous piece on the device (K of one layer, or K and V of one layer where they
 //! lie together). *layer*: the tensors of one layer of one block; the unit of the record's shard

@@ -1,13 +1,13 @@
 //! Block keys: a hash chain over the full blocks of a token list.
 //!
 //! `key(i) = first 16 bytes of H(key(i - 1) | tokens of block i as u32 LE | frames of block i)`,
-//! and the key before the first block is the *seed*,
-//! `first 16 bytes of H("UCMHASHSEED" | identity)`. A frame carries what shapes KV bytes beside the
-//! tokens (adapter, salt, media): `u8 tag | u32 LE length | bytes`.
+//! and the key before the first block is the *seed*, `first 16 bytes of H("UCMHASHSEED" |
+//! identity)`. A frame carries an input other than the tokens that changes the KV bytes (adapter,
+//! salt, media): `u8 tag | u32 LE length | bytes`.
 //!
 //! The message of a block without frames has the same length for every block, so its padding is
-//! laid out once and the compression function runs straight over one buffer: the cost is that of
-//! the raw compressions.
+//! written once and the compression function runs over one buffer. The cost is that of the raw
+//! compressions.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::id::BlockId;
 use crate::limits;
 
-/// What the seed's message begins with.
+/// First bytes of the seed's message.
 const SEED_PREFIX: &[u8] = b"UCMHASHSEED";
 /// Bytes of tag and length before a frame's bytes.
 const FRAME_HEAD: usize = 5;
@@ -27,13 +27,14 @@ const FRAME_HEAD: usize = 5;
 /// Hash function of the chain. All three give 16-byte keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum HashMethod {
-    /// SHA-256, cut to 16 bytes: in hardware nearly everywhere, no constructed collisions.
+    /// SHA-256, cut to 16 bytes. Most processors have instructions for it; no collisions can be
+    /// constructed.
     #[default]
     Sha256,
     /// BLAKE3, cut to 16 bytes: for machines without SHA instructions.
     Blake3,
-    /// MD5: the seed's chain, byte for byte. Collisions can be constructed; not for mutually
-    /// distrusting tenants.
+    /// MD5: the seed's chain, byte for byte. Collisions can be constructed, so do not use it where
+    /// tenants must not affect each other.
     Md5,
 }
 
@@ -82,15 +83,15 @@ impl FromStr for HashMethod {
     }
 }
 
-/// Something beside the tokens that shapes the KV bytes of one block, framed into that block's
-/// message.
+/// An input other than the tokens that changes the KV bytes of one block. It is framed into that
+/// block's message.
 ///
-/// Frames of a block are ordered by tag, then by bytes, whatever order they are given in.
+/// Frames of a block are sorted by tag, then by bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ExtraKey<'a> {
     /// Index of the block in the whole token list.
     pub block: usize,
-    /// What the bytes are; see the `TAG_` constants.
+    /// Kind of the bytes; see the `TAG_` constants.
     pub tag: u8,
     /// The bytes, at most [`limits::MAX_EXTRA_KEY_BYTES`].
     pub bytes: &'a [u8],
@@ -116,9 +117,9 @@ pub struct BlockHasher {
 }
 
 impl BlockHasher {
-    /// A hasher for blocks of `block_size` tokens, its chain seeded with the bytes of an identity.
-    /// Fails when the block size is not between 1 and [`limits::MAX_BLOCK_TOKENS`] or the identity
-    /// is longer than [`limits::MAX_IDENTITY_BYTES`].
+    /// A hasher for blocks of `block_size` tokens. The bytes of an identity seed the chain. Fails
+    /// when the block size is not between 1 and [`limits::MAX_BLOCK_TOKENS`] or the identity is
+    /// longer than [`limits::MAX_IDENTITY_BYTES`].
     pub fn new(identity: &[u8], block_size: usize, method: HashMethod) -> Result<Self> {
         if block_size == 0 || block_size > limits::MAX_BLOCK_TOKENS {
             return Err(Error::invalid("block_size is between 1 and 65536 tokens")
@@ -155,8 +156,8 @@ impl BlockHasher {
     /// Keys of the full blocks of `tokens` (the whole list) from block `start` on. `parent` is the
     /// key of block `start - 1` and must be given exactly when `start > 0`. Extra keys of blocks
     /// before `start` or of the partial tail are ignored, so a caller can pass those of the whole
-    /// request each time. Fails on a parent that is missing or too many, a start behind the last
-    /// full block, or a limit exceeded.
+    /// request each time. Fails if the parent is missing or not expected, if `start` lies behind
+    /// the last full block, or if a limit is exceeded.
     pub fn hash_blocks(
         &self,
         tokens: &[u32],
@@ -177,8 +178,8 @@ impl BlockHasher {
     }
 
     /// As [`BlockHasher::hash_blocks`], but `tail` begins at block `start`: for a caller that
-    /// converts only what is new. Block indices of `extra` still count from the start of the whole
-    /// list.
+    /// converts only the new tokens. Block indices of `extra` still count from the start of the
+    /// whole list.
     pub fn hash_tail(
         &self,
         tail: &[u32],
@@ -237,7 +238,7 @@ impl BlockHasher {
         Ok(keys)
     }
 
-    /// The frames of the blocks in `first..end`, checked and in the order they are hashed.
+    /// The frames of the blocks in `first..end`, checked, in the order in which they are hashed.
     fn frames<'a>(
         &self,
         extra: &[ExtraKey<'a>],

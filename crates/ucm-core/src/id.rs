@@ -1,5 +1,5 @@
-//! Names of blocks: the 16-byte id that every store sees, and how a part's record id is made from a
-//! block key.
+//! Names of blocks: the 16-byte id that stores use, and how a part's record id is made from a block
+//! key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::error::{Error, Result};
 
 /// Sixteen bytes that name a block: a *block key* (the hash chain over tokens) or a *record id*
-/// (the key of one part of it). Stores see record ids only.
+/// (the key of one part of it). Stores use record ids only.
 ///
 /// ```
 /// use ucm_core::BlockId;
@@ -42,8 +42,9 @@ impl BlockId {
         self.to_string()
     }
 
-    /// XOR with a mask: with a part's, block key to record id and back; with that of a side shard,
-    /// the record id of a block to that of the record in which the side shard lies alone, and back.
+    /// XOR with a mask. The mask of a part turns a block key into a record id and back. The mask of
+    /// a side shard turns the record id of a block into that of the record which holds the side
+    /// shard alone, and back.
     #[must_use]
     pub fn xor(self, mask: IdMask) -> Self {
         Self((u128::from_ne_bytes(self.0) ^ u128::from_ne_bytes(mask.0)).to_ne_bytes())
@@ -55,7 +56,7 @@ const HEX: &[u8; 16] = b"0123456789abcdef";
 
 impl fmt::Display for BlockId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // By hand: file names are made of ids, one for each block of a lookup.
+        // Written by hand because a lookup makes one file name per block.
         let mut text = [0; 2 * Self::LEN];
         for (pair, byte) in text.chunks_exact_mut(2).zip(self.0) {
             pair[0] = HEX[usize::from(byte >> 4)];
@@ -106,12 +107,12 @@ pub struct Part {
     pub tensor_rank: u32,
 }
 
-/// What makes an id of another: see [`BlockId::xor`].
+/// A mask that maps one id to another: see [`BlockId::xor`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IdMask(pub [u8; 16]);
 
 impl IdMask {
-    /// The first 16 bytes of the SHA-256 of these, one behind the other.
+    /// The first 16 bytes of the SHA-256 of the concatenated parts.
     fn of(pieces: &[&[u8]]) -> Self {
         let mut hash = Sha256::new();
         pieces.iter().for_each(|piece| hash.update(piece));
@@ -120,9 +121,8 @@ impl IdMask {
         Self(mask)
     }
 
-    /// The mask of the records in which a side shard lies alone: the first 16 bytes of
-    /// SHA-256("UCMSIDE" ‖ its name, padded with zeros to 16 bytes ‖ the version of its content as
-    /// u32 LE).
+    /// The mask of records that hold a side shard alone: the first 16 bytes of SHA-256("UCMSIDE" ‖
+    /// its name, padded with zeros to 16 bytes ‖ the version of its content as u32 LE).
     pub fn of_side(name: &str, version: u32) -> Self {
         let mut padded = [0; 16];
         let len = name.len().min(padded.len());
@@ -161,7 +161,7 @@ impl fmt::Display for Part {
 impl FromStr for Part {
     type Err = Error;
 
-    /// From the form in which it is shown, exactly.
+    /// Parses exactly the form that `Display` writes.
     fn from_str(text: &str) -> Result<Self> {
         let numbers = || {
             let (group, rest) = text.strip_prefix('g')?.split_once('p')?;

@@ -1,10 +1,9 @@
-//! The identity of KV bytes: a JSON text that spells out everything that shapes them, and its
-//! SHA-256.
+//! The identity of KV bytes: a JSON text with everything that determines them, and its SHA-256.
 //!
-//! Two engines share blocks exactly when their texts are equal byte for byte. So the text is
+//! Two engines share blocks if and only if their texts are equal byte for byte. So the text is
 //! canonical: written by `json.dumps(obj, separators=(",", ":"), ensure_ascii=True)`, top-level
-//! keys in the order of [`IDENTITY_KEYS`], nested objects sorted by key. Anything else is refused
-//! here, where it would otherwise be a silent miss.
+//! keys in the order of [`IDENTITY_KEYS`], nested objects sorted by key. Any other text is refused
+//! here; otherwise it would be a silent miss.
 
 use std::fmt;
 
@@ -39,7 +38,7 @@ pub const IDENTITY_KEYS: [&str; 16] = [
 /// Keys whose value is a whole number above zero.
 const COUNTS: [&str; 2] = ["world_size", "block_tokens"];
 
-/// The identity format that this version writes and reads.
+/// Version of the identity format that this code writes and reads.
 const FORMAT_VERSION: u64 = 1;
 
 /// A checked identity.
@@ -189,7 +188,7 @@ impl<'de> Visitor<'de> for TopVisitor {
     }
 }
 
-/// Any JSON value whose objects have their keys sorted, at most so deep.
+/// Any JSON value with sorted keys in its objects, nested at most this many levels deep.
 #[derive(Clone, Copy)]
 struct Sorted(usize);
 

@@ -1,6 +1,6 @@
-//! The words of ucm: identifiers, sizes, errors, reasons, hashing and checksums.
+//! The basic types of ucm: identifiers, sizes, errors, reasons, hashing and checksums.
 //!
-//! No I/O, no threads, no `unsafe`. Every other crate speaks in these terms.
+//! No I/O, no threads, no `unsafe`. Every other crate uses these types.
 #![forbid(unsafe_code)]
 
 mod crc;

@@ -1,4 +1,4 @@
-//! A limit on everything: the bounds that no configuration can lift.
+//! Hard limits. No configuration can raise them.
 
 /// Most layers in a block.
 pub const MAX_LAYERS: u32 = 4096;

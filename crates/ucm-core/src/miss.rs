@@ -1,4 +1,4 @@
-//! Why a block was not served from the cache: one enum for the whole product.
+//! Why a block was not served from the cache. The whole product uses this one enum.
 
 /// The reason of a miss. The order is frozen: new reasons are appended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -8,7 +8,7 @@ pub enum MissReason {
     Absent,
     /// Stored with a length that no manifest lists.
     WrongLength,
-    /// Shorter on the medium than its header says.
+    /// Shorter on the medium than its header states.
     Truncated,
     /// Not a record (wrong magic).
     NotARecord,
@@ -16,9 +16,9 @@ pub enum MissReason {
     BadHeader,
     /// A payload checksum failed.
     BadChecksum,
-    /// A record of a newer format version; left alone.
+    /// A record of a newer format version. It is neither replaced nor deleted.
     NewerVersion,
-    /// A block file of the seed's own form.
+    /// A block file in the format of the seed.
     SeedForm,
     /// The record names another id than its file.
     ForeignId,
@@ -28,7 +28,7 @@ pub enum MissReason {
     ForeignPart,
     /// The record's shapes are not ours.
     ForeignShape,
-    /// This process refused this record before and it was not replaced yet.
+    /// This process has refused this record, and no dump has replaced it yet.
     Refused,
     /// A deadline passed.
     Timeout,
@@ -38,18 +38,18 @@ pub enum MissReason {
     IoError,
     /// The breaker is open.
     Unhealthy,
-    /// Another rank does not have it.
+    /// Another rank does not have the block.
     OtherRank,
-    /// The identity (weights), or the content of the request's adapter, is not known yet.
+    /// The identity (weights) or the content of the request's adapter is not known yet.
     IdentityPending,
     /// The identity cannot be known; the cache is off.
     IdentityUnknown,
     /// The hit is shorter than `min_hit_tokens`.
     TooShort,
-    /// The lookup did not answer in time.
+    /// The lookup did not end in time.
     LookupLate,
-    /// Another block of the same load failed, or a load failed earlier in this request: nothing at
-    /// or past that block is used or claimed again.
+    /// Another block of the same load failed, or a load failed earlier in this request: no block at
+    /// or past that one is used or claimed again.
     LoadFailed,
     /// The cache is switched off.
     Disabled,
@@ -57,19 +57,19 @@ pub enum MissReason {
     LastToken,
     /// The request has no block keys: an adapter or an item of it has no known content.
     Unkeyable,
-    /// This model, engine or request is of a kind that is left alone.
+    /// ucm does not cache this kind of model, engine or request.
     Unsupported,
-    /// Offered to the engine, which did not take it.
+    /// Offered to the engine as a hit; the engine did not use it.
     NotTaken,
-    /// The request ended before its blocks were asked for or had arrived.
+    /// The request ended before its blocks were requested or loaded.
     Aborted,
-    /// Code of ucm or of a store broke a promise; the log has the details.
+    /// A bug in ucm or in a store; the log has the details.
     Internal,
     /// Loading it would have been slower than computing it, or `admission: never`.
     Declined,
-    /// Encrypted with a key that this process does not have; left alone.
+    /// Encrypted with a key that this process does not have. It is not replaced.
     WrongKey,
-    /// Not encrypted, on a medium where this process takes only what is.
+    /// Not encrypted, on a medium where this process accepts only encrypted records.
     NotEncrypted,
 }
 
@@ -155,9 +155,9 @@ impl MissReason {
         self as usize
     }
 
-    /// Whether the reason speaks about the stored bytes: such a record is refused (no hit in this
-    /// process) until the next dump replaces it. A newer version is left alone, and so is what
-    /// another key has encrypted.
+    /// True if the reason concerns the stored bytes. Such a record is refused (no hit in this
+    /// process) until the next dump replaces it. Records of a newer version and records encrypted
+    /// with another key are excepted: they are not replaced.
     pub fn refuses(self) -> bool {
         self.is_damage()
             || matches!(
@@ -171,7 +171,8 @@ impl MissReason {
             )
     }
 
-    /// Whether the stored bytes are damaged. A whole record that belongs elsewhere is not.
+    /// True if the stored bytes are damaged. A complete record of another identity, part or id is
+    /// not damaged.
     pub fn is_damage(self) -> bool {
         matches!(
             self,
@@ -183,8 +184,8 @@ impl MissReason {
         )
     }
 
-    /// Whether the stored bytes are another's who knows what they are: no hit here, and never
-    /// replaced.
+    /// True if the stored bytes are valid for other processes but not readable here. They are no
+    /// hit and are never replaced.
     pub fn leaves_alone(self) -> bool {
         matches!(self, Self::NewerVersion | Self::WrongKey)
     }

@@ -1,8 +1,8 @@
 //! Time as a dependency: the real clock, and one that tests move by hand.
 //!
 //! Deadlines are points on the clock's monotonic axis ([`MonotonicTime`]). Nothing in ucm sleeps
-//! except through [`Clock::sleep`], so a test with a [`ManualClock`] waits for nothing and decides
-//! every timeout itself.
+//! except through [`Clock::sleep`], so a test with a [`ManualClock`] never waits for real time and
+//! decides every timeout itself.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -17,7 +17,7 @@ use crate::sync::{Condvar, Mutex};
 pub struct MonotonicTime(pub u64);
 
 impl MonotonicTime {
-    /// The deadline that never comes.
+    /// A deadline that is never reached.
     pub const NEVER: Self = Self(u64::MAX);
 
     /// This point plus `span`; [`MonotonicTime::NEVER`] if that is out of range.
@@ -33,16 +33,16 @@ impl MonotonicTime {
     }
 }
 
-/// Where time comes from, and what every wait sleeps on.
+/// The source of time; every wait sleeps on one.
 pub trait Clock: Send + Sync + fmt::Debug {
     /// Now, on the monotonic axis.
     fn now(&self) -> MonotonicTime;
 
-    /// Now as unix time in nanoseconds, for what is written to media. May jump.
+    /// Now as unix time in nanoseconds, for timestamps on media. May jump.
     fn wall_ns(&self) -> u64;
 
-    /// Sleeps until `notify` was rung after its count `seen` was read, or until this clock reaches
-    /// `until` (`None`: news only). May return early; callers look again and sleep again.
+    /// Sleeps until `notify` is rung after its count `seen` was read, or until this clock reaches
+    /// `until` (`None`: no limit). May return early; callers check their condition and sleep again.
     fn sleep(&self, notify: &Notify, seen: u64, until: Option<MonotonicTime>);
 }
 
@@ -51,7 +51,7 @@ pub trait Clock: Send + Sync + fmt::Debug {
 pub struct SystemClock;
 
 impl SystemClock {
-    /// The real clock behind the trait.
+    /// The real clock as a trait object.
     pub fn shared() -> Arc<dyn Clock> {
         Arc::new(Self)
     }
@@ -74,7 +74,7 @@ impl Clock for SystemClock {
     }
 
     fn sleep(&self, notify: &Notify, seen: u64, until: Option<MonotonicTime>) {
-        // A deadline that no Instant can hold is as good as none.
+        // A deadline beyond the range of `Instant` counts as none.
         let until = until
             .filter(|&until| until != MonotonicTime::NEVER)
             .and_then(|until| Self::origin().checked_add(Duration::from_nanos(until.0)));
@@ -88,7 +88,7 @@ impl Clock for SystemClock {
 /// A clock that stands still until [`advance`](Self::advance) moves it.
 pub struct ManualClock {
     state: Mutex<ManualState>,
-    /// Told whenever a thread starts to sleep here.
+    /// Rung whenever a thread starts to sleep here.
     arrived: Condvar,
 }
 
@@ -117,7 +117,7 @@ impl ManualClock {
         })
     }
 
-    /// Moves both axes forward by `span` and wakes every sleeper whose deadline that reaches.
+    /// Moves both axes forward by `span` and wakes every sleeper whose deadline is then reached.
     pub fn advance(&self, span: Duration) {
         let mut state = self.state.lock();
         state.now = state.now.after(span);
@@ -133,16 +133,16 @@ impl ManualClock {
         }
     }
 
-    /// Sets the unix time, the monotonic axis untouched: a clock that is wrong, or corrected.
+    /// Sets the unix time only, as when a wrong clock is corrected.
     pub fn set_wall_ns(&self, wall_ns: u64) {
         self.state.lock().wall_ns = wall_ns;
     }
 
-    /// Waits until at least `count` threads sleep on this clock with a deadline or without: when
-    /// this returns, they have looked at what they wait for and found nothing.
+    /// Waits until at least `count` threads sleep on this clock, with or without a deadline. Each
+    /// of them has then checked its condition and found it false.
     pub fn await_sleepers(&self, count: usize) {
         let mut state = self.state.lock();
-        // A sleeper whose notify was rung is on its way out, even if it has not woken up yet.
+        // A sleeper whose notify was rung does not count, even if it has not woken up yet.
         while state
             .sleepers
             .iter()
@@ -154,8 +154,8 @@ impl ManualClock {
         }
     }
 
-    /// The earliest deadline anyone sleeps for, if anyone does; [`MonotonicTime::NEVER`] for
-    /// sleepers without one.
+    /// The earliest deadline of all sleepers, `None` without sleepers; [`MonotonicTime::NEVER`] if
+    /// none of them has a deadline.
     pub fn next_deadline(&self) -> Option<MonotonicTime> {
         self.state
             .lock()
@@ -182,8 +182,8 @@ impl Clock for ManualClock {
             if until <= state.now {
                 return;
             }
-            // Registered under the lock that `advance` takes: it either sees us, or we saw its
-            // time.
+            // Registered under the lock that `advance` takes: either `advance` sees this sleeper,
+            // or the sleeper has seen the new time.
             state.sleepers.push(Sleeper {
                 notify: notify.clone(),
                 seen,

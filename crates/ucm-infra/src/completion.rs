@@ -1,4 +1,5 @@
-//! One result that many wait for: set once, waited for with a deadline, or told by a callback.
+//! One result for many waiters: set once, then returned by a wait with a deadline or passed to a
+//! callback.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -10,8 +11,8 @@ use crate::sync::Mutex;
 
 type Callback<T> = Box<dyn FnOnce(&T) + Send>;
 
-/// A value that arrives once. The first [`complete`](Self::complete) wins; every waiter and every
-/// callback sees that value, each exactly once.
+/// A value that is set once. The first [`complete`](Self::complete) wins; every waiter and every
+/// callback gets that value exactly once.
 pub struct Completion<T> {
     state: Mutex<State<T>>,
     notify: Notify,
@@ -31,11 +32,12 @@ impl<T: Clone> Completion<T> {
         })
     }
 
-    /// Sets the value, wakes the waiters and runs the callbacks on this thread, in no promised
-    /// order. `false` if there was a value already: then nothing changes and `value` is dropped.
+    /// Sets the value, wakes the waiters and runs the callbacks on this thread, in no defined
+    /// order. Returns `false` if a value was set before: then nothing changes and `value` is
+    /// dropped.
     ///
-    /// Callbacks must not block. If one panics the others still run, then the first panic goes on
-    /// here.
+    /// Callbacks must not block. If one panics, the others still run; then the first panic is
+    /// resumed here.
     pub fn complete(&self, value: T) -> bool {
         let callbacks = {
             let mut state = self.state.lock();
@@ -58,9 +60,9 @@ impl<T: Clone> Completion<T> {
         true
     }
 
-    /// Waits for the value until `deadline` on `clock` (`None`: for ever). `None` if it did not
-    /// arrive in time; it may still arrive, and waiting again is allowed. A value that is there
-    /// wins over a deadline that passed.
+    /// Waits for the value until `deadline` on `clock` (`None`: for ever). Returns `None` if it was
+    /// not set in time; a later wait may still get it. An existing value is returned even if the
+    /// deadline has passed.
     pub fn wait(&self, clock: &dyn Clock, deadline: Option<MonotonicTime>) -> Option<T> {
         loop {
             let seen = self.notify.seen();
@@ -74,7 +76,7 @@ impl<T: Clone> Completion<T> {
         }
     }
 
-    /// The value, if it has arrived.
+    /// The value, if it is set.
     pub fn peek(&self) -> Option<T> {
         match &*self.state.lock() {
             State::Open(_) => None,
@@ -82,8 +84,9 @@ impl<T: Clone> Completion<T> {
         }
     }
 
-    /// Runs `callback` with the value: at once on this thread if it is there, else on the thread
-    /// that completes. Dropped without a call if the completion is dropped before a value arrived.
+    /// Runs `callback` with the value: at once on this thread if it is set, else on the thread that
+    /// sets it. If the completion is dropped without a value, the callback is dropped without a
+    /// call.
     pub fn on_complete(&self, callback: impl FnOnce(&T) + Send + 'static) {
         let value = match &mut *self.state.lock() {
             State::Open(callbacks) => {

@@ -1,7 +1,7 @@
-//! A concurrent set by our own name.
+//! A concurrent set.
 //!
-//! Behind it is papaya's, which no reader ever waits for (MIT, two small dependencies); what is
-//! removed is freed once no thread looks at it any more.
+//! It wraps papaya's set (MIT, two small dependencies), whose readers never wait. A removed key is
+//! freed when no thread reads it any more.
 
 use std::fmt;
 use std::hash::Hash;
@@ -9,7 +9,7 @@ use std::hash::Hash;
 use papaya::HashSet;
 
 /// A set that many threads use at once. Each call is atomic by itself; [`len`](Self::len),
-/// [`clear`](Self::clear) and [`extend`](Self::extend) look at one part of the set after the other.
+/// [`clear`](Self::clear) and [`extend`](Self::extend) read one part of the set after the other.
 pub struct IdSet<K: Eq + Hash>(HashSet<K>);
 
 impl<K: Eq + Hash> IdSet<K> {
@@ -18,13 +18,13 @@ impl<K: Eq + Hash> IdSet<K> {
         Self(HashSet::new())
     }
 
-    /// Adds `key`; `false` if it was there already.
+    /// Adds `key`; `false` if the set had it already.
     pub fn insert(&self, key: K) -> bool {
         self.0.pin().insert(key)
     }
 
-    /// Removes `key`; `false` if it was not there. Of threads that remove the same key at once, one
-    /// gets `true`.
+    /// Removes `key`; `false` if the set did not have it. If several threads remove the same key at
+    /// once, one of them gets `true`.
     pub fn remove(&self, key: &K) -> bool {
         self.0.pin().remove(key)
     }
@@ -34,17 +34,17 @@ impl<K: Eq + Hash> IdSet<K> {
         self.0.pin().contains(key)
     }
 
-    /// How many keys are there; exact only while no one changes the set.
+    /// Number of keys; exact only while no thread changes the set.
     pub fn len(&self) -> usize {
         self.0.pin().len()
     }
 
-    /// Whether no key is there; exact only while no one changes the set.
+    /// True if the set has no keys; exact only while no thread changes the set.
     pub fn is_empty(&self) -> bool {
         self.0.pin().is_empty()
     }
 
-    /// Removes every key. One that is added meanwhile may stay.
+    /// Removes every key. A key added during the call may stay.
     pub fn clear(&self) {
         self.0.pin().clear();
     }

@@ -1,4 +1,4 @@
-//! The lanes of every pool that works on a medium, the most urgent first.
+//! The lanes of every pool that works on a medium, most urgent first.
 
 /// Lane of loads.
 pub const LANE_LOAD: usize = 0;

@@ -1,36 +1,36 @@
-//! The moving parts of ucm: everything that hands work or news from one thread to another.
+//! The concurrency parts of ucm: everything that passes work or signals between threads.
 //!
 //! * [`Clock`] ([`SystemClock`], [`ManualClock`]): every wait in ucm sleeps on one, so that tests
-//!   move time themselves;
-//! * [`Notify`]: the one way a thread sleeps until there is news; [`Clock::sleep`] adds the
-//!   deadline;
+//!   control time;
+//! * [`Notify`]: the one way in which a thread sleeps until it is signalled; [`Clock::sleep`] adds
+//!   the deadline;
 //! * [`WorkerPool`]: named threads with lanes, bounded queues, deadlines and a monitor that writes
 //!   stuck threads off;
-//! * [`begin_thread`]: how a thread of ucm begins, on processors that [`run_threads_on`] names,
-//!   with what [`threads_begin_with`] names;
-//! * [`Completion`]: one result, waited for by many;
+//! * [`begin_thread`]: starts a thread of ucm, on the processors of [`run_threads_on`], with the
+//!   hooks of [`threads_begin_with`];
+//! * [`Completion`]: one result for many waiters;
 //! * [`SpscRing`]: a bounded ring between two threads, whose ends spin, yield, then park;
 //! * [`IdSet`]: a concurrent set;
-//! * [`log`]: what the core logs, until somebody takes it to the log;
+//! * [`log`]: keeps the core's log records until Python takes them;
 //! * `Runtime` (feature `runtime`): the one tokio runtime of the process, and how threads wait for
-//!   what runs there;
-//! * [`random_u64`]: a number that no other process has;
+//!   its futures;
+//! * [`random_u64`]: a random number that forked processes do not share;
 //! * [`seqlock`]: bytes that one process writes while others read them, without a lock;
-//! * [`LoadState`]: the states of the blocks of one load, so that no byte arrives late and the end
-//!   is told once.
+//! * [`LoadState`]: the states of the blocks of one load, so that no byte is written late and the
+//!   end is reported once.
 //!
 //! # Concurrency models
 //!
-//! What is written by hand here is checked by loom, which runs every interleaving of a small model.
-//! The locks and atomics of [`Notify`], [`ManualClock`], [`Completion`], [`LoadState`], [`seqlock`]
-//! and the ends of the ring come from one shim module, which `--cfg loom` switches to loom's; the
-//! ring's queue itself (rtrb) is a stand-in of the same memory order there. The worker pool is not
-//! part of that build: its jobs go through crossbeam's queue, and everything else of it is under
-//! one lock. A property test runs random histories of it under a [`ManualClock`], and another test
-//! submits from many threads, also while the pool is shut down.
+//! Loom checks the hand-written atomics: it runs every interleaving of a small model. The locks and
+//! atomics of [`Notify`], [`ManualClock`], [`Completion`], [`LoadState`], [`seqlock`] and the ends
+//! of the ring come from one shim module, which `--cfg loom` switches to loom's types. In that
+//! build a stand-in with the same memory order replaces the ring's queue (rtrb). The worker pool is
+//! not part of that build: its jobs pass through crossbeam's queue, and one lock protects the rest
+//! of its state. A property test runs random histories of the pool under a [`ManualClock`]; another
+//! test submits from many threads, also during a shutdown.
 //!
-//! The models run for some 15 seconds. They want a target directory of their own, or every switch
-//! builds anew:
+//! The models run for about 15 seconds. Give them a target directory of their own; otherwise every
+//! switch rebuilds:
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p ucm-infra --test loom

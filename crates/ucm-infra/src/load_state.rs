@@ -1,21 +1,21 @@
-//! The state of one load: which of its blocks may touch device memory, and when the load is over.
-//! What is a block here is what is copied by itself: where blocks are split into shards, each
+//! The state of one load: which of its blocks may touch device memory, and when the load is over. A
+//! block here is the unit that is copied by itself; where blocks are split into shards, it is one
 //! shard.
 //!
-//! A load reads its blocks into slots and then scatters them to device memory. Once it was
-//! reported, nothing of it may touch that memory again, because its owner uses it for something
-//! else. So each block leaves *reading* by one compare-and-swap, to *scattering* or to *cancelled*;
-//! only the winner of scattering touches device memory; and a counter of the blocks that are
-//! reading or scattering tells exactly one caller that the load is over. A block whose read failed
-//! is held open the same way until its failure is recorded, so the report knows every reason.
+//! A load reads its blocks into slots and then scatters them to device memory. After the report,
+//! the load must not touch that memory again, because its owner may reuse it. So each block leaves
+//! *reading* by one compare-and-swap, to *scattering* or to *cancelled*; only the winner of
+//! scattering touches device memory; and from a counter of the blocks that are reading or
+//! scattering exactly one caller learns that the load is over. A block whose read failed stays open
+//! in the same way until its failure is recorded, so the report contains every reason.
 
 use crate::sync::{AtomicU8, AtomicUsize, Ordering};
 
-/// Where a block of a load stands.
+/// State of a block of a load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum BlockState {
-    /// It is read into its slot and verified there. Device memory is untouched.
+    /// It is being read into its slot and verified. Device memory is untouched.
     Reading = 0,
     /// It is being copied to device memory, or its read failed and the reason is being recorded.
     Scattering = 1,
@@ -27,19 +27,18 @@ pub enum BlockState {
 
 /// What [`LoadState::cancel_from`] did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use = "who is told `last` must report the load"]
+#[must_use = "if `last` is true, the caller must report the load"]
 pub struct Cancelled {
-    /// How many blocks this call took from reading to cancelled.
+    /// Number of blocks that this call took from reading to cancelled.
     pub count: usize,
-    /// Whether this call ended the load: the caller must report it. True for one call at most.
+    /// True if this call ended the load: the caller must report it. True for at most one call.
     pub last: bool,
 }
 
 /// The states of a load's blocks and the count of those reading or scattering.
 ///
-/// A caller that is told that the load is over (`true` from [`finish`](Self::finish),
-/// [`Cancelled::last`]) sees every write that the scattering of any block made, and no block can
-/// begin to scatter any more.
+/// The caller that ends the load (`true` from [`finish`](Self::finish) or [`Cancelled::last`]) sees
+/// every write of every scatter, and no block can begin to scatter any more.
 pub struct LoadState {
     states: Box<[AtomicU8]>,
     /// Blocks that are reading or scattering.
@@ -52,8 +51,8 @@ const CANCELLED: u8 = BlockState::Cancelled as u8;
 const DONE: u8 = BlockState::Done as u8;
 
 impl LoadState {
-    /// The state of `blocks` blocks, all reading. A load of no blocks is over from the start, and
-    /// no caller is told so.
+    /// The state of `blocks` blocks, all reading. A load without blocks is over from the start; no
+    /// call returns `true` for it.
     pub fn new(blocks: usize) -> Self {
         Self {
             states: (0..blocks).map(|_| AtomicU8::new(READING)).collect(),
@@ -61,47 +60,46 @@ impl LoadState {
         }
     }
 
-    /// Takes a block from reading to scattering. `true` for one caller at most, who alone may now
-    /// touch the block's device memory and must call [`finish`](Self::finish) afterwards, whatever
-    /// happens. `false` if it is cancelled, already scattering or done, or not of this load: then
-    /// that memory must not be touched.
+    /// Takes a block from reading to scattering. Returns `true` to at most one caller. That caller
+    /// alone may now touch the block's device memory and must call [`finish`](Self::finish)
+    /// afterwards in every case. Returns `false` if the block is cancelled, already scattering or
+    /// done, or not of this load: then that memory must not be touched.
     #[must_use = "device memory may be touched only if this is true"]
     pub fn begin_scatter(&self, block: usize) -> bool {
         self.step(block, READING, SCATTERING)
     }
 
-    /// The same for a block whose read failed: the caller, who alone is told `true`, records why
+    /// The same for a block whose read failed. The one caller that gets `true` records the reason
     /// and must call [`finish`](Self::finish) afterwards. Until then the load is not over, so its
-    /// report misses no reason.
-    #[must_use = "only if this is true the failure is this block's own"]
+    /// report contains every reason.
+    #[must_use = "the failure belongs to this block only if this is true"]
     pub fn begin_fail(&self, block: usize) -> bool {
         self.step(block, READING, SCATTERING)
     }
 
-    /// Takes a block from scattering to done: its device memory is not touched any more. `true` if
-    /// this ended the load: the caller must report it. For a block that is not scattering nothing
-    /// changes (`false`).
-    #[must_use = "who is told `true` must report the load"]
+    /// Takes a block from scattering to done: its device memory is not touched any more. Returns
+    /// `true` if this ended the load: the caller must report it. Does nothing for a block that is
+    /// not scattering (`false`).
+    #[must_use = "if this is true, the caller must report the load"]
     pub fn finish(&self, block: usize) -> bool {
         self.step(block, SCATTERING, DONE) && self.close(1)
     }
 
-    /// Cancels every block from `first` on that is still reading: after a failure those behind it,
-    /// after an abort or a deadline all (`0`). Those scattering go on and end the load with their
-    /// [`finish`](Self::finish).
+    /// Cancels every block from `first` on that is still reading: after a failure the blocks behind
+    /// it, after an abort or a deadline all (`0`). Blocks that are scattering continue; their
+    /// [`finish`](Self::finish) ends the load.
     pub fn cancel_from(&self, first: usize) -> Cancelled {
         let count = (first..self.states.len())
             .filter(|&block| self.step(block, READING, CANCELLED))
             .count();
-        // In one step at the end: while this call is on its way the count cannot reach zero without
-        // it.
+        // Subtracted in one step at the end, so the count cannot reach zero before this call ends.
         Cancelled {
             count,
             last: self.close(count),
         }
     }
 
-    /// Where a block stands at this moment; `None` if it is not of this load.
+    /// The current state of a block; `None` if it is not of this load.
     pub fn state(&self, block: usize) -> Option<BlockState> {
         let state = self.states.get(block)?.load(Ordering::Acquire);
         Some(match state {
@@ -112,12 +110,12 @@ impl LoadState {
         })
     }
 
-    /// How many blocks are reading or scattering.
+    /// Number of blocks that are reading or scattering.
     pub fn open(&self) -> usize {
         self.open.load(Ordering::Acquire)
     }
 
-    /// Whether none is reading or scattering any more.
+    /// True if no block is reading or scattering.
     pub fn is_over(&self) -> bool {
         self.open() == 0
     }
@@ -130,9 +128,9 @@ impl LoadState {
         })
     }
 
-    /// Takes `count` blocks from the open ones; `true` if they were the last. Each decrement
-    /// releases what its caller wrote and acquires what all before it wrote, so the last one sees
-    /// every scatter.
+    /// Subtracts `count` from the open blocks; `true` if none is left. Each decrement releases its
+    /// caller's writes and acquires those of all earlier decrements, so the last one sees every
+    /// scatter.
     fn close(&self, count: usize) -> bool {
         count > 0 && self.open.fetch_sub(count, Ordering::AcqRel) == count
     }
@@ -203,11 +201,11 @@ mod tests {
         assert!(!load.finish(2));
         assert!(load.begin_scatter(0));
         assert!(!load.finish(0));
-        // The next failure lies before it, and is the end.
+        // The next failure is of an earlier block and ends the load.
         assert!(load.begin_fail(1));
         assert_eq!(load.cancel_from(2), cancelled(0, false));
         assert!(load.finish(1));
-        assert!(!load.begin_fail(3), "cancelled before it failed");
+        assert!(!load.begin_fail(3), "cancelled before its failure");
     }
 
     #[test]

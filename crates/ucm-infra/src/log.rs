@@ -1,12 +1,12 @@
-//! Where what the core logs waits for the log: a subscriber of [`tracing`] with a bounded list for
-//! each store.
+//! Buffers of the core's log records: a subscriber of [`tracing`] with a bounded list for each
+//! store.
 //!
 //! Python writes the log, and no thread of the core ever takes the GIL. So a thread that logs only
-//! puts a [`Record`] into the list of its store, which the event names in its field `store`; the
-//! process that uses that store takes them out ([`take`]). What is said for no store (of a device,
-//! which many may use) waits for the one that takes first. Of one part of the code so many records
-//! a minute are kept, so that a medium full of damage does not fill the log too; those dropped are
-//! counted, and said.
+//! appends a [`Record`] to the list of its store, which the event names in its field `store`. The
+//! Python object of that store takes the records out ([`take`]). Records without a store (of a
+//! device that many stores share) go to the first caller of `take`. The number of records of one
+//! part of the code is limited per minute, so that a medium full of damaged records does not flood
+//! the log. Dropped records are counted and reported.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -23,33 +23,32 @@ use tracing::{Event, Metadata, Subscriber};
 use crate::per_process::PerProcess;
 use crate::{Clock, MonotonicTime, SystemClock};
 
-/// Most records of one part of the code in one window of time.
+/// Most records of one part of the code per window.
 const LIMIT: usize = 64;
 /// Length of that window.
 const WINDOW: Duration = Duration::from_secs(60);
 /// Most records of one store kept between two calls of [`take`].
 const KEPT: usize = 4 * LIMIT;
-/// The list of what is said for no store; to be given to [`take`] by who has none.
+/// The list of records without a store; also the argument of [`take`] for a caller without a store.
 pub const NOBODY: u64 = 0;
 
-/// One line of the log.
+/// One log line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
     /// How loud.
     pub level: Level,
     /// The line.
     pub message: String,
-    /// What the line is about, as its code named it: `tier`, `block`, `reason`, `error`, `path` and
-    /// the like.
+    /// The fields of the event: `tier`, `block`, `reason`, `error`, `path` and the like.
     pub fields: Vec<(&'static str, String)>,
 }
 
-/// What one store has to say.
+/// The records of one store.
 #[derive(Default)]
 struct Said {
     records: VecDeque<Record>,
     dropped: u64,
-    /// When the current window of each part of the code began, and how many records it has brought.
+    /// Start of the current window of each part of the code, and its number of records in it.
     windows: HashMap<&'static str, (MonotonicTime, usize)>,
 }
 
@@ -91,7 +90,7 @@ fn lists() -> &'static Lists {
     LISTS.get_or_init(PerProcess::new).here()
 }
 
-/// Keeps what this process logs from now on, unless it has another subscriber already.
+/// Keeps the log records of this process from now on, unless it has another subscriber already.
 pub fn keep() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -100,20 +99,20 @@ pub fn keep() {
     });
 }
 
-/// What was logged for a store since the last call, oldest first, behind what was logged for none;
-/// a last record of each tells how many were dropped.
+/// The records of a store since the last call, oldest first, after those without a store. A last
+/// record of each list states how many were dropped.
 pub fn take(store: u64) -> Vec<Record> {
     let mut stores = lists().lock();
     let said = [NOBODY, store].map(|of| stores.get_mut(&of).map(Said::take).unwrap_or_default());
     said.concat()
 }
 
-/// This store has ended: no one will take its records.
+/// Drops the list of a store that has ended.
 pub fn forget(store: u64) {
     lists().lock().remove(&store);
 }
 
-/// Puts the events of our own crates into the lists. It knows no spans.
+/// Appends the events of our own crates to the lists. Spans are ignored.
 struct Collector;
 
 impl Subscriber for Collector {
@@ -205,7 +204,11 @@ mod tests {
         assert_eq!(taken.len(), LIMIT + 1);
         assert!(taken[LIMIT].message.starts_with("3 further"));
         push(&mut said, 1, MonotonicTime(1));
-        said.push("b", record("another part is heard"), MonotonicTime(1));
+        said.push(
+            "b",
+            record("another part has its own limit"),
+            MonotonicTime(1),
+        );
         assert_eq!(
             said.take().len(),
             2,
@@ -220,7 +223,7 @@ mod tests {
     #[test]
     fn each_store_gets_its_own_with_level_and_fields() {
         keep();
-        keep(); // as often as anybody likes
+        keep(); // repeatable
         let (one, two) = (crate::random_u64(), crate::random_u64());
         let said = std::thread::spawn(move || {
             tracing::warn!(store = one, tier = "posix", left = 3, path = %"/a b", "{} of \

@@ -1,8 +1,8 @@
-//! How a thread sleeps until there is news, without ever missing any.
+//! Lets a thread sleep until it is signalled, without missing a signal.
 //!
-//! A notify counts how often it was rung. A waiter reads the count, looks at whatever it waits for,
-//! and sleeps only if the count is still the same: news that came between looking and sleeping is
-//! in the count.
+//! A notify counts how often it was rung. A waiter reads the count, checks its condition, and
+//! sleeps only if the count is still the same: a signal between check and sleep has changed the
+//! count.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use std::time::Instant;
 
 use crate::sync::{Condvar, Mutex};
 
-/// A counter that threads sleep on. Clones are the same notify.
+/// A counter that threads sleep on. Clones share one counter.
 ///
-/// Use it in this order, or news can be missed: [`seen`](Self::seen), look at the condition, then
-/// sleep with the count that was seen, normally through [`Clock::sleep`](crate::Clock::sleep). Who
-/// changes the condition rings *after* the change.
+/// Use it in this order, or a signal can be missed: read [`seen`](Self::seen), check the condition,
+/// then sleep with the count that was read, normally through [`Clock::sleep`](crate::Clock::sleep).
+/// A thread that changes the condition rings *after* the change.
 #[derive(Clone)]
 pub struct Notify(Arc<Inner>);
 
@@ -24,7 +24,7 @@ struct Inner {
 }
 
 impl Notify {
-    /// A notify that was never rung.
+    /// A new notify with count zero.
     pub fn new() -> Self {
         Self(Arc::new(Inner {
             rung: Mutex::new(0),
@@ -32,19 +32,18 @@ impl Notify {
         }))
     }
 
-    /// How often it was rung so far.
+    /// The number of rings so far.
     pub fn seen(&self) -> u64 {
         *self.0.rung.lock()
     }
 
-    /// Wakes every sleeper, and lets those about to sleep return at once.
+    /// Wakes every sleeper; a thread about to sleep returns at once.
     pub fn notify(&self) {
         *self.0.rung.lock() += 1;
         self.0.news.notify_all();
     }
 
-    /// Sleeps until the notify was rung after the count `seen` was read; returns at once if it was
-    /// already.
+    /// Sleeps until the count differs from `seen`; returns at once if it already does.
     pub fn wait(&self, seen: u64) {
         let mut rung = self.0.rung.lock();
         while *rung == seen {
@@ -52,7 +51,7 @@ impl Notify {
         }
     }
 
-    /// Like [`wait`](Self::wait), but no longer than until `deadline`.
+    /// Like [`wait`](Self::wait), but at most until `deadline`.
     pub fn wait_until(&self, seen: u64, deadline: Instant) {
         let mut rung = self.0.rung.lock();
         while *rung == seen && Instant::now() < deadline {
@@ -60,7 +59,7 @@ impl Notify {
         }
     }
 
-    /// Whether both are the same notify.
+    /// True if both share one counter.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }

@@ -1,9 +1,9 @@
-//! What each process has one of: a forked child has its own, for a thread that it does not have may
-//! hold the lock of its parent's for ever.
+//! A value of which each process has one. A forked child gets its own: the lock of the parent's
+//! value may be held by a thread that does not exist in the child.
 
 use std::sync::OnceLock;
 
-/// A value of this process, and those of its forked children.
+/// The value of this process, and those of its forked children.
 pub(crate) struct PerProcess<T> {
     pid: u32,
     value: T,
@@ -11,7 +11,7 @@ pub(crate) struct PerProcess<T> {
 }
 
 impl<T: Default> PerProcess<T> {
-    /// That of the process which calls. To be made before other threads can fork.
+    /// The value of the calling process. The first call must happen before other threads can fork.
     pub(crate) fn new() -> Self {
         Self {
             pid: std::process::id(),

@@ -1,20 +1,20 @@
-//! Random numbers that no other process has.
+//! Random numbers that differ between processes.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// Sixty-four random bits from the operating system, asked for each time. What a process keeps of
-/// its own to draw from (as the standard library keeps the keys of its hashers) its forked children
-/// have too: they would draw the same.
+/// Sixty-four random bits, read from the operating system each time. State in the process (such as
+/// the hasher keys of the standard library) is copied by a fork, so a parent and its child would
+/// draw the same numbers.
 pub fn random_u64() -> u64 {
     let mut bytes = [0; 8];
     loop {
         match getrandom(&mut bytes, GetRandomFlags::empty()) {
             Ok(8) => return u64::from_ne_bytes(bytes),
             Ok(_) | Err(Errno::INTR) => {}
-            // A system without the call. The process's number tells it from its siblings.
+            // A system without the call. The process id distinguishes forked processes.
             Err(_) => {
                 let mut hasher = RandomState::new().build_hasher();
                 hasher.write_u32(std::process::id());

@@ -1,10 +1,10 @@
 //! The one tokio runtime of the process, on which the clients of network media run.
 //!
-//! Nothing of ours lives in it but the connections of clients: a thread that wants an answer drives
-//! its question itself and sleeps meanwhile, with the deadline of its job ([`Runtime::wait`]). What
-//! is late is dropped. The runtime begins with the first store that wants one and ends with the
-//! last; a forked child has none of its parent's threads, so it gets one of its own, and what was
-//! opened before the fork says so.
+//! It runs only the connections of clients. A thread that needs a result drives its request itself
+//! and sleeps until it ends, with the deadline of its job ([`Runtime::wait`]); a late request is
+//! dropped. The runtime starts with the first store that needs it and ends with the last. A forked
+//! child has none of its parent's threads, so it gets a runtime of its own; clients opened before
+//! the fork return `Forked`.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,26 +22,26 @@ use crate::notify::Notify;
 use crate::per_process::PerProcess;
 use crate::threads::start_thread;
 
-/// Threads that drive clients, whatever the number of stores: sockets and checksums of TLS are all
-/// they do.
+/// Threads that drive clients, for any number of stores. They handle sockets and TLS only.
 const THREADS: usize = 2;
-/// Threads for what clients do that blocks, such as looking up a host's name.
+/// Threads for blocking calls of clients, such as resolving a host name.
 const BLOCKING: usize = 2;
-/// How long the end of the last store waits for what these threads are at.
+/// How long the end of the last store waits for the current work of these threads.
 const SHUTDOWN: Duration = Duration::from_millis(500);
 
-/// The runtime of a process while somebody uses it.
+/// The runtime of a process as long as a store uses it.
 static RUNTIME: OnceLock<PerProcess<Mutex<Weak<Runtime>>>> = OnceLock::new();
 
 /// See the module.
 pub struct Runtime {
     pid: u32,
-    /// There until it is dropped.
+    /// `Some` until the drop.
     tokio: Option<tokio::runtime::Runtime>,
 }
 
 impl Runtime {
-    /// That of this process; begun where no one uses one. `Io` when the system gives no threads.
+    /// The runtime of this process, started if there is none. `Io` if the system cannot start its
+    /// threads.
     pub fn of_this_process() -> Result<Arc<Self>> {
         let mut used = RUNTIME.get_or_init(PerProcess::new).here().lock();
         if let Some(runtime) = used.upgrade() {
@@ -79,9 +79,9 @@ impl Runtime {
         })
     }
 
-    /// Does `work` on the thread that calls, as a future of this runtime, and waits for its end, on
-    /// this clock until then. What is late is dropped, with all that it owns, and is `Timeout`;
-    /// what panics is `Internal`.
+    /// Runs `work` on the calling thread, as a future of this runtime, until it ends or the
+    /// deadline on this clock passes. Late work is dropped with everything it owns and returns
+    /// `Timeout`; a panic returns `Internal`.
     pub fn wait<T>(
         &self,
         clock: &dyn Clock,
@@ -104,7 +104,7 @@ impl Runtime {
                 }
             }
             if clock.now() >= until {
-                let late = "the server did not answer in time, and nothing more is done for it";
+                let late = "the server did not reply in time; the request was dropped";
                 return Err(Error::new(ErrorKind::Timeout, late));
             }
             clock.sleep(&woken.0, seen, Some(until));
@@ -121,7 +121,7 @@ impl Drop for Runtime {
             // its threads are the parent's: a thread that joined them would wait for ever
             Box::leak(Box::new(tokio));
         } else if Handle::try_current().is_ok() {
-            // a client's own thread let go of it last, and cannot wait for itself
+            // the last owner may be a thread of the runtime, which cannot wait for itself
             tokio.shutdown_background();
         } else {
             tokio.shutdown_timeout(SHUTDOWN);
@@ -129,7 +129,7 @@ impl Drop for Runtime {
     }
 }
 
-/// Rung when a future can go on.
+/// Rung when a future can make progress.
 #[derive(Default)]
 struct Woken(Notify);
 
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
     use crate::clock::{ManualClock, SystemClock};
 
-    /// Says that it was dropped.
+    /// Records its drop.
     struct Owned(Arc<AtomicBool>);
 
     impl Drop for Owned {

@@ -2,31 +2,31 @@
 //! before and after.
 //!
 //! The writer makes the generation odd ([`begin`]), writes the bytes ([`fill`]) and makes it even
-//! again ([`publish`]). A reader notes an even generation ([`enter`]), copies ([`copy`]) and asks
-//! whether the generation is still the same ([`unchanged`]); otherwise what it copied is rubbish
-//! and must not be looked at. Bytes are written and read as words by relaxed atomic operations, so
-//! a race is a copy to be thrown away and never undefined behaviour.
+//! again ([`publish`]). A reader reads an even generation ([`enter`]), copies ([`copy`]) and checks
+//! that the generation is still the same ([`unchanged`]); otherwise the copy is invalid and must be
+//! discarded. Bytes are written and read as words by relaxed atomic operations, so a race yields a
+//! copy to discard and never undefined behaviour.
 //!
-//! Why it holds: a reader that saw one word of a later write has, by the fence of [`begin`] and its
-//! own in [`unchanged`], also seen that write's odd generation, so the generations differ. A reader
-//! that noted the even generation of a write sees all its words, by release and acquire. One writer
-//! at a time is the caller's business.
+//! Why it is correct: a reader that saw one word of a later write has, by the fence of [`begin`]
+//! and its own in [`unchanged`], also seen that write's odd generation, so the generations differ.
+//! A reader that read the even generation of a write sees all its words, by release and acquire.
+//! The caller ensures that there is one writer at a time.
 
 use crate::sync::{Ordering, fence};
 
-/// The words that are shared: the standard library's, or loom's where loom checks this.
+/// The shared words: the standard library's atomics, or loom's under loom.
 pub use crate::sync::AtomicU64;
 
-/// From here on the bytes are being written; readers that entered before will notice.
+/// Begins a write. Readers that entered before will find the generation changed.
 pub fn begin(generation: &AtomicU64) {
-    // A write that was given up left it odd: no reader has entered since.
+    // An abandoned write left it odd; no reader has entered since.
     let odd = generation.load(Ordering::Relaxed) | 1;
     generation.store(odd, Ordering::Relaxed);
     fence(Ordering::Release);
 }
 
-/// Writes `bytes` from the first word on; the rest of the last word they reach is zeroed. What does
-/// not fit is left out.
+/// Writes `bytes` from the first word on and zeroes the rest of the last word. Bytes that do not
+/// fit are left out.
 pub fn fill(words: &[AtomicU64], bytes: &[u8]) {
     let (whole, rest) = bytes.as_chunks::<8>();
     for (word, bytes) in words.iter().zip(whole) {
@@ -39,21 +39,20 @@ pub fn fill(words: &[AtomicU64], bytes: &[u8]) {
     }
 }
 
-/// The bytes are whole: readers may enter.
+/// Ends a write: the bytes are complete and readers may enter.
 pub fn publish(generation: &AtomicU64) {
     let odd = generation.load(Ordering::Relaxed) | 1;
     generation.store(odd.wrapping_add(1), Ordering::Release);
 }
 
-/// The generation to compare with afterwards; `None` while the bytes are being written, or never
-/// were.
+/// The generation to compare with later; `None` during a write or before the first one.
 pub fn enter(generation: &AtomicU64) -> Option<u64> {
     let seen = generation.load(Ordering::Acquire);
     (seen != 0 && seen.is_multiple_of(2)).then_some(seen)
 }
 
-/// Copies from the first word on until `out` is full or the words end. Worth something only if
-/// [`unchanged`] says so.
+/// Copies from the first word on until `out` is full or the words end. The copy is valid only if
+/// [`unchanged`] then returns true.
 pub fn copy(words: &[AtomicU64], out: &mut [u8]) {
     let (whole, rest) = out.as_chunks_mut::<8>();
     let copied = whole.len();
@@ -68,7 +67,7 @@ pub fn copy(words: &[AtomicU64], out: &mut [u8]) {
     }
 }
 
-/// Whether nothing was written since a reader entered: what it copied in between is whole.
+/// True if nothing was written since the reader entered: its copy is complete.
 pub fn unchanged(generation: &AtomicU64, seen: u64) -> bool {
     fence(Ordering::Acquire);
     generation.load(Ordering::Relaxed) == seen
@@ -94,7 +93,7 @@ mod tests {
         assert_eq!(
             out[12..],
             [0, 0, 0, 0, 255, 255, 255, 255],
-            "padding, then what was there"
+            "padding, then the old bytes"
         );
         begin(&generation);
         assert!(!unchanged(&generation, seen), "a write began");

@@ -1,6 +1,6 @@
-//! Locks and atomics by one name: parking_lot and std normally, loom's under `--cfg loom`.
+//! Locks and atomics: those of parking_lot and std, or loom's under `--cfg loom`.
 //!
-//! Only what loom has to model goes through here. Reference counts stay std's in both builds.
+//! Only types that loom must model stand here. Reference counts are std's in both builds.
 
 #[cfg(loom)]
 pub use loom::sync::atomic::AtomicU64;
@@ -24,7 +24,7 @@ mod plain {
     pub(crate) use parking_lot::Mutex;
     use parking_lot::MutexGuard;
 
-    /// A condition variable that takes and gives back the guard, as loom's does.
+    /// A condition variable that takes and returns the guard, as loom's does.
     #[derive(Default)]
     pub(crate) struct Condvar(parking_lot::Condvar);
 
@@ -77,8 +77,8 @@ mod modelled {
         }
     }
 
-    /// loom's condition variable without poisoning. loom knows no time: a timed wait ends by news
-    /// only.
+    /// loom's condition variable without poisoning. loom has no time: a timed wait ends only by a
+    /// notification.
     pub(crate) struct Condvar(loom::sync::Condvar);
 
     impl Condvar {

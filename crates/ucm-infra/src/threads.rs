@@ -1,4 +1,4 @@
-//! How the threads of ucm begin: named, where they may run, and what they do first.
+//! Start of ucm's threads: their names, their processors and their first calls.
 
 use std::cell::Cell;
 use std::io;
@@ -9,20 +9,17 @@ use parking_lot::Mutex;
 use rustix::thread::CpuSet;
 use ucm_core::{Error, Result};
 
-/// Processors for the threads that begin from now on; `None` leaves them to those of the thread
-/// that begins them.
+/// Processors for threads that start from now on; `None`: those of the starting thread.
 static PROCESSORS: Mutex<Option<CpuSet>> = Mutex::new(None);
 
-/// Lets the threads that ucm begins from now on run on these processors of the machine, in the
-/// whole process.
+/// Restricts the threads that ucm starts from now on, in the whole process, to these processors.
 ///
-/// A thread is born with the processors of the one that begins it. Where that one is bound, to
-/// compute on a processor of its own, the threads that copy and write would take that very
-/// processor from it.
+/// A thread inherits the processors of the thread that starts it. If that thread is bound to a
+/// processor for computing, the threads that copy and write would compete for this very processor.
 ///
 /// # Errors
 ///
-/// `InvalidInput` for no processor, or one beyond what the kernel's interface here can name (1024).
+/// `InvalidInput` for an empty list, or a number beyond the limit of this kernel interface (1024).
 pub fn run_threads_on(processors: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
     for &processor in processors {
@@ -46,25 +43,25 @@ thread_local! {
     static IS_OWN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether ucm began this thread, by [`begin_thread`]: nothing on it is anybody else's.
+/// True if ucm started this thread, by [`begin_thread`]: it runs no foreign code.
 pub fn is_own_thread() -> bool {
     IS_OWN.get()
 }
 
-/// What a thread of ucm does before its work.
+/// Calls of every thread of ucm before its work.
 static FIRST: OnceLock<fn()> = OnceLock::new();
 
-/// Lets the threads that ucm begins from now on call `first` before their work, in the whole
-/// process. What was told first stays.
+/// Makes threads that ucm starts from now on, in the whole process, call `first` before their work.
+/// Only the first call of this function has an effect.
 pub fn threads_begin_with(first: fn()) {
     FIRST.get_or_init(|| first);
 }
 
-/// Begins a thread of ucm; its name has at most 15 bytes that the system shows.
+/// Starts a thread of ucm. The system shows the first 15 bytes of its name.
 ///
 /// # Errors
 ///
-/// What the system says when it has no room for one more.
+/// An error of the system if it cannot start one more thread.
 pub fn begin_thread<T: Send + 'static>(
     name: impl Into<String>,
     body: impl FnOnce() -> T + Send + 'static,
@@ -77,11 +74,12 @@ pub fn begin_thread<T: Send + 'static>(
         })
 }
 
-/// What every thread of ucm begins with.
+/// First steps of every thread of ucm.
 pub(crate) fn start_thread() {
     IS_OWN.set(true);
     let told = *PROCESSORS.lock();
-    // What the user took away since, or a container does not have: it stays where it was born.
+    // If none of these processors is available to this container any more, the thread keeps those
+    // it inherited.
     if let Some(set) = told {
         let _ = rustix::thread::sched_setaffinity(None, &set);
     }

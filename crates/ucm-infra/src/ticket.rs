@@ -1,4 +1,4 @@
-//! What a thread that may hang is doing, and who hears of it when the thread is written off.
+//! Current work of a thread that may hang, and the callbacks to run when the thread is written off.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 
-/// Hears that what was begun did not end in time.
+/// Called if the work did not end in time.
 type Late = Box<dyn FnOnce(Error) + Send>;
 
-/// One job of a pool, as the thread that keeps its time and the one that runs it see it: the first
-/// writes it off, the second asks before every effect whether that happened.
+/// One job of a pool, shared by the monitor and the worker: the monitor writes it off; the worker
+/// checks before every effect whether that has happened.
 #[derive(Default)]
 pub struct Ticket {
     over: AtomicBool,
@@ -21,22 +21,22 @@ pub struct Ticket {
 struct Doing {
     /// Nothing more is begun.
     written_off: bool,
-    /// Who hears of what is under way on the thread, the innermost last.
+    /// The callbacks of the work under way on the thread, the innermost last.
     late: Vec<Late>,
 }
 
 impl Ticket {
-    /// Whether the end of the job was told: nothing more is to be done for it.
+    /// True if the end of the job was reported: no further effect is allowed.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
 
-    /// The job ended, as the caller that waits for it was told.
+    /// Marks the job as ended; its caller has the result.
     pub fn end(&self) {
         self.over.store(true, Ordering::Release);
     }
 
-    /// The job is written off: all that is under way ends with this error, the innermost first.
+    /// Writes the job off: all work under way ends with this error, the innermost first.
     pub fn write_off(&self, error: &Error) {
         self.end();
         let late = {
@@ -47,8 +47,8 @@ impl Ticket {
         late.into_iter().rev().for_each(|late| late(error.clone()));
     }
 
-    /// Does `work` on this thread. `ended` hears once how that ended, from here or from
-    /// [`Ticket::write_off`]; what comes after that is dropped.
+    /// Runs `work` on this thread. `ended` gets the result exactly once, from here or from
+    /// [`Ticket::write_off`]; a later result is dropped.
     pub fn run<T: 'static>(
         &self,
         work: impl FnOnce() -> Result<T>,
@@ -63,8 +63,8 @@ impl Ticket {
             }
         }));
         if let Err(late) = watched {
-            drop(work); // with what it holds, before anybody hears
-            let text = "the job ran past its deadline, and nothing more is done for it";
+            drop(work); // with its captured values, before the report
+            let text = "the job ran past its deadline and was written off";
             return late(Error::new(ErrorKind::Timeout, text));
         }
         let result = work();
@@ -75,8 +75,8 @@ impl Ticket {
         }
     }
 
-    /// Until [`Ticket::unwatch`], `late` hears when the job is written off; given back where it was
-    /// before.
+    /// Until [`Ticket::unwatch`], `late` is called if the job is written off. Returned if it
+    /// already was.
     pub fn watch(&self, late: Late) -> Result<(), Late> {
         let mut doing = self.doing.lock();
         if doing.written_off {
@@ -86,7 +86,7 @@ impl Ticket {
         Ok(())
     }
 
-    /// What was last begun has ended; false where that was told to be late.
+    /// Removes the innermost callback, whose work has ended; false if it was already called.
     pub fn unwatch(&self) -> bool {
         self.doing.lock().late.pop().is_some()
     }
@@ -127,7 +127,7 @@ mod tests {
                     assert_eq!(
                         inner.fetch_add(1, Ordering::AcqRel),
                         0,
-                        "the innermost hears first"
+                        "the innermost is called first"
                     );
                 },
             );
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(told.load(Ordering::Acquire), 2);
         assert!(ticket.is_over());
         ticket.run(
-            || -> Result<()> { unreachable!("nothing is begun any more") },
+            || -> Result<()> { unreachable!("no work starts any more") },
             |result| {
                 assert!(result.is_err());
             },

@@ -1,6 +1,6 @@
-//! Every interleaving of small models of what ucm-infra writes by hand: the notify, the completion,
-//! the park protocol of the ring, the state of a load and the generations of shared bytes. The
-//! command stands in the crate's documentation.
+//! Every interleaving of small models of ucm-infra's hand-written atomics: the notify, the
+//! completion, the park protocol of the ring, the state of a load and the generations of shared
+//! bytes. The crate's documentation has the command.
 #![cfg(loom)]
 
 use std::sync::Arc;
@@ -14,8 +14,7 @@ use ucm_infra::{
     PushError, SpscRing,
 };
 
-/// A clock on which nothing ever times out. A sleep that is never rung is a deadlock, which loom
-/// reports.
+/// A clock on which nothing times out. If a sleeper is never rung, loom reports a deadlock.
 #[derive(Debug)]
 struct Still;
 
@@ -33,8 +32,8 @@ impl Clock for Still {
     }
 }
 
-/// A model too long for every interleaving: those with at most two involuntary switches between
-/// threads.
+/// For a model with too many interleavings: only those with at most two involuntary switches
+/// between threads.
 fn few_preemptions(model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
@@ -215,7 +214,7 @@ fn ring_a_parked_producer_sees_the_consumer_go() {
         let (mut producer, consumer) = SpscRing::bounded(1).unwrap();
         producer.try_push(1).unwrap();
         let closer = thread::spawn(move || drop(consumer));
-        // Item 2 is refused, or its push overlaps with the closing and it goes down with the ring.
+        // Item 2 is refused, or its push overlaps with the close and it is dropped with the ring.
         let pushed = producer.push(2, &Still, None);
         assert!(
             matches!(pushed, Ok(()) | Err(PushError::Closed(2))),
@@ -266,7 +265,7 @@ impl Model {
         })
     }
 
-    /// What a reader does when its block is verified.
+    /// Steps of a reader after its block is verified.
     fn scatter(&self, block: usize) {
         if !self.state.begin_scatter(block) {
             return;
@@ -283,7 +282,7 @@ impl Model {
         }
     }
 
-    /// What a caller that aborts does.
+    /// Steps of a caller that aborts.
     fn cancel(&self) {
         let cancelled = self.state.cancel_from(0);
         if cancelled.last {
@@ -291,12 +290,12 @@ impl Model {
         }
     }
 
-    /// What a reader does when its block could not be had: those behind it are not wanted any more.
+    /// Steps of a reader whose block failed: the blocks behind it are cancelled.
     fn fail(&self, block: usize) {
         if !self.state.begin_fail(block) {
             return;
         }
-        // Stands for the recorded reason, which the report must see.
+        // Stands for the recorded reason, which the report must contain.
         self.device[block].store(1, Ordering::Relaxed);
         let cancelled = self.state.cancel_from(block + 1);
         assert!(!cancelled.last, "this block is still open");
@@ -311,7 +310,7 @@ impl Model {
             let state = self.state.state(block);
             let over = matches!(state, Some(BlockState::Done | BlockState::Cancelled));
             assert!(over, "block {block} is {state:?} at the report");
-            // The bytes of a done block are there, those of a cancelled one never come.
+            // A done block has its bytes; a cancelled one never gets any.
             let expected = usize::from(state == Some(BlockState::Done));
             assert_eq!(bytes.load(Ordering::Relaxed), expected);
         }
@@ -441,7 +440,7 @@ impl Shared {
         seqlock::publish(&self.generation);
     }
 
-    /// What a reader may believe.
+    /// Copies that a reader may accept.
     fn read(&self) -> Option<[u8; 16]> {
         let seen = seqlock::enter(&self.generation)?;
         let mut out = [0; 16];

@@ -1,9 +1,9 @@
 //! Files that are written in pieces: created under a private name, filled at offsets, finished and
 //! named.
 //!
-//! Every operation opens the file by its name and closes it again with the error of the close seen:
-//! that is where a network file system tells of writes that failed, and a private file that
-//! somebody took away is noticed at once.
+//! Every operation opens the file by its name, closes it and checks the error of the close: a
+//! network file system reports failed writes there. Also, the removal of a private file by another
+//! process is noticed at once.
 
 use std::path::Path;
 
@@ -19,8 +19,8 @@ use crate::op::{FileMeta, Finish};
 use crate::probe::stated_align;
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 
-/// How a file is opened for writing: never creates one, and never waits for the other end of a pipe
-/// in the place of a file.
+/// Flags for opening a file for writing. They never create a file and never wait for the other end
+/// if the name is a pipe.
 const WRITE_FLAGS: OFlags = OFlags::WRONLY
     .union(OFlags::CLOEXEC)
     .union(OFlags::NOFOLLOW)
@@ -28,15 +28,15 @@ const WRITE_FLAGS: OFlags = OFlags::WRONLY
     .union(OFlags::NONBLOCK);
 
 impl Files {
-    /// Creates a private file, sets room aside for it, and writes its first bytes.
+    /// Creates a private file, preallocates space for it, and writes its first bytes.
     pub(crate) fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
         let fail = |e| failed(e, "cannot create the private file", path);
         let at = self.roots.walk().at(path).map_err(fail)?;
-        // If this fails, whatever has that name is not ours and stays.
+        // If this fails, a file of that name is not ours and must stay.
         let fd = at.create(mode).map_err(fail)?;
         let mut file = File::new(fd, false);
-        // Without it the file grows as it is written. What was set aside before the medium was full
-        // is given back.
+        // Without preallocation the file grows as it is written. Space allocated before the medium
+        // was full is released.
         if room > 0
             && retry(|| rustix::fs::fallocate(file.fd(), FallocateFlags::empty(), 0, room)).is_err()
         {
@@ -54,7 +54,8 @@ impl Files {
         filled
     }
 
-    /// Writes into a file that is there. `keep`: by a root that stays open for the next such write.
+    /// Writes into an existing file. `keep`: through a root that stays open for the next such
+    /// write.
     pub(crate) fn write_at(
         &self,
         path: &Path,
@@ -93,8 +94,7 @@ impl Files {
         };
         written.map_err(fail)?;
         if through_cache && self.dirty.write(len as u64) {
-            // Starts writing back what is dirty there; best effort, the kernel does it some time
-            // anyway.
+            // Starts writing dirty pages back; best effort, the kernel would do it later anyway.
             let _ = rustix::fs::fadvise(
                 file.fd(),
                 offset,
@@ -107,7 +107,7 @@ impl Files {
         Ok(())
     }
 
-    /// Writes the end of a private file and gives it its name.
+    /// Writes the end of a private file and renames it to its final name.
     pub(crate) fn finish(&self, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
         let mut walk = self.roots.walk();
         let target = walk
@@ -141,17 +141,17 @@ fn end_and_name(
     retry(|| rustix::fs::ftruncate(file.fd(), len)).map_err(fail)?;
     file.close()
         .map_err(|e| failed(e, "closing the written file failed", job.private))?;
-    // After the close, for that is when a network file system has settled length and time.
+    // After the close, because only then a network file system has final length and time.
     let meta = look(private)?;
     if meta.len != len {
-        let text = "the file has another length than what was written to it";
+        let text = "the length of the file differs from the bytes written";
         return Err(Error::new(ErrorKind::Io, text)
             .with("path", job.private.display())
             .with("written", len)
             .with("found", meta.len));
     }
     if !wanted() {
-        let text = "the file was finished too late and gets no name";
+        let text = "the file was finished after its deadline and is not published";
         return Err(Error::new(ErrorKind::Timeout, text).with("path", job.target.display()));
     }
     let named = name_once(private, target);
@@ -162,7 +162,7 @@ fn end_and_name(
     Err(failed(errno, CANNOT_NAME, job.target))
 }
 
-/// Whether an earlier call did all of it: the file has its name, its length and its last bytes.
+/// True if an earlier call did everything: the file has its name, its length and its last bytes.
 fn is_finished(roots: &Roots, job: &Finish<'_>) -> bool {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let Ok(fd) = roots.walk().open(job.target, flags) else {
@@ -180,7 +180,7 @@ fn is_finished(roots: &Roots, job: &Finish<'_>) -> bool {
 
 fn look(at: &At<'_>) -> Result<FileMeta> {
     stat_one(at, AtFlags::SYMLINK_NOFOLLOW)
-        .map_err(|e| failed(e, "cannot look at the written file", at.path))
+        .map_err(|e| failed(e, "cannot stat the written file", at.path))
 }
 
 #[cfg(test)]
@@ -224,7 +224,7 @@ mod tests {
             };
             let at = Roots::default();
             let at = at.walk().at(&private).unwrap();
-            // by which others tell that its writer lives
+            // by which others see that its writer is alive
             let early = || look(&at).unwrap().mtime_ns > job.mtime_ns;
             self.files.finish(&job, &|| wanted && early())
         }

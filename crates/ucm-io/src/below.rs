@@ -1,18 +1,18 @@
 //! Names below a root, resolved without following a symbolic link.
 //!
-//! A root is where its user says, and may be reached by links. Below it everything is ours: a link
-//! there would lead our reads, writes and removals to files of others. So every operation opens the
-//! root, walks from that descriptor to the directory of each name, and works relative to that
-//! directory. The walk is one `openat2`, or, where the kernel, a seccomp filter or the file system
-//! refuses that call, one `openat` for each directory.
+//! The user chooses the root's path, which may contain links. Below the root all files are ours: a
+//! link there would lead our reads, writes and removals to foreign files. So every operation opens
+//! the root, walks from that descriptor to the directory of each name, and works relative to that
+//! directory. The walk is one `openat2`. If the kernel, a seccomp filter or the file system refuses
+//! that call, it is one `openat` for each directory.
 //!
-//! The descriptor of a root lives as long as one operation: one that is kept keeps a share from
-//! being unmounted, and leads to the old share after another one is mounted in its place. Only
-//! appends to segments (one for each record) and reads of segments use a kept one, because only
-//! segments have unused descriptors closed. A copy between roots opens its root anew for each
-//! piece. It is closed when it was not used for a while, as descriptors of segments are, and as
-//! soon as any other operation finds another directory or another mount at the root's path: the
-//! marker is read about once a second.
+//! The descriptor of a root normally lives for one operation: a kept descriptor prevents an
+//! unmount, and refers to the old share after another one is mounted in its place. Only appends to
+//! segments (one for each record) and reads of segments use a kept one, because only segments have
+//! their unused descriptors closed. A copy between roots opens its root for each piece. A kept root
+//! is closed after some time without use, like descriptors of segments, and as soon as another
+//! operation finds another directory or mount at the root's path: the marker is read about once a
+//! second.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -28,15 +28,15 @@ use rustix::io::Errno;
 use crate::fd_cache::KeptFile;
 use crate::sys::retry;
 
-/// How a directory is opened to resolve names in it.
+/// Flags for opening a directory to resolve names in it.
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 const STRICTLY: ResolveFlags = ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS);
 
-/// The roots of one engine. Paths that lie below none of them are resolved as the kernel does.
+/// The roots of one engine. The kernel's rules apply to paths below none of them.
 #[derive(Debug, Default)]
 pub(crate) struct Roots {
     roots: RwLock<Vec<Arc<Path>>>,
-    /// `openat2` cannot be used here.
+    /// True if `openat2` cannot be used here.
     without_openat2: AtomicBool,
     kept: Mutex<Option<KeptRoot>>,
     /// Directories that walks opened.
@@ -44,17 +44,17 @@ pub(crate) struct Roots {
     pub(crate) opened: std::sync::atomic::AtomicUsize,
 }
 
-/// The root that appends to segments and reads of them went to last.
+/// The root last used by an append to a segment or a read of one.
 #[derive(Debug)]
 struct KeptRoot {
     path: Arc<Path>,
     root: Arc<KeptFile>,
-    /// Since [`Roots::take_kept`] was last called.
+    /// Used since the last call of [`Roots::take_kept`].
     used: bool,
 }
 
 impl Roots {
-    /// No symbolic link below this directory is followed from now on.
+    /// From now on no symbolic link below this directory is followed.
     pub(crate) fn add(&self, root: &Path) {
         let mut roots = self.roots.write();
         if !roots.iter().any(|known| **known == *root) {
@@ -77,7 +77,7 @@ impl Roots {
         }
     }
 
-    /// Opens a file as [`Walk::open`] does, by a root that stays open for the next such call.
+    /// Opens a file as [`Walk::open`] does, through a root that stays open for the next such call.
     pub(crate) fn open_often(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let Some((root, rest)) = self.split(path) else {
             return retry(|| rustix::fs::open(path, flags, Mode::empty()));
@@ -90,7 +90,7 @@ impl Roots {
             },
         };
         match self.open_from(root.fd(), rest, flags, Mode::empty()) {
-            // The server knows that directory no longer, and may know the one at its path.
+            // The server no longer knows that directory; it may know the one at its path now.
             Err(Errno::STALE) => {
                 drop(self.take_kept(false));
                 self.walk().open(path, flags)
@@ -117,7 +117,8 @@ impl Roots {
         root
     }
 
-    /// Takes the kept root out; with `unused` only if it was not used since the last such call.
+    /// Removes and returns the kept root; with `unused` only if it was not used since the last such
+    /// call.
     pub(crate) fn take_kept(&self, unused: bool) -> Option<Arc<KeptFile>> {
         let mut kept = self.kept.lock();
         if unused
@@ -130,7 +131,7 @@ impl Roots {
         kept.take().map(|kept| kept.root)
     }
 
-    /// Closes the kept root if it is not this one, which its path leads to now.
+    /// Closes the kept root if it is not this one, the current root of the path.
     fn compare_kept(&self, path: &Arc<Path>, now: &OwnedFd) {
         let kept = self.kept.lock();
         let known = kept.as_ref().filter(|kept| kept.path == *path);
@@ -159,8 +160,7 @@ impl Roots {
         found.min_by_key(|(_, rest)| rest.as_os_str().len())
     }
 
-    /// Opens a name from a descriptor of its root; no link on the way is followed, and none at its
-    /// end.
+    /// Opens a name from a descriptor of its root. No link is followed, on the way or at the end.
     fn open_from(
         &self,
         root: BorrowedFd<'_>,
@@ -170,11 +170,11 @@ impl Roots {
     ) -> rustix::io::Result<OwnedFd> {
         let mut refused = false;
         if !self.without_openat2.load(Ordering::Relaxed) {
-            // Its own way to refuse links names them also where a directory is wanted.
+            // `O_NOFOLLOW` reports a link as such also if a directory is wanted.
             let flags = flags - OFlags::NOFOLLOW;
             match retry(|| rustix::fs::openat2(root, path, flags, mode, STRICTLY)) {
                 Err(Errno::NOSYS) => self.without_openat2.store(true, Ordering::Relaxed),
-                // A seccomp filter, or an error that the walk below meets too.
+                // A seccomp filter, or an error that the walk below also returns.
                 Err(Errno::PERM) => refused = true,
                 opened => return opened,
             }
@@ -221,10 +221,10 @@ fn open_root(path: &Path) -> rustix::io::Result<OwnedFd> {
     retry(|| rustix::fs::open(path, DIRECTORY, Mode::empty()))
 }
 
-/// Which directory an open one is, and in which mount as far as the kernel says it.
+/// Identity of an open directory, and its mount if the kernel reports it.
 fn place_of(dir: BorrowedFd<'_>) -> Option<(u32, u32, u64, u64)> {
     let (how, what) = (
-        AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, // no server is asked
+        AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, // no request to a server
         StatxFlags::INO | StatxFlags::MNT_ID,
     );
     let found = retry(|| rustix::fs::statx(dir, c"", how, what)).ok()?;
@@ -244,13 +244,13 @@ fn open_here(
     mode: Mode,
 ) -> rustix::io::Result<OwnedFd> {
     match retry(|| rustix::fs::openat(dir, name, flags | OFlags::NOFOLLOW, mode)) {
-        // Where a directory is wanted the kernel says no more of a link.
+        // If a directory is wanted, the kernel does not report a link as such.
         Err(Errno::NOTDIR) if is_link(dir, name.as_ref()) => Err(Errno::LOOP),
         opened => opened,
     }
 }
 
-/// Whether a name is a symbolic link.
+/// True if a name is a symbolic link.
 fn is_link(dir: BorrowedFd<'_>, name: &Path) -> bool {
     retry(|| rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW))
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
@@ -261,9 +261,9 @@ pub(crate) fn link_on(path: &Path) -> Option<&Path> {
     path.ancestors().find(|path| is_link(CWD, path))
 }
 
-/// What follows a directory in a path, if something does.
+/// The rest of a path behind a directory, if any.
 fn below<'p>(dir: &Path, path: &'p Path) -> Option<&'p Path> {
-    // Bytes, not components: this is done for every name.
+    // Compares bytes, not components, because it runs for every name.
     let rest = path
         .as_os_str()
         .as_bytes()
@@ -274,7 +274,8 @@ fn below<'p>(dir: &Path, path: &'p Path) -> Option<&'p Path> {
     ((ends || slashes > 0) && !rest.is_empty()).then(|| Path::new(OsStr::from_bytes(rest)))
 }
 
-/// The way of one operation to its names: the root and the last directory stay open until it ends.
+/// Resolution of the names of one operation. The root and the last directory stay open until it
+/// ends.
 pub(crate) struct Walk<'r> {
     roots: &'r Roots,
     root: Option<(Arc<Path>, Arc<OwnedFd>)>,
@@ -291,8 +292,8 @@ pub(crate) struct At<'p> {
 }
 
 impl Walk<'_> {
-    /// The directory of a name and the name in it. An error if there is no such directory, or a
-    /// link on the way (LOOP).
+    /// The directory of a name and the name in it. Fails if the directory does not exist or a link
+    /// is on the way (LOOP).
     pub(crate) fn at<'p>(&mut self, path: &'p Path) -> rustix::io::Result<At<'p>> {
         let Some((root, rest)) = self.roots.split(path) else {
             return Ok(At {
@@ -318,7 +319,7 @@ impl Walk<'_> {
         })
     }
 
-    /// Opens what has this path: below a root no link is followed, on the way or at its end.
+    /// Opens this path. Below a root no link is followed, on the way or at the end.
     pub(crate) fn open(&mut self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let Some((root, rest)) = self.roots.split(path) else {
             return retry(|| rustix::fs::open(path, flags, Mode::empty()));
@@ -340,7 +341,7 @@ impl Walk<'_> {
         Ok(root)
     }
 
-    /// The directory that a path lies in; `parent` from the root.
+    /// The directory of a path; `parent` is relative to the root.
     fn dir(
         &mut self,
         root: &OwnedFd,
@@ -375,12 +376,12 @@ impl At<'_> {
         self.name
     }
 
-    /// Whether it lies below a root, so that a link in its place is none of ours.
+    /// True if it lies below a root, so that a link in its place is foreign.
     pub(crate) fn is_below(&self) -> bool {
         self.dir.is_some()
     }
 
-    /// Creates the file; one that is there, or a link, is an error (EXIST).
+    /// Creates the file; an existing one, or a link, is an error (EXIST).
     pub(crate) fn create(&self, mode: u32) -> rustix::io::Result<OwnedFd> {
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -392,7 +393,7 @@ impl At<'_> {
         retry(|| rustix::fs::unlinkat(self.dir(), self.name, AtFlags::empty()))
     }
 
-    /// Gives what has this name another one, over an existing one.
+    /// Renames this name, replacing an existing target.
     pub(crate) fn rename(&self, to: &At<'_>) -> rustix::io::Result<()> {
         retry(|| rustix::fs::renameat(self.dir(), self.name, to.dir(), to.name))
     }
@@ -451,8 +452,7 @@ mod tests {
         }
     }
 
-    /// Has the kernel answer `openat2` with EPERM on this thread, as seccomp filters of containers
-    /// do.
+    /// Makes `openat2` fail with EPERM on this thread, as seccomp filters of containers do.
     #[allow(unsafe_code, reason = "a filter of system calls")]
     fn refuse_openat2() {
         let jump = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
@@ -497,7 +497,7 @@ mod tests {
             let open = |name: &str| roots.walk().open(&place.path().join(name), OFlags::RDONLY);
             let forgot = || roots.without_openat2.load(Ordering::Relaxed);
             assert_eq!(open("absent").unwrap_err(), Errno::NOENT);
-            assert!(!forgot(), "the name may be what is refused");
+            assert!(!forgot(), "the name may be the reason");
             open("file").unwrap();
             assert!(forgot());
             open("file").unwrap();
@@ -532,7 +532,7 @@ mod tests {
         assert!(!keeps(), "another directory");
         often().unwrap();
         assert!(roots.take_kept(false).is_some() && !keeps());
-        // No link is followed by this way either.
+        // This way does not follow links either.
         std::fs::rename(root.join("a"), root.join("b")).unwrap();
         std::os::unix::fs::symlink("b", root.join("a")).unwrap();
         assert_eq!(often().unwrap_err(), Errno::LOOP);

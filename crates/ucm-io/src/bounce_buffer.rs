@@ -1,5 +1,5 @@
-//! Page-aligned memory for direct I/O that a caller's buffer or offset does not fit. Rare: probes
-//! and second opinions.
+//! Page-aligned memory for direct I/O when the caller's buffer or offset is not aligned. Rare:
+//! probes and repeated reads after a bad checksum.
 
 use ucm_core::{Error, PAGE, Result, round_up};
 use ucm_device::{ArenaOptions, HostArena, HugePages, Slot, SlotPool};
@@ -19,10 +19,10 @@ pub(crate) fn page_slots<const N: usize>(len: usize) -> Result<[Slot; N]> {
     let slots: Vec<Slot> = std::iter::from_fn(|| pool.try_acquire()).take(N).collect();
     slots
         .try_into()
-        .map_err(|_| Error::internal("a fresh slot pool has fewer slots than it was made for"))
+        .map_err(|_| Error::internal("a new slot pool has too few slots"))
 }
 
-/// The whole pages around a range of a file.
+/// The pages that contain a range of a file.
 pub(crate) struct BounceBuffer {
     slot: Slot,
     start: u64,
@@ -31,7 +31,7 @@ pub(crate) struct BounceBuffer {
 }
 
 impl BounceBuffer {
-    /// Around `len` bytes at `offset`.
+    /// Those that contain `len` bytes at `offset`.
     pub(crate) fn new(offset: u64, len: usize) -> Result<Self> {
         let lead = (offset % PAGE) as usize;
         let [slot] = page_slots(lead.saturating_add(len).max(1))?;

@@ -1,4 +1,4 @@
-//! The seam between a backend and files: what does one operation.
+//! The interface between a backend and files: execution of single operations.
 
 use std::ffi::OsString;
 use std::ops::Range;
@@ -11,35 +11,37 @@ use crate::fd_cache::KeptFile;
 use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo, StillWanted};
 use crate::probe::Probe;
 
-/// Who asks for an operation.
+/// The caller of an operation.
 #[derive(Clone, Copy)]
 pub struct Caller<'a> {
     /// The lane of the job: 0 load, 1 prefetch and lookup, 2 dump, 3 space.
     pub lane: usize,
-    /// Whether anybody waits for it.
+    /// Its job, which knows whether it is still wanted.
     pub wanted: StillWanted<'a>,
 }
 
-/// Which of the descriptors that are kept ([`IoJob::read_into`](crate::IoJob::read_into)) are
-/// closed.
+/// Selects kept descriptors ([`IoJob::read_into`](crate::IoJob::read_into)) to close.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Close<'a> {
-    /// Those of these files, which are gone.
+    /// Those of these removed files.
     Gone(&'a [PathBuf]),
-    /// Those that were not used since this was last asked.
+    /// Those not used since the last such call.
     Unused,
     /// All.
     All,
 }
 
-/// Descriptors that no one finds any more. They are closed when this is dropped, which may hang.
+/// Descriptors removed from the cache. Dropping this closes them, which may hang.
 #[derive(Default)]
 pub struct Closed(pub(crate) Vec<Arc<KeptFile>>);
 
-/// Does operations on files, each to its end on the thread that calls. What is no longer wanted
-/// gets no name and is removed nowhere: it fails with `Timeout`. The methods of
-/// [`IoJob`](crate::IoJob) say what each does and answers.
-#[allow(missing_docs, reason = "the methods of the same names of IoJob say it")]
+/// Executes operations on files, each to its end on the calling thread. An operation that is no
+/// longer wanted publishes and removes nothing and fails with `Timeout`. The methods of
+/// [`IoJob`](crate::IoJob) document each operation and its result.
+#[allow(
+    missing_docs,
+    reason = "documented at the methods of the same names of IoJob"
+)]
 pub trait IoEngine: Send + Sync {
     /// From now on no symbolic link below this directory is followed, on the way to a name or at
     /// its end; the directory itself may be reached by links. An operation that meets a link fails
@@ -112,7 +114,7 @@ pub trait IoEngine: Send + Sync {
 
     fn probe(&self, by: &Caller<'_>, dir: &Path) -> Result<Probe>;
 
-    /// Keeps these descriptors no longer. Never blocks.
+    /// Removes these descriptors from the cache. Never blocks.
     fn close(&self, _which: Close<'_>) -> Closed {
         Closed::default()
     }

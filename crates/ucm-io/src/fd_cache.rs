@@ -1,11 +1,11 @@
-//! Descriptors of files that never change under their names, kept open between reads: the most
-//! recently used ones.
+//! A cache of open descriptors of files that never change, between reads: the most recently used
+//! ones.
 //!
 //! Opening a file by its path costs more than reading a small record from it. A kept descriptor
-//! must not outlive its file, whose space it would hold: every read looks whether the file still
-//! has a name, the one that removes it here or finds it gone says so, and what no one uses for a
-//! while is closed. No lock is held over a system call, children of a fork have none of them, and a
-//! process that runs out of descriptors gives them up.
+//! must not outlive its file, because it would hold the file's space. So every read checks that the
+//! file still has a name; code that removes a file or finds it missing removes its descriptor; and
+//! descriptors without use are closed after a while. No lock is held over a system call. Forked
+//! children inherit none of them. A process that runs out of descriptors closes them.
 
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,27 +19,26 @@ use ucm_device::OwnFd;
 
 use crate::usrbio::RingFile;
 
-/// Most descriptors that one engine keeps.
+/// Most kept descriptors of one engine.
 pub(crate) const MOST: usize = 128;
-/// Most that all engines of a process keep together.
+/// Most kept descriptors of all engines of a process together.
 const MOST_IN_ALL: usize = 512;
 
-/// How many are open in this process.
+/// Number of kept descriptors in this process.
 static IN_ALL: AtomicUsize = AtomicUsize::new(0);
 
-/// An open file that is only read, shared by the threads that read it; closed when the last lets it
-/// go.
+/// An open read-only file, shared by the threads that read it; closed with the last reference.
 #[derive(Debug)]
 pub(crate) struct KeptFile {
-    /// What is read through rings; before the descriptor, for it ends first.
+    /// The registration with rings; declared before the descriptor so that it is dropped first.
     ring: Option<RingFile>,
     fd: OwnFd,
-    /// Whether it is read past the page cache; never changed, for others may be reading.
+    /// True if it is read past the page cache. Never changed, because other threads may be reading.
     pub(crate) direct: bool,
 }
 
 impl KeptFile {
-    /// Keeps an open file; `None` where there are too many already, and it is closed.
+    /// Keeps an open file. Returns `None` and closes it if there are too many.
     pub(crate) fn new(ring: Option<RingFile>, fd: OwnedFd, direct: bool) -> Option<Arc<Self>> {
         if IN_ALL.fetch_add(1, Ordering::Relaxed) >= MOST_IN_ALL {
             IN_ALL.fetch_sub(1, Ordering::Relaxed);
@@ -96,7 +95,7 @@ impl Default for FdCache {
 }
 
 impl FdCache {
-    /// The open file of that name.
+    /// The kept file of that name.
     pub(crate) fn get(&self, path: &Path) -> Option<Arc<KeptFile>> {
         let mut files = self.files.lock();
         let entry = files.get_mut(path)?;
@@ -104,7 +103,7 @@ impl FdCache {
         Some(Arc::clone(&entry.file))
     }
 
-    /// Keeps an open file under its name; the one used longest ago makes room.
+    /// Keeps an open file under its name, in place of the least recently used one.
     pub(crate) fn put(&self, path: &Path, file: Arc<KeptFile>) {
         let mut files = self.files.lock();
         let oldest = if files.len() >= MOST && !files.contains_key(path) {
@@ -117,8 +116,8 @@ impl FdCache {
         drop((oldest, before)); // closed with no lock held
     }
 
-    /// Takes the files of these names out, and with `unused` those that were not used since the
-    /// last such call. They are closed when the answer is dropped.
+    /// Removes the files of these names, and with `unused` those not used since the last such call.
+    /// Dropping the result closes them.
     pub(crate) fn take(&self, gone: &[PathBuf], unused: bool) -> Vec<Arc<KeptFile>> {
         let mut files = self.files.lock();
         if files.is_empty() {
@@ -136,7 +135,7 @@ impl FdCache {
         taken.into_iter().map(|entry| entry.file).collect()
     }
 
-    /// Closes one file, if it is still this one that is kept.
+    /// Closes one file, if it is still the kept one.
     pub(crate) fn drop_file(&self, path: &Path, file: &Arc<KeptFile>) {
         let mut files = self.files.lock();
         let same = files
@@ -153,7 +152,7 @@ impl FdCache {
         all.into_iter().map(|(_, entry)| entry.file).collect()
     }
 
-    /// Closes all, for the process has no descriptors left; whether there were any.
+    /// Closes all, because the process has no descriptors left; true if there were any.
     pub(crate) fn give_up(&self) -> bool {
         !self.take_all().is_empty()
     }

@@ -1,4 +1,4 @@
-//! Reading and publishing files: open, the bytes, close with its error seen, rename.
+//! Reading and publishing files: open, transfer, checked close, rename.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::usrbio::Rings;
 use crate::writeback::WritebackThrottle;
 
-/// How a file is opened for reading.
+/// Flags for opening a file for reading.
 const READ_FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::CLOEXEC)
     .union(OFlags::NOFOLLOW)
@@ -36,17 +36,17 @@ const CANNOT_CLOSE: &str = "closing the written file failed";
 /// Most devices remembered as refusing direct I/O.
 const MAX_REFUSING: usize = 64;
 
-/// What the file operations of one engine know and count.
+/// State and counters of the file operations of one engine.
 #[derive(Debug, Default)]
 pub(crate) struct Files {
-    /// Below these no symbolic link is followed.
+    /// The roots below which no symbolic link is followed.
     pub(crate) roots: Roots,
-    /// Whether reads and writes of slots go past the page cache unless asked otherwise.
+    /// True if reads and writes of slots bypass the page cache by default.
     pub(crate) direct: bool,
-    /// Devices where that was found not to work, so that it is not tried again for every file.
+    /// Devices on which that failed, so that it is not tried again for every file.
     refusing: Mutex<Vec<u64>>,
     fallbacks: AtomicU64,
-    /// What slots go through where they lie on 3FS.
+    /// The rings for slots on 3FS.
     pub(crate) rings: Option<Arc<Rings>>,
     pub(crate) dirty: WritebackThrottle,
     pub(crate) kept: FdCache,
@@ -60,7 +60,7 @@ impl Files {
         }
     }
 
-    /// An open file, through rings where they can be used.
+    /// An open file, with rings if they can be used.
     pub(crate) fn with_ring(&self, file: File) -> File {
         let ring = self
             .rings
@@ -69,7 +69,7 @@ impl Files {
         file.through(ring)
     }
 
-    /// How often direct I/O was wanted and the page cache was used.
+    /// How often direct I/O was wanted but the page cache was used.
     pub(crate) fn fallbacks(&self) -> u64 {
         self.fallbacks.load(Ordering::Relaxed)
     }
@@ -100,8 +100,7 @@ impl Files {
             file.set_direct(false);
         }
         let read = if file.is_direct() && !fits {
-            // Direct I/O into memory or from an offset that it does not take goes through a window
-            // of whole pages.
+            // Direct I/O with unaligned memory or offset uses a window of whole pages.
             let mut window = BounceBuffer::new(offset, len)?;
             let bytes = window.read(&mut file).map_err(fail)?;
             buf[..bytes.len()].copy_from_slice(bytes);
@@ -134,14 +133,14 @@ impl Files {
         let target = walk
             .at(job.target)
             .map_err(|e| failed(e, CANNOT_NAME, job.target))?;
-        // If this fails, whatever has that name is not ours and stays.
+        // If this fails, a file of that name is not ours and must stay.
         let fd = private
             .create(job.mode)
             .map_err(|e| failed(e, CANNOT_CREATE, job.private))?;
         let filled = self.fill(self.with_ring(File::new(fd, false)), job);
         let named = filled.and_then(|()| name(job, &private, &target, wanted));
         if !matches!(named, Ok(Some(_))) {
-            // Best effort: a private file that stays is swept later by its age.
+            // Best effort: a remaining private file is removed later by its age.
             let _ = private.unlink();
         }
         named
@@ -153,8 +152,8 @@ impl Files {
         let mut through_cache = true;
         if self.direct {
             let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(written)?).dev;
-            // Turned on after the open: an open with O_DIRECT may create the file and fail all the
-            // same.
+            // Turned on after the open, because an open with O_DIRECT may create the file and then
+            // fail.
             if fits_direct_write(job.bytes) && self.usable(dev, || stated_align(file.fd())) {
                 file.set_direct(true);
                 through_cache = false;
@@ -167,8 +166,8 @@ impl Files {
         }
         .map_err(written)?;
         if through_cache && self.dirty.write(job.bytes.len() as u64) {
-            // Starts writing back what is dirty of this file; best effort, the kernel does it some
-            // time anyway.
+            // Starts writing dirty pages of this file back; best effort, the kernel would do it
+            // later anyway.
             let _ = rustix::fs::fadvise(file.fd(), 0, None, Advice::DontNeed);
         }
         if job.durable {
@@ -178,8 +177,8 @@ impl Files {
             .map_err(|e| failed(e, CANNOT_CLOSE, job.private))
     }
 
-    /// Opens for reading, past the page cache if wanted and known to the file system. Never waits
-    /// for the other end of a pipe in the place of a file. `often`: by a root that is kept open.
+    /// Opens for reading, past the page cache if wanted and supported. Never waits for the other
+    /// end if the name is a pipe. `often`: through a root that is kept open.
     pub(crate) fn open_for_read(
         &self,
         path: &Path,
@@ -198,16 +197,15 @@ impl Files {
             match opened {
                 Ok(fd) => return Ok(File::new(fd, direct)),
                 Err(Errno::INVAL) if direct => direct = false,
-                // A lease on the file is being taken back; that is worth the wait, until our
-                // deadline.
+                // A lease on the file is being revoked: worth waiting for, until our deadline.
                 Err(Errno::AGAIN) if !wait.is_empty() => wait = OFlags::empty(),
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Whether direct I/O may be tried on an open file of this device, of which the kernel says
-    /// this.
+    /// True if direct I/O may be tried on an open file of this device, given the kernel's
+    /// statement.
     pub(crate) fn usable(&self, dev: u64, stated: impl FnOnce() -> Stated) -> bool {
         if self.refusing.lock().contains(&dev) {
             return false;
@@ -219,15 +217,15 @@ impl Files {
         }
     }
 
-    /// Counts an operation that wanted direct I/O and went without, if it did.
+    /// Counts the operation if it wanted direct I/O but used the page cache.
     pub(crate) fn count_fallback(&self, fell: bool) {
         if fell {
             self.fallbacks.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Counts where direct I/O was wanted and not used, and remembers a file system that refused
-    /// it.
+    /// Counts an operation that wanted direct I/O but did not use it, and remembers a file system
+    /// that refused it.
     pub(crate) fn note(&self, file: &File, dev: u64, wanted: bool) {
         self.count_fallback(wanted && !file.is_direct());
         if file.refused() {
@@ -239,21 +237,22 @@ impl Files {
     }
 }
 
-/// Gives the closed file its name and then its time; none if the name is taken. Under its private
-/// name it keeps the time of its last byte: by that others tell whether its writer lives.
+/// Renames the closed file to its name and then sets its time; `None` if the name is taken. Under
+/// its private name it keeps the time of its last write, by which others see that its writer is
+/// alive.
 fn name(
     job: &Publish<'_>,
     private: &At<'_>,
     target: &At<'_>,
     wanted: StillWanted<'_>,
 ) -> Result<Option<FileMeta>> {
-    // After the close, for that is when a network file system has settled length and time.
+    // After the close, because only then a network file system has final length and time.
     let meta = stat_one(private, AtFlags::SYMLINK_NOFOLLOW)
-        .map_err(|e| failed(e, "cannot look at the written file", job.private))?;
+        .map_err(|e| failed(e, "cannot stat the written file", job.private))?;
     if meta.len != job.bytes.len() as u64 {
         return Err(Error::new(
             ErrorKind::Io,
-            "the file has another length than what was written to it",
+            "the length of the file differs from the bytes written",
         )
         .with("path", job.private.display())
         .with("written", job.bytes.len())
@@ -262,7 +261,7 @@ fn name(
     if !wanted() {
         return Err(Error::new(
             ErrorKind::Timeout,
-            "the file was written too late and is not published",
+            "the file was written after its deadline and is not published",
         )
         .with("path", job.target.display()));
     }
@@ -284,7 +283,7 @@ fn name(
     Err(failed(errno, CANNOT_NAME, job.target))
 }
 
-/// A read must fit its buffer and the offsets that files have.
+/// A read must fit its buffer and the range of file offsets.
 pub(crate) fn check_read(path: &Path, offset: u64, len: usize, room: usize) -> Result<()> {
     let end = offset.checked_add(len as u64);
     if len <= room && end.is_some_and(|end| end <= i64::MAX as u64) {
@@ -299,12 +298,12 @@ pub(crate) fn check_read(path: &Path, offset: u64, len: usize, room: usize) -> R
     )
 }
 
-/// Whether memory begins where direct I/O wants it, as slots do.
+/// True if memory is aligned for direct I/O, as slots are.
 pub(crate) fn on_a_page(bytes: &[u8]) -> bool {
     bytes.as_ptr().addr().is_multiple_of(PAGE as usize)
 }
 
-/// Whether direct I/O can read so many bytes from this offset into this memory as it is: with room
+/// True if direct I/O can read `len` bytes from this offset into this memory as it is, with room
 /// for whole sectors.
 pub(crate) fn fits_direct_read(buf: &[u8], len: usize, offset: u64) -> bool {
     let room = len
@@ -313,18 +312,18 @@ pub(crate) fn fits_direct_read(buf: &[u8], len: usize, offset: u64) -> bool {
     room && on_a_page(buf) && offset.is_multiple_of(PAGE)
 }
 
-/// Whether direct I/O can write these bytes as they are.
+/// True if direct I/O can write these bytes as they are.
 fn fits_direct_write(bytes: &[u8]) -> bool {
     on_a_page(bytes) && bytes.len().is_multiple_of(SECTOR)
 }
 
-/// Something else than a file has the name. That says nothing of the medium.
+/// The name is not a regular file. That is no fault of the medium.
 pub(crate) fn not_regular(path: &Path) -> Error {
     Error::new(ErrorKind::Foreign, "not a regular file").with("path", path.display())
 }
 
-/// Gives a file a name that no one has (EXIST otherwise). A local file system renames; others make
-/// a second name, which is as exclusive on a server, and drop the first.
+/// Renames a file to a free name (EXIST otherwise). On a local file system this is a rename. On
+/// others it makes a hard link, which is exclusive on a server too, and removes the first name.
 pub(crate) fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result<()> {
     match retry(|| {
         rustix::fs::renameat_with(
@@ -348,7 +347,7 @@ pub(crate) fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result
         )
     }) {
         Ok(()) => {
-            // Best effort: the second name is private, and swept by its age.
+            // Best effort: the remaining name is private and is removed later by its age.
             let _ = private.unlink();
             Ok(())
         }
@@ -363,9 +362,9 @@ pub(crate) fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result
     }
 }
 
-/// Whether the private file with this metadata has its name now. A network file system may repeat a
-/// call whose answer was lost, and then finds the private name gone or the target there: it is done
-/// all the same if the target is our file.
+/// True if the private file with this metadata has its final name now. A network file system may
+/// repeat a call whose reply was lost, and then find the private name missing or the target
+/// existing. The call has succeeded if the target is our file.
 pub(crate) fn is_named(
     renamed: rustix::io::Result<()>,
     private: &At<'_>,
@@ -414,8 +413,8 @@ mod tests {
         );
     }
 
-    /// Its writer's clock may be an hour behind: by such a time others would take the private file
-    /// for a dead one's.
+    /// Its writer's clock may be an hour behind. With such a time, others would take the private
+    /// file for that of a dead writer.
     #[test]
     fn a_private_file_keeps_the_time_of_its_last_byte() {
         let place = tempfile::tempdir().unwrap();

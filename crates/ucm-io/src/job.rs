@@ -1,4 +1,4 @@
-//! What a job does to files: a method for each operation.
+//! File operations of a job: one method for each.
 
 use std::ffi::OsString;
 use std::ops::Range;
@@ -12,13 +12,14 @@ use crate::engine::{Caller, IoEngine};
 use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
 use crate::probe::Probe;
 
-/// Straight-line code on one thread, as the files see it. Everything is done on the thread that
-/// calls; nothing more is done once no one waits for the job, and then everything fails with
-/// `Timeout`.
+/// The file interface of a job, which is straight-line code on one thread. Every operation runs on
+/// the calling thread. Once the job is written off, every operation fails with `Timeout` and has no
+/// effect.
 ///
-/// The errors of all of them: `NotFound` for ENOENT and ESTALE, `NoSpace` for a full medium or
-/// quota, `Foreign` for a symbolic link that is not followed, else `Io` with the number of the
-/// operating system; `InvalidInput` for what does not fit its buffer or the offsets of a file.
+/// Errors of all operations: `NotFound` for ENOENT and ESTALE; `NoSpace` for a full medium or
+/// quota; `Foreign` for a symbolic link that is not followed; `InvalidInput` for a length or offset
+/// that does not fit its buffer or the range of file offsets; else `Io` with the error number of
+/// the operating system.
 ///
 /// ```
 /// use std::path::PathBuf;
@@ -36,11 +37,11 @@ pub struct IoJob {
     engine: Arc<dyn IoEngine>,
     lane: usize,
     until: Option<Until>,
-    /// On a thread of another pool.
+    /// True on a thread of another pool.
     lent: bool,
 }
 
-/// The clock, the deadline, and whether the end of the job was told already.
+/// The clock, the deadline, and whether the end of the job was reported.
 type Until = (Arc<dyn Clock>, MonotonicTime, Arc<Ticket>);
 
 impl IoJob {
@@ -54,49 +55,48 @@ impl IoJob {
         }
     }
 
-    /// A job on the thread of another pool, which brought what the job is about.
+    /// A job on the thread of another pool, which lent the thread.
     pub(crate) fn lent(self) -> Self {
         Self { lent: true, ..self }
     }
 
-    /// Whether the thread is another pool's ([`IoPool::lend`](crate::IoPool::lend)): it may wait
-    /// for threads of this one.
+    /// True if the thread belongs to another pool ([`IoPool::lend`](crate::IoPool::lend)): it may
+    /// then wait for threads of this one.
     pub fn is_lent(&self) -> bool {
         self.lent
     }
 
-    /// A job on no pool's thread, that no one writes off.
+    /// A job outside any pool, which is never written off.
     pub fn alone(engine: Arc<dyn IoEngine>) -> Self {
         Self::new(engine, 0, None)
     }
 
-    /// Whether somebody still waits for this job.
+    /// True if the job is still wanted: not written off and before its deadline.
     pub fn is_wanted(&self) -> bool {
         let waits =
             |(clock, deadline, ticket): &Until| !ticket.is_over() && clock.now() < *deadline;
         self.until.as_ref().is_none_or(waits)
     }
 
-    /// When no one waits for it any more.
+    /// Its deadline.
     pub fn deadline(&self) -> MonotonicTime {
         self.until
             .as_ref()
             .map_or(MonotonicTime::NEVER, |(_, deadline, _)| *deadline)
     }
 
-    /// [`IoJob::is_wanted`], or the error of one that is not: to be asked before an effect that is
-    /// not on files.
+    /// [`IoJob::is_wanted`] as a result. Call it before an effect outside of files.
     pub fn still_wanted(&self) -> Result<()> {
         let late = || {
-            let text = "the job ran past its deadline, and nothing more is done for it";
+            let text = "the job ran past its deadline and was written off";
             Error::new(ErrorKind::Timeout, text)
         };
         self.is_wanted().then_some(()).ok_or_else(late)
     }
 
-    /// Does `work` here and now. `ended` hears exactly once how that ended: from this thread, or,
-    /// where it is written off meanwhile, from the thread that keeps the time, with `Timeout`; what
-    /// `work` brings after that is dropped.
+    /// Runs `work` now, on this thread. `ended` gets the result exactly once: on this thread, or,
+    /// if the job is written off first, on the monitor thread with `Timeout`. A later result of
+    /// `work` is dropped.
     pub fn here<T>(
         &self,
         work: impl FnOnce(&Self) -> Result<T>,
@@ -110,9 +110,9 @@ impl IoJob {
         }
     }
 
-    /// Does `work` as a future of the process's runtime and waits for its end, until no one waits
-    /// for this job any more: see [`Runtime::wait`](ucm_infra::Runtime::wait). Fails with
-    /// `Timeout`, and does nothing, where that is so already.
+    /// Runs `work` as a future of the process's runtime and waits for its end, until this job is no
+    /// longer wanted: see [`Runtime::wait`](ucm_infra::Runtime::wait). Fails with `Timeout`,
+    /// without effect, if the job is no longer wanted at the start.
     #[cfg(feature = "runtime")]
     pub fn wait<T>(
         &self,
@@ -126,7 +126,7 @@ impl IoJob {
         }
     }
 
-    /// Asks the engine for one operation.
+    /// Runs one operation of the engine.
     fn run<T>(&self, op: impl FnOnce(&dyn IoEngine, &Caller<'_>) -> Result<T>) -> Result<T> {
         self.still_wanted()?;
         let by = Caller {
@@ -137,8 +137,9 @@ impl IoJob {
     }
 
     /// Reads `len` bytes at `offset` into the start of `buf`. The last name of `path` must not be a
-    /// symbolic link. Past the page cache where the engine is set up so and `buf` begins on a page,
-    /// as slots do; what `buf` has room for behind `len` may be filled up to a whole sector then.
+    /// symbolic link. The read bypasses the page cache if the engine is set up so and `buf` begins
+    /// on a page, as slots do; bytes of `buf` behind `len`, up to a whole sector, may then be
+    /// overwritten.
     pub fn read(
         &self,
         path: &Path,
@@ -150,11 +151,10 @@ impl IoJob {
         self.run(|io, by| io.read(by, path, offset, len, buf, mode))
     }
 
-    /// Reads one stretch of a file into several buffers: so many bytes for the first from `offset`
-    /// on, for the next what follows it, and so on, each into the start of its buffer. The answer
-    /// counts all of them; they are fewer only at the end of the file. `keep`: what has this name
-    /// never changes, so that its descriptor may be kept open for the next such read; a file that
-    /// has lost its name since is `NotFound` all the same.
+    /// Reads one range of a file into several buffers: from `offset` on, the given number of bytes
+    /// into the start of each buffer in turn. Returns the total; it is smaller only at the end of
+    /// the file. `keep`: a file of this name never changes, so its descriptor may be kept open for
+    /// the next such read; a file that has been removed since is still `NotFound`.
     pub fn read_into(
         &self,
         path: &Path,
@@ -165,9 +165,9 @@ impl IoJob {
         self.run(|io, by| io.read_into(by, path, offset, &mut into, keep))
     }
 
-    /// Reads parts of one stretch of a file to where they lie in it: byte `n` of `buf` is byte
-    /// `offset + n` of the file, and what lies between the parts stays as it is. Parts come in
-    /// order; those behind the end of the file end it. Else as [`IoJob::read_into`] into one
+    /// Reads parts of one range of a file to their positions: byte `n` of `buf` is byte `offset +
+    /// n` of the file, and bytes between the parts stay unchanged. Parts are in order; the first
+    /// one beyond the end of the file ends the read. Otherwise as [`IoJob::read_into`] with one
     /// buffer.
     pub fn read_parts(
         &self,
@@ -180,63 +180,64 @@ impl IoJob {
         self.run(|io, by| io.read_parts(by, path, offset, parts, buf, keep))
     }
 
-    /// Publishes a file; its metadata as it was closed, or `None` where there was one of that name,
-    /// which stays.
+    /// Publishes a file. Returns its metadata at the close, or `None` if a file of that name
+    /// exists, which then stays.
     pub fn publish(&self, publish: Publish<'_>) -> Result<Option<FileMeta>> {
         self.run(|io, by| io.publish(by, &publish))
     }
 
-    /// Creates a private file that is to be filled by [`IoJob::write_at`] and named by
-    /// [`IoJob::finish`]: with these first bytes, and room set aside up to a length of `room` bytes, best effort. `mode`: permission bits, before the umask.
-    /// When it fails there is no such file, or it is that of somebody else.
+    /// Creates a private file to be filled by [`IoJob::write_at`] and named by [`IoJob::finish`]:
+    /// writes its first bytes and preallocates up to `room` bytes, best effort. `mode`: permission
+    /// bits, before the umask. After a failure no file of that name exists, or it is foreign.
     pub fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
         self.run(|io, by| io.create(by, path, head, room, mode))
     }
 
-    /// Writes at `offset` of a file that is there, and closes it with the error of the close seen.
-    /// `keep`: the descriptor of the root above it may stay open for the next such write. Only a
-    /// caller that also has it closed ([`Close::Unused`](crate::Close::Unused)) passes true: an
-    /// open root keeps a share from being unmounted.
+    /// Writes at `offset` of an existing file, closes it and returns the error of the close.
+    /// `keep`: the descriptor of the root may stay open for the next such write. Only a caller that
+    /// also closes it ([`Close::Unused`](crate::Close::Unused)) passes true: an open root prevents
+    /// an unmount.
     pub fn write_at(&self, path: &Path, offset: u64, bytes: &[u8], keep: bool) -> Result<()> {
         self.run(|io, by| io.write_at(by, path, offset, bytes, keep))
     }
 
-    /// Gives a filled private file its end and its name; its metadata as it was closed.
+    /// Writes the end of a filled private file and renames it to its name. Returns its metadata at
+    /// the close.
     pub fn finish(&self, finish: Finish<'_>) -> Result<FileMeta> {
         self.run(|io, by| io.finish(by, &finish))
     }
 
-    /// Metadata of each path, links followed where no root is kept to ([`IoEngine::keep_below`]);
-    /// below one a link in the place of a file is `None`. So is a name that does not exist (ENOENT,
-    /// ENOTDIR, ESTALE). With `stop_at_missing` the answer ends with the first of these.
+    /// Metadata of each path. Links are followed outside of roots ([`IoEngine::keep_below`]); below
+    /// a root a link is `None`. A name that does not exist (ENOENT, ENOTDIR, ESTALE) is `None` too.
+    /// With `stop_at_missing` the result ends at the first `None`.
     pub fn stat(&self, paths: &[PathBuf], stop_at_missing: bool) -> Result<Vec<Option<FileMeta>>> {
         self.run(|io, by| io.stat(by, paths, stop_at_missing))
     }
 
-    /// Metadata of one path, as of [`IoJob::stat`].
+    /// Metadata of one path, as in [`IoJob::stat`].
     pub fn look(&self, path: PathBuf) -> Result<Option<FileMeta>> {
         Ok(self.stat(&[path], false)?.into_iter().next().flatten())
     }
 
-    /// Sets modification times (ns since 1970): for each file whether it was there; an error stops
-    /// none of the others.
+    /// Sets modification times (ns since 1970). Returns for each file whether it existed; an error
+    /// does not stop the others.
     pub fn touch(&self, files: &[(PathBuf, i64)]) -> Result<Vec<Result<bool>>> {
         self.run(|io, by| io.touch(by, files))
     }
 
-    /// Removes files, never directories: for each whether it was there; an error stops none of the
-    /// others.
+    /// Removes files, never directories. Returns for each whether it existed; an error does not
+    /// stop the others.
     pub fn remove(&self, paths: &[PathBuf]) -> Result<Vec<Result<bool>>> {
         self.run(|io, by| io.remove(by, paths))
     }
 
-    /// Gives the file with this inode another name on the same file system, over an existing one:
-    /// whether it was done; not where the file is not there or another one has taken its name.
+    /// Renames the file with this inode on the same file system, replacing an existing target.
+    /// False if the file does not exist or another file has its name.
     pub fn rename(&self, from: &Path, to: &Path, ino: u64) -> Result<bool> {
         self.run(|io, by| io.rename(by, from, to, ino))
     }
 
-    /// Makes one directory, whose parent must exist: whether it is new. `mode`: permission bits,
+    /// Creates one directory, whose parent must exist; true if it is new. `mode`: permission bits,
     /// before the umask.
     pub fn make_dir(&self, path: &Path, mode: u32) -> Result<bool> {
         self.run(|io, by| io.make_dir(by, path, mode))
@@ -248,7 +249,7 @@ impl IoJob {
         self.run(|io, by| io.list(by, dir))
     }
 
-    /// The same, and nothing where there is no such directory.
+    /// The same; empty if the directory does not exist.
     pub fn list_if_there(&self, dir: &Path) -> Result<Vec<(OsString, FileMeta)>> {
         match self.list(dir) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
@@ -256,8 +257,8 @@ impl IoJob {
         }
     }
 
-    /// Reads `len` bytes of a file from `offset` on, fewer where it ends before, and its length;
-    /// nothing where there is no such file. For what is small: documents, heads and footers.
+    /// Reads `len` bytes of a file from `offset` on, fewer at its end. Returns them with the file's
+    /// length; `None` if the file does not exist. For small reads: documents, headers and footers.
     pub fn read_piece(
         &self,
         path: &Path,
@@ -276,13 +277,13 @@ impl IoJob {
         }
     }
 
-    /// Size of the file system that has this name.
+    /// Size of the file system of this name.
     pub fn space(&self, path: &Path) -> Result<SpaceInfo> {
         self.run(|io, by| io.space(by, path))
     }
 
-    /// What the file system of a directory is and what it can do; writes and removes one nameless
-    /// page in it.
+    /// Type and abilities of the file system of a directory. Writes and removes one nameless page
+    /// in it.
     pub fn probe(&self, dir: &Path) -> Result<Probe> {
         self.run(|io, by| io.probe(by, dir))
     }

@@ -1,10 +1,9 @@
-//! How bytes reach files: the engine that does operations and the threads that it works on.
+//! File I/O: the engine that executes operations and the threads on which it runs.
 //!
-//! [`IoEngine`] does one operation on the thread that calls; [`PsyncEngine`] with plain system
-//! calls, or what moves slots through the rings of 3FS. [`IoPool`]
-//! has the threads, and bounds how long anybody waits for them: a job is straight-line code there,
-//! which does to files what its [`IoJob`] has a method for. The twin that fails by script in tests
-//! is in `ucm-testkit`.
+//! [`IoEngine`] executes one operation on the calling thread. [`PsyncEngine`] does so by plain
+//! system calls, and by the rings of 3FS for slots. [`IoPool`] has the threads and bounds the time
+//! that a caller waits for them. A job is straight-line code there; the methods of its [`IoJob`]
+//! are the file operations. The fault-injecting twin for tests is in `ucm-testkit`.
 
 mod append;
 mod below;

@@ -14,12 +14,11 @@ use crate::op::StillWanted;
 use crate::op::{FileMeta, MAX_LIST, SpaceInfo};
 use crate::sys::retry;
 
-/// Stats between two looks whether anybody still waits; they change nothing, and a look costs a
-/// twentieth of one.
+/// Stats between two checks whether the job is still wanted. A stat changes nothing, and a check
+/// costs a twentieth of one.
 const STATS_BETWEEN_LOOKS: usize = 16;
 
-/// An error of the operating system, with the name it is about. It names a link that was not
-/// followed.
+/// An error of the operating system, with the path. If a link was not followed, it names the link.
 pub(crate) fn failed(errno: Errno, what: &'static str, path: &Path) -> Error {
     let link = (errno == Errno::LOOP).then(|| link_on(path)).flatten();
     let Some(link) = link else {
@@ -36,12 +35,12 @@ pub(crate) fn failed(errno: Errno, what: &'static str, path: &Path) -> Error {
         .with("path", path.display())
 }
 
-/// Whether the error only says that the name does not exist (any more).
+/// True if the error only means that the name does not exist (any more).
 pub(crate) fn is_absent(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::NOTDIR | Errno::STALE)
 }
 
-/// What we keep of a stat.
+/// The fields of a stat that we use.
 pub(crate) fn to_meta(stat: &Stat) -> FileMeta {
     FileMeta {
         len: u64::try_from(stat.st_size).unwrap_or(0),
@@ -67,13 +66,12 @@ pub(crate) fn to_meta(stat: &Stat) -> FileMeta {
     }
 }
 
-/// Metadata of one name, a link followed or not.
+/// Metadata of one name, with or without following a link.
 pub(crate) fn stat_one(at: &At<'_>, flags: AtFlags) -> rustix::io::Result<FileMeta> {
     retry(|| rustix::fs::statat(at.dir(), at.name(), flags)).map(|stat| to_meta(&stat))
 }
 
-/// Metadata of one name as others see it. Below a root a link is not followed: no file of ours is
-/// there.
+/// Metadata of one name. Below a root a link is not followed: it is no file of ours.
 fn stat_found(at: &At<'_>) -> rustix::io::Result<FileMeta> {
     let flags = if at.is_below() {
         AtFlags::SYMLINK_NOFOLLOW
@@ -87,9 +85,8 @@ fn stat_found(at: &At<'_>) -> rustix::io::Result<FileMeta> {
     }
 }
 
-/// Between two names of a long operation: whether anybody still waits. One whose deadline passed (a
-/// call in it hung) must not go on to change files behind the back of those who were told that it
-/// failed.
+/// Checked between two names of a long operation: whether it is still wanted. After its deadline (a
+/// call in it hung) it must not change further files, because it was reported as failed.
 fn go_on(wanted: StillWanted<'_>) -> Result<()> {
     if wanted() {
         return Ok(());
@@ -100,7 +97,7 @@ fn go_on(wanted: StillWanted<'_>) -> Result<()> {
     ))
 }
 
-/// The numbers of these paths, ordered by directory, so that a walk opens each directory once.
+/// The indices of these paths, sorted by directory, so that a walk opens each directory once.
 fn by_directory<'p>(paths: impl Iterator<Item = &'p Path>) -> Vec<usize> {
     let numbered = paths
         .map(|path| path.parent().map(Path::as_os_str))
@@ -117,7 +114,7 @@ pub(crate) fn stat(
     wanted: StillWanted<'_>,
 ) -> Result<Vec<Option<FileMeta>>> {
     let mut found = vec![None; paths.len()];
-    // The answer has the paths before `end`: later ones are skipped.
+    // The result has the paths before `end`; later ones are skipped.
     let (mut end, mut error) = (paths.len(), None);
     let (mut walk, mut looks) = (roots.walk(), 0_usize);
     for number in by_directory(paths.iter().map(PathBuf::as_path)) {
@@ -133,14 +130,14 @@ pub(crate) fn stat(
             Ok(meta) => found[number] = Some(meta),
             Err(e) if is_absent(e) && stop_at_missing => (end, error) = (number + 1, None),
             Err(e) if is_absent(e) => {}
-            Err(e) => (end, error) = (number, Some(failed(e, "cannot look up the file", path))),
+            Err(e) => (end, error) = (number, Some(failed(e, "cannot stat the file", path))),
         }
     }
     found.truncate(end);
     error.map_or(Ok(found), Err)
 }
 
-/// Whether a name was there for an operation on it.
+/// True if a name existed for an operation on it.
 fn was_there(done: rustix::io::Result<()>, what: &'static str, path: &Path) -> Result<bool> {
     match done {
         Ok(()) => Ok(true),
@@ -169,8 +166,7 @@ pub(crate) fn touch(
     done.into_iter().map(|(_, set)| set).collect()
 }
 
-/// Gives a named file its time, best effort: it is whole and has its name, and only its age would
-/// be wrong.
+/// Sets the time of a published file, best effort: a failure makes only its age wrong.
 pub(crate) fn dated(at: &At<'_>, meta: FileMeta, mtime_ns: i64) -> FileMeta {
     match set_mtime(at, mtime_ns) {
         Ok(()) => FileMeta { mtime_ns, ..meta },
@@ -178,7 +174,7 @@ pub(crate) fn dated(at: &At<'_>, meta: FileMeta, mtime_ns: i64) -> FileMeta {
     }
 }
 
-/// Sets a file's modification time, in ns since 1970; the time of access stays.
+/// Sets a file's modification time, in ns since 1970, and keeps its access time.
 fn set_mtime(at: &At<'_>, mtime_ns: i64) -> rustix::io::Result<()> {
     let times = Timestamps {
         last_access: Timespec {
@@ -207,9 +203,9 @@ pub(crate) fn remove(
     paths.iter().map(one).collect()
 }
 
-/// Renames `from`, which must be the file with this inode. Between the look and the rename another
-/// process may still put another file there: callers keep their own away, and must be able to do
-/// without that one too.
+/// Renames `from`, which must be the file with this inode. Between the check and the rename another
+/// process may put another file there. Callers must prevent that for their own processes and
+/// tolerate it from others.
 pub(crate) fn rename(
     roots: &Roots,
     from: &Path,
@@ -221,7 +217,7 @@ pub(crate) fn rename(
     let old = match walk.at(from) {
         Ok(old) => old,
         Err(e) if is_absent(e) => return Ok(false),
-        Err(e) => return Err(failed(e, "cannot look at the file", from)),
+        Err(e) => return Err(failed(e, "cannot stat the file", from)),
     };
     let new = walk
         .at(to)
@@ -230,7 +226,7 @@ pub(crate) fn rename(
         Ok(meta) if meta.ino == ino && !meta.is_dir => {}
         Ok(_) => return Ok(false),
         Err(e) if is_absent(e) => return Ok(false),
-        Err(e) => return Err(failed(e, "cannot look at the file", from)),
+        Err(e) => return Err(failed(e, "cannot stat the file", from)),
     }
     go_on(wanted)?;
     match old.rename(&new) {
@@ -257,7 +253,7 @@ pub(crate) fn list(
         }
         match retry(|| rustix::fs::statat(&fd, name, AtFlags::SYMLINK_NOFOLLOW)) {
             Ok(stat) => found.push((OsString::from(name), to_meta(&stat))),
-            // Removed since it was listed.
+            // Removed since the listing.
             Err(e) if is_absent(e) => {}
             Err(e) => return Err(fail(e).with("name", name.display())),
         }
@@ -274,7 +270,7 @@ pub(crate) fn make_dir(roots: &Roots, path: &Path, mode: u32) -> Result<bool> {
     match retry(|| rustix::fs::mkdirat(at.dir(), at.name(), Mode::from_raw_mode(mode))) {
         Ok(()) => Ok(true),
         Err(Errno::EXIST) => match stat_found(&at) {
-            // It is there and it is not: a link, below a root.
+            // The name exists but cannot be resolved: a link below a root.
             Err(Errno::NOENT) if at.is_below() => Err(fail(Errno::LOOP)),
             Ok(meta) if meta.is_dir => Ok(false),
             Ok(_) => Err(failed(
@@ -282,14 +278,14 @@ pub(crate) fn make_dir(roots: &Roots, path: &Path, mode: u32) -> Result<bool> {
                 "a file is where a directory should be",
                 path,
             )),
-            Err(e) => Err(failed(e, "cannot look at the directory", path)),
+            Err(e) => Err(failed(e, "cannot stat the directory", path)),
         },
         Err(e) => Err(fail(e)),
     }
 }
 
 pub(crate) fn space(roots: &Roots, path: &Path) -> Result<SpaceInfo> {
-    let fail = |e| failed(e, "cannot ask for the size of the file system", path);
+    let fail = |e| failed(e, "cannot read the size of the file system", path);
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let dir = roots.walk().open(path, flags).map_err(fail)?;
     let vfs = retry(|| rustix::fs::fstatvfs(&dir)).map_err(fail)?;
@@ -302,7 +298,7 @@ pub(crate) fn space(roots: &Roots, path: &Path) -> Result<SpaceInfo> {
     })
 }
 
-/// Number of the mount that shows a directory, where the kernel says it.
+/// Number of the mount of a directory, if the kernel reports it.
 fn mount_of(dir: &OwnedFd) -> Option<u64> {
     let said =
         retry(|| rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)).ok()?;
@@ -351,7 +347,7 @@ mod tests {
         assert_eq!(
             look(&paths, false),
             vec![None; paths.len()],
-            "not even their directories are there"
+            "not even their directories exist"
         );
         assert_eq!(look(&paths, true), [None]);
         for (number, path) in paths
@@ -377,7 +373,7 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let roots = Roots::default();
         roots.add(place.path());
-        // Neighbours lie in different directories, as records do.
+        // Consecutive names lie in different directories, as records do.
         let paths: Vec<PathBuf> = (0..64)
             .map(|number| {
                 place
@@ -408,7 +404,7 @@ mod tests {
         for (path, time) in files.iter().filter(|(path, _)| path.exists()) {
             assert_eq!(to_meta(&rustix::fs::stat(path).unwrap()).mtime_ns, *time);
         }
-        // The first that is missing ends the answer, and the first that fails is the error.
+        // The first missing name ends the result, and the first failure is the error.
         std::fs::remove_file(&paths[20]).unwrap();
         assert_eq!(stat(&roots, &paths, true, &|| true).unwrap().len(), 21);
         assert_eq!(stat(&roots, &paths, false, &|| true).unwrap().len(), 64);

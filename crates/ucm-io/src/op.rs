@@ -1,15 +1,15 @@
-//! The words of the seam: what an engine is told and what it answers.
+//! Arguments and results of the engine's operations.
 
 use std::path::Path;
 
-/// Whether the result of an operation is still wanted; asked between its steps and before what
-/// cannot be undone.
+/// Whether the result of an operation is still wanted. Checked between its steps and before every
+/// irreversible one.
 pub type StillWanted<'a> = &'a dyn Fn() -> bool;
 
-/// Most entries one `List` returns; the rest shows on a later call, after some were removed.
+/// Most entries of one `List`; the rest appears in a later call, after some were removed.
 pub const MAX_LIST: usize = 1 << 20;
 
-/// What the file system says about one name.
+/// Metadata of one name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct FileMeta {
     /// Length in bytes.
@@ -20,14 +20,14 @@ pub struct FileMeta {
     pub ino: u64,
     /// Device number.
     pub dev: u64,
-    /// Whether it is a directory.
+    /// True for a directory.
     pub is_dir: bool,
 }
 
 /// What a read brought.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Read {
-    /// Bytes in the buffer; fewer than asked for only at the end of the file.
+    /// Bytes in the buffer; fewer than requested only at the end of the file.
     pub bytes: usize,
     /// Length of the whole file when it was opened.
     pub file_len: u64,
@@ -36,55 +36,52 @@ pub struct Read {
 /// How a file is opened for reading.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ReadMode {
-    /// As the engine is set up.
+    /// By the engine's configuration.
     #[default]
     Default,
-    /// Past the page cache (O_DIRECT on a fresh open), buffered only where the file system knows no
-    /// such thing: a second opinion on bytes that failed verification.
+    /// Past the page cache (O_DIRECT on a new open), buffered only if the file system does not
+    /// support it. For repeated reads after a failed verification.
     FreshDirect,
 }
 
-/// Makes a file appear whole: creates `private` (which must not exist), writes `bytes`, closes it
-/// with the error of the close seen, renames it. When anything fails `private` is removed and
-/// `target` is as before.
+/// Publishes a complete file: creates `private` (which must not exist), writes `bytes`, closes it,
+/// checks the error of the close, and renames it. On any failure `private` is removed and `target`
+/// is unchanged.
 #[derive(Clone, Copy, Debug)]
 pub struct Publish<'a> {
-    /// A name on the same file system that only this writer uses.
+    /// A name on the same file system, used by this writer only.
     pub private: &'a Path,
-    /// The name under which others find it.
+    /// The published name.
     pub target: &'a Path,
-    /// Whether a file of that name is replaced. If not, of several that publish one name at the
-    /// same time exactly one does, on network file systems too; only a file system that knows
-    /// neither hard links nor a rename without replacing leaves a gap between the look and the
-    /// rename.
+    /// True to replace a file of that name. If false, exactly one of several concurrent writers of
+    /// one name succeeds, on network file systems too. Only a file system with neither hard links
+    /// nor a rename without replacement leaves a gap between the check and the rename.
     pub replace: bool,
     /// The bytes.
     pub bytes: &'a [u8],
     /// Permission bits of the new file (0600), before the umask.
     pub mode: u32,
-    /// Modification time it gets before it has its name (ns since 1970); `None` leaves the time of
-    /// writing.
+    /// Modification time to set (ns since 1970); `None` keeps the time of writing.
     pub mtime_ns: Option<i64>,
-    /// Whether its bytes reach the medium before it has its name (`fsync`). Without, a power cut
-    /// may leave the name and no bytes, which is enough for what carries a checksum and can be made
-    /// again.
+    /// True to `fsync` before the rename. Without it a power cut may leave the name without bytes,
+    /// which is acceptable for data with a checksum that can be produced again.
     pub durable: bool,
 }
 
-/// Makes `target` of a filled private file: writes `footer` at `offset`, cuts the file off behind
-/// it, closes it with the error of the close seen, and renames it, never over another file. When
-/// anything fails the private file is removed. Done already (a repeated call) is done.
+/// Publishes a filled private file as `target`: writes `footer` at `offset`, truncates the file
+/// behind it, closes it, checks the error of the close, and renames it, never over another file. On
+/// any failure the private file is removed. A repeated call after success succeeds.
 #[derive(Clone, Copy, Debug)]
 pub struct Finish<'a> {
     /// The private file.
     pub private: &'a Path,
-    /// The name under which others find it.
+    /// The published name.
     pub target: &'a Path,
     /// The last bytes of the file.
     pub footer: &'a [u8],
-    /// Where they go, bytes from the start.
+    /// Their offset in bytes.
     pub offset: u64,
-    /// Modification time it gets before it has its name (ns since 1970).
+    /// Modification time to set (ns since 1970).
     pub mtime_ns: i64,
 }
 
@@ -93,11 +90,11 @@ pub struct Finish<'a> {
 pub struct SpaceInfo {
     /// Bytes in all.
     pub total: u64,
-    /// Bytes an unprivileged writer can still have.
+    /// Bytes available to an unprivileged writer.
     pub free: u64,
-    /// Device number of the name asked for.
+    /// Device number of the name.
     pub dev: u64,
-    /// Number of the mount that shows it there, by which two mounts of one file system differ;
-    /// `None` where the kernel (before 5.8) does not say.
+    /// Number of its mount, which distinguishes two mounts of one file system; `None` if the kernel
+    /// (before 5.8) does not report it.
     pub mount: Option<u64>,
 }

@@ -1,7 +1,7 @@
-//! The threads that work on files. A job is straight-line code on one of them: every call on a file
-//! system, open and close and rename too, is made there, by the [`IoJob`] that the code is given. A
-//! thread whose job does not end by its deadline is written off with whatever its job holds, and
-//! another takes its place.
+//! The threads for file I/O. A job is straight-line code on one of them. It makes every file-system
+//! call, including open, close and rename, through its [`IoJob`]. If a job does not end by its
+//! deadline, its thread is written off together with the job's buffers, and another thread replaces
+//! it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,27 +20,27 @@ use crate::fd_cache::KeptFile;
 use crate::job::IoJob;
 use crate::psync::PsyncEngine;
 
-/// Fewest threads: a write that waits for a record to be moved aside must leave one to the thread
-/// that moves it.
+/// Fewest threads: while one write waits for a record to be moved, another thread must be free to
+/// move it.
 const FEWEST: usize = 2;
-/// How long after its deadline a job that is waited for has to say so.
+/// How long after its deadline a waiter still waits for the pool's report.
 const GRACE: Duration = Duration::from_millis(100);
-/// How long closing files that no one writes may take.
+/// Deadline for closing read-only files.
 const CLOSE: Duration = Duration::from_secs(5);
 
-/// How an [`IoPool`] is set up.
+/// Configuration of an [`IoPool`].
 #[derive(Clone, Debug)]
 pub struct IoOptions {
-    /// What the threads are called.
+    /// Prefix of the threads' names.
     pub name: &'static str,
     /// Worker threads, two at least.
     pub workers: usize,
-    /// Most workers started in the place of stuck ones.
+    /// Most replacements of stuck workers.
     pub max_replacements: usize,
     /// The lanes, most urgent first: [`LANE_LOAD`], [`LANE_LOOKUP`](ucm_infra::LANE_LOOKUP),
     /// [`LANE_DUMP`](ucm_infra::LANE_DUMP), [`LANE_SPACE`].
     pub lanes: Vec<Lane>,
-    /// What deadlines are measured on.
+    /// The clock of all deadlines.
     pub clock: Arc<dyn Clock>,
 }
 
@@ -74,22 +74,21 @@ impl Default for IoOptions {
     }
 }
 
-/// Threads that work on files.
+/// Threads for file I/O.
 pub struct IoPool {
     engine: Arc<dyn IoEngine>,
     workers: Arc<WorkerPool>,
     /// Jobs of each lane that run at once.
     widths: Vec<usize>,
     clock: Arc<dyn Clock>,
-    /// Threads of others that were written off in a job lent to them.
+    /// Number of threads of other pools that were written off in a lent job.
     lost: Arc<AtomicIsize>,
-    /// Descriptors for which there was no thread in time; the next that are closed take them along.
+    /// Descriptors for which no thread was free in time; the next close includes them.
     unclosed: Arc<Mutex<Vec<Arc<KeptFile>>>>,
 }
 
 impl IoPool {
-    /// Threads over an engine, started when they are first wanted. Errors as of `WorkerPool`: wrong
-    /// numbers.
+    /// Threads over an engine, started on demand. Errors as of `WorkerPool`: numbers out of range.
     pub fn new(engine: Arc<dyn IoEngine>, options: &IoOptions) -> Result<Arc<Self>> {
         let workers = WorkerPool::builder(options.name)
             .on_demand()
@@ -112,8 +111,8 @@ impl IoPool {
         }))
     }
 
-    /// Threads that make plain system calls; with `direct` past the page cache where the file
-    /// system can.
+    /// Threads with plain system calls; with `direct` past the page cache if the file system
+    /// supports it.
     pub fn psync(direct: bool, options: &IoOptions) -> Result<Arc<Self>> {
         Self::new(PsyncEngine::new(direct), options)
     }
@@ -124,9 +123,9 @@ impl IoPool {
     }
 
     /// Runs `work` on a thread of that lane. `done` is called exactly once, on any thread, possibly
-    /// before this returns: with what `work` returned; with `Busy` when the lane is full (nothing
-    /// was started); with `Timeout` when `deadline` passed first; with `Closed` after shutdown.
-    /// What `work` holds is dropped before `done` hears, or, where it is stuck, when its call
+    /// before this returns: with the result of `work`; with `Busy` if the lane is full (nothing was
+    /// started); with `Timeout` if `deadline` passed first; with `Closed` after shutdown. Values
+    /// that `work` captures are dropped before `done` runs, or, if it is stuck, when its call
     /// returns.
     pub fn job<T: Send + 'static>(
         &self,
@@ -152,7 +151,7 @@ impl IoPool {
         }
     }
 
-    /// [`IoPool::job`] whose outcome somebody waits for.
+    /// [`IoPool::job`] with an outcome to wait for.
     pub fn begin<T: Send + 'static>(
         &self,
         lane: usize,
@@ -171,8 +170,8 @@ impl IoPool {
         }
     }
 
-    /// [`IoPool::begin`], and waits: how a caller that has a thread of its own keeps it, whatever
-    /// the file system does.
+    /// [`IoPool::begin`] and a wait. The caller's own thread never hangs, whatever the file system
+    /// does.
     pub fn call<T: Send + 'static>(
         &self,
         lane: usize,
@@ -182,14 +181,14 @@ impl IoPool {
         self.begin(lane, deadline, work).wait()
     }
 
-    /// A job on the thread that calls, which no one writes off: for what asks no file system.
+    /// A job on the calling thread, which is never written off: for work without file-system calls.
     pub fn here(&self, lane: usize, deadline: MonotonicTime) -> IoJob {
         let until = (Arc::clone(&self.clock), deadline, Arc::default());
         IoJob::new(Arc::clone(&self.engine), lane, Some(until))
     }
 
-    /// Runs `work` on the thread that calls, which is another pool's: that one keeps the time, by
-    /// `ticket`.
+    /// Runs `work` on the calling thread, which belongs to another pool. That pool bounds its time
+    /// by `ticket`.
     pub fn lend<T>(
         &self,
         lane: usize,
@@ -202,23 +201,23 @@ impl IoPool {
         let lost = Arc::clone(&self.lost);
         let watched = ticket.watch(Box::new(move |error: Error| {
             if error.kind() != ErrorKind::Internal {
-                lost.fetch_add(1, Ordering::AcqRel); // else it panicked, and is back
+                lost.fetch_add(1, Ordering::AcqRel); // else it panicked and has returned
             }
         }));
         let result = work(&job);
         if watched.is_ok() && !ticket.unwatch() {
-            self.lost.fetch_sub(1, Ordering::AcqRel); // it came back
+            self.lost.fetch_sub(1, Ordering::AcqRel); // it returned
         }
         result
     }
 
-    /// How many jobs of a lane run at once: by this callers divide what they ask for.
+    /// Number of jobs of a lane that run at once; callers split their work by it.
     pub fn width(&self, lane: usize) -> usize {
         self.widths.get(lane).copied().unwrap_or(1)
     }
 
-    /// Closes descriptors that are kept ([`IoJob::read_into`]), on a thread. Never blocks, but
-    /// where there is no thread any more.
+    /// Closes kept descriptors ([`IoJob::read_into`]) on a thread. Blocks only if the pool has
+    /// ended.
     pub fn close_kept(&self, which: Close<'_>) {
         self.close(LANE_SPACE, which);
     }
@@ -236,13 +235,13 @@ impl IoPool {
             drop(taken); // with no lock held: it may hang
         };
         let ended = move |result: Result<()>| {
-            // The thread that tells that there was no thread in time must not hang in it.
+            // The thread that reports the timeout must not hang in a close.
             if result.is_err_and(|error| error.kind() == ErrorKind::Timeout) {
                 unclosed.lock().append(&mut late.lock());
             }
         };
         let deadline = self.clock.now().after(CLOSE);
-        // A pool that is full or ends gives them back, to be closed here.
+        // A pool that is full or has ended returns them; they are closed here.
         let _ = self.workers.submit(lane, deadline, close, ended);
     }
 
@@ -251,15 +250,15 @@ impl IoPool {
         self.engine.kept()
     }
 
-    /// Threads whose job has timed out and has not returned yet; each still owns what its job
-    /// holds. Those of others count too ([`IoPool::lent_stuck`]).
+    /// Number of threads whose job timed out and has not returned. Each still owns its job's
+    /// buffers. Threads of other pools count too ([`IoPool::lent_stuck`]).
     pub fn stuck(&self) -> usize {
         self.workers.stuck() + self.lent_stuck()
     }
 
-    /// Threads of other pools that hang in a job lent to them.
+    /// Number of threads of other pools that hang in a lent job.
     pub fn lent_stuck(&self) -> usize {
-        // The thread that comes back may be seen before the one that wrote it off.
+        // The return of a thread may be counted before its write-off.
         usize::try_from(self.lost.load(Ordering::Acquire)).unwrap_or(0)
     }
 
@@ -268,18 +267,18 @@ impl IoPool {
         self.workers.stats()
     }
 
-    /// Finishes what is queued for at most `drain`, then fails the rest with `Closed`. Never waits
-    /// for a stuck call.
+    /// Runs queued jobs for at most `drain`, then fails the rest with `Closed`. Never waits for a
+    /// stuck call.
     pub fn shutdown(&self, drain: Duration) {
         self.close(LANE_LOAD, Close::All);
         self.workers.shutdown(drain);
     }
 }
 
-/// An outcome that is handed on once although completions are shared.
+/// An outcome that is taken once, although completions are shared.
 type Outcome<T> = Arc<Mutex<Option<Result<T>>>>;
 
-/// A job whose outcome somebody waits for.
+/// A job with an outcome to wait for.
 pub struct Pending<T> {
     ended: Arc<Completion<Outcome<T>>>,
     clock: Arc<dyn Clock>,
@@ -292,15 +291,20 @@ impl<T> Pending<T> {
         self.wait_for(GRACE)
     }
 
-    /// The same; how long after its deadline the pool has to say that it is over.
+    /// The same, with the time after the deadline within which the pool must report.
     pub fn wait_for(self, grace: Duration) -> Result<T> {
-        let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
+        let late = || {
+            Error::new(
+                ErrorKind::Timeout,
+                "the file system did not respond in time",
+            )
+        };
         let until = self.deadline.after(grace);
         let result = self
             .ended
             .wait(&*self.clock, Some(until))
             .ok_or_else(late)?;
         let result = result.lock().take();
-        result.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
+        result.unwrap_or_else(|| Err(Error::internal("an outcome was taken twice")))
     }
 }

@@ -1,5 +1,5 @@
-//! What a file system is and what it can do, asked once per root: its type, and whether files can
-//! be read and written past the page cache and with which alignment.
+//! Properties of a file system, probed once per root: its type, whether files can be read and
+//! written past the page cache, and with which alignment.
 
 use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
@@ -17,11 +17,11 @@ use crate::meta::{failed, to_meta};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::usrbio::Rings;
 
-/// Type of a file system, by the number that statfs gives.
+/// Type of a file system, from the number that statfs returns.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct FsType(pub u64);
 
-/// Numbers from linux/magic.h and the file systems' own headers, with the names that users know.
+/// Numbers from linux/magic.h and the file systems' own headers, with their usual names.
 const KNOWN: &[(u64, &str, bool)] = &[
     (0xEF53, "ext4", false),
     (0x5846_5342, "xfs", false),
@@ -48,7 +48,8 @@ impl FsType {
         self.known().map_or("unknown", |(_, name, _)| name)
     }
 
-    /// Whether other hosts may see the same files (unknown types: assumed so, the careful side).
+    /// True if other hosts may see the same files. Unknown types count as shared, which is the safe
+    /// assumption.
     pub fn maybe_shared(self) -> bool {
         self.known().is_none_or(|&(_, _, shared)| shared)
     }
@@ -58,7 +59,7 @@ impl FsType {
     }
 }
 
-/// What direct I/O asks of buffers and offsets, in bytes (powers of two).
+/// Alignment of buffers and offsets for direct I/O, in bytes (powers of two).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DirectAlign {
     /// Of the buffer's address.
@@ -68,13 +69,13 @@ pub struct DirectAlign {
 }
 
 impl DirectAlign {
-    /// What nearly every file system accepts, and what slots have.
+    /// An alignment that nearly every file system accepts; slots have it.
     pub const PAGE: Self = Self {
         memory: PAGE as u32,
         offset: PAGE as u32,
     };
 
-    /// Whether buffers aligned to 4096 are enough.
+    /// True if buffers aligned to 4096 are enough.
     pub(crate) fn suits_slots(self) -> bool {
         self.memory <= PAGE as u32 && self.offset <= PAGE as u32
     }
@@ -89,23 +90,23 @@ pub struct Probe {
     pub dev: u64,
     /// Alignment of direct I/O; `None` where it does not work.
     pub direct: Option<DirectAlign>,
-    /// Whether slots go through the rings of 3FS, with the most memory that these have (bytes), or
-    /// why not, where that was asked for.
+    /// For slots through the rings of 3FS, if configured: the most memory of the rings (bytes), or
+    /// the reason why they are not used.
     pub rings: Option<Result<usize, String>>,
 }
 
-/// What the kernel says about direct I/O on an open file.
+/// The kernel's statement about direct I/O on an open file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stated {
     /// It works with this alignment.
     Works(DirectAlign),
     /// It does not work on this file.
     Not,
-    /// This kernel or file system does not say.
+    /// This kernel or file system makes no statement.
     Unsaid,
 }
 
-/// Asks the kernel (6.1 and newer) about direct I/O on an open file.
+/// Queries the kernel (6.1 and newer) about direct I/O on an open file.
 pub(crate) fn stated_align(fd: &OwnedFd) -> Stated {
     match retry(|| rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)) {
         Ok(said) => stated(&said),
@@ -113,7 +114,7 @@ pub(crate) fn stated_align(fd: &OwnedFd) -> Stated {
     }
 }
 
-/// What an answer of statx, asked for it, says about direct I/O.
+/// The statement about direct I/O in a result of statx.
 pub(crate) fn stated(x: &Statx) -> Stated {
     if x.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
         return Stated::Unsaid;
@@ -124,8 +125,8 @@ pub(crate) fn stated(x: &Statx) -> Stated {
     }
 }
 
-/// Looks at the file system of `dir`: writes one page to a private file there, past the page cache
-/// where possible, reads it back and removes it. Errors say that the directory cannot be written.
+/// Probes the file system of `dir`: writes one page to a private file there, past the page cache if
+/// possible, reads it back and removes it. Fails if the directory cannot be written.
 pub(crate) fn probe(roots: &Roots, dir: &Path, rings: Option<&Arc<Rings>>) -> Result<Probe> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let name = format!(
@@ -163,8 +164,8 @@ pub(crate) fn probe(roots: &Roots, dir: &Path, rings: Option<&Arc<Rings>>) -> Re
     })
 }
 
-/// Whether rings can be used on the file system of an open file of this directory: they have to
-/// bring back what they wrote.
+/// Whether rings can be used on the file system of an open file of this directory: a page must be
+/// read back as it was written.
 fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<usize, String>, File) {
     let (_, fd) = file.into_parts();
     let memory = match rings.look(dir, &fd) {
@@ -173,7 +174,7 @@ fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<usize, Strin
     };
     let Some(ring) = rings.register(&fd) else {
         rings.give_up();
-        let why = "3FS's library takes no file of it";
+        let why = "3FS's library does not accept a file of it";
         return (Err(why.to_owned()), File::new(fd, false));
     };
     let (written, mut back) = ([0x5A; SECTOR], [0; SECTOR]);
@@ -186,7 +187,7 @@ fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<usize, Strin
         Some(Err(errno)) => Err(format!(
             "a page could not be written and read by a ring: {errno}"
         )),
-        Some(Ok(_)) | None => Err("a page that a ring wrote did not come back".to_owned()),
+        Some(Ok(_)) | None => Err("a page written by a ring was read back differently".to_owned()),
     };
     if works.is_err() {
         rings.give_up();
@@ -194,8 +195,8 @@ fn try_rings(rings: &Arc<Rings>, dir: &Path, file: File) -> (Result<usize, Strin
     (works, File::new(fd, false).through(Some(ring)))
 }
 
-/// Writes and reads one page, direct if the file system takes it. The outer error is ours (memory),
-/// the inner one the file system's.
+/// Writes and reads one page, direct if the file system supports it. The outer error is ours
+/// (memory), the inner one the file system's.
 fn trial(file: &mut File) -> Result<rustix::io::Result<Option<DirectAlign>>> {
     let [mut page, mut back] = page_slots(SECTOR)?;
     page.as_mut_slice().fill(0xA5);

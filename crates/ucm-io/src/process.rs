@@ -1,17 +1,17 @@
-//! Which process wrote something, and whether it is gone: read from `/proc`, which never hangs.
+//! Identity of a writing process, and whether it has ended: read from `/proc`, which never hangs.
 
 use std::fs;
 
 use rustix::process::{Pid, test_kill_process};
 
-/// A process of one boot of one host, so that a number used again is not taken for it.
+/// A process of one boot of one host, so that a reused process id is not taken for it.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Process {
-    /// Boot of the host and namespace of its process numbers; empty when that cannot be read.
+    /// Boot of the host and namespace of its process ids; empty if they cannot be read.
     pub host: String,
     /// Its number there.
     pub pid: u32,
-    /// When it was started, in clock ticks since the boot.
+    /// Its start, in clock ticks since the boot.
     pub started: u64,
 }
 
@@ -26,8 +26,8 @@ impl Process {
         }
     }
 
-    /// Whether it is gone for sure: it was on this host, and no such process is left. Of another
-    /// host nothing is known.
+    /// True if it has certainly ended: it was on this host, and no such process exists. Nothing is
+    /// known about processes of other hosts.
     pub fn is_gone(&self) -> bool {
         if self.host.is_empty() || self.host != this_host() {
             return false;
@@ -38,7 +38,7 @@ impl Process {
         if test_kill_process(pid) == Err(rustix::io::Errno::SRCH) {
             return true;
         }
-        // There is one of that number; one we may not look at is taken for the same.
+        // A process with that id exists; one that we may not inspect counts as the same.
         seen(self.pid).is_some_and(|seen| {
             (self.started != 0 && seen.started != self.started)
                 || (seen.dead && threads(self.pid) <= 1)
@@ -46,7 +46,7 @@ impl Process {
     }
 }
 
-/// The boot, and the namespace in which process numbers mean something.
+/// The boot, and the namespace of process ids.
 fn this_host() -> String {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let numbers = fs::read_link("/proc/self/ns/pid");
@@ -58,13 +58,13 @@ fn this_host() -> String {
 
 struct Seen {
     started: u64,
-    /// It ended and waits for its parent to ask.
+    /// It ended and its parent has not waited for it yet.
     dead: bool,
 }
 
 fn seen(pid: u32) -> Option<Seen> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may hold anything; what follows its closing bracket does not.
+    // The name may contain any character; the fields after its closing bracket do not.
     let mut fields = text.get(text.rfind(')')? + 1..)?.split_ascii_whitespace();
     let state = fields.next()?;
     Some(Seen {
@@ -73,7 +73,7 @@ fn seen(pid: u32) -> Option<Seen> {
     })
 }
 
-/// Threads of a process; one whose first thread ended may have others that still write.
+/// Threads of a process. After the first thread ended, others may still write.
 fn threads(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count)
 }
@@ -99,11 +99,11 @@ mod tests {
         };
         child.wait().unwrap();
         assert!(was.is_gone(), "ended");
-        assert!(!other_host.is_gone(), "nothing is known of another host");
+        assert!(!other_host.is_gone(), "nothing is known about another host");
         let reused = Process {
             started: this.started + 1,
             ..this
         };
-        assert!(reused.is_gone(), "another one has the number");
+        assert!(reused.is_gone(), "another process has the id");
     }
 }

@@ -1,4 +1,4 @@
-//! The engine of plain system calls: right for every file system, the only sane one for network
+//! The engine of plain system calls. It works on every file system and is the right one for network
 //! mounts.
 
 use std::ffi::OsString;
@@ -21,16 +21,15 @@ pub struct PsyncEngine {
 }
 
 impl PsyncEngine {
-    /// One engine; with `direct` slots are read and written past the page cache where the file
-    /// system can.
+    /// An engine; with `direct` slots are read and written past the page cache if the file system
+    /// supports it.
     pub fn new(direct: bool) -> Arc<Self> {
         Arc::new(Self {
             files: Files::new(direct),
         })
     }
 
-    /// The same with slots through the rings of 3FS, where a probe finds that the directory lies
-    /// there.
+    /// The same, with slots through the rings of 3FS if a probe finds the directory on 3FS.
     pub fn over_3fs(direct: bool, options: UsrbioOptions) -> Arc<Self> {
         let mut files = Files::new(direct);
         files.rings = Some(Rings::new(options));
@@ -45,7 +44,7 @@ impl PsyncEngine {
         engine
     }
 
-    /// How many operations wanted direct I/O and went through the page cache.
+    /// Number of operations that wanted direct I/O but used the page cache.
     pub fn direct_fallbacks(&self) -> u64 {
         self.files.fallbacks()
     }

@@ -1,7 +1,7 @@
-//! SHA-256 of files, computed by threads that work only when nothing else wants the processor.
+//! SHA-256 of files, computed by threads that run only on otherwise idle processors.
 //!
-//! Such a thread must hold nothing that others wait for, and no lock of an interpreter: it may not
-//! run for a second while it does. It gets a piece of a file, and the caller waits for it.
+//! Such a thread must not hold a lock that others wait for, nor that of an interpreter, because it
+//! may not run for a second. It hashes one piece of a file while the caller waits.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -13,7 +13,7 @@ const PIECE: usize = 1 << 20;
 /// Nice value of these threads.
 const NICE: i32 = 19;
 
-/// A digest in the making.
+/// A digest in progress.
 ///
 /// ```
 /// use std::io::Write;
@@ -30,8 +30,8 @@ const NICE: i32 = 19;
 pub struct QuietSha256(Sha256);
 
 impl QuietSha256 {
-    /// Adds so many bytes of a file from `offset` on; how many there were, fewer where it ends.
-    /// Waits.
+    /// Adds `len` bytes of a file from `offset` on and waits. Returns the number added, which is
+    /// smaller at the end of the file.
     pub fn update(&mut self, file: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<u64> {
         let hash = || self.add(file, offset, length);
         std::thread::scope(|scope| {
@@ -44,8 +44,8 @@ impl QuietSha256 {
     }
 
     fn add(&mut self, file: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<u64> {
-        // On Linux this is for the calling thread. At full priority hashing is slower for others,
-        // never wrong.
+        // On Linux this affects the calling thread only. If it fails, hashing takes processor time
+        // from others.
         #[cfg(target_os = "linux")]
         let _ = rustix::process::setpriority_process(None, NICE);
         let mut piece = vec![0; PIECE.min(usize::try_from(length).unwrap_or(PIECE))];
@@ -66,7 +66,7 @@ impl QuietSha256 {
         Ok(done)
     }
 
-    /// The digest of what was added.
+    /// The digest of the added bytes.
     pub fn finish(self) -> [u8; 32] {
         self.0.finalize().into()
     }

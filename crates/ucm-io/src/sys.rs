@@ -1,5 +1,5 @@
-//! System calls made whole: interrupted calls repeated, short reads and writes carried on, the
-//! error of a close seen.
+//! Complete system calls: interrupted calls are repeated, short reads and writes continued, errors
+//! of a close returned.
 
 use std::io::IoSliceMut;
 use std::os::fd::{IntoRawFd, OwnedFd};
@@ -24,12 +24,12 @@ pub(crate) fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rusti
     }
 }
 
-/// Why direct I/O is given up in the middle of a file.
+/// Reasons to stop direct I/O in the middle of a file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum GiveUp {
     /// The file system refused a call (EINVAL).
     Refused,
-    /// What is left starts inside a sector.
+    /// The rest starts inside a sector.
     InsideSector,
 }
 
@@ -39,7 +39,7 @@ pub(crate) trait Port {
     fn read(&mut self, buf: &mut [u8], at: u64) -> rustix::io::Result<usize>;
     /// As pwrite(2).
     fn write(&mut self, buf: &[u8], at: u64) -> rustix::io::Result<usize>;
-    /// Goes on through the page cache; `false` when that was so already or is not possible.
+    /// Switches to the page cache; `false` if it is in use already or not possible.
     fn give_up_direct(&mut self, why: GiveUp) -> bool;
 }
 
@@ -51,7 +51,7 @@ pub(crate) trait PortInto {
     fn give_up_direct(&mut self, why: GiveUp) -> bool;
 }
 
-/// Most buffers of one call; the least that any system takes.
+/// Most buffers of one call: the minimum that any system accepts.
 pub(crate) const MOST_BUFFERS: usize = 1024;
 
 /// As [`read_full`] into several buffers, one after another.
@@ -88,9 +88,9 @@ pub(crate) fn read_into_full(
     Ok(got)
 }
 
-/// Fills `buf` from `offset` until at least `need` bytes are there or the file ends; returns how
-/// many are. A read may go further than `need`, up to the end of `buf` (direct I/O reads whole
-/// sectors).
+/// Fills `buf` from `offset` until it has at least `need` bytes or the file ends; returns the
+/// number of bytes. A read may return more than `need`, up to the length of `buf` (direct I/O reads
+/// whole sectors).
 pub(crate) fn read_full(
     port: &mut impl Port,
     buf: &mut [u8],
@@ -115,8 +115,8 @@ pub(crate) fn read_full(
     Ok(got)
 }
 
-/// Writes all of `buf` at `offset`. A call that writes nothing is an error (EIO), not a loop for
-/// ever.
+/// Writes all of `buf` at `offset`. A call that writes nothing is an error (EIO), which avoids an
+/// endless loop.
 pub(crate) fn write_full(port: &mut impl Port, buf: &[u8], offset: u64) -> rustix::io::Result<()> {
     let mut put = 0;
     while put < buf.len() {
@@ -136,15 +136,15 @@ pub(crate) fn write_full(port: &mut impl Port, buf: &[u8], offset: u64) -> rusti
     Ok(())
 }
 
-/// An open file, read and written past the page cache where that was turned on and until it is
-/// refused.
+/// An open file, read and written past the page cache if turned on, until the file system refuses
+/// it.
 pub(crate) struct File {
-    /// What goes through rings instead of system calls; before the descriptor, for it ends first.
+    /// The registration with rings; declared before the descriptor so that it is dropped first.
     ring: Option<RingFile>,
     fd: OwnedFd,
     direct: bool,
     refused: bool,
-    /// Something was written through a ring.
+    /// True if a ring has written to it.
     unsettled: bool,
 }
 
@@ -160,7 +160,7 @@ impl File {
         }
     }
 
-    /// The same, read and written through rings where there is one.
+    /// The same, read and written through rings if there are any.
     pub(crate) fn through(mut self, ring: Option<RingFile>) -> Self {
         self.ring = ring;
         self
@@ -171,7 +171,7 @@ impl File {
         &self.fd
     }
 
-    /// Whether reads and writes go past the page cache now.
+    /// True if reads and writes bypass the page cache now.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct
     }
@@ -187,7 +187,7 @@ impl File {
         self.refused = true;
     }
 
-    /// Turns O_DIRECT on or off for the descriptor; whether it worked.
+    /// Turns O_DIRECT on or off for the descriptor; true on success.
     pub(crate) fn set_direct(&mut self, on: bool) -> bool {
         if on == self.direct {
             return true;
@@ -207,16 +207,16 @@ impl File {
         set.is_ok()
     }
 
-    /// The descriptor, to be closed by the caller, after what rings know of it.
+    /// The descriptor, which the caller must close. Its registration with rings is dropped first.
     pub(crate) fn into_parts(self) -> (Option<RingFile>, OwnedFd) {
         (self.ring, self.fd)
     }
 
-    /// Closes and tells what close said: network file systems report failed writes there. An
-    /// interrupted close has released the descriptor all the same on Linux, but no one knows what
-    /// became of the data: that is an error too.
+    /// Closes and returns the error of the close: network file systems report failed writes there.
+    /// On Linux an interrupted close has released the descriptor, but the state of the data is
+    /// unknown: that is an error too.
     pub(crate) fn close(self) -> rustix::io::Result<()> {
-        // What a ring wrote is known to the file's length when it was synced.
+        // The file's length includes bytes written by a ring only after a sync.
         let settled = match self.unsettled {
             true => retry(|| rustix::fs::fsync(&self.fd)),
             false => Ok(()),
@@ -286,7 +286,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers calls from a script (then in full) and notes offset and length of each.
+    /// Returns scripted results (then full ones) and records offset and length of each call.
     #[derive(Default)]
     struct Script {
         answers: VecDeque<rustix::io::Result<usize>>,

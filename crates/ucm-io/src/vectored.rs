@@ -1,5 +1,5 @@
-//! Reading one stretch of a file into several buffers, or parts of it into one, over a kept
-//! descriptor where the file never changes.
+//! Reads one range of a file into several buffers, or parts of it into one, over a kept descriptor
+//! if the file never changes.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -23,25 +23,25 @@ struct Stretch<'a, 'b> {
     goes: Goes<'a, 'b>,
     /// Bytes wanted.
     need: usize,
-    /// Direct I/O takes it as it is.
+    /// True if direct I/O accepts it as it is.
     fits: bool,
 }
 
 /// Where the bytes go.
 enum Goes<'a, 'b> {
-    /// One after another into these, so many into each.
+    /// Into these buffers in turn, with the bytes for each.
     Row(&'a mut [(&'b mut [u8], usize)]),
-    /// These parts to their places in one.
+    /// These parts to their positions in one buffer.
     Parts(&'a mut [u8], &'a [Range<usize>]),
 }
 
-/// What a kept descriptor brought.
+/// Result of a read over a kept descriptor.
 enum Brought {
     /// So many bytes.
     Read(usize),
-    /// Its file has no name any more.
+    /// Its file was removed.
     Gone,
-    /// It cannot be used any more, and another open tells why.
+    /// It cannot be used any more; a new open will return the reason.
     Useless,
 }
 
@@ -86,7 +86,7 @@ impl Files {
     }
 
     fn read_stretch(&self, stretch: &mut Stretch<'_, '_>, keep: bool) -> Result<usize> {
-        // One that was opened for direct I/O is of no use to others, and the other way round.
+        // A descriptor opened for direct I/O does not serve buffered reads, and vice versa.
         let keep = keep && (stretch.fits || !self.direct);
         if keep && let Some(file) = self.kept.get(stretch.path) {
             match stretch.read_kept(&file) {
@@ -119,14 +119,14 @@ impl Files {
             .read(&mut file, direct)
             .map_err(|e| stretch.failed(e))?;
         self.note(&file, dev, self.direct);
-        // One that tells of no names would look like one that is gone.
+        // A file system that reports no link counts would make every file look removed.
         if keep && stat.st_nlink > 0 {
             self.keep(stretch.path, file);
         }
         Ok(read)
     }
 
-    /// Keeps a file open that has been read.
+    /// Keeps a file open after a read.
     fn keep(&self, path: &Path, file: File) {
         let direct = file.is_direct();
         let (ring, fd) = file.into_parts();
@@ -149,7 +149,8 @@ impl Files {
     }
 }
 
-/// Such a read must fit its buffers: bytes wanted in all, and whether direct I/O takes it as it is.
+/// Such a read must fit its buffers. Returns the total bytes, and whether direct I/O accepts it as
+/// it is.
 fn check_into(path: &Path, offset: u64, into: &[(&mut [u8], usize)]) -> Result<(usize, bool)> {
     let long = || Error::invalid("a read is too long").with("path", path.display());
     let (mut need, mut fits): (usize, bool) = (0, true);
@@ -230,7 +231,7 @@ impl Stretch<'_, '_> {
     }
 }
 
-/// Reads parts to their places; how many bytes that are.
+/// Reads parts to their positions; returns the number of bytes.
 fn read_each(
     port: &mut impl PortInto,
     buf: &mut [u8],
@@ -254,7 +255,8 @@ impl PortInto for &KeptFile {
         self.read(bufs, at)
     }
 
-    /// Others read it at the same time: an open file of its own is for what it does not take.
+    /// Other threads read it at the same time, so reads that do not fit it open the file
+    /// themselves.
     fn give_up_direct(&mut self, _why: GiveUp) -> bool {
         false
     }
@@ -292,7 +294,7 @@ mod tests {
             }
         }
 
-        /// Reads three pieces from the second on, and compares what came.
+        /// Reads three pieces from the second on and compares the bytes.
         fn read(&self, keep: bool) -> Result<usize> {
             let mut slots: [_; 3] = page_slots(PIECE).unwrap();
             let mut into: Vec<_> = slots

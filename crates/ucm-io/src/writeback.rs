@@ -1,24 +1,23 @@
-//! Written pages that no disk has yet: so many that the kernel would slow every writer of the
-//! machine down are not left behind.
+//! Bounds the dirty pages of our writes, so that the kernel does not throttle every writer of the
+//! machine.
 //!
-//! A buffered write ends when the page cache has the bytes. Dumps that outrun the disk for long
-//! would fill the memory with dirty pages, until the kernel makes every process wait that writes
-//! anything. So, above a twentieth of the memory that is available (half of where the kernel itself
-//! begins to write back), each file is sent on its way to the disk before it is closed, which
-//! brings its writer down to the disk's pace and no one else.
+//! A buffered write ends when the page cache has the bytes. If dumps are faster than the disk for
+//! long, dirty pages fill the memory until the kernel throttles every writing process. So, above a
+//! twentieth of the available memory (half of the kernel's own background threshold), each file is
+//! written back before it is closed. That slows down its own writer only.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Bytes written between two looks at the machine's memory.
+/// Bytes written between two reads of the machine's memory state.
 const LOOK_EVERY: u64 = 64 << 20;
 /// Share of the available memory that may be dirty.
 const SHARE: u64 = 20;
 
-/// How much of the machine's memory is dirty, as far as this engine looked.
+/// This engine's last reading of the machine's dirty memory.
 #[derive(Debug)]
 pub(crate) struct WritebackThrottle {
-    /// Bytes written since the last look; the first write looks.
+    /// Bytes written since the last reading; the first write reads.
     since: AtomicU64,
     pressing: AtomicBool,
 }
@@ -33,7 +32,7 @@ impl Default for WritebackThrottle {
 }
 
 impl WritebackThrottle {
-    /// Counts what is about to be written; whether it should be sent to the disk at once.
+    /// Counts bytes about to be written; true if they should be written back at once.
     pub(crate) fn write(&self, bytes: u64) -> bool {
         self.count(bytes, || fs::read_to_string("/proc/meminfo").ok())
     }
@@ -42,7 +41,7 @@ impl WritebackThrottle {
         let since = self.since.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if since >= LOOK_EVERY {
             self.since.store(0, Ordering::Relaxed);
-            // Where nothing is known the kernel looks after it alone.
+            // If the state cannot be read, write-back is left to the kernel.
             let pressing = memory().is_some_and(|memory| is_pressing(&memory));
             self.pressing.store(pressing, Ordering::Relaxed);
         }
@@ -50,7 +49,7 @@ impl WritebackThrottle {
     }
 }
 
-/// Whether more than the share of the memory is dirty or on its way to a disk; `memory` is as in
+/// True if more than the share of the memory is dirty or under write-back; `memory` is the text of
 /// `/proc/meminfo`.
 fn is_pressing(memory: &str) -> bool {
     let kib = |key: &str| {
@@ -91,9 +90,9 @@ mod tests {
     fn the_first_write_looks_and_then_one_in_so_many_bytes() {
         let dirty = WritebackThrottle::default();
         assert!(dirty.count(1, || memory(101, 0)));
-        assert!(dirty.count(LOOK_EVERY - 1, || unreachable!("it looked just now")));
+        assert!(dirty.count(LOOK_EVERY - 1, || unreachable!("it was read just now")));
         assert!(!dirty.count(1, || memory(100, 0)));
-        assert!(!dirty.count(1, || unreachable!("it looked just now")));
+        assert!(!dirty.count(1, || unreachable!("it was read just now")));
         assert!(!dirty.count(LOOK_EVERY, || None));
     }
 

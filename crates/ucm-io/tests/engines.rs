@@ -94,7 +94,7 @@ fn what_cannot_be_read_says_why() {
     assert_eq!(fails_to_read("").kind(), ErrorKind::Foreign);
     std::os::unix::fs::symlink(dir.join("file"), dir.join("link")).unwrap();
     assert_eq!(fails_to_read("link").kind(), ErrorKind::Foreign);
-    // A pipe in the place of a file hangs no one.
+    // A pipe in the place of a file does not block.
     rustix::fs::mknodat(
         rustix::fs::CWD,
         dir.join("pipe"),
@@ -167,11 +167,11 @@ fn a_failed_publish_leaves_nothing_behind_and_touches_nothing() {
     assert_eq!(publish("no/p", "t"), ErrorKind::NotFound);
     assert_eq!(publish("p", "no/t"), ErrorKind::NotFound);
     assert!(names(dir).is_empty());
-    // A directory stands where the file should be.
+    // A directory has the name of the file.
     std::fs::create_dir(dir.join("t")).unwrap();
     assert_eq!(publish("p", "t"), ErrorKind::Io);
     assert_eq!(names(dir), ["t"]);
-    // A private name that exists is somebody else's.
+    // An existing private name belongs to another writer.
     std::fs::write(dir.join("p"), b"theirs").unwrap();
     assert_eq!(publish("p", "u"), ErrorKind::Io);
     assert_eq!(std::fs::read(dir.join("p")).unwrap(), b"theirs");

@@ -1,5 +1,5 @@
-//! The fault-injecting engine: each fault does what it says, and its operations still end exactly
-//! once.
+//! The fault-injecting engine: each fault has its documented effect, and operations still end
+//! exactly once.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::path::Path;
@@ -110,7 +110,7 @@ fn error_numbers_arrive_as_their_kinds_and_nothing_is_done() {
         assert_eq!((error.kind(), error.os_code()), (expected, Some(code)));
         assert_eq!(bench.engine.hits(rule), 1);
         assert!(names(bench.dir()).is_empty());
-        // Only once, as the rule says.
+        // Only once, by the rule.
         bench.publish().1.unwrap();
     }
 }
@@ -150,7 +150,7 @@ fn torn_writes_succeed_and_are_not_whole() {
         let bench = Bench::new();
         bench.rule(OpKind::Publish, Fault::Torn { keep: 60, tail });
         let (bytes, result) = bench.publish();
-        // The writer notices nothing: what it is told does not show the damage.
+        // The writer's result does not show the damage.
         assert_eq!(result.unwrap().unwrap().len, 100);
         let (got, file_len) = bench.read().unwrap();
         assert_eq!((got.len() as u64, file_len), (len, len));
@@ -264,7 +264,7 @@ fn a_replayed_call_answers_as_the_second_one() {
     assert_eq!(result.unwrap().unwrap().len, 100);
     assert_eq!(bench.read().unwrap().0, bytes);
     assert_eq!(names(bench.dir()), ["block"]);
-    // Removed by the first, gone for the second; likewise a directory that is there already.
+    // Removed by the first call, missing for the second; likewise an existing directory.
     let removed = bench.io.remove(&[bench.dir().join("block")]).unwrap();
     assert!(!removed[0].as_ref().unwrap());
     assert!(!bench.io.make_dir(&bench.dir().join("d"), 0o700).unwrap());

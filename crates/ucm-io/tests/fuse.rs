@@ -1,5 +1,5 @@
-//! The engines on a file system that gives short counts, fails closes and stalls: what network
-//! mounts do, by real system calls. Needs root and /dev/fuse.
+//! The engines on a file system that gives short counts, fails closes and stalls: the behaviour of
+//! network mounts, by real system calls. Needs root and /dev/fuse.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::time::Duration;
@@ -35,7 +35,7 @@ fn short_counts_of_the_kernel_are_carried_on() {
         assert_eq!((read.bytes, read.file_len), (8192, 8192));
         assert!(back.as_slice() == slot.as_slice());
     }
-    // Nine calls for each of two files, both ways: the counts were short indeed.
+    // Nine calls for each of two files, in both directions: the counts were indeed short.
     assert!(place.requests(op::WRITE) >= 18 && place.requests(op::READ) >= 18);
 }
 
@@ -94,8 +94,8 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
         other.recv().unwrap().unwrap();
         place.release();
         eventually(|| slots.out() == 0 && pool.stuck() == 0);
-        // Too late is not published, unless it was the naming itself that hung: then it is there,
-        // and whole.
+        // A late file is not published, unless the rename itself hung: then it exists and is
+        // complete.
         let files = place.files();
         match stall {
             op::RENAME => assert_eq!(files["block"].len(), 4096),

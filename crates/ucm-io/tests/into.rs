@@ -14,7 +14,7 @@ use ucm_testkit::{Fault, FaultyEngine, Gate, OpKind, Rule, errno};
 
 const PIECE: usize = 8192;
 
-/// A file of so many bytes that differ from place to place.
+/// A file of `len` bytes that differ from position to position.
 fn file(dir: &Path, len: usize) -> (PathBuf, Vec<u8>) {
     let bytes = pattern(len, 3);
     let path = dir.join("file");
@@ -33,7 +33,7 @@ fn all(pool: &Arc<SlotPool>) -> Vec<Slot> {
     std::iter::from_fn(|| pool.try_acquire()).collect()
 }
 
-/// Reads into the slots from the second piece of the file on: how much came.
+/// Reads into the slots from the second piece of the file on; returns the bytes read.
 fn read_pieces(io: &IoJob, path: &Path, slots: &mut [Slot], keep: bool) -> Result<usize> {
     let into = slots
         .iter_mut()
@@ -42,7 +42,7 @@ fn read_pieces(io: &IoJob, path: &Path, slots: &mut [Slot], keep: bool) -> Resul
     io.read_into(path, PIECE as u64, into, keep)
 }
 
-/// Reads three pieces from the second on: what came.
+/// Reads three pieces from the second on; returns their bytes.
 fn three(io: &IoJob, path: &Path, keep: bool) -> Result<Vec<u8>> {
     let mut slots = all(&slots(3, PIECE));
     let read = read_pieces(io, path, &mut slots, keep)?;
@@ -72,7 +72,7 @@ fn every_buffer_gets_its_part() {
             for keep in [false, true, true] {
                 assert_eq!(three(&io, &path, keep).unwrap(), bytes[PIECE..]);
             }
-            // Parts that differ in length, from anywhere, into memory of any kind.
+            // Parts of different lengths and offsets, into memory of any kind.
             for (offset, lens) in [(0, [100, 4096, 5]), (4096, [4096, 8192, 3]), (7, [0, 1, 0])] {
                 let (mut heap, mut slots) = (lens.map(|len| vec![0; len]), all(&slots(3, PIECE)));
                 let heap: Vec<_> = heap.iter_mut().map(|buf| &mut buf[..]).collect();
@@ -137,7 +137,7 @@ fn a_descriptor_is_kept_and_let_go() {
         assert_eq!(
             (pool.kept(), open_on(&path)),
             (0, 0),
-            "who removes it closes it"
+            "the removal closes it"
         );
     }
 }
@@ -214,8 +214,7 @@ fn threads_share_a_kept_descriptor() {
     assert!(engine.kept() <= 1);
 }
 
-/// What a child finds of a descriptor that its parent kept: looked at from outside, while it stands
-/// still.
+/// Kept descriptors in a forked child, inspected from outside while it pauses.
 #[test]
 fn children_have_no_kept_descriptor() {
     let place = tempfile::tempdir().unwrap();

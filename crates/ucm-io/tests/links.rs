@@ -1,6 +1,5 @@
-//! Symbolic links below a root: no operation follows one, wherever it stands on the way to a name,
-//! with `openat2` and without it. What a link leads to is neither read nor changed, and the error
-//! names the link.
+//! Symbolic links below a root: no operation follows one, at any position of a path, with `openat2`
+//! and without it. The target of a link is neither read nor changed, and the error names the link.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -40,7 +39,7 @@ impl Roots {
         self.base.path().join("outside")
     }
 
-    /// Puts a link to the same name outside in the place of what is there.
+    /// Replaces a name by a link to the same name outside.
     fn link(&self, below: &str) -> PathBuf {
         let at = self.root().join(below);
         std::fs::rename(&at, self.base.path().join("was")).unwrap();
@@ -49,7 +48,7 @@ impl Roots {
     }
 }
 
-/// Everything below a directory: path, bytes, time of change, length of what it holds.
+/// Everything below a directory: path, bytes, time of change, length.
 fn all_below(dir: &Path) -> Vec<(PathBuf, Vec<u8>, i64, i64)> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).unwrap() {
@@ -198,7 +197,7 @@ fn no_operation_goes_through_a_link() {
                     "{engine}, {linked}, {operation}: {text}"
                 );
             }
-            // All but those whose names lie elsewhere.
+            // All except those whose names lie elsewhere.
             let least = match linked {
                 "ns" => 20,
                 "ns/blocks" => 14,
@@ -278,7 +277,7 @@ fn a_root_may_be_reached_by_a_link_and_is_opened_anew_by_every_operation() {
         for (operation, error) in every_operation(&io, &by_link) {
             assert!(error.is_none(), "{engine}, {operation}: {error:?}");
         }
-        // Another directory is mounted in its place, as it were.
+        // Another directory takes its place, as a mount would.
         std::fs::write(roots.outside().join("ns/blocks/only here"), b"x").unwrap();
         let only_here = || {
             io.look(by_link.join("ns/blocks/only here"))

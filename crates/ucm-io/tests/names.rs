@@ -54,7 +54,7 @@ fn touch_and_remove_answer_for_each_name() {
         (1_600_000_000, 123_456_789)
     );
     assert_eq!(meta.atime_nsec(), accessed);
-    // Never a directory; and an error stops none of the others.
+    // Never a directory; and an error does not stop the others.
     let paths = [dir.join("d"), dir.join("absent"), dir.join("a")];
     let done = io.remove(&paths).unwrap();
     assert!(done[0].is_err() && !*done[1].as_ref().unwrap() && *done[2].as_ref().unwrap());

@@ -10,15 +10,15 @@ use ucm_core::ErrorKind;
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, PsyncEngine};
 
-/// What tests left in a file system of their own.
+/// The names that tests left in their file system.
 fn left(dir: &Path) -> Vec<String> {
     let mut names = names(dir);
     names.retain(|name| name != "lost+found");
     names
 }
 
-/// Fills a file system until it refuses; then nothing half-written is left, and after a removal it
-/// goes on.
+/// Fills a file system until a write fails. Then no partial file is left, and after a removal
+/// writes succeed again.
 fn fill_up(io: &IoJob, dir: &Path) {
     let slots = slots(1, 256 << 10);
     let mut published = Vec::new();
@@ -70,7 +70,7 @@ fn a_full_ext4() {
     }
 }
 
-/// Whether a thread of this process sleeps where nothing wakes it.
+/// True if a thread of this process is in uninterruptible sleep.
 fn hangs_in_the_kernel() -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     tasks.flatten().any(|task| {
@@ -102,7 +102,7 @@ fn a_publish_that_hangs_in_the_kernel() {
         eventually(|| pool.stats().lanes[2].running == 1 && hangs_in_the_kernel());
         clock.advance(Duration::from_secs(30));
         let verdict = hung.recv().unwrap();
-        // Its time may be over before it has begun: then nothing hangs.
+        // Its deadline may pass before it begins: then nothing hangs.
         if (slots.out(), pool.stuck()) == (1, 1) || tries.next().is_none() {
             break verdict;
         }
@@ -118,7 +118,7 @@ fn a_publish_that_hangs_in_the_kernel() {
     assert_eq!(fails(verdict), ErrorKind::Timeout);
     assert_eq!(read_meanwhile.unwrap().0, [1; 100]);
     assert_eq!((out, stuck), (1, 1));
-    // The call returns, the slot comes home, and what no one waited for is not published.
+    // The call returns, the slot is free again, and the late file is not published.
     eventually(|| slots.out() == 0);
     assert_eq!(left(&place.dir), ["before"]);
 }

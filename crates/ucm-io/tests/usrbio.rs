@@ -1,5 +1,5 @@
-//! Slots through the rings of 3FS, over its client library in software (`tests/soft3fs`): right
-//! bytes, batches, errors, and plain calls where rings cannot be had.
+//! Slots through the rings of 3FS, over its client library in software (`tests/soft3fs`): correct
+//! bytes, batches, errors, and plain calls where rings are not available.
 #![allow(
     clippy::unwrap_used,
     unsafe_code,
@@ -21,13 +21,13 @@ const MIB: usize = 1 << 20;
 /// Bytes of one operation of a ring.
 const PIECE: usize = 256 << 10;
 
-/// The library of this process, which a test has alone.
+/// The library of this process; one test uses it at a time.
 struct Soft3fs {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Where cargo puts the library, which it builds with the tests: beside or one above the test's own
-/// program.
+/// Path of the library, which cargo builds with the tests: beside the test program or one directory
+/// above.
 fn library() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let dirs = program.ancestors().skip(1).take(2);
@@ -63,7 +63,7 @@ impl Soft3fs {
         unsafe { fail(name.as_ptr(), nth, errno) }
     }
 
-    /// Reads four pieces; `together`: none begins before all are there.
+    /// Reads four pieces; `together`: none begins before all are submitted.
     fn read(
         &self,
         io: &IoJob,
@@ -99,7 +99,7 @@ impl Soft3fs {
     }
 }
 
-/// A directory that counts as 3FS.
+/// A directory that the library treats as 3FS.
 fn mount() -> tempfile::TempDir {
     let mount = tempfile::tempdir().unwrap();
     std::fs::create_dir(mount.path().join("3fs-virt")).unwrap();
@@ -113,7 +113,7 @@ fn options() -> UsrbioOptions {
     }
 }
 
-/// An engine that has looked at a directory, and what it found.
+/// An engine after its probe of a directory, and the probe's result.
 fn over(dir: &Path, options: UsrbioOptions) -> (Arc<PsyncEngine>, IoJob, Result<usize, String>) {
     let engine = PsyncEngine::over_3fs(false, options);
     let io = IoJob::alone(Arc::clone(&engine) as Arc<dyn IoEngine>);
@@ -132,7 +132,7 @@ fn files_are_written_and_read_in_batches() {
     assert_eq!(
         soft.live()[1],
         at_first[1] + 2,
-        "rings of a mount that was there before are given up"
+        "rings of an earlier mount are not used"
     );
     let bytes = pattern(3 * MIB + 4096, 7);
     let before = soft.calls(c"write");
@@ -156,7 +156,7 @@ fn files_are_written_and_read_in_batches() {
     assert!(soft.calls(c"read") - before >= 13);
     assert_eq!(soft.read(&io, &path, bytes.len(), true).unwrap(), bytes);
     assert!((4..=32).contains(&soft.together()), "{}", soft.together());
-    // Neighbours into slots of their own, and parts, over a descriptor that is kept.
+    // Adjacent pieces into separate slots, and parts, over a kept descriptor.
     let (mut one, mut two) = (vec![0; MIB], vec![0; MIB]);
     for _ in 0..2 {
         let into = vec![(&mut one[..], MIB), (&mut two[..], MIB)];
@@ -282,7 +282,7 @@ fn errors_are_those_of_the_operation_and_leave_nothing_under_way() {
     let bytes = pattern(4 * PIECE, 5);
     publish(&io, dir.path(), "block", &bytes);
     let path = dir.path().join("block");
-    // Of operations that wait together the last is done first: the fourth is that of the first
+    // Of operations that wait together the last is executed first: the fourth is that of the first
     // piece.
     for (name, nth, errno, seen) in [
         (c"read", 4, 5, 5),
@@ -296,8 +296,8 @@ fn errors_are_those_of_the_operation_and_leave_nothing_under_way() {
         assert_eq!(error.os_code(), Some(seen), "{name:?}");
         assert_eq!(soft.live()[3], 0);
     }
-    // A piece in the middle, or one that is not taken: what came before it counts, and the rest is
-    // asked for again.
+    // If a piece in the middle fails or is not accepted, the bytes before it count and the rest is
+    // read again.
     for (name, nth) in [(c"read", 2), (c"hf3fs_prep_io", 3)] {
         soft.fail(name, nth, 5);
         let back = soft.read(&io, &path, bytes.len(), name == c"read").unwrap();
@@ -407,7 +407,7 @@ fn where_rings_cannot_be_had_calls_are_plain_and_the_probe_says_why() {
     };
     let (.., found) = over(dir.path(), other);
     assert!(found.unwrap_err().contains("hf3fs_"));
-    // A page that does not come back.
+    // A page that is read back differently.
     soft.fail(c"read", 1, 5);
     let (_, io, found) = over(dir.path(), options());
     assert!(found.unwrap_err().contains("a page could not be"));

@@ -1,4 +1,4 @@
-//! What only tests need: an I/O engine that fails by script, and media that keep little or nothing.
+//! Parts for tests only: an I/O engine that fails by script, and two simple media.
 //!
 //! The crates above use this one as a dev-dependency. A core built with the feature `test-utils`
 //! links it for its toy (`make test-kinds`).

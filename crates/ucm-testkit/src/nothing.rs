@@ -1,4 +1,4 @@
-//! A medium that has nothing, for tests of what stands before it.
+//! An empty medium, for tests of the layers above it.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use ucm_tier::backend::{
     Written,
 };
 
-/// Has nothing and keeps nothing.
+/// Contains nothing and stores nothing.
 pub struct Nothing;
 
 impl Backend for Nothing {
@@ -37,7 +37,10 @@ impl Backend for Nothing {
 
     fn write(&self, _io: &IoJob, _id: BlockId, slot: Slot, _: WriteOptions, done: Done<Written>) {
         drop(slot);
-        done(Err(Error::new(ErrorKind::NoSpace, "nothing is kept here")));
+        done(Err(Error::new(
+            ErrorKind::NoSpace,
+            "this medium stores nothing",
+        )));
     }
 
     fn touch(&self, _ids: &[(BlockId, u32)], _deadline: MonotonicTime) {}

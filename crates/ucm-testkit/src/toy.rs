@@ -1,5 +1,5 @@
-//! The kind `toy`: a map in this process. It shows what a new kind of tier has to define, and
-//! proves that no other file names it.
+//! The kind `toy`: a map in this process. It shows what a new kind of tier must define. No other
+//! file names it, which its tests prove.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -24,13 +24,13 @@ use ucm_tier::registry::{self, BuildContext, BuiltTier, StoreName, TierKind};
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 struct ToyOptions {
-    /// how many records the map takes; what comes then is refused
+    /// most records in the map; further writes are refused
     #[schemars(
         range(min = 1, max = 1_000_000),
         extend("unit" = "records", "aliases" = ["toy_size"])
     )]
     toy_records: u32,
-    /// maps of this process that have the same name are one; empty: a map of its own
+    /// stores of this process with the same name share one map; empty: a map of its own
     toy_name: String,
 }
 
@@ -43,18 +43,18 @@ impl Default for ToyOptions {
     }
 }
 
-/// Adds the kind to the registry, once however often it is called.
+/// Adds the kind to the registry. Further calls do nothing.
 pub fn register_toy() {
-    // Refused when it was added before.
+    // An error here means that it is registered already.
     let _ = registry::register(kind());
 }
 
 fn kind() -> TierKind {
-    let name = StoreName::new("toy", "UcmToyStore", "built, in builds for tests alone");
+    let name = StoreName::new("toy", "UcmToyStore", "in builds for tests only");
     TierKind::medium(name, make).tested_with(|scratch| json!({"toy_name": scratch}))
 }
 
-/// The maps by name, while some store has them.
+/// The maps by name, as long as a store uses them.
 static MAPS: Mutex<BTreeMap<String, Weak<Records>>> = Mutex::new(BTreeMap::new());
 
 type Records = Mutex<BTreeMap<BlockId, Vec<u8>>>;
@@ -75,7 +75,7 @@ fn make(context: &BuildContext<'_>, options: ToyOptions) -> Result<BuiltTier> {
     })
 }
 
-/// Records by id, until there are too many.
+/// Records by id, up to the limit.
 struct Toy {
     limit: usize,
     records: Arc<Records>,

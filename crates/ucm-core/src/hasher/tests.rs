@@ -1,5 +1,5 @@
-//! Known answers, computed with Python (hashlib; the blake3 package), and what must not depend on
-//! how it is asked.
+//! Known answers, computed with Python (hashlib; the blake3 package), and results that must not
+//! depend on how the tokens are split over calls.
 
 use super::*;
 
@@ -106,8 +106,8 @@ fn known_answers() {
     }
 }
 
-/// Padding is laid out by hand for messages without frames, so every length around a 64-byte
-/// boundary is compared with the library's own padding.
+/// The hasher writes the padding of messages without frames itself, so every length around a
+/// 64-byte boundary is compared with the library's own padding.
 #[test]
 fn every_block_size_agrees_with_the_library() {
     for method in HashMethod::ALL {

@@ -1,4 +1,4 @@
-//! Describing and starting a pool.
+//! Configuration and start of a pool.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize};
@@ -21,7 +21,7 @@ pub const MAX_WORKERS: usize = 1024;
 /// Most jobs that wait in a lane.
 pub const MAX_QUEUE: usize = 1 << 20;
 
-/// Describes a [`WorkerPool`]; nothing is started before [`build`](Self::build).
+/// Configuration of a [`WorkerPool`]; nothing is started before [`build`](Self::build).
 pub struct WorkerPoolBuilder {
     name: String,
     size: usize,
@@ -49,21 +49,22 @@ impl WorkerPoolBuilder {
         }
     }
 
-    /// How many workers take jobs; default 1.
+    /// Number of workers; default 1.
     #[must_use]
     pub fn size(mut self, size: usize) -> Self {
         self.size = size;
         self
     }
 
-    /// The lanes, the most urgent first; default one that holds 1024 jobs and may use every worker.
+    /// The lanes, most urgent first. The default is one lane for 1024 jobs that may use every
+    /// worker.
     #[must_use]
     pub fn lanes(mut self, lanes: &[Lane]) -> Self {
         self.lanes = lanes.to_vec();
         self
     }
 
-    /// How many threads may exist beyond the size: replacements of workers that hang; default 0.
+    /// Number of threads beyond the size, as replacements of workers that hang; default 0.
     #[must_use]
     pub fn max_replacements(mut self, count: usize) -> Self {
         self.max_replacements = count;
@@ -85,9 +86,9 @@ impl WorkerPoolBuilder {
         self
     }
 
-    /// Starts no thread before a job wants it, and no more workers than jobs were there to be done
-    /// at once. What [`build`](Self::build) says of threads that cannot be had is then said by the
-    /// first job (monitor), or shows as a job that waits for another attempt (workers).
+    /// Starts a thread only when a job needs it, and no more workers than jobs ran at once. If the
+    /// monitor thread cannot be started, the first job reports it instead of
+    /// [`build`](Self::build); if a worker cannot be started, its job waits for another attempt.
     #[must_use]
     pub fn on_demand(mut self) -> Self {
         self.on_demand = true;
@@ -95,9 +96,9 @@ impl WorkerPoolBuilder {
     }
 
     /// Runs first on every worker thread, replacements included, with the number of its place
-    /// (below size + replacements; a place is used again after its thread ended). An error or a
-    /// panic ends that thread: at the start it fails `build`, later another is tried a second
-    /// after.
+    /// (below size + replacements; a place is reused after its thread ended). An error or a panic
+    /// ends that thread: at the start it fails `build`, later another start is tried after a
+    /// second.
     #[must_use]
     pub fn on_start(mut self, hook: impl Fn(usize) -> Result<()> + Send + Sync + 'static) -> Self {
         self.on_start = Some(Box::new(hook));
@@ -113,10 +114,10 @@ impl WorkerPoolBuilder {
 
     /// Starts the threads and waits until each worker has started.
     ///
-    /// # Errors
-    /// `Config` if a number is out of range; the error of `on_start`; `Io` if the system gives no
-    /// thread; `Timeout` if a worker did not start within [`start_within`](Self::start_within).
-    /// Nothing is left running then, except a thread that hangs in `on_start`.
+    /// # Errors `Config` if a number is out of range; the error of `on_start`; `Io` if the system
+    /// gives no thread; `Timeout` if a worker did not start within
+    /// [`start_within`](Self::start_within). No thread stays behind then, except one that hangs in
+    /// `on_start`.
     pub fn build(mut self) -> Result<Arc<WorkerPool>> {
         if self.lanes.is_empty() {
             self.lanes.push(Lane {
@@ -157,7 +158,7 @@ impl WorkerPoolBuilder {
                 roll_call: Notify::new(),
             }),
         });
-        // From here on an early return drops the pool, which shuts it down.
+        // From here on, an early return drops the pool, which shuts it down.
         let shared = &pool.shared;
         let now = shared.clock.now();
         let claimed = shared.state.lock().claim_missing(now, start_by, false);

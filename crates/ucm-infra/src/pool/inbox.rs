@@ -1,13 +1,13 @@
-//! Where jobs are handed over: a bounded queue without a lock for each lane.
+//! Submission of jobs: a bounded lock-free queue for each lane.
 //!
-//! A submitter takes a place and pushes. Whoever holds the pool's state (a worker that wants a job,
-//! the monitor, a shutdown) first moves what was pushed into the lane, so that all decisions are
-//! made under the lock. A submitter takes the lock only to wake a sleeping worker, or to make room
-//! in the queue, which is shorter than the lane.
+//! A submitter reserves a place and pushes. Every thread that locks the pool's state (a worker
+//! without a job, the monitor, a shutdown) first moves the pushed jobs into the lane, so that all
+//! decisions are made under the lock. A submitter takes the lock only to wake a sleeping worker, or
+//! to make room in the queue, which is shorter than the lane.
 //!
-//! Nothing is missed, because each side writes, passes a full fence and then reads: a submitter
-//! pushes and then reads whether someone sleeps; a worker or the monitor announces its sleep and
-//! then reads whether something was pushed. One of the two sees the other.
+//! No job is missed, because each side writes, passes a full fence and then reads: a submitter
+//! pushes and then reads the number of sleepers; a worker or the monitor announces its sleep and
+//! then reads the queue. At least one of the two sees the other's write.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,8 +18,7 @@ use super::job::Job;
 use super::stats::{Lane, LaneCounters};
 use crate::clock::MonotonicTime;
 
-/// Most jobs of a lane that are handed over and not collected; the memory for them is taken at
-/// once.
+/// Most submitted jobs of a lane that are not collected yet. Their memory is allocated at once.
 const MOST_PUSHED: usize = 256;
 
 pub(super) struct Queued {
@@ -31,7 +30,7 @@ pub(super) struct Inbox {
     pub(super) spec: Lane,
     pub(super) counters: Arc<LaneCounters>,
     pushed: ArrayQueue<Queued>,
-    /// Jobs that wait, here or in the lane: at most the lane's capacity.
+    /// Jobs that wait here or in the lane: at most the lane's capacity.
     waiting: AtomicUsize,
 }
 
@@ -45,7 +44,7 @@ impl Inbox {
         }
     }
 
-    /// Takes a place for one job; false if the lane is full.
+    /// Reserves a place for one job; false if the lane is full.
     pub(super) fn reserve(&self) -> bool {
         let more = |waiting| (waiting < self.spec.capacity).then_some(waiting + 1);
         self.waiting
@@ -53,12 +52,12 @@ impl Inbox {
             .is_ok()
     }
 
-    /// Gives back the places of `jobs` that wait no longer.
+    /// Releases the places of `jobs` jobs that wait no longer.
     pub(super) fn release(&self, jobs: usize) {
         self.waiting.fetch_sub(jobs, Ordering::AcqRel);
     }
 
-    /// Hands over a job that has a place; the job itself if as many as fit were not collected yet.
+    /// Pushes a job that has a place. Returns the job if the queue is full.
     pub(super) fn push(&self, queued: Queued) -> Result<(), Queued> {
         self.pushed.push(queued)
     }

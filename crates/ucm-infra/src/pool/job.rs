@@ -1,4 +1,4 @@
-//! One job: its work, and the one chance to report it.
+//! One job: its work and its single report.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -9,23 +9,23 @@ use ucm_core::{Error, Result};
 
 use super::stats::LaneCounters;
 
-/// Why a job is reported without a result of its own.
+/// Reasons to report a job without its own result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     TimedOut,
     Closed,
 }
 
-/// A job whose types are forgotten. The thread that takes `done` first reports; the others find
-/// nothing to do.
+/// A type-erased job. The first thread that takes `done` reports; other threads find it taken and
+/// do nothing.
 pub(super) trait Job: Send + Sync {
-    /// Does the work and reports it, unless the job was failed before or meanwhile; then the late
-    /// result is dropped here.
+    /// Does the work and reports it. If the job was failed before the work ended, the late result
+    /// is dropped here.
     fn run(&self);
 
     /// Reports `error`; `false` if the job was reported already. Work that was not begun is dropped
-    /// first, so that its buffers are free again when `done` hears. A panic of that drop goes on
-    /// after the report.
+    /// first, so that its buffers are free when `done` runs. A panic of that drop is resumed after
+    /// the report.
     fn fail(&self, verdict: Verdict, error: Error) -> bool;
 }
 
@@ -66,8 +66,8 @@ where
                 done(result);
             }
             None => {
-                // First the bytes, then the count: who reads the count may rely on the buffers
-                // being back.
+                // First the buffers, then the count: a reader of the count may rely on the buffers
+                // being free.
                 drop(result);
                 self.counters.late();
             }
@@ -92,7 +92,7 @@ where
     }
 }
 
-/// What a panic said, as far as it can be known.
+/// The message of a panic, if it has one.
 pub(super) fn panic_text(payload: &(dyn Any + Send)) -> String {
     if let Some(text) = payload.downcast_ref::<&str>() {
         (*text).to_owned()

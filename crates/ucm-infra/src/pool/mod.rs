@@ -2,10 +2,10 @@
 //!
 //! Jobs wait in *lanes*: bounded queues served in order, lane 0 first, each with a limit on how
 //! many of its jobs run at once, so that background work never takes the whole pool. Every job has
-//! a deadline. A monitor thread reports a job that passed it as timed out, whether it was still
-//! queued or is running; the worker that runs it is then *written off* (no one waits for it or
-//! joins it) and replaced, up to a cap. What such a worker's call returns in the end is dropped
-//! there, by that worker: buffers that the call was given stay with it until then.
+//! a deadline. A monitor thread reports a job that passed it as timed out, queued or running. The
+//! worker that runs it is then *written off* (no thread waits for it or joins it) and replaced, up
+//! to a cap. That worker drops the late result itself; buffers passed to the call stay with it
+//! until then.
 //!
 //! Every accepted job is reported exactly once, through its `done`.
 
@@ -40,9 +40,9 @@ pub struct WorkerPool {
     shared: Arc<Shared>,
 }
 
-/// A job that was not accepted, given back whole: neither closure was called.
+/// A job that was not accepted, returned whole: neither closure was called.
 pub struct Refused<W, D> {
-    /// Why: `Busy` (the lane's queue is full), `Closed` or `InvalidInput` (no such lane).
+    /// The reason: `Busy` (the lane's queue is full), `Closed` or `InvalidInput` (no such lane).
     pub error: Error,
     /// The work, not done.
     pub work: W,
@@ -57,26 +57,24 @@ impl<W, D> fmt::Debug for Refused<W, D> {
 }
 
 impl WorkerPool {
-    /// Starts describing a pool; `name` is the prefix of its threads' names (the system keeps 15
-    /// bytes of those).
+    /// A builder; `name` is the prefix of the threads' names (the system keeps 15 bytes).
     pub fn builder(name: impl Into<String>) -> WorkerPoolBuilder {
         WorkerPoolBuilder::new(name.into())
     }
 
     /// Queues `work` in `lane`; `done` gets its result, exactly once:
-    /// * on the worker, what `work` returned, or `Internal` if it panicked;
+    /// * on the worker, the result of `work`, or `Internal` if it panicked;
     /// * on the monitor (or on a worker that found the job too late), `Timeout` once `deadline` has
-    ///   passed: `work` was then never called, or its late result is dropped by its worker;
+    ///   passed: `work` was never called, or its worker drops the late result;
     /// * on the thread that shuts the pool down, `Closed`.
     ///
     /// `done` must not block: the monitor waits for it. [`MonotonicTime::NEVER`] is no deadline;
     /// use it only for work that cannot hang.
     ///
-    /// # Errors
-    /// `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput` if there
-    /// is no such lane. A pool [on demand](WorkerPoolBuilder::on_demand) that gets no monitor
-    /// thread refuses with `Io`. Neither closure is called then; to have them back use
-    /// [`offer`](Self::offer).
+    /// # Errors `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput`
+    /// if there is no such lane. `Io` if a pool [on demand](WorkerPoolBuilder::on_demand) cannot
+    /// start its monitor thread. Neither closure is called then; [`offer`](Self::offer) returns
+    /// them.
     pub fn submit<T, W, D>(
         &self,
         lane: usize,
@@ -92,7 +90,7 @@ impl WorkerPool {
             .map_err(|refused| refused.error)
     }
 
-    /// [`submit`](Self::submit), giving both closures back if the job is not accepted.
+    /// Like [`submit`](Self::submit), but returns both closures if the job is not accepted.
     ///
     /// # Errors
     /// As `submit`, in [`Refused::error`].
@@ -123,8 +121,7 @@ impl WorkerPool {
             drop(shared.collected());
         }
         fence(Ordering::SeqCst); // see `inbox`
-        // The monitor sleeps until the earliest deadline that it knows; only an earlier one has to
-        // wake it.
+        // The monitor sleeps until the earliest known deadline; only an earlier one must wake it.
         let known = shared
             .handover
             .monitor_wakes
@@ -136,8 +133,8 @@ impl WorkerPool {
             shared.grow();
         }
         if shared.handover.sleepers.load(Ordering::Relaxed) > 0 {
-            // A job whose lane is at its limit is taken by the worker that makes room: it checks
-            // its lanes before it sleeps.
+            // If the lane is at its limit, the worker that ends one of its jobs takes this one:
+            // workers check their lanes before they sleep.
             let runnable = shared.collected().has_work();
             if runnable {
                 shared.work.notify_one();
@@ -149,22 +146,21 @@ impl WorkerPool {
         Ok(())
     }
 
-    /// How many workers are written off right now: hanging in a call whose deadline has passed.
+    /// Number of workers that are written off now: they hang in a call whose deadline has passed.
     pub fn stuck(&self) -> usize {
         self.shared.state.lock().stuck()
     }
 
-    /// What the pool looks like right now, and what it has counted.
+    /// The current state and the counters of the pool.
     pub fn stats(&self) -> PoolStats {
         self.shared.collected().stats()
     }
 
-    /// Refuses new jobs, gives those accepted up to `drain` to end, then reports the rest as
-    /// `Closed` and returns. Deadlines hold while draining. Returns how many were reported as
-    /// `Closed`.
+    /// Refuses new jobs, waits up to `drain` for the accepted ones, then reports the rest as
+    /// `Closed` and returns their number. Deadlines hold while draining.
     ///
-    /// A thread that hangs is left behind, never joined. Repeatable; called from a job's `done` it
-    /// waits for that very job, so give it no drain there.
+    /// A thread that hangs is never joined. Repeatable. Called from a job's `done` it waits for
+    /// that very job, so pass no drain there.
     pub fn shutdown(&self, drain: Duration) -> usize {
         let shared = &*self.shared;
         let until = shared.clock.now().after(drain);
@@ -180,7 +176,7 @@ impl WorkerPool {
         let closed = shared.close_left();
         shared.work.notify_all();
         shared.alarm.notify();
-        // The monitor may be in the middle of telling someone.
+        // The monitor may be running a callback.
         shared.wait_until(until, |state| !state.monitored);
         closed
     }
@@ -204,7 +200,7 @@ impl fmt::Debug for WorkerPool {
 type StartHook = Box<dyn Fn(usize) -> Result<()> + Send + Sync>;
 type ExitHook = Box<dyn Fn(usize) + Send + Sync>;
 
-/// What is read and written without the lock of the state.
+/// Fields that are used without the lock of the state.
 struct Handover {
     /// One for each lane, in their order.
     inboxes: Vec<Arc<Inbox>>,
@@ -214,13 +210,13 @@ struct Handover {
     monitored: AtomicBool,
     /// Whether more workers are started as more jobs wait.
     growing: AtomicBool,
-    /// Workers that sleep, or are about to.
+    /// Number of workers that sleep or are about to.
     sleepers: AtomicUsize,
-    /// When the monitor wakes by itself, as of [`MonotonicTime`].
+    /// The time at which the monitor wakes by itself, as a [`MonotonicTime`].
     monitor_wakes: AtomicU64,
 }
 
-/// What the handle, the workers and the monitor share. No callback is ever called with `state`
+/// Shared by the handle, the workers and the monitor. No callback is ever called with `state`
 /// locked.
 struct Shared {
     name: String,
@@ -239,7 +235,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// The state, with every job that was handed over in its lane.
+    /// Locks the state and moves every submitted job into its lane.
     fn collected(&self) -> MutexGuard<'_, State> {
         let mut state = self.state.lock();
         state.collect();
@@ -257,7 +253,7 @@ impl Shared {
     fn set_phase(&self, state: &mut State, phase: Phase) {
         state.phase = phase;
         self.handover.phase.store(phase as u8, Ordering::SeqCst);
-        fence(Ordering::SeqCst); // see `inbox`: what is collected from here on is complete
+        fence(Ordering::SeqCst); // see `inbox`: no job is missed from here on
     }
 
     /// The inbox of a lane that has a place for one more job.
@@ -282,7 +278,7 @@ impl Shared {
         Ok(inbox)
     }
 
-    /// Starts another worker if jobs may run that no worker waits for.
+    /// Starts another worker if a job may run and no idle worker is left for it.
     fn grow(self: &Arc<Self>) {
         let claimed = {
             let mut state = self.collected();
@@ -305,7 +301,7 @@ impl Shared {
         self.alarm.notify();
     }
 
-    /// Reports every job that is left as `Closed`; how many there were.
+    /// Reports every remaining job as `Closed`; returns their number.
     fn close_left(&self) -> usize {
         let left = self.collected().abandon();
         let mut closed = 0;
@@ -317,7 +313,7 @@ impl Shared {
         closed
     }
 
-    /// Waits until `enough` holds; `false` if it did not by `until`.
+    /// Waits until `enough` holds; `false` if it does not by `until`.
     fn wait_until(&self, until: MonotonicTime, enough: impl Fn(&State) -> bool) -> bool {
         loop {
             let seen = self.roll_call.seen();
@@ -331,8 +327,8 @@ impl Shared {
         }
     }
 
-    /// Runs a foreign callback; a panic in it is counted, not passed on, so that no thread of the
-    /// pool dies of it.
+    /// Runs a callback of the caller. A panic in it is counted and not passed on, so that no thread
+    /// of the pool ends by it.
     fn tell<R>(&self, callback: impl FnOnce() -> R) -> Option<R> {
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(callback));
         if result.is_err() {

@@ -1,4 +1,4 @@
-//! Who does what in a pool: the decisions, without threads or callbacks.
+//! The decisions of a pool, without threads or callbacks.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,22 +15,22 @@ use crate::clock::MonotonicTime;
 pub(super) enum Phase {
     /// Takes jobs.
     Open,
-    /// Takes no more jobs, runs those it has.
+    /// Accepts no more jobs, runs those it has.
     Draining,
-    /// Runs nothing more; every job has been reported or is about to be.
+    /// Starts no more jobs; every job has been reported or is about to be.
     Stopped,
 }
 
 struct LaneState {
     spec: Lane,
     inbox: Arc<Inbox>,
-    /// The jobs that wait, as far as they were collected.
+    /// The waiting jobs that were collected.
     queue: VecDeque<Queued>,
-    /// Its jobs on live workers.
+    /// Number of its jobs on live workers.
     running: usize,
 }
 
-/// The place of one thread. There are as many as threads may ever exist at once.
+/// The place of one thread. There is one for each thread that may exist at the same time.
 enum Slot {
     Free,
     /// In `on_start`.
@@ -43,18 +43,18 @@ enum Slot {
         job: Arc<dyn Job>,
         deadline: MonotonicTime,
     },
-    /// Written off; its thread is still inside a call.
+    /// Written off; its thread still hangs in a call.
     Stuck,
 }
 
-/// What a worker does after a job or its start.
+/// Next step of a worker after a job or after its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
     /// Takes another job.
     Stay,
-    /// Was written off, is counted again, and takes another job.
+    /// It was written off, counts again, and takes another job.
     Rejoin,
-    /// Its place was filled meanwhile, or the pool is stopped.
+    /// Its replacement exists, or the pool is stopped.
     Leave,
 }
 
@@ -70,11 +70,11 @@ pub(super) struct State {
     lanes: Vec<LaneState>,
     slots: Vec<Slot>,
     size: usize,
-    /// Workers there should be by now: all, or as many as were ever needed at once.
+    /// Target number of workers: all, or as many as were ever needed at once.
     wanted: usize,
     /// Whether the monitor thread exists.
     pub(super) monitored: bool,
-    /// No thread is started before this: the last attempt failed.
+    /// No thread is started before this time, because the last attempt failed.
     start_not_before: MonotonicTime,
     /// The first failed start, for the builder.
     pub(super) start_error: Option<Error>,
@@ -106,13 +106,13 @@ impl State {
         }
     }
 
-    /// Starts no worker before it is wanted.
+    /// Starts no worker before a job needs it.
     pub(super) fn on_demand(mut self, on_demand: bool) -> Self {
         self.wanted = if on_demand { 0 } else { self.size };
         self
     }
 
-    /// Moves the jobs that were handed over into their lanes.
+    /// Moves the submitted jobs into their lanes.
     pub(super) fn collect(&mut self) {
         for lane in &mut self.lanes {
             while let Some(queued) = lane.inbox.pop() {
@@ -140,7 +140,7 @@ impl State {
         self.count(|slot| matches!(slot, Slot::Stuck))
     }
 
-    /// Workers that shutdown still waits for: all but those written off.
+    /// Number of workers that shutdown still waits for: all but those written off.
     pub(super) fn active(&self) -> usize {
         self.count(|slot| !matches!(slot, Slot::Free | Slot::Stuck))
     }
@@ -155,9 +155,9 @@ impl State {
         self.lanes.iter().map(|lane| lane.queue.len()).sum()
     }
 
-    /// How many jobs of a lane may run. While workers are stuck and not replaced, a limited lane
-    /// gets its share of those left, never the last one: a part of the workers stays free for the
-    /// lanes without a limit.
+    /// Number of jobs of a lane that may run. While workers are stuck and not replaced, a limited
+    /// lane gets its share of the remaining ones, never the last one: part of the workers stays
+    /// free for the lanes without a limit.
     fn allowed(&self, lane: &Lane, live: usize) -> usize {
         if lane.max_running >= self.size || live >= self.size {
             lane.max_running
@@ -168,9 +168,9 @@ impl State {
         }
     }
 
-    /// The lane whose job comes next, if any may run.
+    /// The lane whose job runs next, if any may run.
     fn next_lane(&self) -> Option<usize> {
-        // Those that were not needed yet, or are on their way, count as there.
+        // Workers that were not needed yet or are starting count as present.
         let live = self.live() + self.starting() + (self.size - self.wanted);
         let ready = |&number: &usize| {
             self.lanes.get(number).is_some_and(|lane| {
@@ -181,12 +181,12 @@ impl State {
         (0..self.lanes.len()).find(ready)
     }
 
-    /// Whether some job could run now if a worker were free.
+    /// True if a job could run now on a free worker.
     pub(super) fn has_work(&self) -> bool {
         self.next_lane().is_some()
     }
 
-    /// Wants another worker where jobs may run that no worker waits for; whether it does.
+    /// Raises the target if a job may run and no idle worker is left for it; true if it did.
     pub(super) fn grow(&mut self) -> bool {
         let coming = self.count(|slot| matches!(slot, Slot::Idle | Slot::Starting { .. }));
         let grows = self.is_growing() && coming < self.queued() && self.has_work();
@@ -194,7 +194,7 @@ impl State {
         grows
     }
 
-    /// Gives the next job to an idle worker. A job that is past its deadline goes to `late`
+    /// Returns the next job for an idle worker. Jobs past their deadline are moved to `late`
     /// instead.
     pub(super) fn take(
         &mut self,
@@ -228,9 +228,9 @@ impl State {
         None
     }
 
-    /// A worker ended its job, or `on_start` succeeded.
+    /// A worker ended its job, or its `on_start` succeeded.
     pub(super) fn ready(&mut self, slot: usize) -> Next {
-        // A replacement that is on its way counts: it was started for this very place.
+        // A replacement that is starting counts: it was started for this very place.
         let wanted = self.phase != Phase::Stopped && self.live() + self.starting() < self.wanted;
         let Some(place) = self.slots.get_mut(slot) else {
             return Next::Leave;
@@ -257,7 +257,7 @@ impl State {
         }
     }
 
-    /// A worker's start failed; no other is tried before `retry`.
+    /// A worker's start failed; the next attempt is not before `retry`.
     pub(super) fn start_failed(&mut self, slot: usize, retry: MonotonicTime, error: Error) {
         self.left(slot);
         self.failed_starts += 1;
@@ -265,7 +265,7 @@ impl State {
         self.start_error.get_or_insert(error);
     }
 
-    /// Takes every job that is past its deadline out of the queues and off its worker, and writes
+    /// Removes every job that is past its deadline from the queues and from its worker, and writes
     /// such workers off.
     pub(super) fn overdue(&mut self, now: MonotonicTime) -> Vec<Overdue> {
         let mut overdue = Vec::new();
@@ -309,7 +309,7 @@ impl State {
         overdue
     }
 
-    /// Claims places for the workers that are missing, as many as the cap allows.
+    /// Claims places for the missing workers, up to the cap.
     pub(super) fn claim_missing(
         &mut self,
         now: MonotonicTime,
@@ -343,7 +343,7 @@ impl State {
         claimed
     }
 
-    /// The earliest point at which the monitor has something to do.
+    /// The next time at which the monitor has something to do.
     pub(super) fn next_event(&self, now: MonotonicTime) -> MonotonicTime {
         let slots = self.slots.iter().filter_map(|slot| match slot {
             Slot::Busy { deadline, .. } | Slot::Starting { deadline } => Some(*deadline),
@@ -362,7 +362,7 @@ impl State {
             .unwrap_or(MonotonicTime::NEVER)
     }
 
-    /// Takes every job that is left, queued or running, at the end of a shutdown.
+    /// Removes every remaining job, queued or running, at the end of a shutdown.
     pub(super) fn abandon(&mut self) -> Vec<Arc<dyn Job>> {
         let mut left = Vec::new();
         for slot in &mut self.slots {

@@ -1,4 +1,4 @@
-//! What a pool tells about itself.
+//! Statistics of a pool.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,7 +17,7 @@ pub struct Lane {
 /// One lane, now and since the start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaneStats {
-    /// The lane as it was built.
+    /// The lane's configuration.
     pub lane: Lane,
     /// Jobs waiting now.
     pub queued: usize,
@@ -40,14 +40,14 @@ pub struct LaneStats {
     pub panicked: u64,
 }
 
-/// The pool, now and since the start.
+/// The pool, now and since its start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolStats {
-    /// Workers the pool was built with.
+    /// Configured number of workers.
     pub size: usize,
     /// Workers that take jobs, idle or busy.
     pub live: usize,
-    /// Workers that wait for a job.
+    /// Idle workers.
     pub idle: usize,
     /// Workers written off: hanging past a deadline.
     pub stuck: usize,
@@ -55,7 +55,7 @@ pub struct PoolStats {
     pub replaced: u64,
     /// Threads that could not be started, or whose `on_start` failed.
     pub failed_starts: u64,
-    /// Panics in `done`, `on_exit` or in dropping what a job held.
+    /// Panics in `done`, in `on_exit` or while a job's captured values were dropped.
     pub callback_panics: u64,
     /// The lanes in their order.
     pub lanes: Vec<LaneStats>,

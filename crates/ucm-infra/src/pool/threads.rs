@@ -1,5 +1,5 @@
-//! The threads of a pool: workers, and the monitor that reports what is overdue and replaces the
-//! workers that hang.
+//! The threads of a pool: workers, and the monitor that reports overdue jobs and replaces workers
+//! that hang.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -13,11 +13,11 @@ use super::state::{Next, Overdue, Phase, State};
 use crate::clock::MonotonicTime;
 use crate::threads::begin_thread;
 
-/// How long the pool waits after a thread could not be started.
+/// Pause after a failed start of a thread.
 const START_RETRY: Duration = Duration::from_secs(1);
 
 impl Shared {
-    /// Starts the thread of a claimed place; a failure is noted and frees the place.
+    /// Starts the thread of a claimed place; a failure is recorded and frees the place.
     pub(super) fn start_worker(self: &Arc<Self>, slot: usize) {
         let shared = Arc::clone(self);
         let body = move || shared.worker(slot);
@@ -57,8 +57,8 @@ impl Shared {
         }
         self.state.lock().left(slot);
         self.roll_call.notify();
-        // A place is free again: perhaps for a replacement that the cap had forbidden. And other
-        // workers may have waited for this one's job before they leave.
+        // A place is free again, perhaps for a replacement that the cap had prevented. Other
+        // workers may also have waited for this one's job before they end.
         self.alarm.notify();
         self.work.notify_all();
     }
@@ -75,7 +75,7 @@ impl Shared {
         )
     }
 
-    /// Waits for a job; `None` when the worker shall leave.
+    /// Waits for a job; `None` when the worker must end.
     fn next_job(&self, slot: usize) -> Option<Arc<dyn Job>> {
         let mut state = self.state.lock();
         loop {
@@ -83,7 +83,7 @@ impl Shared {
             let mut late = Vec::new();
             let job = state.take(slot, self.clock.now(), &mut late);
             if job.is_some() || !late.is_empty() {
-                // One job was announced to one worker; if more may run, pass the news on.
+                // One job wakes one worker; if more jobs may run, wake the next.
                 let more = state.has_work();
                 drop(state);
                 if more {
@@ -165,8 +165,9 @@ impl Shared {
             fence(Ordering::SeqCst); // see `inbox`
             let missed = !self.handover.inboxes.iter().all(|inbox| inbox.is_empty());
             if !overdue.is_empty() {
-                // Shutdown looks again: it does not wait for a worker that is written off. And the
-                // workers: a place in a lane may be free, or the last queued job gone.
+                // Shutdown checks again, because it does not wait for a worker that is written off.
+                // The workers check again, because a lane may have room or no queued job may be
+                // left.
                 self.roll_call.notify();
                 self.work.notify_all();
             }
@@ -177,7 +178,7 @@ impl Shared {
             if missed {
                 continue; // it was pushed before `monitor_wakes` was known
             }
-            // News since `seen` makes this return at once.
+            // A ring since `seen` makes this return at once.
             self.clock.sleep(
                 &self.alarm,
                 seen,

@@ -1,5 +1,5 @@
-//! A bounded ring between two threads: items go without a lock, and an end that has nothing to do
-//! spins briefly, yields, then parks until the other end wakes it.
+//! A bounded lock-free ring between two threads. An end that has nothing to do spins briefly,
+//! yields, then parks until the other end wakes it.
 
 mod parking;
 mod queue;
@@ -18,11 +18,10 @@ use crate::sync::{AtomicBool, Ordering};
 use parking::Parking;
 use queue::{Head, Tail, queue};
 
-/// Looks without giving the processor away, while the other end is likely in the middle of its
-/// step. (None under loom: it explores the parking, and looks before that would only multiply the
-/// interleavings.)
+/// Attempts without a yield, while the other end is probably in the middle of its step. (None under
+/// loom, where they would only multiply the interleavings.)
 const SPINS: usize = if cfg!(loom) { 0 } else { 64 };
-/// Looks that let another thread run in between, before parking.
+/// Attempts with a yield in between, before parking.
 const YIELDS: usize = if cfg!(loom) { 0 } else { 8 };
 /// Most items of a ring.
 const MAX_CAPACITY: usize = 1 << 24;
@@ -30,13 +29,13 @@ const MAX_CAPACITY: usize = 1 << 24;
 /// Makes rings; see [`bounded`](Self::bounded).
 pub struct SpscRing<T>(PhantomData<T>);
 
-/// The end that gives items. Dropping it closes the ring.
+/// The sending end. Dropping it closes the ring.
 pub struct RingProducer<T> {
     tail: Tail<T>,
     shared: Arc<RingState>,
 }
 
-/// The end that takes items. Dropping it closes the ring and drops the items in it.
+/// The receiving end. Dropping it closes the ring and drops the items in it.
 pub struct RingConsumer<T> {
     head: Head<T>,
     shared: Arc<RingState>,
@@ -62,7 +61,7 @@ impl RingState {
     }
 }
 
-/// Why an item was not pushed; it is in here.
+/// Why an item was not pushed, with the item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PushError<T> {
     /// The ring is full.
@@ -73,12 +72,12 @@ pub enum PushError<T> {
     TimedOut(T),
 }
 
-/// Why there is no item.
+/// Why no item was returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PopError {
     /// The ring is empty, for now.
     Empty,
-    /// The ring is empty and one of the ends closed it: nothing will come any more.
+    /// The ring is empty and one of the ends closed it: no further item will arrive.
     Closed,
     /// The ring was still empty at the deadline.
     TimedOut,
@@ -148,13 +147,13 @@ impl<T> RingProducer<T> {
         }
     }
 
-    /// Closes the ring: nothing can be pushed any more, the consumer takes what is in it and then
-    /// sees the end.
+    /// Closes the ring: nothing can be pushed any more; the consumer takes the remaining items and
+    /// then sees the end.
     pub fn close(&self) {
         self.shared.close();
     }
 
-    /// Whether one of the ends closed the ring.
+    /// True if one of the ends closed the ring.
     pub fn is_closed(&self) -> bool {
         self.shared.is_closed()
     }
@@ -169,8 +168,7 @@ impl<T> Drop for RingProducer<T> {
 impl<T> RingConsumer<T> {
     /// Takes the oldest item without waiting.
     ///
-    /// # Errors
-    /// `Empty`, or `Closed` once nothing will come any more.
+    /// # Errors `Empty`, or `Closed` if the ring is empty for good.
     pub fn try_pop(&mut self) -> Result<T, PopError> {
         let closed = self.shared.is_closed();
         match self.head.pop() {
@@ -178,8 +176,8 @@ impl<T> RingConsumer<T> {
                 self.shared.producer.wake();
                 Ok(item)
             }
-            // The flag was read before the ring was found empty: what a producer pushed before
-            // closing was seen.
+            // The flag was read before the ring was found empty, so items pushed before the close
+            // were seen.
             None if closed => Err(PopError::Closed),
             None => Err(PopError::Empty),
         }
@@ -188,8 +186,7 @@ impl<T> RingConsumer<T> {
     /// Takes the oldest item, waiting for one until `deadline` on `clock` (`None`: for ever):
     /// spins, yields, parks.
     ///
-    /// # Errors
-    /// `TimedOut`, or `Closed` once nothing will come any more.
+    /// # Errors `TimedOut`, or `Closed` if the ring is empty for good.
     pub fn recv(
         &mut self,
         clock: &dyn Clock,
@@ -203,30 +200,31 @@ impl<T> RingConsumer<T> {
         wait(&shared.consumer, clock, deadline, look).unwrap_or(Err(PopError::TimedOut))
     }
 
-    /// The consumer loop: hands every item to `take`, in order, until the ring is closed and empty.
+    /// The consumer loop: passes every item to `take`, in order, until the ring is closed and
+    /// empty.
     pub fn run(&mut self, clock: &dyn Clock, mut take: impl FnMut(T)) {
         while let Ok(item) = self.recv(clock, None) {
             take(item);
         }
     }
 
-    /// Closes the ring: the producer's next push fails. What is in the ring can still be taken; an
-    /// item whose push overlaps with this call may be accepted and then be dropped with the ring.
+    /// Closes the ring: the producer's next push fails. Items in the ring can still be taken. An
+    /// item whose push overlaps with this call may be accepted and then dropped with the ring.
     pub fn close(&self) {
         self.shared.close();
     }
 
-    /// Whether one of the ends closed the ring; there may still be items in it.
+    /// True if one of the ends closed the ring; it may still contain items.
     pub fn is_closed(&self) -> bool {
         self.shared.is_closed()
     }
 
-    /// How many items can be taken at this moment.
+    /// Number of items that can be taken now.
     pub fn len(&self) -> usize {
         self.head.len()
     }
 
-    /// Whether there is no item at this moment.
+    /// True if there is no item now.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -235,12 +233,12 @@ impl<T> RingConsumer<T> {
 impl<T> Drop for RingConsumer<T> {
     fn drop(&mut self) {
         self.shared.close();
-        // What items hold must not wait for the producer to go as well.
+        // Values in the items must be dropped now, not when the producer ends.
         while self.head.pop().is_some() {}
     }
 }
 
-/// Looks until something is found: spinning, then yielding, then parked. `None` at the deadline.
+/// Tries until something is found: spinning, then yielding, then parked. `None` at the deadline.
 fn wait<R>(
     parking: &Parking,
     clock: &dyn Clock,

@@ -1,10 +1,8 @@
-//! How one end of the ring goes to sleep and the other wakes it, without a lock on the way of
-//! items.
+//! Lets one end of the ring sleep and the other wake it, without a lock on the path of items.
 //!
-//! The sleeper announces itself, then looks once more, then sleeps; the waker changes the ring,
-//! then looks for the announcement. A full fence between the two steps on each side makes it
-//! impossible that both look too early: the sleeper sees the change or the waker sees the
-//! announcement.
+//! The sleeper announces itself, then checks the ring once more, then sleeps. The waker changes the
+//! ring, then reads the announcement. With a full fence between the two steps on each side, the
+//! sleeper sees the change or the waker sees the announcement.
 
 use crate::clock::{Clock, MonotonicTime};
 use crate::notify::Notify;
@@ -12,8 +10,8 @@ use crate::sync::{AtomicBool, Ordering, fence};
 
 /// Where one thread sleeps until another wakes it.
 pub(super) struct Parking {
-    /// Every write is a swap, never a store: so the writes of both threads have one order, in which
-    /// each builds on the one before, and a waker's late `false` cannot hide a newer announcement.
+    /// Every write is a swap, never a store. So the writes of both threads have one order, and a
+    /// waker's late `false` cannot hide a newer announcement.
     announced: AtomicBool,
     notify: Notify,
 }
@@ -26,7 +24,7 @@ impl Parking {
         }
     }
 
-    /// Sleeps until `look` finds something; `None` if it found nothing by `until`.
+    /// Sleeps until `look` returns something; `None` if it returned nothing by `until`.
     pub(super) fn park<R>(
         &self,
         clock: &dyn Clock,
@@ -34,7 +32,8 @@ impl Parking {
         mut look: impl FnMut() -> Option<R>,
     ) -> Option<R> {
         loop {
-            // Read before the announcement: who sees that rings later than this.
+            // Read before the announcement: a thread that sees the announcement rings later than
+            // this.
             let seen = self.notify.seen();
             self.announced.swap(true, Ordering::Relaxed);
             fence(Ordering::SeqCst);
@@ -47,10 +46,10 @@ impl Parking {
         }
     }
 
-    /// Wakes the sleeper, if there is one; called after each change that `look` might find.
+    /// Wakes the sleeper, if there is one. Called after each change that `look` can find.
     pub(super) fn wake(&self) {
         fence(Ordering::SeqCst);
-        // The load alone is enough nearly always, and leaves the line shared.
+        // The load alone is nearly always enough, and leaves the cache line shared.
         if self.announced.load(Ordering::Relaxed) && self.announced.swap(false, Ordering::Relaxed) {
             self.notify.notify();
         }

@@ -1,4 +1,4 @@
-//! The bare queue under the ring: rtrb, or a stand-in of the same memory order that loom can see.
+//! The queue under the ring: rtrb, or under loom a stand-in with the same memory order.
 
 #[cfg(not(loom))]
 pub(super) use plain::{Head, Tail, queue};
@@ -30,7 +30,7 @@ mod plain {
     }
 
     impl<T> Tail<T> {
-        /// The item comes back if the queue is full.
+        /// Returns the item if the queue is full.
         pub(in crate::ring) fn push(&mut self, item: T) -> Result<(), T> {
             self.0
                 .push(item)

@@ -63,7 +63,7 @@ fn waits_end_at_their_deadlines() {
         clock.advance(Duration::from_nanos(10));
         assert_eq!(pushed.join().unwrap(), Err(PushError::TimedOut(2)));
     });
-    // What is there wins over a deadline that passed.
+    // An existing item is returned even if the deadline has passed.
     assert_eq!(consumer.recv(&*clock, Some(MonotonicTime(0))), Ok(1));
 }
 

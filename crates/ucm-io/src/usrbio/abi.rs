@@ -1,8 +1,8 @@
 //! The C interface of 3FS's client library (`hf3fs_usrbio.h`), looked up in the library when it is
 //! loaded.
 //!
-//! The structures are the caller's memory, and the library fills and reads them, so their layout is
-//! checked here at compile time.
+//! The structures are the caller's memory, which the library reads and writes, so their layout is
+//! checked at compile time.
 
 use std::error::Error;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
@@ -11,7 +11,7 @@ use std::os::fd::RawFd;
 
 use libloading::os::unix::{Library as Loaded, RTLD_LOCAL, RTLD_NOW, Symbol};
 
-/// Room for a path of a mount point, in the structures and in answers.
+/// Room for the path of a mount point, in structures and results.
 pub(super) const MOUNT_POINT: usize = 256;
 
 /// `struct hf3fs_iov`: memory that 3FS's daemon can reach.
@@ -39,7 +39,7 @@ pub(super) struct Ior {
     pub(super) flags: u64,
 }
 
-/// `struct hf3fs_cqe`: how one operation ended.
+/// `struct hf3fs_cqe`: the result of one operation.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Cqe {
@@ -74,7 +74,7 @@ const _: () = {
     );
 };
 
-/// The functions that are used, and the library that has them.
+/// The functions in use, and their library.
 pub(super) struct Library {
     is_hf3fs: unsafe extern "C" fn(c_int) -> bool,
     extract_mount_point: unsafe extern "C" fn(*mut c_char, c_int, *const c_char) -> c_int,
@@ -108,13 +108,14 @@ pub(super) struct Library {
     pub(super) submit_ios: unsafe extern "C" fn(*const Ior) -> c_int,
     pub(super) wait_for_ios:
         unsafe extern "C" fn(*const Ior, *mut Cqe, c_int, c_int, *const libc::timespec) -> c_int,
-    /// Never unloaded: it has threads and tables of its own.
+    /// Never unloaded, because it has threads and tables of its own.
     _loaded: std::mem::ManuallyDrop<Loaded>,
 }
 
 #[allow(unsafe_code, reason = "calls of a C library")]
 impl Library {
-    /// Loads it, and looks up every function that is used. What the loader says where that fails.
+    /// Loads the library and resolves every function in use. Returns the loader's message on
+    /// failure.
     pub(super) fn load(name: &OsStr) -> Result<Self, String> {
         let cannot = |error: libloading::Error| {
             let why = error
@@ -150,7 +151,7 @@ impl Library {
         })
     }
 
-    /// Whether an open file lies on 3FS.
+    /// True if an open file lies on 3FS.
     pub(super) fn is_on_3fs(&self, fd: RawFd) -> bool {
         // SAFETY: takes any number.
         unsafe { (self.is_hf3fs)(fd) }
@@ -167,7 +168,7 @@ impl Library {
                 path.as_ptr(),
             )
         };
-        // Its length and one, or that of one that is too long.
+        // Its length plus one, or the length of a path that is too long.
         let fits = usize::try_from(len).is_ok_and(|len| (2..=MOUNT_POINT).contains(&len));
         let found = fits
             .then(|| CStr::from_bytes_until_nul(&found).ok())
@@ -175,13 +176,13 @@ impl Library {
         Some(found.to_owned())
     }
 
-    /// Lets a ring use an open file; false where it cannot.
+    /// Registers an open file for rings; false if that is not possible.
     pub(super) fn register(&self, fd: RawFd) -> bool {
         // SAFETY: takes any number. An error is positive here, success is not.
         unsafe { (self.reg_fd)(fd, 0) <= 0 }
     }
 
-    /// The end of that, before the file is closed.
+    /// Removes the registration, before the file is closed.
     pub(super) fn deregister(&self, fd: RawFd) {
         // SAFETY: takes any number.
         unsafe { (self.dereg_fd)(fd) }

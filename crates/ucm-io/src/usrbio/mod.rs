@@ -1,14 +1,15 @@
-//! Slots to and from 3FS by USRBIO, its way past FUSE: operations go in batches through rings in
-//! memory that its daemon shares, and the bytes by RDMA into registered memory.
+//! Slots to and from 3FS by USRBIO, which bypasses FUSE: operations are submitted in batches
+//! through rings in memory shared with its daemon; the bytes move by RDMA to and from registered
+//! memory.
 //!
-//! 3FS's client library is loaded when a root is probed, and only what lies on 3FS goes this way:
-//! file names, lengths and everything else stay system calls on its mount. Where there is no such
-//! library, no 3FS or no ring, reads and writes are plain ones, and the probe says why
+//! 3FS's client library is loaded when a root is probed, and only data of slots on 3FS uses it:
+//! names, lengths and everything else stay system calls on its mount. Without the library, without
+//! 3FS or without a ring, reads and writes are plain ones, and the probe reports the reason
 //! ([`Probe::rings`](crate::Probe)).
 //!
-//! A thread that waits for a ring is like one in a system call: it comes back when all of its
-//! operations have ended, however long that takes, and is written off meanwhile by those who keep
-//! the time. So no late byte meets memory that is somebody else's.
+//! A thread that waits for a ring is like one in a system call: it returns when all of its
+//! operations have ended, however long that takes; past the deadline the pool writes it off. So no
+//! late byte is written to memory that has another owner.
 
 mod abi;
 mod ring;
@@ -35,20 +36,20 @@ pub struct UsrbioOptions {
     pub library: OsString,
     /// Entries of a ring, at least 1.
     pub entries: u32,
-    /// Operations that 3FS's daemon begins together at most, whatever the sign; 0: as many as there
-    /// are. The library takes a positive number for batches of exactly so many, which a smaller one
-    /// would wait for without end, so it is handed over with a minus.
+    /// Most operations that 3FS's daemon begins together; the sign is ignored; 0: all. To the
+    /// library a positive number means batches of exactly that size, and a smaller batch would wait
+    /// for ever, so the negative number is passed.
     pub depth: i32,
-    /// The node that the memory is taken from; negative: any.
+    /// NUMA node of the memory; negative: any.
     pub numa: i32,
-    /// Most memory that rings are given together, bytes: each has 4 MiB, half of them are for reads
-    /// and half for writes, and there is one of each at least. A thread that finds none free makes
-    /// a plain system call.
+    /// Most memory of all rings together, in bytes. Each has 4 MiB; half of them are for reads and
+    /// half for writes, at least one each. A thread that finds no free ring makes a plain system
+    /// call.
     pub memory: usize,
 }
 
 impl UsrbioOptions {
-    /// Most rings for reads, and as many for writes.
+    /// Most rings for reads; the same number for writes.
     fn rings(&self) -> usize {
         (self.memory / BUFFER / 2).max(1)
     }
@@ -70,13 +71,13 @@ impl Default for UsrbioOptions {
 pub(crate) struct Rings {
     options: UsrbioOptions,
     library: OnceLock<Arc<Library>>,
-    /// The mount point, once a probe found that rings work there.
+    /// The mount point, after a probe found that rings work there.
     mount: Mutex<Option<Arc<CStr>>>,
     /// For writes and for reads.
     pools: [Pool; 2],
 }
 
-/// Rings that go one way.
+/// Rings of one direction.
 #[derive(Default)]
 struct Pool {
     state: Mutex<PoolState>,
@@ -85,7 +86,7 @@ struct Pool {
 #[derive(Default)]
 struct PoolState {
     free: Vec<Ring>,
-    /// Those that there are, in use or not, and those that are broken.
+    /// Number of existing rings, in use or not, and of broken ones.
     count: usize,
 }
 
@@ -107,8 +108,9 @@ impl Rings {
         })
     }
 
-    /// Whether rings can be used on the file system of this open file, which lies in this
-    /// directory: why not, in words. It counts from then on. Most memory that rings have, bytes.
+    /// Probes whether rings can be used on the file system of this open file in this directory, and
+    /// uses them from then on. Returns the most memory of the rings in bytes, or the reason as
+    /// text.
     pub(crate) fn look(&self, dir: &Path, fd: &OwnedFd) -> Result<usize, String> {
         self.give_up();
         let library = self.load()?;
@@ -142,7 +144,7 @@ impl Rings {
         }
     }
 
-    /// Whether this is the mount that counts now, and no earlier one at the same place.
+    /// True if this is the current mount and not an earlier one at the same path.
     fn is_current(&self, mount: &Arc<CStr>) -> bool {
         self.mount
             .lock()
@@ -158,7 +160,7 @@ impl Rings {
         Ok(Arc::clone(self.library.get_or_init(|| loaded)))
     }
 
-    /// Lets rings use an open file; none where it is read and written by plain calls.
+    /// Registers an open file for rings; `None` if it is read and written by plain calls.
     pub(crate) fn register(self: &Arc<Self>, fd: &OwnedFd) -> Option<RingFile> {
         let mount = self.mount.lock().clone()?;
         let library = self.library.get()?;
@@ -171,7 +173,7 @@ impl Rings {
         })
     }
 
-    /// Does something with a ring of this kind; none where there is none to be had.
+    /// Calls a function with a ring of this direction; `None` if there is no free ring.
     fn with_ring<T>(
         &self,
         library: &Arc<Library>,
@@ -194,13 +196,13 @@ impl Rings {
             },
         };
         let result = work(&mut ring);
-        // One that is broken is dropped, which leaves its memory alone, and goes on counting.
+        // A broken ring is dropped without freeing its memory, and still counts.
         if !ring.is_broken() {
             let mut state = pool.state.lock();
             if self.is_current(mount) {
                 state.free.push(ring);
             } else {
-                state.count -= 1; // of a mount that was left meanwhile
+                state.count -= 1; // of an earlier mount
             }
         }
         Some(result)
@@ -216,7 +218,7 @@ impl Pool {
         }
     }
 
-    /// A ring, or leave to make one; none where there are too many.
+    /// A ring, or permission to create one; `None` if there are too many.
     fn take(&self, most: usize) -> Option<Option<Ring>> {
         let mut state = self.state.lock();
         if let Some(ring) = state.free.pop() {
@@ -229,8 +231,8 @@ impl Pool {
     }
 }
 
-/// An open file that rings may use. It goes before the file is closed: the library knows files by
-/// their numbers, and takes no other of the same number until then.
+/// Registration of an open file for rings. It is dropped before the file is closed: the library
+/// identifies files by descriptor number and accepts no other file of the same number until then.
 pub(crate) struct RingFile {
     rings: Arc<Rings>,
     library: Arc<Library>,
@@ -247,7 +249,7 @@ impl fmt::Debug for RingFile {
 }
 
 impl RingFile {
-    /// As preadv(2); none where a plain call has to do.
+    /// As preadv(2); `None` if a plain call must be used.
     pub(crate) fn read(
         &self,
         bufs: &mut [IoSliceMut<'_>],
@@ -257,7 +259,7 @@ impl RingFile {
         self.rings.with_ring(&self.library, &self.mount, true, read)
     }
 
-    /// As pwrite(2); none where a plain call has to do.
+    /// As pwrite(2); `None` if a plain call must be used.
     pub(crate) fn write(&self, bytes: &[u8], at: u64) -> Option<rustix::io::Result<usize>> {
         if at > i64::MAX as u64 {
             return Some(Err(Errno::INVAL));

@@ -1,9 +1,9 @@
 //! One ring of USRBIO and the registered memory that its operations go through.
 //!
-//! A ring is used by one thread at a time: it prepares a batch of operations, hands them over, and
-//! waits for all of them. Nothing of a batch is left when it returns, so the memory is free again;
-//! where that cannot be known any more the ring is never used again and its memory never given
-//! back, for the daemon may still write there.
+//! A ring is used by one thread at a time: it prepares a batch of operations, submits them, and
+//! waits for all of them. When it returns, no operation is under way and the memory is free again.
+//! If that is not certain, the ring is never used again and its memory is never freed, because the
+//! daemon may still write there.
 
 use std::ffi::{CStr, c_int};
 use std::io::IoSliceMut;
@@ -17,14 +17,14 @@ use rustix::io::Errno;
 use super::UsrbioOptions;
 use super::abi::{Cqe, Ior, Iov, Library};
 
-/// Bytes of one operation at most, and of the memory of a ring: so many operations are under way
-/// together.
+/// Most bytes of one operation, and bytes of a ring's memory; their quotient is the number of
+/// concurrent operations.
 pub(super) const PIECE: usize = 256 << 10;
 pub(super) const BUFFER: usize = 4 << 20;
-/// Operations of a batch at most.
+/// Most operations of a batch.
 const BATCH: usize = BUFFER / PIECE;
-/// How long one call waits; what is under way is waited for again and again, as in a call of the
-/// kernel.
+/// How long one call waits. The wait is repeated until all operations have ended, as in a system
+/// call.
 const WAIT_S: i64 = 1;
 
 /// See the module.
@@ -35,14 +35,14 @@ pub(super) struct Ring {
     for_read: bool,
     /// Operations of a batch.
     batch: usize,
-    /// Operations may be under way that no one waits for.
+    /// Operations may still be under way.
     broken: bool,
     /// A child of a fork has the structures but neither the memory nor the ring.
     process: u32,
 }
 
-// SAFETY: the library's calls on a ring may come from any thread, one at a time, and `&mut self`
-// says that; what the structures point to is the library's or this ring's alone.
+// SAFETY: the library's calls on a ring may be made from any thread, one at a time, which `&mut
+// self` ensures. The structures point to memory of the library or of this ring only.
 #[allow(unsafe_code, reason = "raw pointers in the structures of a C library")]
 unsafe impl Send for Ring {}
 
@@ -91,7 +91,7 @@ impl Ring {
         })
     }
 
-    /// Whether it must not be used again.
+    /// True if it must not be used again.
     pub(super) fn is_broken(&self) -> bool {
         self.broken
     }
@@ -146,8 +146,8 @@ impl Ring {
         self.batch(fd, at, asked)
     }
 
-    /// Moves so many bytes between the beginning of the memory and the file; how many came before
-    /// the first that did not.
+    /// Moves `len` bytes between the start of the memory and the file; returns the number of bytes
+    /// before the first failed one.
     fn batch(&mut self, fd: RawFd, at: u64, len: usize) -> rustix::io::Result<usize> {
         if self.broken {
             return Err(Errno::IO);
@@ -178,7 +178,7 @@ impl Ring {
             }
             begun += 1;
         }
-        // What is prepared may have begun, so it is waited for whatever became of the rest.
+        // Prepared operations may have begun, so they are waited for even if the rest failed.
         if begun > 0 {
             self.wait(begun, &mut results)?;
         }
@@ -198,11 +198,11 @@ impl Ring {
         }
     }
 
-    /// Hands over what was prepared and waits for all of it.
+    /// Submits the prepared operations and waits for all of them.
     fn wait(&mut self, begun: usize, results: &mut [i64; BATCH]) -> rustix::io::Result<()> {
         // SAFETY: the ring is there.
         let submitted = unsafe { (self.library.submit_ios)(&raw const self.ring) };
-        // It is no more than a hint to hurry; the operations are under way without.
+        // It is only a hint; the operations are under way without it.
         let _ = check(submitted);
         let nothing = Cqe {
             index: 0,
@@ -214,7 +214,7 @@ impl Ring {
         while ended < begun {
             let left = c_int::try_from(begun - ended).unwrap_or(c_int::MAX);
             let until = in_a_while();
-            // SAFETY: there is room for as many entries as are asked for.
+            // SAFETY: the buffer has room for the requested number of entries.
             let came = unsafe {
                 (self.library.wait_for_ios)(
                     &raw const self.ring,
@@ -258,12 +258,12 @@ impl Drop for Ring {
     }
 }
 
-/// What a function answered: a number, or a negative error number.
+/// The result of a function: a number, or a negative error number.
 fn check(answer: c_int) -> rustix::io::Result<usize> {
     usize::try_from(answer).map_err(|_| errno_of(i64::from(answer)))
 }
 
-/// The error that a negative answer is; numbers that no kernel has, which are 3FS's own, are an
+/// The error of a negative result. Numbers outside the kernel's range are 3FS's own and count as an
 /// error of the medium.
 fn errno_of(answer: i64) -> Errno {
     match i32::try_from(answer.unsigned_abs()) {
@@ -272,7 +272,7 @@ fn errno_of(answer: i64) -> Errno {
     }
 }
 
-/// The moment until which one call waits, on the clock that the library goes by.
+/// The end of one call's wait, on the library's clock.
 fn in_a_while() -> libc::timespec {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
     libc::timespec {

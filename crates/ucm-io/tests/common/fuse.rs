@@ -1,6 +1,6 @@
-//! A file system of the test's own, spoken over /dev/fuse: one directory of files in memory, that
-//! gives short counts, fails closes and stalls when told to. Just as much of the protocol as the
-//! engine needs. Needs root.
+//! A file system of the test's own over /dev/fuse: one directory of files in memory, with short
+//! counts, failing closes and stalls on demand. It implements only the part of the protocol that
+//! the engine needs. Needs root.
 #![allow(
     unsafe_code,
     reason = "mount(2) of a FUSE descriptor has no safe form in the crates at hand"
@@ -39,8 +39,7 @@ pub mod op {
 
 const ROOT: u64 = 1;
 const IN_HEADER: usize = 40;
-/// Open flag: no page cache, so that what the file system answers is what the caller's system call
-/// returns.
+/// Open flag: no page cache, so that the caller's system call returns the file system's own result.
 const DIRECT_IO: u32 = 1;
 
 /// How the file system behaves.
@@ -50,7 +49,7 @@ pub struct Behaviour {
     pub flush_error: i32,
     /// Most bytes that one read or write moves; 0: no bound.
     pub short: usize,
-    /// Requests of this kind get no answer until [`Fuse::release`].
+    /// Requests of this kind get no reply until [`Fuse::release`].
     pub stall: u32,
 }
 
@@ -145,7 +144,7 @@ impl Fuse {
         state.files.iter().map(whole).collect()
     }
 
-    /// How many requests of a kind came.
+    /// Number of requests of a kind.
     pub fn requests(&self, kind: u32) -> usize {
         self.shared
             .state
@@ -164,7 +163,7 @@ impl Fuse {
         }
     }
 
-    /// Answers what is stalled and stalls nothing more.
+    /// Replies to stalled requests and stalls no more.
     pub fn release(&self) {
         self.shared.state.lock().behaviour.stall = 0;
         self.shared.news.notify_all();
@@ -182,8 +181,8 @@ impl Drop for Fuse {
     }
 }
 
-/// Reads requests until the file system is unmounted. Each is answered on a thread of its own, for
-/// one may stall.
+/// Reads requests until the file system is unmounted. Each gets a thread of its own, because one
+/// may stall.
 fn serve(device: &Arc<File>, shared: &Arc<Shared>) {
     let mut buffer = vec![0; 1 << 20];
     loop {
@@ -191,7 +190,7 @@ fn serve(device: &Arc<File>, shared: &Arc<Shared>) {
             Ok(0) => return,
             Ok(len) => len,
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => return,
-            // Interrupted, or a request that was taken back.
+            // Interrupted, or a withdrawn request.
             Err(_) => continue,
         };
         let request = buffer[..len].to_vec();
@@ -214,7 +213,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_ne_bytes(number(bytes, at))
 }
 
-/// Little records of the protocol, field by field.
+/// Small records of the protocol, field by field.
 #[derive(Default)]
 struct Out(Vec<u8>);
 
@@ -283,11 +282,11 @@ fn answer(device: &File, shared: &Shared, request: &[u8]) {
     message.extend(error.to_ne_bytes());
     message.extend(unique.to_ne_bytes());
     message.extend(body);
-    // Fails when the caller was killed meanwhile; then no one waits for it.
+    // Fails if the caller was killed; then nothing waits for the reply.
     let _ = (&*device).write(&message);
 }
 
-/// A NUL-terminated name and what follows it.
+/// A NUL-terminated name and the bytes behind it.
 fn name(bytes: &[u8]) -> (Vec<u8>, &[u8]) {
     let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
     (bytes[..end].to_vec(), &bytes[(end + 1).min(bytes.len())..])
@@ -344,7 +343,7 @@ fn reply(state: &mut State, kind: u32, node: u64, body: &[u8]) -> Result<Out, i3
         }
         op::FLUSH if state.behaviour.flush_error != 0 => Err(state.behaviour.flush_error),
         op::FLUSH | op::RELEASE => Ok(Out::default()),
-        // fuse_kstatfs: an empty file system; its type is the kernel's to say.
+        // fuse_kstatfs: an empty file system; the kernel reports its type.
         op::STATFS => Ok(Out::default().zeros(80)),
         op::UNLINK => state
             .files

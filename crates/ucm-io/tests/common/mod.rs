@@ -1,5 +1,5 @@
-//! What the tests of the engines share: jobs on the test's own thread, pools, slots, file systems
-//! of their own.
+//! Common parts of the engines' tests: jobs on the test's own thread, pools, slots, temporary file
+//! systems.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -20,8 +20,7 @@ use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::{FileMeta, IoEngine, IoJob, IoOptions, IoPool, PsyncEngine, Publish, ReadMode};
 
-/// Directories on the file systems at hand: whatever holds temporary files, and a tmpfs where there
-/// is one.
+/// Directories on the available file systems: that of temporary files, and a tmpfs if there is one.
 pub fn places() -> Vec<tempfile::TempDir> {
     let shm = tempfile::tempdir_in("/dev/shm").ok();
     [tempfile::tempdir().unwrap()]
@@ -35,7 +34,7 @@ pub fn plain() -> IoJob {
     IoJob::alone(PsyncEngine::new(false))
 }
 
-/// The same past the page cache, with its engine, which counts what it could not do so.
+/// The same past the page cache, with its engine, which counts operations that used the cache.
 pub fn direct() -> (Arc<PsyncEngine>, IoJob) {
     let engine = PsyncEngine::new(true);
     (Arc::clone(&engine), IoJob::alone(engine))
@@ -46,7 +45,7 @@ pub fn both() -> [IoJob; 2] {
     [plain(), direct().1]
 }
 
-/// So many threads, and as many in their place, on a clock that the test moves.
+/// A pool with `threads` threads and as many replacements, on a manual clock.
 pub fn clocked(engine: Arc<dyn IoEngine>, workers: usize) -> (Arc<IoPool>, Arc<ManualClock>) {
     let clock = ManualClock::new();
     let options = IoOptions {
@@ -57,7 +56,7 @@ pub fn clocked(engine: Arc<dyn IoEngine>, workers: usize) -> (Arc<IoPool>, Arc<M
     (IoPool::new(engine, &options).unwrap(), clock)
 }
 
-/// Starts a job and returns where the answer will come.
+/// Starts a job and returns the receiver of its result.
 pub fn start<T: Send + 'static>(
     pool: &IoPool,
     lane: usize,
@@ -86,7 +85,7 @@ pub fn start_publish(
     })
 }
 
-/// The kind of error that something failed with.
+/// The kind of the error of a failed call.
 pub fn fails<T>(result: Result<T>) -> ErrorKind {
     result.map(drop).unwrap_err().kind()
 }
@@ -96,7 +95,7 @@ pub fn slots(slots: usize, len: usize) -> Arc<SlotPool> {
     SlotPool::new(HostArena::new(slots * len).unwrap(), len).unwrap()
 }
 
-/// A slot filled with bytes that differ from place to place.
+/// A slot filled with bytes that differ from position to position.
 pub fn filled(pool: &Arc<SlotPool>, salt: u8) -> Slot {
     let mut slot = pool.try_acquire().unwrap();
     slot.as_mut_slice()
@@ -104,7 +103,7 @@ pub fn filled(pool: &Arc<SlotPool>, salt: u8) -> Slot {
     slot
 }
 
-/// So many bytes that differ from place to place.
+/// `len` bytes that differ from position to position.
 pub fn pattern(len: usize, salt: u8) -> Vec<u8> {
     (0..len).map(|i| (i ^ (i >> 8)) as u8 ^ salt).collect()
 }
@@ -150,7 +149,7 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Waits, without sleeping, for something that another thread is about to do.
+/// Waits, without sleeping, for a condition that another thread will make true.
 pub fn eventually(what: impl Fn() -> bool) {
     while !what() {
         std::thread::yield_now();
@@ -220,7 +219,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // A file system left frozen by a failed test would hold the machine's shutdown up.
+        // A file system left frozen by a failed test would block the machine's shutdown.
         let _ = self.thaw();
         // Lazily: a test that failed may have left a file open.
         let _ = run(Command::new("umount").arg("-l").arg(&self.dir));
@@ -239,7 +238,7 @@ fn run(command: &mut Command) -> Result<(), String> {
     ))
 }
 
-/// What needs a privilege, or `None` after saying why the test is skipped. With
+/// A value that needs a privilege, or `None` after printing why the test is skipped. With
 /// `UCM_REQUIRE_ROOT_TESTS` in the environment (as in CI) a skip is a failure.
 pub fn or_skip<T>(test: &str, made: Result<T, String>) -> Option<T> {
     match made {

@@ -1,11 +1,11 @@
-//! A gate that tests hold shut: operations hang in front of it until it is opened.
+//! A gate that tests keep closed: operations block at it until it is opened.
 
 use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Clones are the same gate.
+/// Clones share one gate.
 #[derive(Clone, Default)]
 pub struct Gate(Arc<Inner>);
 
@@ -33,12 +33,12 @@ impl Gate {
         self.0.news.notify_all();
     }
 
-    /// How many operations hang in front of it now.
+    /// Number of operations that block at the gate now.
     pub fn waiting(&self) -> usize {
         self.0.state.lock().waiting
     }
 
-    /// Waits until at least `count` operations hang in front of it.
+    /// Waits until at least `count` operations block at the gate.
     pub fn await_waiting(&self, count: usize) {
         let mut state = self.0.state.lock();
         while state.waiting < count {
@@ -46,7 +46,7 @@ impl Gate {
         }
     }
 
-    /// Hangs until it is open.
+    /// Blocks until the gate is open.
     pub(super) fn pass(&self) {
         let mut state = self.0.state.lock();
         state.waiting += 1;

@@ -1,4 +1,4 @@
-//! What a fault does to the bytes of an operation.
+//! Effects of faults on the bytes of an operation.
 
 use std::borrow::Cow;
 
@@ -7,11 +7,11 @@ use ucm_core::{Error, Result};
 use super::rule::draw;
 use super::{Fault, Tail, errno};
 
-/// What befalls the bytes of one operation, with a number for it that looks random.
+/// The faults that apply to the bytes of one operation, and a pseudo-random number for them.
 pub(super) struct Harm(pub(super) Option<Fault>, pub(super) u64);
 
 impl Harm {
-    /// What reaches the medium of these bytes.
+    /// The bytes that reach the medium.
     pub(super) fn written<'a>(&self, bytes: &'a [u8]) -> Cow<'a, [u8]> {
         let kept = |keep: usize| &bytes[..keep.min(bytes.len())];
         match self.0 {
@@ -48,7 +48,7 @@ impl Harm {
         }
     }
 
-    /// The same of `read` bytes in several buffers, as if these were one.
+    /// As above for `read` bytes in several buffers, treated as one.
     pub(super) fn flip_all(&self, into: &mut [(&mut [u8], usize)], read: usize) {
         if !matches!(self.0, Some(Fault::Flip(_) | Fault::FlipRandom(_))) {
             return;
@@ -64,7 +64,7 @@ impl Harm {
         }
     }
 
-    /// How many arrive of so many bytes.
+    /// Number of bytes that arrive out of `read`.
     pub(super) fn arriving(&self, read: usize) -> usize {
         match self.0 {
             Some(Fault::ShortRead(most)) => read.min(most),
@@ -77,7 +77,7 @@ impl Harm {
         matches!(self.0, Some(Fault::Killed { .. }))
     }
 
-    /// For how many looks a new name is not seen.
+    /// Number of reads, stats and lists for which a new name stays invisible.
     pub(super) fn hides(&self) -> u64 {
         match self.0 {
             Some(Fault::LateVisible(looks)) => looks,
@@ -86,7 +86,7 @@ impl Harm {
     }
 }
 
-/// A failure as the operating system reports it.
+/// A failure with an error number of the operating system.
 pub(super) fn os_error(code: i32) -> Error {
     Error::from_io(std::io::Error::from_raw_os_error(code), "scripted fault")
 }
@@ -104,7 +104,7 @@ fn flip_at(bytes: &mut [u8], at: &[usize]) {
     }
 }
 
-/// Changes exactly `count` bytes (all, if there are fewer), each for sure.
+/// Changes exactly `count` bytes (all if there are fewer).
 fn flip_random(bytes: &mut [u8], count: usize, seed: u64) {
     let mut places: Vec<usize> = (0..bytes.len()).collect();
     for i in 0..count.min(places.len()) {

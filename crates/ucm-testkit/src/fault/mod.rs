@@ -1,6 +1,7 @@
-//! The fault-injecting twin of the real engine: stands before it and, by script, fails operations,
-//! loses answers, tears and flips bytes, hangs, hides files. The same seed and the same order of
-//! operations give the same faults. For tests, ours and those of backends written elsewhere.
+//! The fault-injecting twin of the real I/O engine. It wraps an engine and, by script, fails
+//! operations, drops results, tears and flips bytes, hangs and hides files. The same seed and the
+//! same order of operations give the same faults. It serves our tests and those of backends in
+//! other crates.
 
 mod gate;
 mod harm;
@@ -27,27 +28,27 @@ use harm::{Harm, died, os_error};
 use hidden::Hidden;
 use rule::{Active, draw};
 
-/// Most operations the log remembers, the latest.
+/// Most operations in the log; older ones are dropped.
 const MAX_LOG: usize = 1 << 16;
 
-/// Number of a rule, in the order they were added.
+/// Number of a rule, in order of addition.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct RuleId(usize);
 
-/// One operation, as the log remembers it.
+/// One operation in the log.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Seen {
     /// Its kind.
     pub kind: OpKind,
     /// Its lane.
     pub lane: usize,
-    /// The names it was about.
+    /// The names it was called with.
     pub paths: Vec<PathBuf>,
-    /// Name of the fault that befell it.
+    /// Name of the fault that was applied.
     pub fault: Option<&'static str>,
 }
 
-/// An engine that goes wrong by script.
+/// An engine that fails by script.
 pub struct FaultyEngine {
     inner: Arc<dyn IoEngine>,
     seed: u64,
@@ -61,13 +62,13 @@ struct State {
     ops: u64,
     counts: [u64; OpKind::ALL.len()],
     log: VecDeque<Seen>,
-    /// Operations whose callers are recorded, and these callers.
+    /// The kind of operation whose callers are recorded, and their backtraces.
     traced: Option<OpKind>,
     traces: Vec<String>,
 }
 
 impl FaultyEngine {
-    /// Stands before `inner`; without rules it only looks on.
+    /// Wraps `inner`. Without rules it only counts and logs.
     pub fn new(inner: Arc<dyn IoEngine>, seed: u64) -> Arc<Self> {
         Arc::new(Self {
             inner,
@@ -77,14 +78,14 @@ impl FaultyEngine {
         })
     }
 
-    /// Puts a rule in force. For each operation the first rule that strikes counts.
+    /// Adds a rule. The first rule that applies to an operation decides its fault.
     pub fn add(&self, rule: Rule) -> RuleId {
         let mut state = self.state.lock();
         state.rules.push(Active::new(rule));
         RuleId(state.rules.len() - 1)
     }
 
-    /// How often a rule struck.
+    /// How often a rule applied.
     pub fn hits(&self, rule: RuleId) -> u64 {
         self.state
             .lock()
@@ -93,17 +94,17 @@ impl FaultyEngine {
             .map_or(0, |rule| rule.hits)
     }
 
-    /// Takes all rules out of force; their numbers mean nothing any more.
+    /// Removes all rules; their numbers become invalid.
     pub fn clear(&self) {
         self.state.lock().rules.clear();
     }
 
-    /// Ends the late visibility of every file.
+    /// Makes every hidden file visible.
     pub fn reveal(&self) {
         self.hidden.lock().clear();
     }
 
-    /// Operations of this kind so far.
+    /// Number of operations of this kind so far.
     pub fn count(&self, kind: OpKind) -> u64 {
         self.state.lock().counts[kind as usize]
     }
@@ -132,7 +133,7 @@ impl FaultyEngine {
         state.counts = Default::default();
     }
 
-    /// Notes the operation and decides its fault; with it a random number for that fault.
+    /// Logs the operation. Returns its fault and a random number for that fault.
     fn next_fault(&self, lane: usize, kind: OpKind, paths: &[&Path]) -> (Option<Fault>, u64) {
         let mut state = self.state.lock();
         let number = state.ops;
@@ -157,8 +158,8 @@ impl FaultyEngine {
         (fault, draw(self.seed, number, 0))
     }
 
-    /// Does an operation on these names by `act`, with what befalls it; `act` is told what befalls
-    /// its bytes.
+    /// Runs the operation `act` on these names with the fault that applies. `act` receives the
+    /// faults of its bytes.
     fn befall<T>(
         &self,
         by: &Caller<'_>,
@@ -189,7 +190,7 @@ impl FaultyEngine {
             }
             Some(Fault::Replay) => {
                 let first = pass()?;
-                // A client that has its bytes does not ask for them again.
+                // A client that has its bytes does not read them again.
                 if kind == OpKind::Read {
                     Ok(first)
                 } else {
@@ -200,7 +201,7 @@ impl FaultyEngine {
         }
     }
 
-    /// Reads what is visible by now.
+    /// Reads the bytes that are visible now.
     fn see<T>(&self, path: &Path, read: impl FnOnce() -> Result<T>) -> Result<T> {
         if self.hidden.lock().misses(path) {
             return Err(os_error(errno::ENOENT));
@@ -288,7 +289,7 @@ impl IoEngine for FaultyEngine {
             }
             let mut published = self.inner.publish(by, &Publish { bytes, ..*publish })?;
             if let Some(meta) = &mut published {
-                meta.len = publish.bytes.len() as u64; // as if all of them were there
+                meta.len = publish.bytes.len() as u64; // as if all of them existed
             }
             self.hidden.lock().hide(publish.target, harm.hides());
             Ok(published)

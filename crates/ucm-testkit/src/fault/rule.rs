@@ -1,4 +1,4 @@
-//! What can go wrong, and when: the script of the fault-injecting engine.
+//! Faults and the conditions under which they apply: the script of the fault-injecting engine.
 
 use std::path::Path;
 
@@ -73,7 +73,7 @@ impl OpKind {
     }
 }
 
-/// Error numbers that scripts need most (Linux values).
+/// The error numbers that scripts use most (Linux values).
 pub mod errno {
     /// No such file.
     pub const ENOENT: i32 = libc::ENOENT;
@@ -91,30 +91,29 @@ pub mod errno {
     pub const EMFILE: i32 = libc::EMFILE;
     /// Stale file handle.
     pub const ESTALE: i32 = libc::ESTALE;
-    /// The server did not answer (a soft mount).
+    /// The server did not reply (a soft mount).
     pub const ETIMEDOUT: i32 = libc::ETIMEDOUT;
 }
 
-/// What follows the part of a torn write that reached the medium.
+/// The rest of a torn write, behind the part that reached the medium.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tail {
-    /// Zeros up to the full length: the length reached the medium, the data did not.
+    /// Zeros up to the full length: the length was written, the data was not.
     Zeros,
     /// Nothing: the file is short.
     Cut,
 }
 
-/// One way to go wrong. A fault that makes no sense for an operation (a short read of a publish)
-/// leaves it alone.
+/// One fault. A fault that does not fit an operation (a short read of a publish) has no effect.
 #[derive(Clone, Debug)]
 pub enum Fault {
-    /// Not done; fails with this error number.
+    /// Not executed; fails with this error number.
     Errno(i32),
-    /// Done, but the answer is lost: fails with this error number.
+    /// Executed, but the result is lost: fails with this error number.
     LostReply(i32),
-    /// Refused with `Busy`, not done.
+    /// Refused with `Busy`, not executed.
     Busy,
-    /// Read: at most this many bytes arrive, though the file's length says there are more.
+    /// Read: at most this many bytes arrive, although the file is longer.
     ShortRead(usize),
     /// Publish, write and finish: succeeds, but only the first `keep` bytes are in the file (a
     /// power cut without fsync).
@@ -135,16 +134,17 @@ pub enum Fault {
     Flip(Vec<usize>),
     /// As `Flip`, at this many positions chosen by the seed.
     FlipRandom(usize),
-    /// Nothing starts until the gate is opened; what is no longer wanted then never starts.
+    /// Nothing starts until the gate is opened. An operation that was written off by then never
+    /// starts.
     HangBefore(Gate),
-    /// Done, but does not return until the gate is opened.
+    /// Executed, but does not return until the gate is opened.
     HangAfter(Gate),
-    /// Publish and finish: done, but for this many looks (read, stat, list) at the target it seems
-    /// not to be there, or until [`FaultyEngine::reveal`](super::FaultyEngine::reveal) (`u64::MAX`:
-    /// only that).
+    /// Publish and finish: executed, but the target seems not to exist for this many accesses
+    /// (read, stat, list), or until [`FaultyEngine::reveal`](super::FaultyEngine::reveal)
+    /// (`u64::MAX`: only that).
     LateVisible(u64),
-    /// Done twice, as by a client that repeats a call whose answer it did not get; the second
-    /// answer counts.
+    /// Executed twice, as by a client that repeats a call after a lost reply. The second result is
+    /// returned.
     Replay,
 }
 
@@ -173,8 +173,8 @@ impl Fault {
     }
 }
 
-/// Which operations a fault befalls. Starts as "every one of this kind" and is narrowed by the
-/// methods.
+/// The operations to which a fault applies. Starts as "every one of this kind"; the methods narrow
+/// it.
 #[derive(Clone, Debug)]
 pub struct Rule {
     kind: Option<OpKind>,
@@ -208,7 +208,7 @@ impl Rule {
         }
     }
 
-    /// Only those that name a path with this text in it.
+    /// Only those with this text in a path.
     #[must_use]
     pub fn path(mut self, text: impl Into<String>) -> Self {
         self.path = Some(text.into());
@@ -222,7 +222,7 @@ impl Rule {
         self
     }
 
-    /// Only the `n`th that matches otherwise, counted from 1.
+    /// Only the `n`th match, counted from 1.
     #[must_use]
     pub fn nth(mut self, n: u64) -> Self {
         self.skip = n.saturating_sub(1);
@@ -230,7 +230,7 @@ impl Rule {
         self
     }
 
-    /// Not the first `n` that match otherwise.
+    /// Not the first `n` matches.
     #[must_use]
     pub fn skip(mut self, n: u64) -> Self {
         self.skip = n;
@@ -244,7 +244,7 @@ impl Rule {
         self
     }
 
-    /// Only with this chance, in thousandths, decided by the seed and the number of the operation.
+    /// Only with this probability, in thousandths. The seed and the number of the operation decide.
     #[must_use]
     pub fn chance(mut self, per_mille: u64) -> Self {
         self.per_mille = per_mille;
@@ -262,7 +262,7 @@ impl Rule {
     }
 }
 
-/// A rule in force and what became of it.
+/// An active rule and its counts.
 pub(super) struct Active {
     rule: Rule,
     seen: u64,
@@ -278,7 +278,7 @@ impl Active {
         }
     }
 
-    /// The fault for this operation, if the rule strikes. `draw` is a random number for this
+    /// The fault for this operation, if the rule applies. `draw` is a random number for this
     /// operation and rule.
     pub(super) fn strike(
         &mut self,
@@ -299,7 +299,7 @@ impl Active {
     }
 }
 
-/// A number that looks random and is the same for the same arguments (the finish of SplitMix64).
+/// A pseudo-random number, equal for equal arguments (the finish of SplitMix64).
 pub(super) fn draw(seed: u64, op: u64, salt: u64) -> u64 {
     let mut x = seed
         .wrapping_add(op.wrapping_mul(0x9E37_79B9_7F4A_7C15))
@@ -313,7 +313,7 @@ pub(super) fn draw(seed: u64, op: u64, salt: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Whether a rule befalls a listing.
+    /// True if a rule applies to listings.
     fn strikes(rule: &mut Active, lane: usize, dir: &str, draw: u64) -> bool {
         rule.strike(lane, OpKind::List, &[Path::new(dir)], draw)
             .is_some()

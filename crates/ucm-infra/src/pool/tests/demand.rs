@@ -1,4 +1,4 @@
-//! Pools whose threads come with the jobs.
+//! Pools that start threads on demand.
 
 use super::{GUARD, Rig, SECOND, lane};
 use crate::clock::MonotonicTime;
@@ -19,7 +19,7 @@ fn nothing_is_started_before_the_first_job() {
 #[test]
 fn one_that_was_never_used_ends_at_once() {
     let rig = Rig::new(|pool| pool.size(3).on_demand());
-    assert_eq!(rig.pool.shutdown(SECOND), 0, "and waits for nobody");
+    assert_eq!(rig.pool.shutdown(SECOND), 0, "and waits for no worker");
     let error = rig.submit(0, MonotonicTime::NEVER, 1, || 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);
 }
@@ -40,9 +40,9 @@ fn as_many_workers_as_jobs_that_run_at_once() {
     let mut told: Vec<u32> = (0..6).map(|_| rig.next().0).collect();
     told.sort_unstable();
     assert_eq!(told, [0, 1, 2, 3, 4, 5]);
-    // Who is free is asked before another one is started.
+    // An idle worker is used before another one is started.
     while rig.pool.stats().idle < 3 {
-        std::thread::yield_now(); // who ends a job says so before it is idle
+        std::thread::yield_now(); // a job is reported before its worker is idle
     }
     rig.submit(0, MonotonicTime::NEVER, 6, || 6).unwrap();
     assert_eq!(rig.next(), (6, Ok(6)));

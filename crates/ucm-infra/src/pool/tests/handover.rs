@@ -1,4 +1,4 @@
-//! Jobs handed over from many threads at once, without a lock.
+//! Jobs submitted from many threads at once, without a lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,8 +13,8 @@ use crate::pool::WorkerPool;
 const SUBMITTERS: usize = 4;
 const JOBS: usize = 2000;
 
-/// Submits from several threads into two lanes until each has had its jobs accepted or the pool is
-/// closed; how many were accepted, and how many of those reported.
+/// Submits from several threads into two lanes until each thread's jobs are accepted or the pool is
+/// closed. Returns the numbers of accepted and of reported jobs.
 fn submit_all(pool: &WorkerPool, during: impl FnOnce()) -> (usize, Arc<AtomicUsize>) {
     let reported = Arc::new(AtomicUsize::new(0));
     let accepted = AtomicUsize::new(0);

@@ -57,7 +57,7 @@ fn a_full_lane_refuses_and_gives_the_job_back() {
     assert_eq!(called.load(Ordering::Relaxed), 0);
     (refused.done)(Err(refused.error));
     assert_eq!(called.load(Ordering::Relaxed), 1);
-    // The other lane has room of its own.
+    // The other lane has its own capacity.
     rig.submit(1, MonotonicTime::NEVER, 2, || 2).unwrap();
     assert_eq!(rig.pool.stats().lanes[0].refused, 1);
     drop(release);
@@ -94,7 +94,7 @@ fn jobs_beyond_a_lanes_limit_are_taken_by_the_worker_that_makes_room() {
     let rig = Rig::new(|pool| pool.size(3).lanes(&[lane("limited", 64, 1)]));
     let release = rig.hang(0, MonotonicTime::NEVER, 0);
     for id in 1..=20 {
-        // wakes no one: it cannot run yet
+        // wakes no worker: it cannot run yet
         rig.submit(0, MonotonicTime::NEVER, id, move || id).unwrap();
     }
     drop(release);

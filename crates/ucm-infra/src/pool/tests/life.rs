@@ -89,7 +89,7 @@ fn shutdown_drains_what_was_accepted() {
     }
     std::thread::scope(|scope| {
         let shutdown = scope.spawn(|| rig.pool.shutdown(SECOND));
-        // Two workers at the gate, the monitor, and the one who shuts down.
+        // Two workers at the gate, the monitor, and the thread that shuts down.
         rig.clock.await_sleepers(4);
         assert_eq!(
             rig.submit(0, MonotonicTime::NEVER, 99, || 0)
@@ -148,7 +148,7 @@ fn deadlines_hold_while_draining() {
         let shutdown = scope.spawn(|| rig.pool.shutdown(10 * SECOND));
         rig.clock.await_sleepers(2);
         rig.clock.advance(SECOND);
-        // The replacement drains the queue; the stuck one is not waited for.
+        // The replacement drains the queue; shutdown does not wait for the stuck worker.
         assert_eq!(shutdown.join().unwrap(), 0);
     });
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));

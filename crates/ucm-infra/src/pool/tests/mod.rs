@@ -1,4 +1,4 @@
-//! The pool under a clock that stands still: nothing here waits for time to pass.
+//! The pool under a manual clock: no test waits for real time.
 
 mod demand;
 mod handover;
@@ -17,7 +17,7 @@ use super::*;
 use crate::clock::ManualClock;
 
 const SECOND: Duration = Duration::from_secs(1);
-/// Only a broken test ever waits this long.
+/// Only a failing test waits this long.
 const GUARD: Duration = Duration::from_secs(60);
 
 fn lane(name: &'static str, capacity: usize, max_running: usize) -> Lane {

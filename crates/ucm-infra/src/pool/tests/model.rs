@@ -1,5 +1,5 @@
-//! Random histories of jobs, releases and passing time: everyone is told exactly once, and what is
-//! told is true.
+//! Random histories of jobs, releases and passing time: every job is reported exactly once, with
+//! the right result.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Sender, channel};
@@ -13,11 +13,11 @@ use crate::clock::{Clock, MonotonicTime};
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Submit a job to a lane, with a deadline so many seconds away.
+    /// Submit a job to a lane, with a deadline in seconds from now.
     Submit(usize, Option<u32>),
-    /// Let one of the jobs that are held go on.
+    /// Release one of the held jobs.
     Release(prop::sample::Index),
-    /// Let so many seconds pass.
+    /// Advance the clock by seconds.
     Advance(u32),
 }
 
@@ -29,7 +29,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What the test knows of the jobs it submitted.
+/// The test's model of a submitted job.
 struct Book {
     rig: Rig,
     deadlines: BTreeMap<u32, MonotonicTime>,
@@ -60,7 +60,7 @@ impl Book {
         }
     }
 
-    /// Hears one job and verifies what it says.
+    /// Receives the report of one job and verifies it.
     fn hear(&mut self) {
         let (id, result) = self.rig.next();
         let due = self.deadlines[&id] <= self.rig.clock.now();
@@ -74,7 +74,7 @@ impl Book {
         assert!(self.told.insert(id, result).is_none(), "{id} told twice");
     }
 
-    /// Time passes; whatever is held past its deadline must be told without any help.
+    /// Time passes; every job held past its deadline must be reported by the pool itself.
     fn advance(&mut self, span: Duration) {
         self.rig.clock.advance(span);
         let now = self.rig.clock.now();
@@ -135,8 +135,8 @@ proptest! {
             }
             book.check_bounds();
         }
-        // Everyone may go on, those written off come back, and time stands still: nothing is left
-        // to close.
+        // All jobs are released, stuck workers return, and time stands still: no job is left to
+        // close.
         book.held.clear();
         prop_assert_eq!(book.rig.pool.shutdown(SECOND), 0);
         while book.told.len() < book.deadlines.len() {

@@ -17,12 +17,12 @@ fn a_stuck_worker_is_written_off_and_replaced() {
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
     assert_eq!(rig.pool.stuck(), 1);
-    // The replacement goes on with the queue.
+    // The replacement continues with the queue.
     assert_eq!(rig.next(), (2, Ok(2)));
     let stats = rig.until(|stats| stats.live == 1);
     assert_eq!((stats.live, stats.stuck, stats.replaced), (1, 1, 1));
     drop(release);
-    // The late one is not told again, and its thread goes, because its place was filled.
+    // The late job is not reported again, and its thread ends, because its place was filled.
     let stats = rig.until(|stats| stats.stuck == 0);
     assert_eq!(
         (stats.live, stats.lanes[0].late, stats.lanes[0].completed),
@@ -42,11 +42,11 @@ fn past_the_cap_no_one_is_replaced_until_someone_returns() {
     assert_eq!(rig.next().0, 2);
     let stats = rig.pool.stats();
     assert_eq!((stats.live, stats.stuck, stats.replaced), (0, 2, 1));
-    // No one is left to run this one: it times out in the queue.
+    // No worker is left for this one: it times out in the queue.
     rig.submit(0, rig.deadline(SECOND), 3, || 3).unwrap();
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (3, Err(ErrorKind::Timeout)));
-    // Who returns works again, because its place was not filled.
+    // A returning worker takes jobs again, because its place was not filled.
     rig.submit(0, MonotonicTime::NEVER, 4, || 4).unwrap();
     drop(first);
     assert_eq!(rig.next(), (4, Ok(4)));
@@ -104,7 +104,7 @@ fn what_a_late_call_returns_is_dropped_by_its_worker() {
     runs.recv_timeout(GUARD).unwrap();
     rig.clock.advance(SECOND);
     assert_eq!(told.recv_timeout(GUARD).unwrap(), Err(ErrorKind::Timeout));
-    // Reported, yet the call may still write into the buffer: no one has it back.
+    // Reported, but the call may still write into the buffer, so it is not free yet.
     assert!(drops.try_recv().is_err());
     drop(release);
     assert_eq!(
@@ -125,7 +125,7 @@ fn a_queued_job_past_its_deadline_never_runs() {
     .unwrap();
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
-    // What it held is gone by the time it is told.
+    // Its buffer is dropped before the report.
     assert!(
         buffers
             .try_recv()
